@@ -1,0 +1,121 @@
+"""Writing files so that a reader, a crash or a full disk never sees half of one. Runs everywhere.
+
+A whole file is written under a temporary name in the same directory, flushed to the disk and renamed; a
+log of JSON lines is appended to with one `write` per line, by one process per file.
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable: a rename is on the disk only after this."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_temporary(path: Path, data: bytes, mode: int) -> Path:
+    """Put the data, durably, beside `path` under a name that nobody else uses. A failed write leaves nothing."""
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
+    """Replace or create a file: readers see the old one or the whole new one."""
+    temporary = _write_temporary(path, data.encode() if isinstance(data, str) else data, mode)
+    try:
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def write_exclusive(path: Path, data: str | bytes, mode: int = 0o644) -> bool:
+    """Create a file, whole, unless it exists; of several who try at once, one gets True.
+
+    A hard link is the exclusive creation that NFS guarantees, and it shows the content together with the name.
+    """
+    temporary = _write_temporary(path, data.encode() if isinstance(data, str) else data, mode)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    fsync_directory(path.parent)
+    return True
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON document, indented for people."""
+    write_atomic(path, json.dumps(value, indent=2) + "\n")
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """One record as one line."""
+    return json.dumps(record, separators=(",", ":")) + "\n"
+
+
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one record with a single write, so that a kill between records tears none.
+
+    A kill in the middle of an earlier append may have left half a line: it is closed off first, so that it
+    spoils itself alone.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, (("\n" if torn else "") + json_line(record)).encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole record of a log. A torn line (a kill, a full disk) is passed over: its record never happened."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def last_json_line(path: Path, tail_bytes: int = 65536) -> dict[str, Any] | None:
+    """The newest whole record of a log; reads its tail alone."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - tail_bytes))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            return record
+    return None

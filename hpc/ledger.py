@@ -1,0 +1,52 @@
+"""The ledger: what happened to a run, as JSON lines, one file per writer. Runs everywhere.
+
+One writer per file, because appends by several hosts tear on NFS. Every record has `time` (seconds since the
+epoch) and `event`; the events and their fields:
+
+| event | by | fields |
+|---|---|---|
+| submitted | submit | job_id cluster |
+| claimed | the head node's agent, as its file's first line | attempt job_id restart nonce head nodes resumed_step |
+| rendezvous | the head node's agent | attempt round port |
+| joined | every agent | attempt node |
+| staged | every agent | attempt node seconds source path reused |
+| train_started | rank 0 | attempt step epoch world_size restored_from seconds |
+| checkpoint_saved | rank 0 | attempt step seconds |
+| checkpoint_rejected | rank 0 | attempt path reason |
+| train_stopped | rank 0 | attempt step signal |
+| train_completed | rank 0 | attempt step |
+| attempt_ended | the head node's agent | attempt cause step detail |
+| requeued | the head node's agent | attempt job_id |
+| cancelled | cancel | by |
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc.files import append_json_line, read_json_lines
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Appends to one file of a ledger; the only one that does."""
+
+    path: Path
+
+    def append(self, event: str, **fields: Any) -> None:
+        """Record that something happened, now."""
+        append_json_line(self.path, record(event, **fields))
+
+
+def record(event: str, **fields: Any) -> Event:
+    """An event with its time."""
+    return {"time": time.time(), "event": event, **fields}
+
+
+def read(events: Path) -> list[Event]:
+    """All events of all writers of a run, in the order of their times."""
+    found = [event for path in sorted(events.glob("*.jsonl")) for event in read_json_lines(path)]
+    return sorted(found, key=lambda event: event.get("time", 0.0))

@@ -1,0 +1,105 @@
+"""`hpc logs`: what the ranks and agents of a run printed, over all attempts. Runs on the login node."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from hpc import cli
+from hpc.rundir import RunDir
+from hpc.status import summaries
+from hpc.summary import TERMINAL
+
+_POLL_SECONDS = 0.5
+_STATE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logs(cli.Common):
+    """Print the logs of a run, each line with its attempt and rank in front."""
+
+    run: tyro.conf.Positional[str]
+    """Run directory or name."""
+    runs_dir: Path = Path("runs")
+    """Directory of the runs."""
+    follow: bool = False
+    """Go on as the logs grow, over requeues, until the run ends or Ctrl-C."""
+    rank: int | None = None
+    """This rank's log only."""
+    attempt: int | None = None
+    """This attempt's logs only; by default all."""
+
+
+@dataclass
+class Reader:
+    """Reads what has been added to the log files since it was asked last."""
+
+    offsets: dict[Path, int] = field(default_factory=dict)
+
+    def new_lines(self, path: Path) -> Iterator[str]:
+        """The whole lines that are new in one file."""
+        start = self.offsets.get(path, 0)
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offsets[path] = start + len(whole)
+        yield from whole.decode(errors="replace").splitlines()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    return cli.run(logs, Logs, argv, "logs")
+
+
+def logs(options: Logs) -> int:
+    """Print what there is; with --follow, and what comes."""
+    run = cli.find_run(options.run, options.runs_dir)
+    reader = Reader()
+    printed = _print_new(options, run, reader)
+    if options.follow:
+        _follow(options, run, reader)
+    elif not printed:
+        print(f"run {run.name} has no such log yet: hpc status {run.name}, or look into {run.logs}", file=sys.stderr)
+    return 0
+
+
+def _follow(options: Logs, run: RunDir, reader: Reader) -> None:
+    """Print until the run has ended and its last lines are out."""
+    asked = 0.0
+    ended = False
+    while not ended:
+        if time.monotonic() - asked > _STATE_SECONDS:
+            ended = summaries([run])[0]["state"] in TERMINAL
+            asked = time.monotonic()
+        _print_new(options, run, reader)
+        time.sleep(0 if ended else _POLL_SECONDS)
+
+
+def _print_new(options: Logs, run: RunDir, reader: Reader) -> int:
+    """Print the new lines of all chosen files; returns how many."""
+    count = 0
+    for path in log_files(run, options.rank, options.attempt):
+        attempt, rank = path.parent.name.removeprefix("attempt-"), path.stem.removeprefix("rank-")
+        for line in reader.new_lines(path):
+            count += 1
+            if options.json:
+                cli.print_json_line({"attempt": int(attempt), "rank": int(rank), "line": line})
+            else:
+                print(f"[{int(attempt)}:{int(rank)}] {line}")
+    sys.stdout.flush()
+    return count
+
+
+def log_files(run: RunDir, rank: int | None, attempt: int | None) -> list[Path]:
+    """The log files of the chosen ranks and attempts, in their order."""
+    attempts = "*" if attempt is None else f"{attempt:03d}"
+    ranks = "*" if rank is None else f"{rank:02d}"
+    return sorted(run.logs.glob(f"attempt-{attempts}/rank-{ranks}.log"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""How an attempt ended: the causes, and what each means for the run. Pure; runs everywhere."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hpc.slurm import JobState
+
+
+class Cause(StrEnum):
+    """Why an attempt ended."""
+
+    COMPLETED = "completed"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time_limit"
+    REQUEUED = "requeued"
+    NODE_FAILURE = "node_failure"
+    CRASHED = "crashed"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What the head node's agent saw when torchrun had ended."""
+
+    exit_code: int
+    finished: bool
+    """The work is complete: `final/` exists, or the user's script ended well without having been told to stop."""
+    cancelled: bool
+    """`cancel` has been called."""
+    signal: str | None
+    """The first signal that asked to stop."""
+    job_state: JobState
+    """Slurm's word for the job now."""
+    preempted: bool
+    """Slurm says that a preemption has begun."""
+    restarted: bool
+    """Slurm has counted one more start of this job than when the attempt began."""
+    progressed: bool
+    """The attempt made a step that no attempt before it had made."""
+
+
+# Slurm's word for a job that it has ended itself, and what that means.
+_CAUSE_OF_STATE = {
+    JobState.CANCELLED: Cause.CANCELLED,
+    JobState.TIMEOUT: Cause.TIME_LIMIT,
+    JobState.PREEMPTED: Cause.PREEMPTED,
+    JobState.NODE_FAIL: Cause.NODE_FAILURE,
+    JobState.PENDING: Cause.REQUEUED,
+}
+
+
+def cause_of(ending: Ending) -> Cause:
+    """Name the cause. What the run itself knows comes first, then what Slurm says, then the signal."""
+    signs = (
+        (ending.finished, Cause.COMPLETED),
+        (ending.cancelled, Cause.CANCELLED),
+        (ending.preempted, Cause.PREEMPTED),
+        (ending.job_state in _CAUSE_OF_STATE, _CAUSE_OF_STATE.get(ending.job_state, Cause.LOST)),
+        (ending.restarted, Cause.REQUEUED),
+        (ending.signal == "SIGUSR2", Cause.TIME_LIMIT),
+        (ending.signal is not None, Cause.REQUEUED),
+    )
+    return next((cause for seen, cause in signs if seen), Cause.CRASHED)
+
+
+# Whether the run goes on after each cause. A crash is worth another attempt only if the last one got further.
+_GOES_ON = {
+    Cause.COMPLETED: False,
+    Cause.PREEMPTED: True,
+    Cause.TIME_LIMIT: True,
+    Cause.REQUEUED: True,
+    Cause.NODE_FAILURE: True,
+    Cause.CANCELLED: False,
+    Cause.LOST: True,
+}
+
+
+def goes_on(cause: Cause, *, progressed: bool) -> bool:
+    """Whether the run needs another attempt."""
+    return progressed if cause is Cause.CRASHED else _GOES_ON[cause]
+
+
+def must_requeue(cause: Cause, ending: Ending) -> bool:
+    """Whether the agent has to ask for the requeue, because Slurm does not do it by itself.
+
+    Slurm requeues what it preempts, what someone requeued and what lost a node; a job that still runs, or that
+    only ran out of time, it would simply end.
+    """
+    return goes_on(cause, progressed=ending.progressed) and ending.job_state in {JobState.RUNNING, JobState.TIMEOUT}

@@ -1,0 +1,92 @@
+"""The run directory: every file name of a run, once. Runs everywhere.
+
+The run directory is the job: what is not in it is not known. DESIGN: the table of section 3.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The files of one run, by name. Creates nothing by itself."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name is its directory's."""
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        """The resolved RunSpec, immutable."""
+        return self.path / "spec.json"
+
+    @property
+    def script(self) -> Path:
+        """The sbatch script; submitting it by hand starts or resumes the run."""
+        return self.path / "submit.sbatch"
+
+    @property
+    def code(self) -> Path:
+        """The snapshot of the code that the run executes."""
+        return self.path / "code"
+
+    @property
+    def events(self) -> Path:
+        """What happened: one file of JSON lines per writer."""
+        return self.path / "events"
+
+    @property
+    def train_metrics(self) -> Path:
+        """One JSON line per logged step."""
+        return self.path / "metrics" / "train.jsonl"
+
+    @property
+    def eval_metrics(self) -> Path:
+        """One JSON line per evaluation."""
+        return self.path / "metrics" / "eval.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Durable checkpoints, one directory per step, visible only when complete."""
+        return self.path / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        """The model that did best in validation."""
+        return self.path / "best"
+
+    @property
+    def final(self) -> Path:
+        """The final model and its test result: the run is complete when this exists."""
+        return self.path / "final"
+
+    @property
+    def final_result(self) -> Path:
+        """The test result."""
+        return self.final / "result.json"
+
+    @property
+    def logs(self) -> Path:
+        """All output."""
+        return self.path / "logs"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        """The output of one attempt."""
+        return self.logs / f"attempt-{attempt:03d}"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        """What one rank of one attempt printed."""
+        return self.attempt_logs(attempt) / f"rank-{rank:02d}.log"
+
+    @property
+    def report(self) -> Path:
+        """The report page."""
+        return self.path / "report" / "index.html"

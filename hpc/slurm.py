@@ -1,0 +1,217 @@
+"""The one module that runs Slurm's binaries, and the pure parsers of what they print.
+
+Runs on login and compute nodes. Only squeue, sinfo, scontrol and scancel: no accounting is needed.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from hpc.errors import TorchrelayError, UserError
+from hpc.units import slurm_seconds
+
+# A controller that is down makes each client try for tens of seconds; nobody should wait longer for an answer.
+_TIMEOUT_SECONDS = 30
+_CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
+
+
+class JobState(StrEnum):
+    """Slurm's words for a job, as far as they matter to a run."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    ENDING = "ENDING"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    PREEMPTED = "PREEMPTED"
+    NODE_FAIL = "NODE_FAIL"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def alive(self) -> bool:
+        """Slurm still holds the job: it runs, ends, or waits to run."""
+        return self in {JobState.PENDING, JobState.RUNNING, JobState.ENDING}
+
+
+_STATES = {
+    "PENDING": JobState.PENDING, "CONFIGURING": JobState.PENDING, "REQUEUED": JobState.PENDING,
+    "REQUEUE_FED": JobState.PENDING, "REQUEUE_HOLD": JobState.PENDING, "SPECIAL_EXIT": JobState.PENDING,
+    "RESV_DEL_HOLD": JobState.PENDING, "RUNNING": JobState.RUNNING, "SUSPENDED": JobState.RUNNING,
+    "RESIZING": JobState.RUNNING, "SIGNALING": JobState.RUNNING, "STOPPED": JobState.RUNNING,
+    "COMPLETING": JobState.ENDING, "STAGE_OUT": JobState.ENDING, "CANCELLED": JobState.CANCELLED,
+    "REVOKED": JobState.CANCELLED, "TIMEOUT": JobState.TIMEOUT, "DEADLINE": JobState.TIMEOUT,
+    "PREEMPTED": JobState.PREEMPTED, "NODE_FAIL": JobState.NODE_FAIL, "BOOT_FAIL": JobState.NODE_FAIL,
+    "COMPLETED": JobState.COMPLETED, "FAILED": JobState.FAILED, "OUT_OF_MEMORY": JobState.FAILED,
+}  # fmt: skip
+
+
+def job_state(word: str) -> JobState:
+    """Our word for Slurm's; a word that we do not know is UNKNOWN."""
+    return _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """Nodes of one kind in one partition, as a line of sinfo tells it."""
+
+    name: str
+    default: bool
+    up: bool
+    limit_minutes: int | None
+    max_nodes_per_job: int | None
+    nodes: int
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One of the user's jobs, as a line of squeue tells it."""
+
+    job_id: str
+    state: JobState
+    reason: str
+    nodes: str
+    command: str
+    """The script: for a run, its submit.sbatch, whoever submitted it."""
+
+
+def adopt_environment(environment: MutableMapping[str, str]) -> None:
+    """Make an environment fit for submitting, in place: once per process, at its edge.
+
+    A verb that is typed inside a job would hand that job's SLURM_* and SBATCH_* on to the new one (a leaked
+    SLURM_CPU_BIND pins every rank to the wrong cores); SLURM_CONF says which cluster this is and stays. Without
+    a cluster's configuration the running testbed's is used.
+    """
+    for key in [key for key in environment if key.startswith(("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_"))]:
+        if key != "SLURM_CONF":
+            del environment[key]
+    if "SLURM_CONF" not in environment and not any(path.exists() for path in _CLUSTER_CONFIGURATIONS):
+        from hpc.testbed import running_slurm_conf  # noqa: PLC0415 - only where no cluster is configured
+
+        if configuration := running_slurm_conf():
+            environment["SLURM_CONF"] = str(configuration)
+
+
+def _run(*command: str) -> str:
+    """Run one of Slurm's binaries and return what it printed.
+
+    Raises:
+        TorchrelayError: it is not there, failed, or gave no answer.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
+    except FileNotFoundError as error:
+        raise TorchrelayError(f"{command[0]} is not on the PATH: is this a node of a Slurm cluster?") from error
+    except subprocess.TimeoutExpired as error:
+        raise TorchrelayError(f"{command[0]} gave no answer in {_TIMEOUT_SECONDS} s: is slurmctld down?") from error
+    if done.returncode != 0:
+        raise TorchrelayError(first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}")
+    return done.stdout
+
+
+def first_error(stderr: str) -> str:
+    """The line of a Slurm binary's complaint that says what is wrong."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower() or "unable" in line.lower()]
+    return (errors or lines or [""])[-1]
+
+
+def available() -> bool:
+    """Whether Slurm's clients are installed and a cluster is configured."""
+    configured = "SLURM_CONF" in os.environ or any(path.exists() for path in _CLUSTER_CONFIGURATIONS)
+    return configured and shutil.which("sbatch") is not None
+
+
+def partitions() -> list[Partition]:
+    """All partitions that the user may see, one entry per kind of node.
+
+    Raises:
+        UserError: the controller does not answer.
+    """
+    try:
+        return parse_partitions(_run("sinfo", "--noheader", "--format=%P|%a|%l|%s|%D|%c|%G"))
+    except TorchrelayError as error:
+        raise UserError(f"Slurm does not answer ({error}). Try again later, or use --cluster local") from error
+
+
+def parse_partitions(text: str) -> list[Partition]:
+    """Parse `sinfo --format=%P|%a|%l|%s|%D|%c|%G`."""
+    found = []
+    for line in text.splitlines():
+        name, avail, limit, job_size, nodes, cpus, gres = line.split("|")
+        seconds = slurm_seconds(limit)
+        most = job_size.split("-")[-1]
+        found.append(
+            Partition(
+                name=name.rstrip("*"),
+                default=name.endswith("*"),
+                up=avail == "up",
+                limit_minutes=None if seconds is None else seconds // 60,
+                max_nodes_per_job=int(most) if most.isdigit() else None,
+                nodes=int(nodes),
+                cpus=int(re.match(r"\d+", cpus)[0]),  # type: ignore[index]  # sinfo prints a number, or `8+`
+                gpus=gpus_in(gres),
+            )
+        )
+    return found
+
+
+def gpus_in(gres: str) -> int:
+    """GPUs in a gres text such as `gpu:a100:4(S:0-1),nvme:1`."""
+    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
+
+
+def jobs() -> dict[str, Job]:
+    """All the user's jobs that Slurm holds, by id: one call of squeue."""
+    return parse_jobs(_run("squeue", "--me", "--noheader", "--format=%A|%T|%r|%N|%o"))
+
+
+def parse_jobs(text: str) -> dict[str, Job]:
+    """Parse `squeue --format=%A|%T|%r|%N|%o`."""
+    found = {}
+    for line in text.splitlines():
+        job_id, state, reason, nodes, command = line.split("|", 4)
+        found[job_id] = Job(job_id=job_id, state=job_state(state), reason=reason, nodes=nodes, command=command)
+    return found
+
+
+def show_job(job_id: str) -> dict[str, str]:
+    """What `scontrol show job` tells of one job, by its names; empty when Slurm has forgotten it."""
+    try:
+        return parse_fields(_run("scontrol", "--oneliner", "show", "job", job_id))
+    except TorchrelayError as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+
+
+def parse_fields(text: str) -> dict[str, str]:
+    """Parse scontrol's `Name=value Name=value` of one line; a value ends where the next name begins."""
+    return {match[1]: match[2] for match in re.finditer(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", text)}
+
+
+def dead_nodes(nodes: list[str]) -> list[str]:
+    """Those of the nodes that Slurm calls down or not responding."""
+    if not nodes:
+        return []
+    text = _run("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N|%T")
+    states = dict(line.split("|") for line in text.splitlines())
+    return sorted(name for name, state in states.items() if state.startswith("down") or state.endswith("*"))
+
+
+def requeue(job_id: str) -> None:
+    """Put a job back into the queue: it keeps its id, and Slurm ends what is left of it."""
+    _run("scontrol", "requeue", job_id)
+
+
+def cancel(job_id: str) -> None:
+    """End a job, or take it out of the queue."""
+    _run("scancel", job_id)

@@ -1,0 +1,132 @@
+"""`hpc status`: a table of runs. Runs on the login node."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from hpc import cli, slurm
+from hpc.errors import TorchrelayError
+from hpc.rundir import RunDir
+from hpc.slurm import Job
+from hpc.summary import Summary, summarize
+
+_STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed": "red", "cancelled": "magenta"}
+_WATCH_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(cli.Common):
+    """Show the state of runs."""
+
+    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Run directories or names; by default all below --runs-dir."""
+    runs_dir: Path = Path("runs")
+    """Directory of the runs."""
+    watch: bool = False
+    """Keep the table up to date until Ctrl-C."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    return cli.run(status, Status, argv, "status")
+
+
+def status(options: Status) -> int:
+    """Print the table, or the contract's JSON."""
+    runs = [cli.find_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
+    if options.json:
+        cli.print_json(summaries(runs))
+    elif not runs:
+        print(f"no runs in {options.runs_dir}: start one with hpc submit --data fashion-mnist")
+    elif options.watch:
+        _watch(runs)
+    else:
+        Console().print(table(summaries(runs)))
+    return 0
+
+
+def queue(runs: Sequence[RunDir]) -> Mapping[str, Job] | None:
+    """The user's jobs, or None where Slurm does not answer; not asked when all runs are complete."""
+    if all(run.final_result.exists() for run in runs) or not slurm.available():
+        return None
+    try:
+        return slurm.jobs()
+    except TorchrelayError as error:
+        print(f"hpc status: Slurm does not answer, this is what the run directories say ({error})", file=sys.stderr)
+        return None
+
+
+def summaries(runs: Sequence[RunDir]) -> list[Summary]:
+    """One summary per run, with one call of squeue for all."""
+    jobs = queue(runs)
+    return [summarize(run, jobs) for run in runs]
+
+
+def _watch(runs: list[RunDir]) -> None:
+    with Live(table(summaries(runs)), auto_refresh=False) as live:
+        while True:
+            time.sleep(_WATCH_SECONDS)
+            live.update(table(summaries(runs)), refresh=True)
+
+
+def table(rows: list[Summary]) -> Table:
+    """The table for people."""
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("run", "state", "attempt", "nodes"):
+        drawn.add_column(title, overflow="fold")
+    for title in ("epoch/step", "images/s", "loss", "val", "test"):
+        drawn.add_column(title, justify="right")
+    drawn.add_column("restarts")
+    drawn.add_column("ETA", justify="right")
+    for row in rows:
+        drawn.add_row(*_cells(row), style=None)
+    return drawn
+
+
+def _cells(row: Summary) -> list[str]:
+    state = f"[{_STYLES[row['state']]}]{row['state']}[/]" + (f" ({row['reason']})" if row["reason"] else "")
+    nodes = row["attempts"][-1]["nodes"] if row["attempts"] else []
+    progress = "-" if row["step"] is None else f"{row['epoch']}/{row['step']}"
+    return [
+        row["run"].replace("[", "\\["),
+        state,
+        _or_dash(row["attempt"]),
+        ",".join(nodes) or "-",
+        progress,
+        _or_dash(row["images_per_second"], "{:.0f}"),
+        _or_dash(row["train_loss"], "{:.4f}"),
+        _or_dash(row["val_accuracy"], "{:.2%}"),
+        _or_dash(row["test_accuracy"], "{:.2%}"),
+        restarts(row),
+        _duration(row["eta_seconds"]),
+    ]
+
+
+def restarts(row: Summary) -> str:
+    """How often the run was interrupted, by cause."""
+    causes = Counter(attempt["cause"] for attempt in row["attempts"][:-1])
+    return ", ".join(f"{count} {cause or 'unknown'}" for cause, count in causes.items()) or "-"
+
+
+def _or_dash(value: object, form: str = "{}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

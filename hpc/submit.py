@@ -1,0 +1,264 @@
+"""`hpc submit`: check everything, make the run directory, hand the job to the cluster.
+
+Runs on the login node. Nothing is queued before every check has passed, and nothing is left behind if one fails.
+"""
+
+import dataclasses
+import difflib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+import yaml
+
+from hpc import checks, cli, slurm, snapshot
+from hpc.errors import UserError
+from hpc.executor import SlurmExecutor, agent_command, start_local
+from hpc.ledger import Writer
+from hpc.rundir import RunDir
+from hpc.spec import Cluster, Resources, RunSpec, check_run_name
+from training.config import TrainConfig, check_data, check_model, check_world, resolve_data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submit(cli.Common):
+    """Submit a training run to Slurm and keep it going until it is complete."""
+
+    resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
+    name: str | None = None
+    """Name of the run and its directory; by default the model's or script's with the time."""
+    runs_dir: Path = Path("runs")
+    """Directory of the runs, on storage that all nodes share."""
+    cluster: Literal["auto", "slurm", "local"] = "auto"
+    """Slurm, or this machine alone with one task per pretended node. `auto`: Slurm where there is one."""
+    config: Path | None = None
+    """YAML file with flags and their values; flags on the command line win."""
+    stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
+    """Directory on each node's own disk for the copy of the data."""
+    dry_run: bool = False
+    """Check everything and print the script, but submit nothing."""
+    wait: bool = False
+    """Wait until the run is complete, and show how it went."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitTraining(Submit):
+    """Submit a training run to Slurm and keep it going until it is complete."""
+
+    train: tyro.conf.OmitArgPrefixes[TrainConfig]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitScript(Submit):
+    """Submit your own torchrun script (`-- script.py ARGS`) to Slurm and keep it going until it has exited with 0."""
+
+    data: Path | None = None
+    """Directory to stage on every node; the script finds it in TORCHRELAY_DATA."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    script: tuple[str, ...] = ()
+    if "--" in arguments:
+        split = arguments.index("--")
+        arguments, script = arguments[:split], tuple(arguments[split + 1 :])
+        if not script:
+            arguments.append("--")  # tyro says what is wrong with it
+    options = SubmitScript if script else SubmitTraining
+    return cli.run(lambda parsed: submit(parsed, script), options, arguments, "submit", expand=with_config)
+
+
+def with_config(arguments: list[str]) -> list[str]:
+    """Put the flags of a `--config` file before those of the command line, so that the latter win.
+
+    Raises:
+        UserError: the file cannot be read, is no mapping, or nests.
+    """
+    positions = [
+        i for i, argument in enumerate(arguments) if argument == "--config" or argument.startswith("--config=")
+    ]
+    if not positions:
+        return arguments
+    last = positions[-1]
+    path = Path(arguments[last].partition("=")[2] or next(iter(arguments[last + 1 :]), ""))
+    return [*flags_of(path), *arguments]
+
+
+def flags_of(path: Path) -> list[str]:
+    """The flags that a YAML file stands for: `batch-size: 256` is `--batch-size=256`."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"--config {path} is no mapping: write lines such as `batch-size: 256`")
+    known = {name.replace("_", "-") for name in _flag_names()}
+    flags = []
+    for key, value in loaded.items():
+        flag = str(key).replace("_", "-")
+        if flag not in known - {"config"}:
+            close = difflib.get_close_matches(flag, known, n=3, cutoff=0.5)
+            hint = f"did you mean {', '.join(close)}?" if close else "see hpc submit --help"
+            raise UserError(f"--config {path}: there is no flag {key!r}: {hint}")
+        if isinstance(value, dict):
+            raise UserError(f"--config {path}: {key} is a mapping: give one value, or a list for --sbatch")
+        flags += _as_flags(flag, value)
+    return flags
+
+
+def _flag_names() -> Iterator[str]:
+    for owner in (SubmitTraining, SubmitScript, Resources, TrainConfig):
+        yield from (f.name for f in dataclasses.fields(owner) if f.name not in {"resources", "train"})
+
+
+def _as_flags(flag: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{flag}"] if value else []
+    if value is None:
+        return []
+    return [f"--{flag}={item}" for item in (value if isinstance(value, list) else [value])]
+
+
+def submit(options: Submit, script: tuple[str, ...]) -> int:
+    """Check, make the run directory, submit, and wait if asked to."""
+    run, spec = plan(options, script)
+    if options.dry_run:
+        return _print_plan(options, run, spec)
+    with new_run_directory(run):
+        fill(run, spec)
+        job_id = SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)
+    Writer(run.events / "submit.jsonl").append("submitted", job_id=job_id, cluster=spec.cluster)
+    answer = _answer(run, spec, job_id)
+    if not options.wait:
+        cli.print_json(answer) if options.json else _print_next_steps(run, job_id, options)
+        return 0
+    from hpc import wait  # noqa: PLC0415 - draws with rich, which a mere submission need not load
+
+    return wait.until_done(run, answer if options.json else None)
+
+
+def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
+    """Everything that is checked before the queue sees the run.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    if options.name is not None:
+        check_run_name(options.name)
+    train = options.train if isinstance(options, SubmitTraining) else None
+    if train is not None:
+        check_model(train.model)
+        data: str | None = str(resolve_data(train.data))
+        check_data(Path(str(data)))
+    else:
+        checks.check_script(script)
+        data = str(options.data.absolute()) if isinstance(options, SubmitScript) and options.data else None
+    cluster = choose_cluster(options.cluster)
+    on_cluster = cluster == "slurm"
+    resources = options.resources
+    resources = (
+        checks.resolve_resources(resources, slurm.partitions()) if on_cluster else checks.local_resources(resources)
+    )
+    if train is not None:
+        check_world(train, resources.max_nodes * resources.gpus_per_node)
+        train = dataclasses.replace(train, data=str(data))
+    checks.check_runs_dir(options.runs_dir, on_cluster=on_cluster)
+    name = options.name or f"{train.model if train else Path(script[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = RunDir(options.runs_dir.expanduser().absolute() / name)
+    if os.path.lexists(run.path):
+        raise UserError(
+            f"run {name!r} exists already in {options.runs_dir}: choose another --name, or hpc status {name}"
+        )
+    spec = RunSpec(
+        name=name, cluster=cluster, resources=resources, data=data, train=train, script=script,
+        stage_dir=str(options.stage_dir.absolute()),
+    )  # fmt: skip
+    return run, spec
+
+
+def choose_cluster(asked: str) -> Cluster:
+    """The cluster to run on.
+
+    Raises:
+        UserError: `--cluster slurm`, and there is none.
+    """
+    if asked == "local" or (asked == "auto" and not slurm.available()):
+        return "local"
+    if not slurm.available():
+        raise UserError(
+            "--cluster slurm, but there is no Slurm here (no sbatch, or no slurm.conf): use --cluster local"
+        )
+    return "slurm"
+
+
+@contextmanager
+def new_run_directory(run: RunDir) -> Iterator[None]:
+    """Create the directory, exclusively and for the user alone; remove every trace if the submission fails.
+
+    Raises:
+        UserError: it exists, or cannot be written.
+    """
+    created = next((path for path in reversed([run.path, *run.path.parents]) if not path.exists()), run.path)
+    try:
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        # Whoever can write here can run code as the user.
+        run.path.mkdir(mode=0o700)
+        yield
+    except FileExistsError as error:
+        raise UserError(f"run {run.name!r} exists already in {run.path.parent}: choose another --name") from error
+    except OSError as error:
+        shutil.rmtree(created, ignore_errors=True)
+        raise UserError(f"--runs-dir {run.path.parent} cannot be written: {error}") from error
+    except BaseException:
+        shutil.rmtree(created, ignore_errors=True)
+        raise
+
+
+def fill(run: RunDir, spec: RunSpec) -> None:
+    """Write what the run needs before it can start."""
+    for directory in (run.events, run.logs):
+        directory.mkdir()
+    snapshot.take(run.code, Path.cwd(), spec.script)
+    if spec.script:
+        inside = snapshot.script_in_snapshot(spec.script[0], snapshot.repository_of(Path.cwd()), Path.cwd())
+        spec = dataclasses.replace(spec, script=(str(inside), *spec.script[1:]))
+    spec.save(run)
+
+
+def _answer(run: RunDir, spec: RunSpec, job_id: str | None) -> dict[str, object]:
+    """The contract's JSON document."""
+    return {
+        "run": run.name,
+        "run_dir": str(run.path),
+        "job_id": job_id,
+        "cluster": spec.cluster,
+        "script": str(run.script) if spec.cluster == "slurm" else None,
+    }
+
+
+def _print_plan(options: Submit, run: RunDir, spec: RunSpec) -> int:
+    text = SlurmExecutor(run, spec).script() if spec.cluster == "slurm" else agent_command(run) + "\n"
+    if options.json:
+        cli.print_json({**_answer(run, spec, None), "text": text})
+    else:
+        print(text, end="")
+    return 0
+
+
+def _print_next_steps(run: RunDir, job_id: str, options: Submit) -> None:
+    where = "" if options.runs_dir == Path("runs") else f" --runs-dir {options.runs_dir}"
+    print(f"submitted run {run.name} as job {job_id}\n  {run.path}\nnext:")
+    for verb in ("status", "logs --follow", "cancel"):
+        print(f"  hpc {verb} {run.name}{where}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

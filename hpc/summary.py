@@ -1,0 +1,138 @@
+"""One run at a glance: the contract's `status --json` entry, from the run directory and what squeue said.
+
+Runs on the login node. Reads the tails of files, so it is quick for long runs.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc import ledger
+from hpc.attempts import Attempt, attempts_of, steps_lost
+from hpc.files import last_json_line, read_json_lines
+from hpc.ledger import Event
+from hpc.outcome import Cause
+from hpc.rundir import RunDir
+from hpc.slurm import Job, JobState
+
+Summary = dict[str, Any]
+TERMINAL = frozenset({"completed", "failed", "cancelled"})
+
+
+def summarize(run: RunDir, jobs: Mapping[str, Job] | None) -> Summary:
+    """Everything that is known of a run; None for what is not. `jobs` is None when Slurm does not answer."""
+    events = ledger.read(run.events)
+    attempts = attempts_of(events)
+    job = find_job(run, events, jobs or {})
+    train = last_json_line(run.train_metrics) or {}
+    result = _final_result(run)
+    state = state_of(run, events, attempts, job, slurm_answers=jobs is not None)
+    started = [event for event in events if event["event"] == "train_started"]
+    return {
+        "run": run.name,
+        "run_dir": str(run.path),
+        "job_id": job.job_id if job else _last_job_id(events),
+        "state": state,
+        "attempt": attempts[-1].attempt if attempts else None,
+        "attempts": [_attempt(attempt) for attempt in attempts],
+        "epoch": train.get("epoch"),
+        "step": train.get("step"),
+        "total_steps": started[-1].get("total_steps") if started else None,
+        "world_size": train.get("world_size"),
+        "images_per_second": train.get("images_per_second"),
+        "train_loss": train.get("loss"),
+        "val_accuracy": _validation(run),
+        "test_accuracy": result.get("test_accuracy"),
+        "steps_lost": steps_lost(attempts) if attempts else None,
+        "goodput": goodput(attempts, train.get("time"), time.time()),
+        "reason": job.reason if job and job.state is JobState.PENDING else None,
+        "detail": attempts[-1].detail if attempts else None,
+        "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
+    }
+
+
+def find_job(run: RunDir, events: list[Event], jobs: Mapping[str, Job]) -> Job | None:
+    """The run's job in the queue, also one that was submitted by hand."""
+    by_script = [job for job in jobs.values() if job.command == str(run.script) and job.state.alive]
+    return by_script[-1] if by_script else jobs.get(_last_job_id(events) or "")
+
+
+def _last_job_id(events: list[Event]) -> str | None:
+    ids = [event["job_id"] for event in events if event["event"] in {"submitted", "claimed"}]
+    return ids[-1] if ids else None
+
+
+def state_of(run: RunDir, events: list[Event], attempts: list[Attempt], job: Job | None, *, slurm_answers: bool) -> str:
+    """One of pending, running, completed, failed, cancelled."""
+    causes = [attempt.cause for attempt in attempts]
+    if run.final_result.exists() or causes[-1:] == [Cause.COMPLETED]:
+        return "completed"
+    if any(event["event"] == "cancelled" for event in events):
+        return "cancelled"
+    local = any(event.get("cluster") == "local" for event in events)
+    if local:
+        if Path(f"/proc/{_last_job_id(events)}").exists():
+            return "running"
+    elif job is not None and job.state.alive:
+        return "running" if job.state is JobState.RUNNING else "pending"
+    elif not slurm_answers and causes[-1:] in ([], [None]):
+        return "running" if attempts else "pending"
+    return "cancelled" if causes[-1:] == [Cause.CANCELLED] else "failed"
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "attempt": attempt.attempt,
+        "job_id": attempt.job_id,
+        "nodes": list(attempt.nodes),
+        "started": attempt.started,
+        "ended": attempt.ended,
+        "cause": attempt.cause,
+        "first_step": attempt.first_step,
+        "last_step": attempt.last_step,
+        "detail": attempt.detail,
+    }
+
+
+def _final_result(run: RunDir) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(run.final_result.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return result
+
+
+def _validation(run: RunDir) -> float | None:
+    accuracies = [line["accuracy"] for line in read_json_lines(run.eval_metrics) if line.get("split") == "val"]
+    return accuracies[-1] if accuracies else None
+
+
+def goodput(attempts: list[Attempt], last_logged: float | None, now: float) -> float | None:
+    """The share of the time since the first attempt began that went into steps which counted.
+
+    Waiting in the queue between attempts, staging, starting up, and steps that had to be trained again are the rest.
+    """
+    if not attempts or not last_logged:
+        return None
+    useful: float = 0.0
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+        if attempt.trained_from is None or attempt.first_step is None:
+            continue
+        until = attempt.ended or min(last_logged, now)
+        trained = (attempt.last_step or 0) - attempt.first_step
+        lost = max(0, (attempt.last_step or 0) - (following.first_step or 0)) if following else 0
+        kept = 1.0 if trained <= 0 else max(0.0, 1 - lost / trained)
+        useful += kept * max(0.0, until - attempt.trained_from)
+    total = (attempts[-1].ended or now) - attempts[0].started
+    return round(float(min(1.0, useful / total)), 4) if total > 0 else None
+
+
+def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:
+    """Seconds of training left, at the pace since the ranks last started."""
+    total, step = started.get("total_steps"), train.get("step")
+    if total is None or step is None or step <= started["step"]:
+        return None
+    pace = (train["time"] - started["time"]) / (step - started["step"])
+    return max(0.0, (total - step) * pace)

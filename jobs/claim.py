@@ -1,0 +1,73 @@
+"""Who runs the next attempt: exactly one head node's agent claims it, the other nodes' agents join it.
+
+Runs on compute nodes. The claim is the head's own event file, created exclusively with its first line in it.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+
+from hpc import ledger
+from hpc.attempts import Attempt, attempts_of
+from hpc.errors import TorchrelayError
+from hpc.files import json_line, write_exclusive
+from hpc.ledger import Writer
+from hpc.rundir import RunDir
+from jobs.rendezvous import Place
+
+_POLL_SECONDS = 0.5
+
+
+def event_file(run: RunDir, attempt: int, node_rank: int) -> Writer:
+    """The ledger file of one node's agent in one attempt."""
+    return Writer(run.events / f"attempt-{attempt:03d}-node-{node_rank:02d}.jsonl")
+
+
+def claim(run: RunDir, place: Place) -> Attempt:
+    """Claim the next attempt of the run for this job.
+
+    Raises:
+        TorchrelayError: another agent was quicker.
+    """
+    number = len(attempts_of(ledger.read(run.events))) + 1
+    event = ledger.record(
+        "claimed",
+        attempt=number,
+        job_id=place.job_id,
+        restart=place.restart,
+        nonce=secrets.token_hex(4),
+        nodes=list(place.hostnames),
+    )
+    if not write_exclusive(event_file(run, number, place.node_rank).path, json_line(event)):
+        raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
+    return attempts_of([event])[0]
+
+
+def find_claim(attempts: list[Attempt], place: Place, joined: Callable[[Attempt], bool]) -> Attempt | None:
+    """The claim of this agent's own head node for this very start of the job. Pure but for `joined`."""
+    if not attempts:
+        return None
+    newest = attempts[-1]
+    same_start = (newest.job_id, newest.restart) == (place.job_id, place.restart)
+    return newest if same_start and newest.ended is None and not joined(newest) else None
+
+
+def join(run: RunDir, place: Place, stopped: Callable[[], bool], timeout_seconds: float) -> Attempt | None:
+    """Wait for the head node's claim; None when it was told to stop first.
+
+    Raises:
+        TorchrelayError: no claim came.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while not stopped():
+        # NFS clients remember for up to a minute that a name was not there, unless the directory changes under
+        # their own hands.
+        run.events.chmod(0o700)
+        attempts = attempts_of(ledger.read(run.events))
+        found = find_claim(attempts, place, lambda a: event_file(run, a.attempt, place.node_rank).path.exists())
+        if found is not None:
+            return found
+        if time.monotonic() > deadline:
+            raise TorchrelayError(f"the head node {place.head} claimed no attempt within {timeout_seconds:.0f} s")
+        time.sleep(_POLL_SECONDS)
+    return None

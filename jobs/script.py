@@ -1,0 +1,30 @@
+"""The job kind `script`: the user's own torchrun script. Runs on compute nodes; pure.
+
+The script finds what it needs in its environment: TORCHRELAY_RUN_DIR, TORCHRELAY_ATTEMPT and, with `--data`,
+TORCHRELAY_DATA. It is told to save by SIGUSR2 or SIGTERM, and then to exit with 0.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc.rundir import RunDir
+from hpc.snapshot import OWN
+
+
+def command(script: tuple[str, ...], run: RunDir) -> list[str]:
+    """The script as it was submitted, from the snapshot."""
+    return [sys.executable, "-u", str(run.code / script[0]), *script[1:]]
+
+
+def environment(base: Mapping[str, str], run: RunDir, attempt: int, data: Path | None) -> dict[str, str]:
+    """The environment of the script's ranks: the user's modules on the path, ours not."""
+    own = str(run.code / OWN)
+    path = [entry for entry in base.get("PYTHONPATH", "").split(":") if entry and entry != own]
+    return {
+        **base,
+        "PYTHONPATH": ":".join([str(run.code), *path]),
+        "TORCHRELAY_RUN_DIR": str(run.path),
+        "TORCHRELAY_ATTEMPT": str(attempt),
+        **({"TORCHRELAY_DATA": str(data)} if data else {}),
+    }
