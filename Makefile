@@ -1,21 +1,62 @@
-# The index of everything that one types. `make demo` and `make test` install what is missing by themselves.
+# Everything that one types. `make demo` and `make test` install what is missing by themselves.
 
-# Ordinary users run the jobs too (on a cluster and in the tests): a Python below /root would shut them out.
+# Ordinary users run jobs from this environment (the tests' do): a Python below /root would shut them out.
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.1[1-9]) python3)
-VENV := .venv
-BIN := $(VENV)/bin
-READY := $(VENV)/ready
-SYSTEM_PACKAGES := slurm-wlm slurmdbd mariadb-server munge iproute2 dataset-fashion-mnist
+BIN := .venv/bin
+READY := .venv/ready
+PACKAGES := slurm-wlm munge iproute2 dataset-fashion-mnist python3-venv
+TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server
+INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
+	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1) >/dev/null; }
 
-.PHONY: setup system demo test check format lock clean
+# A real Slurm needs root, to make the nodes' namespaces, and Debian's packages.
+ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
+NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-setup: system $(READY)
+.PHONY: demo test check format lock clean
 
-# uv compiles the byte code: an ordinary user of the environment could not store it, and each import of torch would take 7 s instead of 2.
+demo: $(READY)
+ifeq ($(ROOT),)
+	@echo "$(NO_ROOT)"
+	$(BIN)/python -m hpc.submit --cluster local --nodes 2 --gpus-per-node 4 --data fashion-mnist --wait
+else
+	@$(call INSTALL,$(PACKAGES))
+	$(BIN)/python -m hpc.testbed up --nodes 4 --gpus-per-node 4
+	$(BIN)/python -m hpc.submit --nodes 2 --gpus-per-node 4 --data fashion-mnist --wait
+endif
+
+test: $(READY)
+ifeq ($(ROOT),)
+	@echo "$(NO_ROOT), and skipping the tests that need one"
+else
+	@$(call INSTALL,$(TEST_PACKAGES))
+endif
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# uv compiles the byte code: a user who may not write here would compile torch at every import, 7 s instead of 2.
 $(READY): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || apt-get install -y -qq python3-venv
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv
+ifneq ($(ROOT),)
+	@$(call INSTALL,$(PACKAGES))
+endif
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode --python $(BIN)/python requirements.lock
 	$(BIN)/uv pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python --editable .
 	touch $@
+
+# Hashes but no index addresses, so that it installs from any mirror.
+lock: $(READY)
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+		--group dev --output-file requirements.lock pyproject.toml
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache
