@@ -37,7 +37,7 @@ def resolve_resources(asked: Resources, partitions: list[Partition]) -> Resource
             f"--gpus-per-node is {asked.gpus_per_node}, but partition {name} has {most} per node: "
             f"use --gpus-per-node {most} or fewer{other}"
         )
-    _check_nodes(asked, fitting)
+    _check_nodes(asked, fitting, some=len(fitting) < len(kinds))
     return dataclasses.replace(
         asked,
         partition=name,
@@ -59,13 +59,13 @@ def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Par
     return chosen
 
 
-def _check_nodes(asked: Resources, kinds: list[Partition]) -> None:
+def _check_nodes(asked: Resources, kinds: list[Partition], *, some: bool) -> None:
     """Refuse more nodes than the partition has, or gives to one job."""
     has = sum(kind.nodes for kind in kinds)
     most = min([has, *(kind.max_nodes_per_job for kind in kinds if kind.max_nodes_per_job is not None)])
     if asked.max_nodes > most:
         gives = f"has {has}" if most == has else f"gives one job {most}"
-        suffix = f" with {asked.gpus_per_node} GPUs" if len(kinds) > 1 else ""
+        suffix = f" with {asked.gpus_per_node} GPUs" if some else ""
         raise UserError(
             f"--nodes is {asked.nodes}, but partition {kinds[0].name} {gives}{suffix}: use --nodes {most} or fewer"
         )

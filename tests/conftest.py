@@ -1,0 +1,68 @@
+"""Fixtures shared by all tests: one testbed for the whole run, directories that all nodes see, tiny data sets."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TESTBED_PACKAGES = ("slurmctld", "slurmd", "munged", "sbatch", "ip")
+# What a test starts must see neither a job's nor a rank's variables of the machine that runs it.
+LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(LEAKS)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def testbed() -> Iterator[dict[str, Any]]:
+    """The testbed, four nodes of four GPUs: started once. It is left running if it ran before."""
+    missing = [name for name in TESTBED_PACKAGES if shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin") is None]
+    if os.getuid() != 0 or missing:
+        reason = f"needs root and Slurm's packages; missing: {', '.join(missing) or 'root'}"
+        if os.environ.get("TORCHRELAY_REQUIRE_SLURM"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    was_up = hpc_json("testbed", "status")["up"]
+    yield hpc_json("testbed", "up", "--nodes", "4", "--gpus-per-node", "4")
+    if not was_up:
+        hpc_json("testbed", "down")
+
+
+def hpc(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Type `hpc ...`."""
+    return subprocess.run(
+        [sys.executable, "-m", "hpc", *arguments],
+        cwd=cwd or ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def hpc_json(*arguments: str, cwd: Path | None = None) -> Any:
+    """Type `hpc ... --json` and read the answer."""
+    done = hpc(*arguments, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory outside /tmp: the nodes of the testbed have a /tmp of their own."""
+    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)

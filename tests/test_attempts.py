@@ -1,0 +1,76 @@
+"""The ledger read as attempts, and the claims that start them."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc import ledger
+from hpc.attempts import attempts_of, steps_lost
+from hpc.errors import TorchrelayError
+from hpc.ledger import Writer
+from hpc.rundir import RunDir
+from hpc.summary import goodput
+from jobs.claim import claim, event_file, find_claim, join
+from jobs.rendezvous import Place
+
+
+def place(job_id: str = "7", restart: int = 0, node_rank: int = 0) -> Place:
+    return Place(
+        cluster="slurm", job_id=job_id, restart=restart, node_rank=node_rank, hostnames=("gpu01", "gpu02"), cpus=None
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "events").mkdir()
+    return RunDir(tmp_path)
+
+
+HISTORY = [
+    {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm"},
+    {"time": 1.0, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "aa", "nodes": ["a", "b"]},
+    {"time": 2.0, "event": "train_started", "attempt": 1, "step": 0, "world_size": 4},
+    {"time": 4.0, "event": "train_started", "attempt": 1, "step": 5, "world_size": 4},
+    {"time": 12.0, "event": "attempt_ended", "attempt": 1, "cause": "node_failure", "step": 20, "detail": None},
+    {"time": 20.0, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "nonce": "bb", "nodes": ["c", "d"]},
+    {"time": 21.0, "event": "train_started", "attempt": 2, "step": 10, "world_size": 2},
+]
+
+
+def test_attempts_of_a_history() -> None:
+    first, second = attempts_of(HISTORY)
+    assert (first.nodes, first.cause, first.first_step, first.last_step) == (("a", "b"), "node_failure", 0, 20)
+    assert (first.started, first.trained_from, first.ended) == (1.0, 2.0, 12.0)
+    assert (second.first_step, second.world_size, second.ended) == (10, 2, None)
+    assert steps_lost([first, second]) == 10
+
+
+def test_goodput_counts_neither_waiting_nor_lost_steps() -> None:
+    # 10 s of training of which half counted, then 9 s more: 14 of the 29 s since the first attempt began.
+    assert goodput(attempts_of(HISTORY), last_logged=30.0, now=30.0) == pytest.approx(14 / 29, abs=1e-4)
+
+
+def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:
+    assert claim(run, place()).attempt == 1
+    event_file(run, 2, 0).append("claimed", attempt=2, job_id="8", restart=0, nonce="x", nodes=[])
+    assert claim(run, place(restart=1)).attempt == 3
+    event_file(run, 4, 0).append("something else")
+    with pytest.raises(TorchrelayError, match="attempt 4 .* has just been claimed"):
+        claim(run, place(restart=2))
+
+
+def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
+    made = claim(run, place(restart=1))
+    attempts = attempts_of(ledger.read(run.events))
+    assert find_claim(attempts, place(restart=1, node_rank=1), lambda _: False) == made
+    assert find_claim(attempts, place(restart=2, node_rank=1), lambda _: False) is None, "a later start of the job"
+    assert find_claim(attempts, place(job_id="9", restart=1), lambda _: False) is None, "another job"
+    assert find_claim(attempts, place(restart=1), lambda _: True) is None, "an attempt it has been in"
+    Writer(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="lost")
+    assert find_claim(attempts_of(ledger.read(run.events)), place(restart=1), lambda _: False) is None
+
+
+def test_join_gives_up(run: RunDir) -> None:
+    with pytest.raises(TorchrelayError, match="head node gpu01 claimed no attempt"):
+        join(run, place(node_rank=1), lambda: False, timeout_seconds=0.0)
+    assert join(run, place(node_rank=1), lambda: True, timeout_seconds=60.0) is None, "told to stop"

@@ -1,0 +1,65 @@
+import pytest
+
+from hpc.checks import local_resources, resolve_resources
+from hpc.errors import UserError
+from hpc.slurm import Partition, parse_partitions
+from hpc.spec import Resources
+
+# As sinfo prints it: two kinds of node in one partition, one without GPUs, one that is down.
+SINFO = """\
+gpu*|up|1-00:00:00|1-infinite|4|16|gpu:a100:4(S:0-1)
+gpu*|up|1-00:00:00|1-infinite|2|64+|gpu:h100:8(S:0-1),nvme:1
+cpu|up|infinite|1-infinite|10|8|(null)
+small|up|30:00|1-2|9|8|gpu:2
+old|down|1:00:00|1-infinite|1|8|gpu:1
+"""
+
+
+@pytest.fixture
+def partitions() -> list[Partition]:
+    return parse_partitions(SINFO)
+
+
+def test_defaults_come_from_the_cluster(partitions: list[Partition]) -> None:
+    resolved = resolve_resources(Resources(gpus_per_node=4), partitions)
+    assert (resolved.partition, resolved.cpus_per_gpu, resolved.time) == ("gpu", 4, "1-00:00:00")
+    assert resolve_resources(Resources(gpus_per_node=2, partition="small"), partitions).time == "00:30:00"
+
+
+def test_what_was_asked_stays(partitions: list[Partition]) -> None:
+    asked = Resources(nodes="6", gpus_per_node=4, cpus_per_gpu=2, time="90m", partition="gpu")
+    resolved = resolve_resources(asked, partitions)
+    assert (resolved.nodes, resolved.cpus_per_gpu, resolved.time) == ("6", 2, "01:30:00")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Resources(nodes="7"), "--nodes is 7, but partition gpu has 6"),
+        (Resources(nodes="3", gpus_per_node=8), "--nodes is 3, but partition gpu has 2 with 8 GPUs"),
+        (Resources(nodes="3", partition="small"), "--nodes is 3, but partition small gives one job 2"),
+        (Resources(gpus_per_node=9), "--gpus-per-node is 9, but partition gpu has 8 per node"),
+        (Resources(gpus_per_node=4, partition="small"), "has 2 per node: use --gpus-per-node 2 or fewer, or .* gpu"),
+        (Resources(partition="cpu"), "has 0 per node"),
+        (
+            Resources(partition="gpus"),
+            "--partition 'gpus' does not exist: use --partition with one of gpu, cpu, small, old",
+        ),
+        (Resources(partition="old"), "partition old is down"),
+        (Resources(time="25h"), "--time is 25h, but partition gpu allows 1-00:00:00"),
+        (Resources(gpus_per_node=4, cpus_per_gpu=17), "--cpus-per-gpu is 17.*use --cpus-per-gpu 16 or fewer"),
+    ],
+)
+def test_what_the_cluster_cannot_give(asked: Resources, message: str, partitions: list[Partition]) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        resolve_resources(asked, partitions)
+    assert "\n" not in str(caught.value)
+
+
+def test_cluster_without_default_partition(partitions: list[Partition]) -> None:
+    with pytest.raises(UserError, match="no default partition: use --partition with one of cpu"):
+        resolve_resources(Resources(), [kind for kind in partitions if kind.name == "cpu"])
+
+
+def test_pretended_nodes_share_the_cpus() -> None:
+    assert local_resources(Resources(nodes="100", gpus_per_node=100)).cpus_per_gpu == 1

@@ -1,0 +1,61 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc import slurm
+from hpc.slurm import JobState
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [("gpu:4", 4), ("gpu:a100:4(S:0-1)", 4), ("gpu:a100:2,gpu:v100:3", 5), ("(null)", 0), ("nvme:1,gpu:8(IDX:0-7)", 8),
+     ("mps:gpu:100", 0)],
+)  # fmt: skip
+def test_gpus_in_gres(gres: str, gpus: int) -> None:
+    assert slurm.gpus_in(gres) == gpus
+
+
+def test_jobs_of_squeue() -> None:
+    text = (
+        "12|PENDING|BeginTime||/s/a b/submit.sbatch\n13|RUNNING|None|gpu[01-02]|/s/x|y/submit.sbatch\n14|WEIRD|None||\n"
+    )
+    jobs = slurm.parse_jobs(text)
+    assert jobs["12"].state is JobState.PENDING
+    assert jobs["12"].reason == "BeginTime"
+    assert jobs["13"].nodes == "gpu[01-02]"
+    assert jobs["13"].command == "/s/x|y/submit.sbatch"
+    assert jobs["14"].state is JobState.UNKNOWN
+
+
+def test_fields_of_scontrol() -> None:
+    text = "JobId=7 JobName=it's a run JobState=RUNNING Reason=None Restarts=2 PreemptTime=None Command=/a b/c=d TRES=cpu=2,gres/gpu=4 \n"
+    fields = slurm.parse_fields(text)
+    assert (fields["JobState"], fields["Restarts"], fields["PreemptTime"]) == ("RUNNING", "2", "None")
+    assert fields["JobName"] == "it's a run"
+
+
+def test_cancelled_by_somebody_is_cancelled() -> None:
+    assert slurm.job_state("CANCELLED by 1000") is JobState.CANCELLED
+    assert slurm.job_state("") is JobState.UNKNOWN
+
+
+def test_submission_inherits_nothing_of_a_job_but_the_cluster() -> None:
+    environment = {
+        "SLURM_CONF": "/x", "SLURM_CPU_BIND": "mask", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p",
+        "SUBMITIT_EXECUTOR": "slurm", "PATH": "/bin",
+    }  # fmt: skip
+    slurm.adopt_environment(environment)
+    assert environment == {"SLURM_CONF": "/x", "PATH": "/bin"}
+
+
+def test_complaint_is_the_line_with_the_error() -> None:
+    stderr = "sbatch: lua: hello\nsbatch: error: Batch job submission failed: Invalid account\n"
+    assert slurm.first_error(stderr) == "sbatch: error: Batch job submission failed: Invalid account"
+    assert slurm.first_error("") == ""
+
+
+def test_missing_binary_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
+    with pytest.raises(slurm.TorchrelayError, match="squeue is not on the PATH"):
+        slurm.jobs()

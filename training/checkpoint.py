@@ -1,0 +1,87 @@
+"""Durable checkpoints: `checkpoints/step-00001200/`, there only when complete, each with a manifest. Runs on rank 0.
+
+A checkpoint is a few files of bytes; what they mean is the business of `training.state`. A torn or altered one is
+set aside as `rejected-step-00001200`, and deleted once a new one has been committed.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.directories import publish, sweep
+
+_MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_REJECTED = "rejected-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was read whole and found to be as it was written."""
+
+    path: Path
+    files: Mapping[str, bytes]
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return directory / f"step-{step:08d}"
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """All checkpoints, the newest (by its step) first; no promise that they are intact."""
+    if not directory.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def save_checkpoint(directory: Path, step: int, files: Mapping[str, bytes], keep: int) -> Path:
+    """Write a checkpoint and then, when it is on the disk, delete all but the newest `keep`.
+
+    Raises:
+        OSError: it could not be written; the older ones are all there.
+    """
+    path = checkpoint_path(directory, step)
+    manifest = {"step": step, "files": {name: _described(data) for name, data in files.items()}}
+    publish(path, {**files, _MANIFEST: json.dumps(manifest, indent=2).encode()})
+    for outdated in [*list_checkpoints(directory)[keep:], *directory.glob(f"{_REJECTED}*")]:
+        shutil.rmtree(outdated, ignore_errors=True)
+    return path
+
+
+def newest_checkpoint(directory: Path, on_reject: Callable[[Path, str], None]) -> Checkpoint | None:
+    """Read the newest checkpoint that is intact, after removing what killed writers left behind.
+
+    Args:
+        directory: of the checkpoints; it need not exist.
+        on_reject: is told the path and what is wrong with it, for each newer one that is not intact.
+    """
+    sweep(directory, "step-*")
+    for path in list_checkpoints(directory):
+        files = read_checkpoint(path)
+        if not isinstance(files, str):
+            return Checkpoint(path=path, files=files)
+        on_reject(path, files)
+        path.rename(path.with_name(_REJECTED + path.name))
+    return None
+
+
+def read_checkpoint(path: Path) -> dict[str, bytes] | str:
+    """The files of a checkpoint, or what is wrong with it."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_bytes())
+        files = {name: (path / name).read_bytes() for name in manifest["files"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest does not work: {error!r}"
+    wrong = [name for name, data in files.items() if manifest["files"][name] != _described(data)]
+    return f"{wrong[0]} is not as it was written" if wrong else files
+
+
+def _described(data: bytes) -> dict[str, Any]:
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -1,0 +1,221 @@
+"""What a training run is told: the single source of every training flag, and what can be checked without a GPU.
+
+Runs on the login node (before anything is queued) and on every rank. Imports neither torch nor torchvision:
+importing them costs seconds, and a login node may not even be able to.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hpc.errors import UserError
+from training.layout import FASHION_MNIST, DataLayout, check_data, resolve_data
+
+__all__ = [
+    "CheckpointEvery",
+    "DataLayout",
+    "TrainConfig",
+    "check_data",
+    "check_model",
+    "check_world",
+    "flag",
+    "parse_checkpoint_every",
+    "resolve_data",
+    "to_argv",
+    "torchvision_models",
+]
+
+SMALL_CNN = "small-cnn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvery:
+    """How often to save: every so many optimizer steps, or every so many seconds. Exactly one is set."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+_SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
+
+
+def parse_checkpoint_every(text: str) -> CheckpointEvery:
+    """Read `500` (steps), `30s`, `10m` or `2h`.
+
+    Raises:
+        UserError: the text is none of these, or zero.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|(\d+)", text.strip())
+    if match:
+        amount, unit, steps = match.groups()
+        if steps and int(steps) > 0:
+            return CheckpointEvery(steps=int(steps))
+        if amount and float(amount) > 0:
+            return CheckpointEvery(seconds=float(amount) * _SECONDS_OF_UNIT[unit])
+    raise UserError(f"--checkpoint-every is {text!r}: use steps such as 500, or a duration such as 30s, 10m or 2h")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What to train on what, and how. Every field is a flag."""
+
+    data: str
+    """A directory of images or IDX files, or `fashion-mnist` (Debian's package dataset-fashion-mnist)."""
+    model: str = SMALL_CNN
+    """`small-cnn`, or any of torchvision's classification models by name, such as resnet50."""
+    epochs: int = 5
+    """Passes over the training set."""
+    batch_size: int = 512
+    """Images per optimizer step, of all ranks together: they share it, whatever their number."""
+    lr: float = 0.1
+    """The highest learning rate, reached at the end of the warm-up."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """SGD with Nesterov momentum, or AdamW."""
+    momentum: float = 0.9
+    """SGD's momentum, or AdamW's first beta."""
+    weight_decay: float = 5e-4
+    """Decay of weights; biases and norms do not decay."""
+    label_smoothing: float = 0.0
+    """Share of the target spread over all classes."""
+    warmup_epochs: float = 1.0
+    """Epochs over which the learning rate rises from almost zero to --lr."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """The learning rate after the warm-up: falling to zero along a cosine, or constant."""
+    amp: Literal["none", "bf16"] = "none"
+    """Mixed precision: off, or bfloat16 autocast."""
+    augment: Literal["auto", "none", "crop", "crop-flip"] = "auto"
+    """Random crops, and mirroring. `auto`: crop for IDX files (a mirrored digit is another), else crop-flip."""
+    seed: int = 0
+    """The number that everything random follows from: weights, order, augmentation, the held-out part."""
+    image_size: int | None = None
+    """Side of the square images that the model sees; by default what suits the model and the data."""
+    val_fraction: float = 0.05
+    """Part of the training set that is held out for validation, if the data have no val/ of their own."""
+    workers: int | None = None
+    """Loader processes per rank; by default none for data in memory, else the cores that the rank has."""
+    log_every: int = 20
+    """Steps between two lines of metrics."""
+    checkpoint_every: str = "10m"
+    """Steps (500) or time (30s, 10m, 2h) between two checkpoints; each epoch's end is saved anyway."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep, the newest ones."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            UserError: names the flag, its value and what to use instead.
+        """
+        for field in dataclasses.fields(self):
+            _check_choice(field.name, getattr(self, field.name))
+        for name, (accepts, fix) in _RULES.items():
+            _check_rule(name, getattr(self, name), accepts, fix)
+        parse_checkpoint_every(self.checkpoint_every)
+
+
+def flag(field: str) -> str:
+    """The flag of a field: `--batch-size` of `batch_size`."""
+    return "--" + field.replace("_", "-")
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_LARGEST_SEED = 2**63 - 1
+
+# field: (what it accepts, what to use instead)
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "data": (lambda v: isinstance(v, str) and v != "", f"give a directory, or {FASHION_MNIST}"),
+    "model": (lambda v: isinstance(v, str) and v != "", f"give {SMALL_CNN} or a torchvision model such as resnet50"),
+    "epochs": (lambda v: _is_whole(v, 1), "use 1 or more"),
+    "batch_size": (lambda v: _is_whole(v, 1), "use 1 or more (images of all ranks together)"),
+    "lr": (lambda v: _is_number(v) and v > 0, "use a number above 0"),
+    "momentum": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "weight_decay": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "warmup_epochs": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "seed": (lambda v: _is_whole(v, 0) and v <= _LARGEST_SEED, f"use a whole number from 0 to {_LARGEST_SEED}"),
+    "image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
+    "val_fraction": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "workers": (lambda v: v is None or _is_whole(v, 0), "use 0 or more, or leave it out"),
+    "log_every": (lambda v: _is_whole(v, 1), "use 1 or more steps"),
+    "checkpoint_every": (lambda v: isinstance(v, str), "use steps such as '500', or a duration such as '10m'"),
+    "keep_checkpoints": (lambda v: _is_whole(v, 1), "use 1 or more"),
+}
+
+
+def _check_rule(name: str, value: Any, accepts: Callable[[Any], bool], fix: str) -> None:
+    if not accepts(value):
+        raise UserError(f"{flag(name)} is {value!r}: {fix}")
+
+
+def _check_choice(name: str, value: Any) -> None:
+    kind = _field_types()[name]
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise UserError(f"{flag(name)} is {value!r}: use one of {', '.join(get_args(kind))}")
+
+
+@cache
+def _field_types() -> dict[str, Any]:
+    return get_type_hints(TrainConfig)
+
+
+def to_argv(config: TrainConfig) -> list[str]:
+    """The flags that `python -m training` parses back to an equal config. Fields that are None are left out."""
+    values = dataclasses.asdict(config)
+    return [f"{flag(name)}={value}" for name, value in values.items() if value is not None]
+
+
+@cache
+def torchvision_models() -> tuple[str, ...]:
+    """The names of torchvision's classification models, read from its source: importing it takes 4 seconds.
+
+    Empty where torchvision is not installed.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        return ()
+    sources = sorted((Path(spec.submodule_search_locations[0]) / "models").glob("*.py"))
+    registered = re.compile(r"^@register_model\((?:(?:name=)?[\"'](\w+)[\"'])?\)\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
+    found = (match for source in sources for match in registered.finditer(source.read_text(encoding="utf-8")))
+    return tuple(sorted(match[1] or match[2] for match in found))
+
+
+def check_model(name: str) -> None:
+    """Make sure that there is a model of this name.
+
+    Raises:
+        UserError: there is none; lists the names that come close.
+    """
+    known = (SMALL_CNN, *torchvision_models())
+    if name in known:
+        return
+    if len(known) == 1:
+        raise UserError(f"--model is {name!r}, and torchvision is not installed here: pip install torchvision")
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [SMALL_CNN, "resnet50"]
+    raise UserError(f"--model is {name!r}, which is not known: did you mean {', '.join(close)}?")
+
+
+def check_world(config: TrainConfig, world_size: int) -> None:
+    """Make sure that every rank has work in every step.
+
+    Raises:
+        UserError: there are more ranks than images in a batch.
+    """
+    if config.batch_size < world_size:
+        raise UserError(
+            f"--batch-size is {config.batch_size}, less than the {world_size} ranks that share it: "
+            f"use {world_size} or more, or fewer ranks"
+        )

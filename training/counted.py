@@ -1,0 +1,71 @@
+"""Counted randomness: every random number is a function of the seed and of what it is for, so none is carried along.
+
+Runs on every rank and in its loader workers. The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014), which can be asked for its i-th number directly, and for many at once.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Purpose(IntEnum):
+    """What random numbers are for; each has streams of its own. The values are part of what makes a run repeatable."""
+
+    WEIGHTS = 1
+    HOLD_OUT = 2
+    ORDER = 3
+    AUGMENTATION = 4
+    STEP = 5
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def stream(seed: int, purpose: Purpose, *counters: int) -> int:
+    """The key of a stream of random numbers, such as that of the order of epoch 3."""
+    key = seed & _MASK
+    for counter in (purpose, *counters):
+        key = _mix((_mix((key + _GAMMA) & _MASK) + counter) & _MASK)
+    return key
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as torch's int64 shows them."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shifted(value: Tensor, places: int) -> Tensor:
+    """Shift right, filling with zeros; torch's own shift repeats the sign."""
+    return (value >> places) & ((1 << (64 - places)) - 1)
+
+
+def bits(key: int, index: Tensor) -> Tensor:
+    """64 random bits for each index (int64, any shape): the numbers at these places of the stream."""
+    value = (index + 1) * _signed(_GAMMA) + _signed(key)
+    value = (value ^ _shifted(value, 30)) * _signed(_FIRST)
+    value = (value ^ _shifted(value, 27)) * _signed(_SECOND)
+    return value ^ _shifted(value, 31)
+
+
+def uniform(key: int, index: Tensor) -> Tensor:
+    """A float32 from [0, 1) for each index."""
+    return _shifted(bits(key, index), 40).float() / 2**24
+
+
+def below(key: int, index: Tensor, bound: int) -> Tensor:
+    """A whole number from 0 to bound - 1 (bound up to 2**31) for each index."""
+    return (_shifted(bits(key, index), 33) * bound) >> 31
+
+
+def permutation(key: int, size: int) -> Tensor:
+    """The numbers 0 to size - 1 in random order: sorted by their random bits, no two of which are equal."""
+    return torch.argsort(bits(key, torch.arange(size)))

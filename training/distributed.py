@@ -1,0 +1,148 @@
+"""This rank's place among the ranks, and what they do together. Runs on every rank.
+
+The place comes from torchrun's environment; without torchrun the rank is alone.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from hpc.errors import TorchrelayError, UserError
+
+# A rank that waits this long for another one waits for a dead one.
+_TIMEOUT = timedelta(minutes=10)
+
+
+class SharedError(UserError):
+    """A user's mistake that every rank knows of: one of them tells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank stands. Known without torch.distributed."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes everything and speaks for all."""
+        return self.rank == 0
+
+
+def place_from(environment: Mapping[str, str]) -> Place:
+    """Read torchrun's variables."""
+    names = {"rank": ("RANK", "0"), "local_rank": ("LOCAL_RANK", "0")}
+    names |= {"world_size": ("WORLD_SIZE", "1"), "local_world_size": ("LOCAL_WORLD_SIZE", "1")}
+    return Place(**{field: int(environment.get(name, default)) for field, (name, default) in names.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """All ranks, seen by one of them."""
+
+    place: Place
+    device: torch.device
+    control: distributed.ProcessGroup
+    """A group on the CPU, for talk that must not make the device wait."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.place.world_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.place.leads
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, on the CPU."""
+        total = values.detach().to("cpu", copy=True)
+        distributed.all_reduce(total, group=self.control)
+        return total
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank; the others' argument does not count."""
+        size = torch.tensor([len(data) if data is not None else 0])
+        distributed.broadcast(size, 0, group=self.control)
+        mine = bytearray(data) if self.leads and data is not None else bytearray(int(size))
+        if mine:
+            distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), 0, group=self.control)
+        return bytes(mine)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value (something small), by rank."""
+        values: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(values, value, group=self.control)
+        return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do something that may fail on some ranks only: then it fails on all of them, with the reason of the first.
+
+        Raises:
+            SharedError: the body raised a UserError on some rank.
+        """
+        problem = None
+        try:
+            yield
+        except UserError as error:
+            problem = str(error)
+        problems = {rank: text for rank, text in enumerate(self.gather(problem)) if text is not None}
+        if problems:
+            rank, text = next(iter(problems.items()))
+            alone = len(problems) < self.world_size
+            raise SharedError(f"rank {rank}: {text}" if alone else text)
+
+
+def connect(place: Place) -> Ranks:
+    """Join the other ranks: NCCL with a GPU per rank, gloo without GPUs.
+
+    gloo binds to the address that the host's name resolves to, the one that other nodes can reach; it must not be
+    pointed at the loopback interface.
+
+    Raises:
+        TorchrelayError: this node has fewer GPUs than ranks.
+    """
+    gpu = torch.cuda.is_available()
+    if gpu and place.local_rank >= torch.cuda.device_count():
+        raise TorchrelayError(
+            f"local rank {place.local_rank} has no GPU: this node has {torch.cuda.device_count()}, "
+            f"start no more ranks than that"
+        )
+    device = torch.device("cuda", place.local_rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    _join(place, "nccl" if gpu else "gloo", device if gpu else None)
+    control = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
+    assert isinstance(control, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
+    return Ranks(place=place, device=device, control=control)
+
+
+def _join(place: Place, backend: str, device: torch.device | None) -> None:
+    under_torchrun = "MASTER_ADDR" in os.environ
+    if under_torchrun:
+        distributed.init_process_group(backend, timeout=_TIMEOUT, device_id=device)
+    else:
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # exported, but not in __all__
+        distributed.init_process_group(backend, store=store, rank=0, world_size=place.world_size, device_id=device)
+
+
+def disconnect() -> None:
+    """Leave the other ranks."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

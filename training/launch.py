@@ -1,0 +1,80 @@
+"""Puts a training together and runs it. Runs on every rank, after torch may be imported."""
+
+import os
+
+import torch
+
+from training.config import check_data, check_world, resolve_data
+from training.data import Data, load_data
+from training.distributed import Place, Ranks, SharedError, connect, disconnect
+from training.model import Preprocess, build_model, input_channels, input_size
+from training.trainer import Job, Trainer
+
+_MOST_WORKERS = 8
+
+
+def launch(job: Job, place: Place) -> None:
+    """Train with all other ranks, from connecting to disconnecting.
+
+    Raises:
+        UserError: a flag, the data or the run directory does not suit.
+        TorchrelayError: the training failed.
+    """
+    # The same sums in the same order every time; the fastest algorithm of the day is not that.
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    ranks = connect(place)
+    try:
+        if _is_complete(job, ranks):
+            return
+        make_trainer(job, ranks).run()
+    finally:
+        disconnect()
+
+
+def _is_complete(job: Job, ranks: Ranks) -> bool:
+    """Whether there is nothing left to do: as rank 0 sees it, for the others' view of shared storage may be older."""
+    complete = any(ranks.gather(ranks.leads and job.run_dir.final_result.exists()))
+    if complete and ranks.leads:
+        print(f"{job.run_dir.path} is complete already: {job.run_dir.final_result}", flush=True)
+    return complete
+
+
+def make_trainer(job: Job, ranks: Ranks) -> Trainer:
+    """Open the data and build the model.
+
+    Raises:
+        SharedError: a flag or the data do not suit, on some rank; every rank raises it.
+    """
+    config = job.config
+    with ranks.together():
+        check_world(config, ranks.world_size)
+        data = load_data(config, check_data(resolve_data(config.data)), input_size(config, None))
+        size = input_size(config, data.size if data.in_memory else None)
+        channels = input_channels(config, data.channels)
+        model = build_model(config, classes=len(data.classes), channels=channels, size=size)
+    _check_same(data, ranks)
+    preprocess = Preprocess.make(data.mean, data.std, channels, size, ranks.device)
+    return Trainer(job, ranks, data, model, preprocess, _workers(config.workers, data, ranks.place))
+
+
+def _check_same(data: Data, ranks: Ranks) -> None:
+    """Every node has a copy of the data: make sure that they are the same."""
+    prints = ranks.gather((len(data.train), data.fingerprint))
+    other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
+    if other is not None:
+        raise SharedError(
+            f"--data is not the same everywhere: rank 0 has {prints[0][0]} training images, rank {other} "
+            f"{prints[other][0]}, or other names or labels: stage the data again"
+        )
+    if len(data.train) < ranks.world_size:
+        raise SharedError(f"--data has {len(data.train)} training images for {ranks.world_size} ranks: use fewer ranks")
+
+
+def _workers(wanted: int | None, data: Data, place: Place) -> int:
+    """Loader workers of a rank: its share of the node's cores, unless the data are in memory."""
+    if wanted is not None:
+        return wanted
+    if data.in_memory:
+        return 0
+    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // place.local_world_size)

@@ -1,0 +1,123 @@
+"""The layouts of data that the trainer reads, recognised by their names alone.
+
+Runs on the login node and on every rank; imports no torch.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpc.errors import UserError
+
+FASHION_MNIST = "fashion-mnist"
+FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"})
+VALIDATION_NAMES = ("val", "valid", "validation")
+IDX_STEMS = {
+    "train_images": "train-images-idx3-ubyte",
+    "train_labels": "train-labels-idx1-ubyte",
+    "test_images": "t10k-images-idx3-ubyte",
+    "test_labels": "t10k-labels-idx1-ubyte",
+}
+LAYOUTS = (
+    "class directories of images, or train/ (and val/, test/) with class directories, "
+    "or IDX files such as train-images-idx3-ubyte.gz"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLayout:
+    """What a data directory holds, found without reading the data."""
+
+    kind: Literal["idx", "image-folder"]
+    path: Path
+    train: Path
+    """image-folder: the directory with the class directories; idx: the data directory."""
+    val: Path | None
+    """image-folder: the class directories for validation; None: a part of the training set is held out."""
+    test: Path | None
+    """As `train`, for the test; None: there is no test."""
+
+
+def resolve_data(name: str) -> Path:
+    """Turn --data into an absolute path. `fashion-mnist` stands for Debian's copy; `./fashion-mnist` for a directory.
+
+    Raises:
+        UserError: `fashion-mnist` is asked for and Debian's package is not installed.
+    """
+    if name != FASHION_MNIST:
+        return Path(name).expanduser().absolute()
+    if not FASHION_MNIST_DIRECTORY.is_dir():
+        raise UserError(
+            f"--data is {FASHION_MNIST}, but {FASHION_MNIST_DIRECTORY} does not exist: "
+            "apt-get install dataset-fashion-mnist, or give the directory with the four IDX files"
+        )
+    return FASHION_MNIST_DIRECTORY
+
+
+def check_data(path: Path) -> DataLayout:
+    """Recognise the layout of a data directory. Quick on huge ones: it stops at the first image.
+
+    Raises:
+        UserError: it does not exist, is no directory, or has no layout that we know.
+    """
+    if not path.exists():
+        raise UserError(f"--data is {path}, which does not exist: give a directory, or {FASHION_MNIST}")
+    if not path.is_dir():
+        raise UserError(f"--data is {path}, which is not a directory: give the directory that holds the images")
+    return _idx_layout(path) or _folder_layout(path)
+
+
+def find_idx(directory: Path, stem: str) -> Path | None:
+    """The IDX file of that name, plain or compressed."""
+    candidates = (directory / stem, directory / f"{stem}.gz")
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _idx_layout(path: Path) -> DataLayout | None:
+    present = {role: find_idx(path, stem) is not None for role, stem in IDX_STEMS.items()}
+    if not any(present.values()):
+        return None
+    required = ["train_images", "train_labels"]
+    if present["test_images"] or present["test_labels"]:
+        required += ["test_images", "test_labels"]
+    missing = [IDX_STEMS[role] for role in required if not present[role]]
+    if missing:
+        raise UserError(f"--data is {path}, which lacks {', '.join(missing)} (or .gz): add what is missing")
+    return DataLayout(kind="idx", path=path, train=path, val=None, test=path if present["test_images"] else None)
+
+
+def _folder_layout(path: Path) -> DataLayout:
+    split = (path / "train").is_dir()
+    train = path / "train" if split else path
+    if not has_class_images(train):
+        raise UserError(f"--data is {path}, but there are no images in class directories below {train}: give {LAYOUTS}")
+    val = next((path / name for name in VALIDATION_NAMES if (path / name).is_dir()), None) if split else None
+    test = path / "test" if split and (path / "test").is_dir() else None
+    for part in (val, test):
+        if part and not has_class_images(part):
+            raise UserError(f"--data is {path}, but {part} holds no class directories with images: fill or remove it")
+    return DataLayout(kind="image-folder", path=path, train=train, val=val, test=test)
+
+
+def is_image(name: str) -> bool:
+    """Whether a file's name is that of an image."""
+    return Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
+
+
+def has_class_images(directory: Path) -> bool:
+    """Whether any subdirectory holds an image."""
+    with os.scandir(directory) as entries:
+        return any(_holds_image(entry.path) for entry in entries if is_class_directory(entry))
+
+
+def is_class_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether a directory entry may be a class: a directory that is not hidden."""
+    return entry.is_dir() and not entry.name.startswith(".")
+
+
+def _holds_image(directory: str) -> bool:
+    with os.scandir(directory) as entries:
+        return any(is_image(entry.name) for entry in entries)

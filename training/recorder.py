@@ -1,0 +1,91 @@
+"""Everything that a run writes for others to read: events, metrics, results. Rank 0 writes, the other ranks do not."""
+
+import json
+from typing import Any
+
+from torch import Tensor
+
+from hpc.errors import TorchrelayError
+from hpc.ledger import Writer
+from hpc.rundir import RunDir
+from training.console import Console
+from training.directories import publish, sweep
+from training.evaluate import confusion_csv
+from training.metrics import Metrics
+from training.state import Progress
+
+_RESULT, _MODEL, _CONFUSION = "result.json", "model.pt", "confusion.csv"
+
+
+class Recorder:
+    """Writes on rank 0; does nothing elsewhere."""
+
+    def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
+        self._run_dir, self._attempt, self._console, self._writes = run_dir, attempt, console, writes
+        self._ledger = Writer(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
+        self._metrics: Metrics | None = None
+        if writes:
+            run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            run_dir.events.mkdir(exist_ok=True)
+            sweep(run_dir.path, run_dir.best.name)
+            sweep(run_dir.path, run_dir.final.name)
+
+    def resume(self, progress: Progress) -> None:
+        """Take back the metrics of steps that the restored state does not know of, and write on from there."""
+        if self._writes:
+            self._metrics = Metrics(self._run_dir, self._attempt, progress, self._console)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Record an event in the ledger."""
+        if not self._writes:
+            return
+        try:
+            self._ledger.append(name, attempt=self._attempt, **fields)
+        except OSError as error:
+            self._console.warn(f"{self._ledger.path} cannot be written ({error}): it lacks {name!r}")
+
+    def train(self, record: dict[str, Any]) -> None:
+        """Record a logged step."""
+        if self._metrics:
+            self._metrics.train(record)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Record an evaluation."""
+        if self._metrics:
+            self._metrics.evaluation(record)
+
+    def best(self, model: bytes, result: dict[str, Any]) -> None:
+        """Replace `best/`. A full disk costs only this."""
+        if not self._writes:
+            return
+        try:
+            publish(self._run_dir.best, {_MODEL: model, _RESULT: _json(result)})
+        except OSError as error:
+            self._console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
+
+    def final(self, model: bytes, result: dict[str, Any], confusion: Tensor | None, classes: tuple[str, ...]) -> None:
+        """Write `final/`: from now on the run is complete.
+
+        Raises:
+            TorchrelayError: it could not be written. The newest checkpoint is the end of the training.
+        """
+        if not self._writes:
+            return
+        files = {_MODEL: model, _RESULT: _json(result)}
+        if confusion is not None:
+            files[_CONFUSION] = confusion_csv(confusion, classes).encode()
+        try:
+            publish(self._run_dir.final, files)
+        except OSError as error:
+            raise TorchrelayError(
+                f"{self._run_dir.final} cannot be written ({error}): free some space and start the run again"
+            ) from error
+
+    def close(self) -> None:
+        """Flush what is buffered."""
+        if self._metrics:
+            self._metrics.close()
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -1,0 +1,28 @@
+"""The request to stop, as a signal handler leaves it behind. Runs on every rank; imports no torch.
+
+The handler only sets a flag: saving inside a handler hangs now and then (Lightning-AI/pytorch-lightning#21406). It
+must be in place before torch takes its seconds to be imported.
+"""
+
+import signal
+from types import FrameType
+
+# Preemption sends SIGTERM; Slurm's --signal, some time before the limit, SIGUSR2.
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+_received: list[int] = []
+
+
+def _remember(number: int, _frame: FrameType | None) -> None:
+    _received.append(number)
+
+
+def install() -> None:
+    """Make the signals leave their number, nothing else, from now on."""
+    for number in _SIGNALS:
+        signal.signal(number, _remember)
+
+
+def received() -> int:
+    """The number of the first signal that arrived, 0 for none. A second one changes nothing."""
+    return _received[0] if _received else 0

@@ -1,0 +1,44 @@
+"""What has happened since the last line of metrics, kept on the device so that no step waits. Runs on every rank."""
+
+import time
+
+import torch
+from torch import Tensor
+
+from training.distributed import Ranks
+
+
+class Window:
+    """Sums since the last line of metrics: the losses of this rank's images, the images of all, and the time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.images = 0
+        """Images of all ranks whose losses are in the sum."""
+        self._timed_images = 0
+        self._started = time.monotonic()
+
+    def add(self, loss: Tensor, images: int) -> None:
+        """Count a step: the sum of the losses of this rank's images, and the number of all ranks' images."""
+        self._loss += loss.detach()
+        self.images += images
+        self._timed_images += images
+
+    def total_loss(self, ranks: Ranks) -> float:
+        """The sum of the losses of all ranks' images."""
+        return float(ranks.sum(self._loss))
+
+    def images_per_second(self) -> float:
+        """Speed of all ranks together, over the time that was not left out."""
+        return self._timed_images / max(time.monotonic() - self._started, 1e-9)
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count this time, which was not for training."""
+        self._started += seconds
+
+    def restart(self, loss: float = 0.0, images: int = 0) -> None:
+        """Begin anew, with what a restored state had already counted (on one rank only)."""
+        self._loss.fill_(loss)
+        self.images = images
+        self._timed_images = 0
+        self._started = time.monotonic()
