@@ -20,6 +20,7 @@ from hpc.summary import Summary, summarize
 
 _STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed": "red", "cancelled": "magenta"}
 _WATCH_SECONDS = 2.0
+_PIPE_WIDTH = 160
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +50,20 @@ def status(options: Status) -> int:
     elif options.watch:
         _watch(runs)
     else:
-        Console().print(table(summaries(runs)))
+        print_table(summaries(runs))
     return 0
+
+
+def print_table(rows: list[Summary]) -> None:
+    """Print the table; into a file or pipe as wide as it needs to be."""
+    console = Console()
+    console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
+    console.print(table(rows))
 
 
 def queue(runs: Sequence[RunDir]) -> Mapping[str, Job] | None:
     """The user's jobs, or None where Slurm does not answer; not asked when all runs are complete."""
-    if all(run.final_result.exists() for run in runs) or not slurm.available():
+    if not runs or not slurm.available():
         return None
     try:
         return slurm.jobs()
@@ -80,32 +88,33 @@ def _watch(runs: list[RunDir]) -> None:
 def table(rows: list[Summary]) -> Table:
     """The table for people."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("run", "state", "attempt", "nodes"):
+    for title in ("run", "state", "nodes", "restarts"):
         drawn.add_column(title, overflow="fold")
-    for title in ("epoch/step", "images/s", "loss", "val", "test"):
-        drawn.add_column(title, justify="right")
-    drawn.add_column("restarts")
-    drawn.add_column("ETA", justify="right")
+    for title in ("attempt", "epoch", "step", "images/s", "loss", "val", "test", "ETA"):
+        drawn.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         drawn.add_row(*_cells(row), style=None)
     return drawn
 
 
 def _cells(row: Summary) -> list[str]:
-    state = f"[{_STYLES[row['state']]}]{row['state']}[/]" + (f" ({row['reason']})" if row["reason"] else "")
+    state = f"[{_STYLES[row['state']]}]{row['state']}[/]" + (
+        f" ({row['reason']})" if row["reason"] not in {None, "None"} else ""
+    )
     nodes = row["attempts"][-1]["nodes"] if row["attempts"] else []
-    progress = "-" if row["step"] is None else f"{row['epoch']}/{row['step']}"
+    steps = _or_dash(row["step"]) + (f"/{row['total_steps']}" if row["step"] and row["total_steps"] else "")
     return [
         row["run"].replace("[", "\\["),
         state,
+        ",".join(dict.fromkeys(nodes)) or "-",
+        restarts(row),
         _or_dash(row["attempt"]),
-        ",".join(nodes) or "-",
-        progress,
+        _or_dash(row["epoch"]),
+        steps,
         _or_dash(row["images_per_second"], "{:.0f}"),
         _or_dash(row["train_loss"], "{:.4f}"),
         _or_dash(row["val_accuracy"], "{:.2%}"),
         _or_dash(row["test_accuracy"], "{:.2%}"),
-        restarts(row),
         _duration(row["eta_seconds"]),
     ]
 

@@ -67,7 +67,9 @@ def _last_job_id(events: list[Event]) -> str | None:
 def state_of(run: RunDir, events: list[Event], attempts: list[Attempt], job: Job | None, *, slurm_answers: bool) -> str:
     """One of pending, running, completed, failed, cancelled."""
     causes = [attempt.cause for attempt in attempts]
-    if run.final_result.exists() or causes[-1:] == [Cause.COMPLETED]:
+    # Between the final model and the agent's last word the job still runs: whoever waits would look too early.
+    last_word_due = causes[-1:] == [None] and job is not None and job.state.alive
+    if causes[-1:] == [Cause.COMPLETED] or (run.final_result.exists() and not last_word_due):
         return "completed"
     if any(event["event"] == "cancelled" for event in events):
         return "cancelled"

@@ -4,11 +4,9 @@ import sys
 import time
 from typing import Any
 
-from rich.console import Console
-
 from hpc import cli
 from hpc.rundir import RunDir
-from hpc.status import restarts, summaries, table
+from hpc.status import print_table, restarts, summaries
 from hpc.summary import TERMINAL, Summary
 
 _POLL_SECONDS = 1.0
@@ -38,14 +36,14 @@ def until_done(run: RunDir, answer: dict[str, Any] | None) -> int:
 def progress(row: Summary) -> str:
     """One line: where the run is now."""
     if row["state"] == "pending":
-        return f"pending: {row['reason'] or 'not started'}"
+        return "pending" + (f": {row['reason']}" if row["reason"] not in {None, "None"} else "")
     if row["step"] is None:
-        return f"attempt {row['attempt'] or '-'}: starting"
+        return f"attempt {row['attempt'] or 1}: starting"
     return f"attempt {row['attempt']}: epoch {row['epoch']} step {row['step']} loss {row['train_loss']:.4f}"
 
 
 def _print_result(run: RunDir, row: Summary) -> None:
-    Console().print(table([row]))
+    print_table([row])
     if row["detail"]:
         print(f"{row['state']}: {row['detail']}", file=sys.stderr)
     print(f"logs     {run.logs}\nresult   {run.final}" if row["state"] == "completed" else f"logs     {run.logs}")

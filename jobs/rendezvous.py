@@ -104,6 +104,8 @@ def torchrun_argv(rendezvous: Rendezvous, place: Place, ranks: int, address: str
         f"--nnodes={place.num_nodes}",
         f"--nproc-per-node={ranks}",
         "--max-restarts=3",
+        # SIGTERM stays ignored, as it was inherited; SIGINT is left as the agent's way to end torchrun in good order.
+        "--signals-to-handle=SIGINT",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={rendezvous.host}:{rendezvous.port}",
         f"--rdzv-id={rendezvous.id}",

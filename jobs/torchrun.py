@@ -2,9 +2,10 @@
 
 Slurm delivers a step's signal to every process of the step. torchrun would answer by killing its ranks, before they
 could save; so it ignores SIGTERM and SIGUSR2 (ignoring survives exec), and so do the ranks until their own handlers
-stand. A signal that came before that is lost, therefore the agent repeats it for as long as the ranks run.
+stand. A signal that came before that is lost to them, therefore the agent sends it again as soon as a rank can take it.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _POLL_SECONDS = 0.2
-_REPEAT_SECONDS = 1.0
+_ASK_SECONDS = 1.0
 # After a request to stop, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
 _KILL_SECONDS = 10.0
 _SHIELDED = (signal.SIGTERM, signal.SIGUSR2)
 ENVIRONMENT = {
-    # SIGINT is left as the agent's way to end torchrun in good order.
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT",
     # A crashed rank's peers hang in a collective and cannot obey SIGTERM: they get 5 s, not torchrun's 30.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
 }
@@ -70,9 +69,9 @@ def run(argv: list[str], environment: Mapping[str, str], directory: Path, watch:
     )
     try:
         _watch(process, watch)
-        return process.wait()
     finally:
         terminate(process)
+    return process.returncode
 
 
 def _ignore_signals() -> None:
@@ -82,7 +81,8 @@ def _ignore_signals() -> None:
 
 def _watch(process: "subprocess.Popen[bytes]", watch: Watch) -> None:
     """Return when torchrun has ended, or should be ended."""
-    repeat_at = ranks_seen = time.monotonic()
+    told: set[int] = set()
+    ranks_seen = ask_at = time.monotonic()
     ever_ranks = False
     while process.poll() is None:
         now = time.monotonic()
@@ -90,17 +90,15 @@ def _watch(process: "subprocess.Popen[bytes]", watch: Watch) -> None:
         if ranks:
             ranks_seen, ever_ranks = now, True
         if watch.stop.signal and watch.stop.time is not None:
-            ranks_gone = now - max(ranks_seen, watch.stop.time) > _WITHOUT_RANKS_SECONDS
-            if ranks_gone or now - watch.stop.time > watch.patience_seconds:
-                return terminate(process)
-        if now >= repeat_at:
-            repeat_at = now + _REPEAT_SECONDS
-            if watch.stop.signal:
-                send(ranks, watch.stop.signal)
-            elif not ever_ranks and watch.superseded():
-                return terminate(process)
+            told |= tell(set(ranks) - told, watch.stop.signal)
+            without_ranks = now - max(ranks_seen, watch.stop.time)
+            if without_ranks > _WITHOUT_RANKS_SECONDS or now - watch.stop.time > watch.patience_seconds:
+                return
+        elif not ever_ranks and now >= ask_at:
+            ask_at = now + _ASK_SECONDS
+            if watch.superseded():
+                return
         time.sleep(_POLL_SECONDS)
-    return None
 
 
 def children(pid: int) -> list[int]:
@@ -114,15 +112,33 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def send(pids: list[int], number: signal.Signals) -> None:
-    """Send a signal to processes, some of which may have ended."""
+def tell(ranks: set[int], number: signal.Signals) -> set[int]:
+    """Send the signal to those ranks that have a handler for it, and return them.
+
+    Once each: a Python that shuts down has taken its handlers away, and a second signal would kill it there.
+    """
     # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
     polite = signal.SIGTERM if number is signal.SIGINT else number
-    for pid in pids:
-        try:
-            os.kill(pid, polite)
-        except ProcessLookupError:
-            continue
+    ready = {pid for pid in ranks if catches(pid, polite)}
+    for pid in ready:
+        _send(pid, polite)
+    return ready
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def terminate(process: "subprocess.Popen[bytes]") -> None:
@@ -134,5 +150,5 @@ def terminate(process: "subprocess.Popen[bytes]") -> None:
         process.wait(_KILL_SECONDS)
     except subprocess.TimeoutExpired:
         for pid in [process.pid, *children(process.pid)]:
-            send([pid], signal.SIGKILL)
+            _send(pid, signal.SIGKILL)
         process.wait()
