@@ -15,6 +15,7 @@ import tyro
 
 from hpc import cli, ledger, slurm
 from hpc.ledger import Writer
+from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.summary import TERMINAL, find_job, summarize
@@ -52,7 +53,8 @@ def cancel(options: Cancel) -> int:
 
 def _cancel_local(pid: str) -> None:
     """Ask submitit's controller to stop; it passes the signal on to the agents."""
-    os.kill(int(pid), signal.SIGTERM)
+    if is_alive(pid):
+        os.kill(int(pid), signal.SIGTERM)
 
 
 def _answer(options: Cancel, run: RunDir, before: str) -> int:

@@ -73,9 +73,12 @@ class SlurmExecutor(submitit.SlurmExecutor):
             UserError: sbatch refused it.
         """
         try:
-            return str(self._submit_command(self._submitit_command_str).job_id)
+            job_id = str(self._submit_command(self._submitit_command_str).job_id)
         except FailedJobError as error:
             raise UserError(f"sbatch refused the job: {first_error(str(error))}") from error
+        for alias in self.run.logs.glob(".submission_file_*"):
+            alias.unlink()
+        return job_id
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:

@@ -10,8 +10,9 @@ epoch) and `event`; the events and their fields:
 | rendezvous | the head node's agent | attempt round port |
 | joined | every agent | attempt node |
 | staged | every agent | attempt node seconds source path reused |
-| train_started | rank 0 | attempt step epoch world_size restored_from seconds |
+| train_started | rank 0 | attempt step total_steps epoch world_size restored_from seconds |
 | checkpoint_saved | rank 0 | attempt step seconds |
+| checkpoint_failed | rank 0 | attempt step reason |
 | checkpoint_rejected | rank 0 | attempt path reason |
 | train_stopped | rank 0 | attempt step signal |
 | train_completed | rank 0 | attempt step |

@@ -83,22 +83,31 @@ def _print_new(options: Logs, run: RunDir, reader: Reader) -> int:
     """Print the new lines of all chosen files; returns how many."""
     count = 0
     for path in log_files(run, options.rank, options.attempt):
-        attempt, rank = path.parent.name.removeprefix("attempt-"), path.stem.removeprefix("rank-")
+        origin = origin_of(path)
         for line in reader.new_lines(path):
             count += 1
             if options.json:
-                cli.print_json_line({"attempt": int(attempt), "rank": int(rank), "line": line})
+                cli.print_json_line({**origin, "line": line})
             else:
-                print(f"[{int(attempt)}:{int(rank)}] {line}")
+                print(f"[{':'.join(str(part) for part in origin.values())}] {line}")
     sys.stdout.flush()
     return count
 
 
 def log_files(run: RunDir, rank: int | None, attempt: int | None) -> list[Path]:
-    """The log files of the chosen ranks and attempts, in their order."""
+    """The log files of the chosen ranks and attempts, in their order; without a choice the agents' as well."""
     attempts = "*" if attempt is None else f"{attempt:03d}"
     ranks = "*" if rank is None else f"{rank:02d}"
-    return sorted(run.logs.glob(f"attempt-{attempts}/rank-{ranks}.log"))
+    agents = sorted(run.logs.glob("*_*_log.out")) if rank is None and attempt is None else []
+    return [*agents, *sorted(run.logs.glob(f"attempt-{attempts}/rank-{ranks}.log"))]
+
+
+def origin_of(path: Path) -> dict[str, int | str]:
+    """Whose log a file is: a rank's in an attempt, or the agent's of a node in a job (submitit's file name)."""
+    if path.suffix == ".out":
+        job, node, _ = path.name.split("_")
+        return {"agent": f"job {job}", "node": int(node)}
+    return {"attempt": int(path.parent.name.removeprefix("attempt-")), "rank": int(path.stem.removeprefix("rank-"))}
 
 
 if __name__ == "__main__":

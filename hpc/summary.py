@@ -6,7 +6,6 @@ Runs on the login node. Reads the tails of files, so it is quick for long runs.
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hpc import ledger
@@ -14,6 +13,7 @@ from hpc.attempts import Attempt, attempts_of, steps_lost
 from hpc.files import last_json_line, read_json_lines
 from hpc.ledger import Event
 from hpc.outcome import Cause
+from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.slurm import Job, JobState
 
@@ -75,7 +75,7 @@ def state_of(run: RunDir, events: list[Event], attempts: list[Attempt], job: Job
         return "cancelled"
     local = any(event.get("cluster") == "local" for event in events)
     if local:
-        if Path(f"/proc/{_last_job_id(events)}").exists():
+        if is_alive(_last_job_id(events) or ""):
             return "running"
     elif job is not None and job.state.alive:
         return "running" if job.state is JobState.RUNNING else "pending"
@@ -128,7 +128,7 @@ def goodput(attempts: list[Attempt], last_logged: float | None, now: float) -> f
         kept = 1.0 if trained <= 0 else max(0.0, 1 - lost / trained)
         useful += kept * max(0.0, until - attempt.trained_from)
     total = (attempts[-1].ended or now) - attempts[0].started
-    return round(float(min(1.0, useful / total)), 4) if total > 0 else None
+    return round(min(1.0, useful / total), 4) if total > 0 else None
 
 
 def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:
@@ -137,4 +137,4 @@ def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:
     if total is None or step is None or step <= started["step"]:
         return None
     pace = (train["time"] - started["time"]) / (step - started["step"])
-    return max(0.0, (total - step) * pace)
+    return float(max(0.0, (total - step) * pace))

@@ -20,6 +20,7 @@ from hpc.executor import stop_lead_seconds
 from hpc.files import last_json_line
 from hpc.ledger import Writer
 from hpc.outcome import Cause, Ending, cause_of, goes_on, must_requeue
+from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.slurm import JobState
 from hpc.spec import RunSpec
@@ -118,7 +119,7 @@ def _claim(run: RunDir, place: Place) -> Attempt:
 def _alive(job_id: str, place: Place) -> bool:
     if place.cluster == "slurm":
         return job_id in (jobs := slurm.jobs()) and jobs[job_id].state is JobState.RUNNING
-    return Path(f"/proc/{job_id}").exists()
+    return is_alive(job_id)
 
 
 def _last_step(run: RunDir) -> int | None:

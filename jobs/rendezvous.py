@@ -16,7 +16,7 @@ import submitit
 
 # Below this lie the services of the system; above the other bound the kernel hands out ports to whoever connects.
 _LOWEST_PORT = 10_000
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
 # A node that says nothing for interval x attempts is lost; torchrun's own default notices after 15 s.
 _SIOCGIFADDR = 0x8915
@@ -133,7 +133,7 @@ def pick_port(tries: int = 1000) -> int:
     Raises:
         OSError: none of the ports that were tried is free.
     """
-    first_ephemeral = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else _DEFAULT_EPHEMERAL
+    first_ephemeral = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else _DEFAULT_EPHEMERAL
     highest = max(first_ephemeral, _LOWEST_PORT + 1000)
     generator = random.SystemRandom()
     for _ in range(tries):

@@ -55,7 +55,7 @@ def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:
     event_file(run, 2, 0).append("claimed", attempt=2, job_id="8", restart=0, nonce="x", nodes=[])
     assert claim(run, place(restart=1)).attempt == 3
     event_file(run, 4, 0).append("something else")
-    with pytest.raises(TorchrelayError, match="attempt 4 .* has just been claimed"):
+    with pytest.raises(TorchrelayError, match=r"attempt 4 .* has just been claimed"):
         claim(run, place(restart=2))
 
 

@@ -62,7 +62,7 @@ def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_port_is_below_the_ephemeral_range() -> None:
-    first_ephemeral = int(rendezvous._EPHEMERAL.read_text().split()[0])
+    first_ephemeral = int(rendezvous.EPHEMERAL.read_text().split()[0])
     assert all(10_000 <= pick_port() < first_ephemeral for _ in range(50))
 
 

@@ -29,7 +29,7 @@ def test_jobs_of_squeue() -> None:
 
 
 def test_fields_of_scontrol() -> None:
-    text = "JobId=7 JobName=it's a run JobState=RUNNING Reason=None Restarts=2 PreemptTime=None Command=/a b/c=d TRES=cpu=2,gres/gpu=4 \n"
+    text = "JobName=it's a run JobState=RUNNING Restarts=2 PreemptTime=None Command=/a b/c=d TRES=cpu=2,gres/gpu=4 \n"
     fields = slurm.parse_fields(text)
     assert (fields["JobState"], fields["Restarts"], fields["PreemptTime"]) == ("RUNNING", "2", "None")
     assert fields["JobName"] == "it's a run"

@@ -77,7 +77,7 @@ def test_copy_that_differs_from_its_source_is_refused(
         "_copy_file",
         lambda _source, target: (target.parent.mkdir(parents=True, exist_ok=True), target.write_bytes(b"x"), "0")[2],
     )
-    with pytest.raises(TorchrelayError, match="does not equal .*is the disk of this node failing"):
+    with pytest.raises(TorchrelayError, match=r"does not equal .*is the disk of this node failing"):
         stage(source, local)
     monkeypatch.undo()
     assert contents(stage(source, local).path) == contents(source)

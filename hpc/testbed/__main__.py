@@ -1,80 +1,75 @@
-"""The command line: `python -m hpc.testbed up|down|status|kill-node|revive-node`. Runs on the testbed's machine."""
+"""The command line: `hpc testbed up|down|status|kill-node|revive-node`. Runs on the testbed's machine."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from hpc.errors import TorchrelayError
+from hpc import cli
+from hpc.cli import Common
 from hpc.testbed import lifecycle
 from hpc.testbed.layout import Shape
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Verb:
-    """What every verb takes, and does after its work: say how things stand."""
-
-    json: bool = False
-    """Print one JSON document and nothing else."""
-
-    def run(self) -> None:
-        """Do the verb's work."""
+NodeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Up(_Verb):
+class Up(Common):
     """Start Slurm with pretended nodes on this machine, or repair what there is of it."""
 
     shape: Annotated[Shape, tyro.conf.OmitArgPrefixes] = field(default_factory=Shape)
 
-    def run(self) -> None:
+    def apply(self) -> None:
         """Start or repair."""
         lifecycle.up(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Down(_Verb):
+class Down(Common):
     """End the testbed and leave nothing of it behind."""
 
-    def run(self) -> None:
+    def apply(self) -> None:
         """End it."""
         lifecycle.down()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status(_Verb):
+class Status(Common):
     """Show the nodes, and the slurm.conf for SLURM_CONF."""
+
+    def apply(self) -> None:
+        """Change nothing: every verb ends with the status."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KillNode(_Verb):
+class KillNode(Common):
     """Cut a node's power: silence at once, and Slurm notices in its own time."""
 
-    name: tyro.conf.Positional[str]
+    name: NodeName
     """The node, for example gpu02."""
 
-    def run(self) -> None:
+    def apply(self) -> None:
         """Kill it."""
         lifecycle.kill_node(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReviveNode(_Verb):
+class ReviveNode(Common):
     """Boot a killed node again, with an empty /tmp and /dev/shm, and wait until Slurm uses it."""
 
-    name: tyro.conf.Positional[str]
+    name: NodeName
     """The node, for example gpu02."""
 
-    def run(self) -> None:
+    def apply(self) -> None:
         """Boot it."""
         lifecycle.revive_node(self.name)
 
 
+Options = Up | Down | Status | KillNode | ReviveNode
 Verb = (
     Annotated[Up, tyro.conf.subcommand("up")]
     | Annotated[Down, tyro.conf.subcommand("down")]
@@ -86,26 +81,21 @@ Verb = (
 
 def main(argv: Sequence[str]) -> int:
     """Run one verb; the exit code is 0, 1 if the work failed, 2 if the user has to type something else."""
-    verb: _Verb = tyro.cli(
-        Verb,  # type: ignore[arg-type]  # tyro takes a union as the set of subcommands
-        prog="python -m hpc.testbed",
-        description=__doc__,
-        args=argv,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    try:
-        verb.run()
-        _show(lifecycle.status(), as_json=verb.json)
-    except TorchrelayError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    # tyro reads a union as the set of subcommands; a union is no class, which is what `run` asks for.
+    return cli.run(_run, cast("type[Any]", Verb), argv, "testbed")
+
+
+def _run(options: Options) -> int:
+    """Do the verb's work, then say how things stand."""
+    options.apply()
+    _show(lifecycle.status(), as_json=options.json)
     return 0
 
 
 def _show(status: lifecycle.Status, *, as_json: bool) -> None:
     """Print the status for a program or for people."""
     if as_json:
-        print(json.dumps(asdict(status)))
+        cli.print_json(asdict(status))
         return
     console = Console()
     if not status.up:

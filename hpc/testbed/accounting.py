@@ -1,9 +1,9 @@
 """Accounting for the testbed: a private MariaDB and slurmdbd, so that sacct works. Runs as root on its machine."""
 
+from hpc.testbed.daemons import start_on_login_host
 from hpc.testbed.layout import Places
-from hpc.testbed.namespaces import inside
 from hpc.testbed.render import CLUSTER_NAME
-from hpc.testbed.system import run, start, succeeds, wait_until
+from hpc.testbed.system import run, succeeds, wait_until
 
 
 def start_accounting(places: Places) -> None:
@@ -31,14 +31,14 @@ def _start_database(places: Places) -> None:
         "--skip-test-db",
         timeout_seconds=120,
     )
-    start(
-        *inside(places.controller_uts),
+    start_on_login_host(
         *("setsid", "--fork", "mariadbd", "--no-defaults", data, "--user=root"),
         f"--socket={places.database_socket}",
         f"--pid-file={places.run}/mariadbd.pid",
         "--skip-networking",
         # A throw-away database: small, and in no hurry to reach the disk.
         *("--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M", "--innodb-flush-log-at-trx-commit=0"),
+        places=places,
         log=places.log("mariadbd"),
     )
     ping = ("mariadb-admin", "--no-defaults", f"--socket={places.database_socket}", "ping")
@@ -48,6 +48,6 @@ def _start_database(places: Places) -> None:
 def _start_slurmdbd(places: Places) -> None:
     """Start slurmdbd; it creates its tables at the first start."""
     environment = {"SLURM_CONF": str(places.slurm_conf), "MYSQL_UNIX_PORT": str(places.database_socket)}
-    start(*inside(places.controller_uts), "slurmdbd", log=places.log("slurmdbd.out"), **environment)
+    start_on_login_host("slurmdbd", places=places, log=places.log("slurmdbd.out"), **environment)
     log = places.log("slurmdbd")
     wait_until(lambda: accounting_answers(places), seconds=60, what=f"for slurmdbd to answer (log: {log})")

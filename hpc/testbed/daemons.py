@@ -1,21 +1,29 @@
 """The login host's daemons, munged and slurmctld, and how they are asked. Runs as root on the testbed's machine."""
 
 import os
+from pathlib import Path
 
 from hpc.errors import TorchrelayError
 from hpc.files import write_atomic
 from hpc.testbed import namespaces, running_slurm_conf
-from hpc.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, Places
+from hpc.testbed.layout import LOGIN_NAME, Places
 from hpc.testbed.system import run, start, succeeds, wait_until
 
 # What sinfo appends to a node's state; `*` says that the node does not respond.
 STATE_FLAGS = "*~#!%$@^-+"
+_SINFO_WORDS = ("--noheader", "--Node", "--format=%N %T")
 USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
 
 
 def create_controller_host(places: Places) -> None:
     """Pin the namespace of the login host's daemons; its host name is the one that slurm.conf gives."""
     namespaces.pin(places.controller_uts, "hostname", LOGIN_NAME)
+
+
+def start_on_login_host(*command: str | Path, places: Places, log: Path, **environment: str) -> None:
+    """Start a daemon of the login host; `log` is for what it says before it has opened its own."""
+    host = namespaces.inside_fresh(places.controller_uts, "mount")
+    start(*host, "/bin/sh", places.login_script, *command, log=log, **environment)
 
 
 def remove_controller_host(places: Places) -> None:
@@ -27,16 +35,14 @@ def remove_controller_host(places: Places) -> None:
 def start_munged(places: Places) -> None:
     """Start munged with a key of our own on a socket of our own, apart from the machine's munge."""
     write_atomic(places.munge_key, os.urandom(128), mode=0o400)
-    start(
-        *namespaces.inside(places.controller_uts),
+    start_on_login_host(
         "munged",
         f"--key-file={places.munge_key}",
         f"--socket={places.munge_socket}",
         f"--pid-file={places.run}/munged.pid",
         f"--log-file={places.log('munged')}",
         f"--seed-file={places.secret}/munged.seed",
-        # Without it munged resolves its own host name, which only the nodes know.
-        f"--origin={LOGIN_ADDRESS}",
+        places=places,
         log=places.log("munged.out"),
     )
     wait_until(lambda: munge_answers(places), seconds=20, what=f"for munged to answer (log: {places.log('munged')})")
@@ -49,13 +55,7 @@ def munge_answers(places: Places) -> bool:
 
 def start_slurmctld(places: Places) -> None:
     """Start the controller and wait until it answers."""
-    start(
-        *namespaces.inside(places.controller_uts),
-        "slurmctld",
-        "-f",
-        places.slurm_conf,
-        log=places.log("slurmctld.out"),
-    )
+    start_on_login_host("slurmctld", "-f", places.slurm_conf, places=places, log=places.log("slurmctld.out"))
     log = places.log("slurmctld")
     wait_until(lambda: controller_answers(places), seconds=30, what=f"for slurmctld to answer (log: {log})")
 
@@ -73,18 +73,18 @@ def node_states(places: Places) -> dict[str, str]:
     if running_slurm_conf() is None:
         return {}
     try:
-        text = run("sinfo", "--noheader", "--Node", "--format=%N %T", SLURM_CONF=str(places.slurm_conf))
+        text = run("sinfo", *_SINFO_WORDS, timeout_seconds=10, SLURM_CONF=str(places.slurm_conf))
     except TorchrelayError:
         return {}
-    return dict(_state(line) for line in text.splitlines())
+    return parse_states(text)
 
 
-def _state(line: str) -> tuple[str, str]:
-    """Read one line of sinfo, such as `gpu01 idle*`."""
-    name, word = line.split()
-    state = word.rstrip(STATE_FLAGS)
-    silent = "*" in word and state in USABLE_STATES
-    return name, "unresponsive" if silent else state
+def parse_states(text: str) -> dict[str, str]:
+    """Read sinfo's lines, such as `gpu01 idle*`: a node to its state."""
+    words = dict(line.split() for line in text.splitlines())
+    states = {name: word.rstrip(STATE_FLAGS) for name, word in words.items()}
+    silent = {name for name, word in words.items() if "*" in word and states[name] in USABLE_STATES}
+    return states | dict.fromkeys(silent, "unresponsive")
 
 
 def update_node(name: str, state: str, places: Places) -> None:

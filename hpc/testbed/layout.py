@@ -26,10 +26,15 @@ class Shape:
     """
 
     nodes: int = 4
+    """Compute nodes: gpu01, gpu02, and so on."""
     gpus_per_node: int = 4
+    """Pretended GPUs: Slurm hands them out, and there is nothing behind them."""
     cpus_per_node: int = 8
+    """CPUs that each node claims to have."""
     memory_mb_per_node: int = 32_768
+    """Memory, in MiB, that each node claims to have."""
     accounting: bool = False
+    """Run slurmdbd on a private MariaDB, too: sacct works."""
 
     def __post_init__(self) -> None:
         """Refuse a shape that Slurm or the address plan cannot hold."""
@@ -45,9 +50,7 @@ class Shape:
     @property
     def all_nodes(self) -> tuple[Node, ...]:
         """The nodes in order: gpu01 at 10.77.0.1, and so on."""
-        return tuple(
-            Node(name=f"gpu{number:02d}", address=f"10.77.0.{number}") for number in range(1, self.nodes + 1)
-        )
+        return tuple(Node(name=f"gpu{number:02d}", address=f"10.77.0.{number}") for number in range(1, self.nodes + 1))
 
     def node(self, name: str) -> Node:
         """The node of this name; a wrong name lists the right ones."""
@@ -65,13 +68,19 @@ class Places:
     root: Path
 
     @property
+    def directories(self) -> tuple[Path, ...]:
+        """Every directory, parents first."""
+        open_to_all = (self.munge, self.devices, self.spool, self.run, self.logs, self.boot_scripts, self.namespaces)
+        return (self.root, self.secret, self.controller_state, *open_to_all)
+
+    @property
     def lock(self) -> Path:
         """Held by whoever changes the testbed. Beside the directory, because `down` removes that while it holds it."""
         return self.root.with_name(f"{self.root.name}.lock")
 
     @property
     def state(self) -> Path:
-        """The Shape, as JSON; the first file to appear and the last to go."""
+        """The Shape, as JSON: the first file to appear."""
         return self.root / "state.json"
 
     @property
@@ -153,9 +162,19 @@ class Places:
         """The log of one daemon or one node."""
         return self.logs / f"{name}.log"
 
+    @property
+    def boot_scripts(self) -> Path:
+        """The directory of the nodes' boot scripts."""
+        return self.root / "boot"
+
     def boot_script(self, node: Node) -> Path:
         """What turns fresh namespaces into the node."""
-        return self.root / "boot" / f"{node.name}.sh"
+        return self.boot_scripts / f"{node.name}.sh"
+
+    @property
+    def login_script(self) -> Path:
+        """What starts a daemon on the login host."""
+        return self.boot_scripts / f"{LOGIN_NAME}.sh"
 
     @property
     def namespaces(self) -> Path:

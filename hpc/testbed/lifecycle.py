@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 import socket
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc.errors import UserError
-from hpc.files import write_json
+from hpc.files import write_atomic
 from hpc.testbed import STATE_DIRECTORY, accounting, daemons, namespaces, network, nodes, render, running_slurm_conf
 from hpc.testbed.layout import Places, Shape
 from hpc.testbed.system import locked, require_packages, require_root, wait_until
@@ -52,7 +53,7 @@ def status() -> Status:
     return Status(up=bool(states), slurm_conf=str(slurm_conf), nodes=found)
 
 
-def up(shape: Shape) -> Status:
+def up(shape: Shape) -> None:
     """Have a testbed of this shape with all nodes ready: at once if it is there, else after some seconds."""
     require_root()
     require_packages(accounting=shape.accounting)
@@ -60,7 +61,6 @@ def up(shape: Shape) -> Status:
         if not _is_healthy(shape):
             _tear_down()
             _build(shape)
-    return status()
 
 
 def down() -> None:
@@ -154,21 +154,11 @@ def _build(shape: Shape) -> None:
 
 def _write_files(shape: Shape) -> None:
     """Write the directories, the configuration and the pretended GPUs."""
-    os.umask(0o022)
-    PLACES.root.mkdir(mode=0o755)
-    write_json(PLACES.state, asdict(shape))
-    PLACES.secret.mkdir(mode=0o700)
-    for directory in (
-        PLACES.munge,
-        PLACES.controller_state,
-        PLACES.devices,
-        PLACES.spool,
-        PLACES.run,
-        PLACES.logs,
-        PLACES.namespaces,
-        PLACES.root / "boot",
-    ):
-        directory.mkdir(mode=0o755)
+    for directory in PLACES.directories:
+        directory.mkdir()
+        # chmod, because what mkdir is told is subject to the caller's umask.
+        directory.chmod(0o700 if directory == PLACES.secret else 0o755)
+    _write(PLACES.state, json.dumps(asdict(shape)))
     for path, text in render.files(shape, PLACES, socket.gethostname()).items():
         _write(path, text)
     for index in range(shape.gpus_per_node):
@@ -176,14 +166,14 @@ def _write_files(shape: Shape) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write one configuration file; slurmdbd insists on being the only reader of its own."""
-    path.write_text(text)
+    """Write one file for everybody to read, but slurmdbd insists on being the only reader of its own."""
+    write_atomic(path, text)
     path.chmod(0o600 if path == PLACES.slurmdbd_conf else 0o644)
 
 
 def _make_device(path: Path) -> None:
     """Make a character device, Linux's null: Slurm counts device files and opens none."""
-    os.mknod(path, 0o666 | 0o020000, os.makedev(1, 3))
+    os.mknod(path, stat.S_IFCHR, os.makedev(1, 3))
     path.chmod(0o666)
 
 

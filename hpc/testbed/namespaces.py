@@ -25,12 +25,21 @@ def inside(path: Path) -> tuple[str, ...]:
     return ("nsenter", f"--{path.suffix[1:]}={path}", "--")
 
 
+def inside_fresh(path: Path, *kinds: str) -> tuple[str, ...]:
+    """As `inside`, with new namespaces of these kinds in it.
+
+    Mounts that the machine gets later appear in there, such as an automounted home; those made in there stay inside.
+    """
+    options = (f"--{kind}" for kind in kinds)
+    return (*inside(path), "unshare", *options, "--propagation=slave", "--")
+
+
 def unpin(path: Path) -> None:
     """Let go of a namespace: it ends with its last process. No error if there is none."""
     if not path.exists():
         return
     # A repair after a crash may have pinned one over another, and a plain file has no mount at all.
-    while path.is_file() and os.stat(path).st_dev != os.stat(path.parent).st_dev:  # noqa: PTH116 - beside each other
+    while path.stat().st_dev != path.parent.stat().st_dev:
         run("umount", "--no-mtab", path)
     path.unlink()
 

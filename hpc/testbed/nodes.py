@@ -11,7 +11,7 @@ def power_on(node: Node, places: Places) -> None:
     namespaces.pin(pin)
     network.plug_in(node, places)
     # Not `ip netns exec`: it mounts another /sys, without the cgroups that slurmd wants to see.
-    fresh = (*namespaces.inside(pin), "unshare", "--mount", "--uts", "--")
+    fresh = namespaces.inside_fresh(pin, "mount", "uts")
     start(*fresh, "/bin/sh", places.boot_script(node), log=places.log(f"{node.name}.boot"))
 
 

@@ -15,6 +15,8 @@ _CONTROLLER = """\
 ClusterName={cluster}
 SlurmctldHost={login}({address})
 SlurmctldPort={port}
+# Listen on the bridge's address alone, not on the machine's real interfaces.
+CommunicationParameters=NoCtldInAddrAny
 AuthType=auth/munge
 AuthInfo=socket={munge_socket}
 SlurmUser=root
@@ -39,7 +41,7 @@ SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 # Schedule every few seconds (default: 60 and 30), so that a requeued job starts when it may, not a minute later.
-SchedulerParameters=sched_interval=5,bf_interval=5
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=5,bf_interval=5
 """
 
 _ACCOUNTING = """\
@@ -74,6 +76,16 @@ StorageType=accounting_storage/mysql
 StorageHost=localhost
 StorageUser=root
 StorageLoc={database}
+"""
+
+_LOGIN = """\
+#!/bin/sh
+# Runs one daemon of the login host, in that host's namespaces.
+set -eu
+# slurmctld and munged look up their own name, and slurmctld the name of every client: without this file that would be
+# a query to the machine's DNS for each submission.
+mount -n --bind {hosts} /etc/hosts
+exec "$@"
 """
 
 _BOOT = """\
@@ -159,12 +171,18 @@ def boot_script(node: Node, places: Places) -> str:
     )
 
 
+def login_script(places: Places) -> str:
+    """The commands that turn a fresh mount namespace into the login host's, and then run its arguments."""
+    return _LOGIN.format(hosts=shlex.quote(str(places.hosts)))
+
+
 def files(shape: Shape, places: Places, host_name: str) -> dict[Path, str]:
     """Every configuration file: what `up` writes, and what it compares to recognise a testbed of the same shape."""
     found = {
         places.slurm_conf: slurm_conf(shape, places),
         places.gres_conf: gres_conf(shape, places),
         places.hosts: hosts(shape, host_name),
+        places.login_script: login_script(places),
         **{places.boot_script(node): boot_script(node, places) for node in shape.all_nodes},
     }
     if shape.accounting:

@@ -64,6 +64,8 @@ def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -
             text=True,
             timeout=timeout_seconds,
         )
+    except FileNotFoundError as error:
+        raise TorchrelayError(f"`{words[0]}` is not installed") from error
     except subprocess.TimeoutExpired as error:
         raise TorchrelayError(f"`{' '.join(words)}` gave no answer in {timeout_seconds:g} s") from error
     if done.returncode != 0:
@@ -75,7 +77,7 @@ def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -
 def start(*command: str | Path, log: Path, **environment: str) -> None:
     """Start a program that turns itself into a daemon, or that `setsid --fork` turns into one; wait for that alone.
 
-    Its output goes to the log and its input is empty: a caller whose own output is a pipe must not wait for the daemons.
+    Its output goes to the log and its input is empty: a caller whose output is a pipe must not wait for the daemons.
 
     Raises:
         TorchrelayError: it did not start; the message has the last line of its log.
@@ -90,6 +92,7 @@ def start(*command: str | Path, log: Path, **environment: str) -> None:
             stdout=output,
             stderr=output,
             cwd="/",
+            umask=0o022,
             start_new_session=True,
             timeout=60,
         )

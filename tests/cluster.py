@@ -1,0 +1,157 @@
+"""What the tests of the job on the testbed share: a tiny data set, waiting for conditions, reading a run."""
+
+import gzip
+import json
+import os
+import pwd
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc import ledger
+from hpc.files import read_json_lines
+from hpc.processes import is_alive
+from hpc.rundir import RunDir
+
+ROOT = Path(__file__).parent.parent
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+# Generous: the machine may be busy, and Slurm's own clocks tick in tens of seconds.
+TIMEOUT_SECONDS = 150.0
+# Small steps, each of them logged, far more than any test lets happen.
+LONG = ("--nodes=2", "--gpus-per-node=2", "--batch-size=64", "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
+
+
+def tiny_data(directory: Path, train: int = 2000, test: int = 500) -> Path:
+    """The first images of Fashion-MNIST, as IDX files."""
+    directory.mkdir()
+    for part, count in (("train", train), ("t10k", test)):
+        images = gzip.decompress((FASHION_MNIST / f"{part}-images-idx3-ubyte.gz").read_bytes())
+        labels = gzip.decompress((FASHION_MNIST / f"{part}-labels-idx1-ubyte.gz").read_bytes())
+        header = struct.pack(">IIII", 2051, count, 28, 28)
+        (directory / f"{part}-images-idx3-ubyte").write_bytes(header + images[16 : 16 + count * 784])
+        (directory / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels[8 : 8 + count])
+    return directory
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place to submit from: a directory that all nodes see, as root or as an ordinary user."""
+
+    path: Path
+    slurm_conf: str
+    user: str | None = None
+
+    def type(self, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        """Type a command there."""
+        account = pwd.getpwnam(self.user) if self.user else None
+        own = {"HOME": str(self.path), "USER": self.user, "LOGNAME": self.user} if self.user else {}
+        return subprocess.run(
+            command,
+            cwd=self.path,
+            env={**os.environ, "SLURM_CONF": self.slurm_conf, **{k: str(v) for k, v in own.items()}, **environment},
+            user=account.pw_uid if account else None,
+            group=account.pw_gid if account else None,
+            extra_groups=[] if account else None,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+
+    def hpc(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        """Type `hpc ...`."""
+        return self.type(sys.executable, "-m", "hpc", *arguments, **environment)
+
+    def slurm(self, *command: str) -> str:
+        """Type one of Slurm's commands, which has to succeed."""
+        done = self.type(*command)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, *arguments: str) -> "Run":
+        """Submit a run."""
+        done = self.hpc("submit", "--json", *arguments)
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        return Run(self, RunDir(Path(answer["run_dir"])), answer["job_id"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A submitted run."""
+
+    site: Site
+    directory: RunDir
+    job_id: str
+
+    def status(self) -> dict[str, Any]:
+        """Its entry of `hpc status --json`."""
+        done = self.site.hpc("status", str(self.directory.path), "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout)[0])
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Its events of one kind."""
+        return [event for event in ledger.read(self.directory.events) if event["event"] == kind]
+
+    def steps(self) -> list[int]:
+        """The steps in its metrics."""
+        return [record["step"] for record in read_json_lines(self.directory.train_metrics)]
+
+    def attempts_logged(self) -> list[int]:
+        """The attempts that made the steps in its metrics, in their order."""
+        return list(dict.fromkeys(record["attempt"] for record in read_json_lines(self.directory.train_metrics)))
+
+    def queue(self, form: str) -> str:
+        """What squeue says of its job."""
+        return self.site.slurm("squeue", "--noheader", f"--jobs={self.job_id}", f"--format={form}")
+
+    def wait(self, what: str, condition: Callable[[], object], seconds: float = TIMEOUT_SECONDS) -> None:
+        """Wait until a condition holds; if it never does, say what there was instead."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not happen in {seconds:.0f} s:\n{self.evidence()}"
+            time.sleep(0.3)
+
+    def evidence(self) -> str:
+        """What a person would look at."""
+        logs = [path for path in self.directory.logs.rglob("*") if path.is_file()]
+        tails = [f"== {path}\n" + path.read_text(errors="replace")[-1500:] for path in sorted(logs)]
+        events = [str(event) for event in ledger.read(self.directory.events) if event["event"] != "checkpoint_saved"]
+        return "\n".join([self.site.type("squeue", "--long").stdout, *events, *tails])
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until so many steps are in the metrics."""
+        self.wait(f"step {count}", lambda: len(self.steps()) >= count)
+
+    def wait_for_state(self, state: str) -> dict[str, Any]:
+        """Wait for a state of the contract."""
+        self.wait(f"state {state}", lambda: self.status()["state"] == state)
+        return self.status()
+
+    def wait_for_release(self) -> None:
+        """Wait until the job has been requeued, and end Slurm's wait of two minutes, as its owner may."""
+        self.wait("the requeue", lambda: self.queue("%T %r") == "PENDING BeginTime")
+        self.site.slurm("scontrol", "update", f"JobId={self.job_id}", "StartTime=now")
+
+    def cancel(self) -> None:
+        """Cancel it and wait until its processes are gone, so that the next test has the nodes to itself."""
+        done = self.site.hpc("cancel", str(self.directory.path))
+        assert done.returncode == 0, done.stderr
+        self.wait("the end of the job", lambda: not self.is_alive())
+
+    def is_alive(self) -> bool:
+        """Whether its job, or on this machine alone its controller, is still there."""
+        if self.directory.script.exists():
+            return bool(self.site.type("squeue", "-h", "-j", self.job_id).stdout.strip())
+        return is_alive(self.job_id)
+
+    def assert_no_gap(self) -> None:
+        """The metrics hold every step once, in order."""
+        steps = self.steps()
+        assert steps == list(range(1, len(steps) + 1))
