@@ -5,6 +5,8 @@ be submitted by hand again gets a new id each time, so the command names the run
 pickled.
 """
 
+import contextlib
+import io
 import os
 import shlex
 import subprocess
@@ -73,7 +75,9 @@ class SlurmExecutor(submitit.SlurmExecutor):
             UserError: sbatch refused it.
         """
         try:
-            job_id = str(self._submit_command(self._submitit_command_str).job_id)
+            # submitit prints sbatch's complaint and raises it; once is enough.
+            with contextlib.redirect_stderr(io.StringIO()):
+                job_id = str(self._submit_command(self._submitit_command_str).job_id)
         except FailedJobError as error:
             raise UserError(f"sbatch refused the job: {first_error(str(error))}") from error
         for alias in self.run.logs.glob(".submission_file_*"):

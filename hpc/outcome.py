@@ -34,8 +34,6 @@ class Ending:
     """Slurm's word for the job now."""
     preempted: bool
     """Slurm says that a preemption has begun."""
-    restarted: bool
-    """Slurm has counted one more start of this job than when the attempt began."""
     progressed: bool
     """The attempt made a step that no attempt before it had made."""
 
@@ -57,7 +55,6 @@ def cause_of(ending: Ending) -> Cause:
         (ending.cancelled, Cause.CANCELLED),
         (ending.preempted, Cause.PREEMPTED),
         (ending.job_state in _CAUSE_OF_STATE, _CAUSE_OF_STATE.get(ending.job_state, Cause.LOST)),
-        (ending.restarted, Cause.REQUEUED),
         (ending.signal == "SIGUSR2", Cause.TIME_LIMIT),
         (ending.signal is not None, Cause.REQUEUED),
     )

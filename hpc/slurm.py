@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -196,6 +196,20 @@ def show_job(job_id: str) -> dict[str, str]:
 def parse_fields(text: str) -> dict[str, str]:
     """Parse scontrol's `Name=value Name=value` of one line; a value ends where the next name begins."""
     return {match[1]: match[2] for match in re.finditer(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", text)}
+
+
+def ending_state(fields: Mapping[str, str], restart: int) -> JobState:
+    """How a job is ending, from `show_job`; `restart` is its restart count when the attempt began.
+
+    While its processes end, Slurm calls a job COMPLETING, whatever became of it: a requeue shows in the count of
+    restarts and a time limit in the reason, so what is left is that somebody cancelled it.
+    """
+    state = job_state(fields.get("JobState", ""))
+    if state is not JobState.ENDING:
+        return state
+    if int(fields.get("Restarts", "0")) > restart:
+        return JobState.PENDING
+    return JobState.TIMEOUT if fields.get("Reason") == "TimeLimit" else JobState.CANCELLED
 
 
 def dead_nodes(nodes: list[str]) -> list[str]:

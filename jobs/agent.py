@@ -279,7 +279,7 @@ def _look(node: Node, exit_code: int) -> Ending:
     state, fields = JobState.RUNNING, {}
     if node.place.cluster == "slurm":
         fields = slurm.show_job(node.place.job_id)
-        state = slurm.job_state(fields.get("JobState", ""))
+        state = slurm.ending_state(fields, node.place.restart)
     return Ending(
         exit_code=exit_code,
         finished=finished,
@@ -287,7 +287,6 @@ def _look(node: Node, exit_code: int) -> Ending:
         signal=node.stop.signal.name if node.stop.signal else None,
         job_state=state,
         preempted=fields.get("PreemptTime", "None") not in {"None", "N/A", ""},
-        restarted=int(fields.get("Restarts", node.place.restart)) > node.place.restart,
         progressed=(_last_step(node.run) or 0) > max(earlier, default=0),
     )
 

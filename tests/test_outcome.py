@@ -9,7 +9,7 @@ from hpc.slurm import JobState
 
 QUIET = Ending(
     exit_code=1, finished=False, cancelled=False, signal=None, job_state=JobState.RUNNING, preempted=False,
-    restarted=False, progressed=True,
+    progressed=True,
 )  # fmt: skip
 
 
@@ -24,7 +24,6 @@ QUIET = Ending(
         ({"signal": "SIGUSR2"}, Cause.TIME_LIMIT, True),
         ({"signal": "SIGTERM", "job_state": JobState.TIMEOUT}, Cause.TIME_LIMIT, True),
         ({"signal": "SIGTERM", "job_state": JobState.PENDING}, Cause.REQUEUED, False),
-        ({"signal": "SIGTERM", "job_state": JobState.ENDING, "restarted": True}, Cause.REQUEUED, False),
         ({"signal": "SIGTERM"}, Cause.REQUEUED, True),
         ({"signal": "SIGTERM", "job_state": JobState.NODE_FAIL}, Cause.NODE_FAILURE, False),
         ({}, Cause.CRASHED, True),

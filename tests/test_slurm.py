@@ -35,6 +35,20 @@ def test_fields_of_scontrol() -> None:
     assert fields["JobName"] == "it's a run"
 
 
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({"JobState": "COMPLETING", "Restarts": "1", "Reason": "None"}, JobState.PENDING),
+        ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "TimeLimit"}, JobState.TIMEOUT),
+        ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "None"}, JobState.CANCELLED),
+        ({"JobState": "RUNNING", "Restarts": "0"}, JobState.RUNNING),
+        ({}, JobState.UNKNOWN),
+    ],
+)
+def test_what_completing_hides(fields: dict[str, str], state: JobState) -> None:
+    assert slurm.ending_state(fields, restart=0) is state
+
+
 def test_cancelled_by_somebody_is_cancelled() -> None:
     assert slurm.job_state("CANCELLED by 1000") is JobState.CANCELLED
     assert slurm.job_state("") is JobState.UNKNOWN
