@@ -130,7 +130,7 @@ def _last_step(run: RunDir) -> int | None:
 def _work(node: Node) -> tuple[int, str | None]:
     """Stage and train; the exit code of torchrun, and what to tell people if it never ran."""
     try:
-        threads = _threads_per_rank(node.place, node.spec.resources.gpus_per_node)
+        threads = threads_per_rank(node.place, node.spec.resources.gpus_per_node)
         data = _stage(node)
         return _train(node, data, threads), None
     except (TorchrelayError, OSError) as error:
@@ -139,7 +139,7 @@ def _work(node: Node) -> tuple[int, str | None]:
         return 1, f"{node.place.host}: {error}"
 
 
-def _threads_per_rank(place: Place, ranks: int) -> int:
+def threads_per_rank(place: Place, ranks: int) -> int:
     """Threads for each rank, so that all ranks of the machine together do not oversubscribe its cores.
 
     Raises:

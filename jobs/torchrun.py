@@ -36,9 +36,10 @@ class StopRequest:
     def install(self) -> None:
         """Listen to the time limit's warning, to Slurm's SIGTERM and to Ctrl-C."""
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+            signal.signal(number, self.handle)
 
-    def _handle(self, number: int, _frame: object) -> None:
+    def handle(self, number: int, _frame: object) -> None:
+        """Note the first signal."""
         if self.signal is None:
             self.signal = signal.Signals(number)
             self.time = time.monotonic()
@@ -65,7 +66,7 @@ def run(argv: list[str], environment: Mapping[str, str], directory: Path, watch:
         env={**environment, **ENVIRONMENT},
         cwd=directory,
         stdin=subprocess.DEVNULL,
-        preexec_fn=_ignore_signals,  # noqa: PLW1509 - the agent has no threads
+        preexec_fn=ignore_signals,  # noqa: PLW1509 - the agent has no threads
     )
     try:
         _watch(process, watch)
@@ -74,7 +75,8 @@ def run(argv: list[str], environment: Mapping[str, str], directory: Path, watch:
     return process.returncode
 
 
-def _ignore_signals() -> None:
+def ignore_signals() -> None:
+    """Ignore what torchrun must not answer; runs in the new process, before exec."""
     for number in _SHIELDED:
         signal.signal(number, signal.SIG_IGN)
 
