@@ -130,6 +130,16 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         )
 
 
+def check_data_is_shared(data: Path) -> None:
+    """Refuse data that only this node has.
+
+    Raises:
+        UserError: they are on its own disk.
+    """
+    if any(data.resolve().is_relative_to(local) for local in _NODE_LOCAL):
+        raise UserError(f"--data {data} is on this node's own disk: use a directory that all nodes share")
+
+
 def check_script(script: tuple[str, ...]) -> None:
     """Refuse a user's script that does not exist.
 

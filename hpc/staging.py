@@ -50,9 +50,11 @@ def stage(source: Path, stage_dir: Path) -> Staged:
     """Make sure that a copy of `source` lies on this node's disk.
 
     Raises:
-        TorchrelayError: our directory there is not safe to use, or the copy does not equal the source.
+        TorchrelayError: the source is not there, our directory is not safe to use, or the copy differs.
     """
     began = time.monotonic()
+    if not source.is_dir():
+        raise TorchrelayError(f"the data, {source}, are not to be seen on this node: keep them on shared storage")
     files = list_files(source)
     root = private_directory(stage_dir)
     target = root / f"{source.name}-{fingerprint(source, files)}"

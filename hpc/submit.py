@@ -4,7 +4,6 @@ Runs on the login node. Nothing is queued before every check has passed, and not
 """
 
 import dataclasses
-import difflib
 import os
 import shutil
 import sys
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-import yaml
 
 from hpc import checks, cli, slurm, snapshot
+from hpc.config import with_config
 from hpc.errors import UserError
 from hpc.executor import SlurmExecutor, agent_command, start_local
 from hpc.ledger import Writer
@@ -73,58 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not script:
             arguments.append("--")  # tyro says what is wrong with it
     options = SubmitScript if script else SubmitTraining
-    return cli.run(lambda parsed: submit(parsed, script), options, arguments, "submit", expand=with_config)
+    return cli.run(
+        lambda parsed: submit(parsed, script),
+        options,
+        arguments,
+        "submit",
+        expand=lambda given: with_config(given, flag_names(options)),
+    )
 
 
-def with_config(arguments: list[str]) -> list[str]:
-    """Put the flags of a `--config` file before those of the command line, so that the latter win.
-
-    Raises:
-        UserError: the file cannot be read, is no mapping, or nests.
-    """
-    positions = [
-        i for i, argument in enumerate(arguments) if argument == "--config" or argument.startswith("--config=")
-    ]
-    if not positions:
-        return arguments
-    last = positions[-1]
-    path = Path(arguments[last].partition("=")[2] or next(iter(arguments[last + 1 :]), ""))
-    return [*flags_of(path), *arguments]
-
-
-def flags_of(path: Path) -> list[str]:
-    """The flags that a YAML file stands for: `batch-size: 256` is `--batch-size=256`."""
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(loaded, dict):
-        raise UserError(f"--config {path} is no mapping: write lines such as `batch-size: 256`")
-    known = {name.replace("_", "-") for name in _flag_names()}
-    flags = []
-    for key, value in loaded.items():
-        flag = str(key).replace("_", "-")
-        if flag not in known - {"config"}:
-            close = difflib.get_close_matches(flag, known, n=3, cutoff=0.5)
-            hint = f"did you mean {', '.join(close)}?" if close else "see hpc submit --help"
-            raise UserError(f"--config {path}: there is no flag {key!r}: {hint}")
-        if isinstance(value, dict):
-            raise UserError(f"--config {path}: {key} is a mapping: give one value, or a list for --sbatch")
-        flags += _as_flags(flag, value)
-    return flags
-
-
-def _flag_names() -> Iterator[str]:
-    for owner in (SubmitTraining, SubmitScript, Resources, TrainConfig):
-        yield from (f.name for f in dataclasses.fields(owner) if f.name not in {"resources", "train"})
-
-
-def _as_flags(flag: str, value: object) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{flag}"] if value else []
-    if value is None:
-        return []
-    return [f"--{flag}={item}" for item in (value if isinstance(value, list) else [value])]
+def flag_names(options: type[Submit]) -> set[str]:
+    """The flags that may stand in a file: all but the file itself."""
+    owners = (options, Resources, *([TrainConfig] if options is SubmitTraining else []))
+    names = {field.name.replace("_", "-") for owner in owners for field in dataclasses.fields(owner)}
+    return names - {"resources", "train", "config"}
 
 
 def submit(options: Submit, script: tuple[str, ...]) -> int:
@@ -153,35 +114,46 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     """
     if options.name is not None:
         check_run_name(options.name)
-    train = options.train if isinstance(options, SubmitTraining) else None
-    if train is not None:
-        check_model(train.model)
-        data: str | None = str(resolve_data(train.data))
-        check_data(Path(str(data)))
-    else:
-        checks.check_script(script)
-        data = str(options.data.absolute()) if isinstance(options, SubmitScript) and options.data else None
+    train, data = _check_work(options, script)
     cluster = choose_cluster(options.cluster)
-    on_cluster = cluster == "slurm"
-    resources = options.resources
-    resources = (
-        checks.resolve_resources(resources, slurm.partitions()) if on_cluster else checks.local_resources(resources)
-    )
+    if cluster == "slurm":
+        resources = checks.resolve_resources(options.resources, slurm.partitions())
+    else:
+        resources = checks.local_resources(options.resources)
     if train is not None:
         check_world(train, resources.max_nodes * resources.gpus_per_node)
-        train = dataclasses.replace(train, data=str(data))
-    checks.check_runs_dir(options.runs_dir, on_cluster=on_cluster)
-    name = options.name or f"{train.model if train else Path(script[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = RunDir(options.runs_dir.expanduser().absolute() / name)
-    if os.path.lexists(run.path):
-        raise UserError(
-            f"run {name!r} exists already in {options.runs_dir}: choose another --name, or hpc status {name}"
-        )
+    checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
+    if data is not None and cluster == "slurm":
+        checks.check_data_is_shared(data)
+    kind = train.model if train else Path(script[0]).stem
+    run = _new_run(options.runs_dir, options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
     spec = RunSpec(
-        name=name, cluster=cluster, resources=resources, data=data, train=train, script=script,
-        stage_dir=str(options.stage_dir.absolute()),
+        name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
+        script=script, stage_dir=str(options.stage_dir.absolute()),
     )  # fmt: skip
     return run, spec
+
+
+def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig | None, Path | None]:
+    """The trainer's flags, if it is the trainer that runs, and where the data are."""
+    if isinstance(options, SubmitTraining):
+        check_model(options.train.model)
+        data = resolve_data(options.train.data)
+        check_data(data)
+        return dataclasses.replace(options.train, data=str(data)), data
+    checks.check_script(script)
+    given = options.data if isinstance(options, SubmitScript) else None
+    if given is not None and not given.is_dir():
+        raise UserError(f"--data is {given}, which is no directory: give the directory to stage, or leave it out")
+    return None, given.absolute() if given else None
+
+
+def _new_run(runs_dir: Path, name: str) -> RunDir:
+    """The directory that the run will have, which must not exist yet."""
+    run = RunDir(runs_dir.expanduser().absolute() / name)
+    if os.path.lexists(run.path):
+        raise UserError(f"run {name!r} exists already in {runs_dir}: choose another --name, or hpc status {name}")
+    return run
 
 
 def choose_cluster(asked: str) -> Cluster:

@@ -1,6 +1,7 @@
 """Each mistake ends with exit code 2 and one line with the value and the fix; nothing is queued or left behind."""
 
 import re
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ def site(testbed: dict[str, Any]) -> Iterator[Site]:
     path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
     tiny_data(path / "data")
     (path / "empty").mkdir()
+    node_local = tiny_data(Path("/tmp/torchrelay-test-data"))
     (path / "text").mkdir()
     (path / "text" / "notes.txt").write_text("no image")
     (path / "runs" / "taken").mkdir(parents=True)
@@ -28,6 +30,7 @@ def site(testbed: dict[str, Any]) -> Iterator[Site]:
     (path / "file").write_text("")
     yield Site(path, testbed["slurm_conf"])
     shutil.rmtree(path)
+    shutil.rmtree(node_local)
 
 
 def refused(site: Site, *arguments: str, **environment: str) -> str:
@@ -57,6 +60,7 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--data=empty"], r"--data is .*/empty, but there are no images"),
         (["--data=text"], r"--data is .*/text, but there are no images"),
         (["--data=file"], r"--data is .*/file, which is not a directory"),
+        (["--data=/tmp/torchrelay-test-data"], r"--data /tmp/.* is on this node's own disk"),
         (["--model=resnet51"], r"--model is 'resnet51', which is not known: did you mean .*resnet50"),
         (["--nodes=2", "--gpus-per-node=4", "--batch-size=7"], r"--batch-size is 7, less than the 8 ranks"),
         (["--batch-size=0"], r"--batch-size is 0: use 1 or more"),
@@ -146,6 +150,15 @@ def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
         assert f"#SBATCH {line}" in lines
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
     assert sorted(site.path.rglob("*")) == before
+
+
+@pytest.mark.slurm
+def test_dry_run_is_quick(site: Site) -> None:
+    """In CPU time, which a busy machine does not stretch: torch alone would take 2 s."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert site.hpc("submit", "--data=data", "--dry-run").returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 @pytest.mark.slurm

@@ -83,6 +83,12 @@ def test_copy_that_differs_from_its_source_is_refused(
     assert contents(stage(source, local).path) == contents(source)
 
 
+def test_source_that_is_not_there_is_said(tmp_path: Path, local: Path) -> None:
+    with pytest.raises(TorchrelayError, match="nowhere, are not to be seen on this node"):
+        stage(tmp_path / "nowhere", local)
+    assert list(local.iterdir()) == []
+
+
 def test_killed_copy_leaves_nothing_that_is_trusted(tmp_path: Path, local: Path) -> None:
     source = tmp_path / "slow"
     source.mkdir()

@@ -11,8 +11,10 @@ from hpc.testbed.system import run, start, succeeds, wait_until
 
 # What sinfo appends to a node's state; `*` says that the node does not respond.
 STATE_FLAGS = "*~#!%$@^-+"
-_SINFO_WORDS = ("--noheader", "--Node", "--format=%N %T")
 USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
+# All nodes, always: asked for one node (-n), Slurm 22.05 goes on saying `mixed*` of a node that it has called down,
+# until somebody asks for all.
+_SINFO_WORDS = ("--noheader", "--Node", "--format=%N %T")
 
 
 def create_controller_host(places: Places) -> None:
