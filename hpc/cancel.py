@@ -13,12 +13,12 @@ from pathlib import Path
 
 import tyro
 
-from hpc import cli, ledger, slurm
+from hpc import cli, slurm
 from hpc.ledger import Writer
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
-from hpc.summary import TERMINAL, find_job, summarize
+from hpc.summary import TERMINAL, jobs_of, summarize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def cancel(options: Cancel) -> int:
         Writer(run.events / "cancel.jsonl").append("cancelled", by=getpass.getuser())
         if spec.cluster == "local":
             _cancel_local(before["job_id"])
-        elif job := find_job(run, ledger.read(run.events), jobs or {}):
+        for job in jobs_of(run, jobs or {}):
             slurm.cancel(job.job_id)
     return _answer(options, run, before["state"])
 

@@ -4,6 +4,7 @@ A whole file is written under a temporary name in the same directory, flushed to
 log of JSON lines is appended to with one `write` per line, by one process per file.
 """
 
+import errno
 import json
 import os
 import uuid
@@ -78,12 +79,17 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
 
     A kill in the middle of an earlier append may have left half a line: it is closed off first, so that it
     spoils itself alone.
+
+    Raises:
+        OSError: the line is not there, or not whole.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, (("\n" if torn else "") + json_line(record)).encode())
+        data = (("\n" if torn else "") + json_line(record)).encode()
+        if os.write(descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, "only a part of the line could be written", str(path))
     finally:
         os.close(descriptor)
 

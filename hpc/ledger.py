@@ -6,10 +6,12 @@ epoch) and `event`; the events and their fields:
 | event | by | fields |
 |---|---|---|
 | submitted | submit | job_id cluster |
-| claimed | the head node's agent, as its file's first line | attempt job_id restart nonce head nodes resumed_step |
+| claimed | the head node's agent, as its file's first line | attempt job_id restart nonce nodes |
+| refused | the head node's agent | job_id restart detail |
 | rendezvous | the head node's agent | attempt round port |
 | joined | every agent | attempt node |
-| staged | every agent | attempt node seconds source path reused |
+| staged | every agent | attempt node seconds path reused in_place |
+| node_failed | an agent that cannot go on | attempt node detail |
 | train_started | rank 0 | attempt step total_steps epoch world_size restored_from seconds |
 | checkpoint_saved | rank 0 | attempt step seconds |
 | checkpoint_failed | rank 0 | attempt step reason |

@@ -25,7 +25,7 @@ def summarize(run: RunDir, jobs: Mapping[str, Job] | None) -> Summary:
     """Everything that is known of a run; None for what is not. `jobs` is None when Slurm does not answer."""
     events = ledger.read(run.events)
     attempts = attempts_of(events)
-    job = find_job(run, events, jobs or {})
+    job = next(iter(jobs_of(run, jobs or {})), None)
     train = last_json_line(run.train_metrics) or {}
     result = _final_result(run)
     state = state_of(run, events, attempts, job, slurm_answers=jobs is not None)
@@ -53,10 +53,10 @@ def summarize(run: RunDir, jobs: Mapping[str, Job] | None) -> Summary:
     }
 
 
-def find_job(run: RunDir, events: list[Event], jobs: Mapping[str, Job]) -> Job | None:
-    """The run's job in the queue, also one that was submitted by hand."""
-    by_script = [job for job in jobs.values() if job.command == str(run.script) and job.state.alive]
-    return by_script[-1] if by_script else jobs.get(_last_job_id(events) or "")
+def jobs_of(run: RunDir, jobs: Mapping[str, Job]) -> list[Job]:
+    """The run's jobs in the queue, also those that were submitted by hand; one that runs comes first."""
+    alive = [job for job in jobs.values() if job.command == str(run.script) and job.state.alive]
+    return sorted(alive, key=lambda job: job.state is not JobState.RUNNING)
 
 
 def _last_job_id(events: list[Event]) -> str | None:

@@ -8,24 +8,21 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-
-from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc import ledger, slurm, staging
 from hpc.attempts import Attempt, attempts_of
 from hpc.errors import TorchrelayError
 from hpc.executor import stop_lead_seconds
-from hpc.files import last_json_line
-from hpc.ledger import Writer
-from hpc.outcome import Cause, Ending, cause_of, goes_on, must_requeue
+from hpc.outcome import Cause
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.slurm import JobState
 from hpc.spec import RunSpec
 from hpc.units import walltime_minutes
 from jobs import claim, script, torchrun, train
+from jobs.conclusion import conclude, last_step
+from jobs.node import Node
 from jobs.rendezvous import (
     Place,
     Rendezvous,
@@ -45,28 +42,6 @@ _MOST_ROUNDS = 5
 _REQUEUE_SECONDS = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """What one agent works with during one attempt."""
-
-    run: RunDir
-    spec: RunSpec
-    place: Place
-    stop: StopRequest
-    attempt: Attempt
-    writer: Writer
-
-    def newest_round(self) -> int:
-        """The rendezvous that the head node's agent has announced last; 0 before the first."""
-        rounds = [event["round"] for event in self.events("rendezvous")]
-        return max(rounds, default=0)
-
-    def events(self, kind: str) -> list[ledger.Event]:
-        """This attempt's events of one kind, of all nodes."""
-        events = ledger.read(self.run.events)
-        return [event for event in events if event["event"] == kind and event.get("attempt") == self.attempt.attempt]
-
-
 def main(argv: list[str]) -> int:
     """Run one node's part of one attempt. Returns the exit code of the task."""
     run = RunDir(Path(argv[0]))
@@ -83,14 +58,25 @@ def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) ->
     if run.final_result.exists():
         print(f"torchrelay: run {run.name} is complete: see {run.final_result}", flush=True)
         return 0
-    attempt = _claim(run, place) if place.is_head else claim.join(run, place, lambda: bool(stop), _JOIN_SECONDS)
+    if place.is_head:
+        attempt: Attempt | None = _claim_or_refuse(run, place)
+    else:
+        attempt = claim.join(run, place, lambda: bool(stop), _JOIN_SECONDS)
     if attempt is None:
         return 0
     writer = claim.event_file(run, attempt.attempt, place.node_rank)
     node = Node(run=run, spec=spec, place=place, stop=stop, attempt=attempt, writer=writer)
     writer.append("joined", attempt=attempt.attempt, node=place.host)
     exit_code, detail = _work(node)
-    return _conclude(node, exit_code, detail) if place.is_head else min(exit_code, 1)
+    return conclude(node, exit_code, detail) if place.is_head else min(exit_code, 1)
+
+
+def _claim_or_refuse(run: RunDir, place: Place) -> Attempt:
+    try:
+        return _claim(run, place)
+    except TorchrelayError as error:
+        claim.refuse(run, place, str(error))
+        raise
 
 
 def _claim(run: RunDir, place: Place) -> Attempt:
@@ -103,28 +89,31 @@ def _claim(run: RunDir, place: Place) -> Attempt:
     if any(event["event"] == "cancelled" for event in events):
         raise TorchrelayError(f"run {run.name} was cancelled: submit it under a new name")
     last = next(reversed(attempts_of(events)), None)
-    unfinished = last is not None and last.ended is None
-    if unfinished and last is not None and last.job_id != place.job_id and _alive(last.job_id, place):
+    if last is None or last.ended is not None:
+        return claim.claim(run, place)
+    if last.job_id != place.job_id and _alive(last.job_id, place):
         raise TorchrelayError(f"run {run.name} is in the hands of job {last.job_id}: hpc cancel or wait")
+    cause, detail = _fate(last, place)
     attempt = claim.claim(run, place)
-    if unfinished and last is not None:
-        dead = place.cluster == "slurm" and slurm.dead_nodes(list(last.nodes))
-        cause, detail = (Cause.NODE_FAILURE, f"down: {', '.join(dead)}") if dead else (Cause.LOST, "it left no word")
-        claim.event_file(run, attempt.attempt, place.node_rank).append(
-            "attempt_ended", attempt=last.attempt, cause=cause, step=_last_step(run), detail=detail
-        )
+    claim.event_file(run, attempt.attempt, place.node_rank).append(
+        "attempt_ended", attempt=last.attempt, cause=cause, step=last_step(run), detail=detail
+    )
     return attempt
+
+
+def _fate(last: Attempt, place: Place) -> tuple[Cause, str]:
+    """Why an attempt ended whose head node's agent could not say it."""
+    try:
+        dead = slurm.dead_nodes(list(last.nodes)) if place.cluster == "slurm" else []
+    except TorchrelayError as error:
+        return Cause.LOST, f"it left no word, and Slurm does not answer ({error})"
+    return (Cause.NODE_FAILURE, f"down: {', '.join(dead)}") if dead else (Cause.LOST, "it left no word")
 
 
 def _alive(job_id: str, place: Place) -> bool:
     if place.cluster == "slurm":
         return job_id in (jobs := slurm.jobs()) and jobs[job_id].state is JobState.RUNNING
     return is_alive(job_id)
-
-
-def _last_step(run: RunDir) -> int | None:
-    record = last_json_line(run.train_metrics)
-    return None if record is None else record.get("step")
 
 
 def _work(node: Node) -> tuple[int, str | None]:
@@ -246,49 +235,6 @@ def rank_environment(base: Mapping[str, str], place: Place, ranks: int, address:
     if place.cluster == "local" and len(visible) == ranks * place.num_nodes:
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[place.node_rank * ranks : (place.node_rank + 1) * ranks])
     return {**base, **changes}
-
-
-def _conclude(node: Node, exit_code: int, detail: str | None) -> int:
-    """Write down how the attempt ended and see that the run goes on, if it should. Returns the exit code."""
-    ending = _look(node, exit_code)
-    cause = cause_of(ending)
-    if cause is Cause.CRASHED and detail is None:
-        detail = _why(node, exit_code)
-    number = node.attempt.attempt
-    node.writer.append("attempt_ended", attempt=number, cause=cause, step=_last_step(node.run), detail=detail)
-    print(f"torchrelay: attempt {number} ended: {cause}{f' ({detail})' if detail else ''}", flush=True)
-    if must_requeue(cause, ending):
-        node.writer.append("requeued", attempt=number, job_id=node.place.job_id)
-        if node.place.cluster == "local":
-            return LOCAL_REQUEUE_RETURN_CODE
-        slurm.requeue(node.place.job_id)
-    return 0 if cause is Cause.COMPLETED or goes_on(cause, progressed=ending.progressed) else 1
-
-
-def _why(node: Node, exit_code: int) -> str:
-    failures = [f"{event['node']}: {event['detail']}" for event in node.events("node_failed")]
-    logs = node.run.attempt_logs(node.attempt.attempt)
-    return "; ".join(failures) or f"torchrun exited with {exit_code}: see {logs}"
-
-
-def _look(node: Node, exit_code: int) -> Ending:
-    """Gather what tells how the attempt ended."""
-    finished = node.run.final_result.exists() if node.spec.train else exit_code == 0 and not node.stop
-    events = ledger.read(node.run.events)
-    earlier = [attempt.last_step or 0 for attempt in attempts_of(events)[:-1]]
-    state, fields = JobState.RUNNING, {}
-    if node.place.cluster == "slurm":
-        fields = slurm.show_job(node.place.job_id)
-        state = slurm.ending_state(fields, node.place.restart)
-    return Ending(
-        exit_code=exit_code,
-        finished=finished,
-        cancelled=any(event["event"] == "cancelled" for event in events),
-        signal=node.stop.signal.name if node.stop.signal else None,
-        job_state=state,
-        preempted=fields.get("PreemptTime", "None") not in {"None", "N/A", ""},
-        progressed=(_last_step(node.run) or 0) > max(earlier, default=0),
-    )
 
 
 if __name__ == "__main__":

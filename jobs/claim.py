@@ -43,6 +43,12 @@ def claim(run: RunDir, place: Place) -> Attempt:
     return attempts_of([event])[0]
 
 
+def refuse(run: RunDir, place: Place, reason: str) -> None:
+    """Tell the other nodes' agents that this start of the job does nothing."""
+    writer = Writer(run.events / f"job-{place.job_id}-{place.restart}.jsonl")
+    writer.append("refused", job_id=place.job_id, restart=place.restart, detail=reason)
+
+
 def find_claim(attempts: list[Attempt], place: Place, joined: Callable[[Attempt], bool]) -> Attempt | None:
     """The claim of this agent's own head node for this very start of the job. Pure but for `joined`."""
     if not attempts:
@@ -56,14 +62,18 @@ def join(run: RunDir, place: Place, stopped: Callable[[], bool], timeout_seconds
     """Wait for the head node's claim; None when it was told to stop first.
 
     Raises:
-        TorchrelayError: no claim came.
+        TorchrelayError: the head node's agent refused, or no claim came.
     """
     deadline = time.monotonic() + timeout_seconds
     while not stopped():
         # NFS clients remember for up to a minute that a name was not there, unless the directory changes under
         # their own hands.
         run.events.chmod(0o700)
-        attempts = attempts_of(ledger.read(run.events))
+        events = ledger.read(run.events)
+        for event in events:
+            if event["event"] == "refused" and (event["job_id"], event["restart"]) == (place.job_id, place.restart):
+                raise TorchrelayError(event["detail"])
+        attempts = attempts_of(events)
         found = find_claim(attempts, place, lambda a: event_file(run, a.attempt, place.node_rank).path.exists())
         if found is not None:
             return found

@@ -10,7 +10,7 @@ from hpc.errors import TorchrelayError
 from hpc.ledger import Writer
 from hpc.rundir import RunDir
 from hpc.summary import goodput
-from jobs.claim import claim, event_file, find_claim, join
+from jobs.claim import claim, event_file, find_claim, join, refuse
 from jobs.rendezvous import Place
 
 
@@ -68,6 +68,12 @@ def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
     assert find_claim(attempts, place(restart=1), lambda _: True) is None, "an attempt it has been in"
     Writer(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="lost")
     assert find_claim(attempts_of(ledger.read(run.events)), place(restart=1), lambda _: False) is None
+
+
+def test_join_follows_a_refusal(run: RunDir) -> None:
+    refuse(run, place(restart=1), "the run was cancelled")
+    with pytest.raises(TorchrelayError, match="the run was cancelled"):
+        join(run, place(restart=1, node_rank=1), lambda: False, timeout_seconds=60.0)
 
 
 def test_join_gives_up(run: RunDir) -> None:

@@ -288,9 +288,7 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
     assert "hpc.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
 
 
-@pytest.mark.skipif(
-    shutil.which("slurmdbd") is None or shutil.which("mariadbd") is None, reason="needs slurmdbd, mariadb"
-)
+@pytest.mark.skipif(not all(map(shutil.which, ("slurmdbd", "mariadbd"))), reason="needs slurmdbd and mariadbd")
 def test_accounting_remembers_how_a_job_ended(box: Box) -> None:
     type_testbed("up", *SMALL, "--accounting", prefix=box)
     slurm = Slurm(str(PLACES.slurm_conf), ROOT, (*box, *AS_NOBODY))

@@ -19,6 +19,8 @@ from hpc.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.rundir import RunDir  # noqa: E402
 from training.config import TrainConfig, check_model  # noqa: E402
 
+_INTERRUPTED = 130
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -48,6 +50,19 @@ def main() -> int:
         if leads:
             _complain(error)
         return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        stop.ignore()
+        _finish_output()
+
+
+def _finish_output() -> None:
+    """Let go of output that a full disk does not take: it would turn a good exit code into another one."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _train(arguments: Arguments) -> int:
@@ -77,4 +92,7 @@ def _complain(error: TorchrelayError) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # All is written. Python would take torch apart module by module: a second of every rank, in the grace period.
+    os._exit(code)

@@ -1,19 +1,17 @@
 """How all ranks come to act on one rank's wish at the same step. Runs on every rank."""
 
-from dataclasses import dataclass
+from signal import Signals
 
 import torch
 from torch import Tensor, distributed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreed:
-    """What all ranks know that all others know too."""
+class StopRequested(Exception):  # noqa: N818  # no error: a wish that all ranks have agreed to fulfil
+    """All ranks know that one of them was sent this signal."""
 
-    signal: int = 0
-    """The number of a signal to stop for; 0: go on."""
-    save: bool = False
-    """Whether a checkpoint is due."""
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.name = Signals(number).name
 
 
 class Agreement:
@@ -27,20 +25,33 @@ class Agreement:
         self._group = group
         self._pending: tuple[Tensor, distributed.Work] | None = None
 
-    def exchange(self, *, signal: int, save: bool = False) -> Agreed:
-        """State one's wish and learn what was agreed on at the last boundary: the same on every rank."""
-        agreed = self.settle()
+    def exchange(self, *, signal: int, save: bool = False) -> bool:
+        """State one's wishes and learn what was agreed on at the last boundary: the same on every rank.
+
+        Args:
+            signal: the number of a signal to stop for; 0: go on.
+            save: whether a checkpoint is due.
+
+        Returns:
+            Whether a checkpoint is due.
+
+        Raises:
+            StopRequested: some rank was sent a signal.
+        """
+        agreed_signal, agreed_save = self.settle()
         wish = torch.tensor([signal, int(save)])
         work = distributed.all_reduce(wish, distributed.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (wish, work)
-        return agreed
+        if agreed_signal:
+            raise StopRequested(agreed_signal)
+        return bool(agreed_save)
 
-    def settle(self) -> Agreed:
-        """Wait for what is under way, and learn what it says."""
+    def settle(self) -> tuple[int, int]:
+        """Wait for what is under way, and return the largest wishes."""
         if self._pending is None:
-            return Agreed()
+            return 0, 0
         wish, work = self._pending
         self._pending = None
         work.wait()
         signal, save = wish.tolist()
-        return Agreed(signal=signal, save=bool(save))
+        return signal, save

@@ -41,7 +41,7 @@ class Augmentation:
 
 
 def augment_batch(augmentation: Augmentation, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-    """Shift images by up to a fourteenth of their side and mirror half of them.
+    """Shift images by a twenty-eighth of their side at most (one pixel of 28) and mirror half of them.
 
     Args:
         augmentation: what to apply.
@@ -63,7 +63,7 @@ def augment_batch(augmentation: Augmentation, epoch: int, indices: Tensor, image
 def _shift(images: Tensor, key: int, indices: Tensor) -> Tensor:
     """Pad with zeros and cut a random window of the old size out of each image."""
     count, _, height, width = images.shape
-    padding = max(1, round(min(height, width) / 14))
+    padding = max(1, round(min(height, width) / 28))
     padded = functional.pad(images, (padding,) * 4)
     top = below(key, indices * _DRAWS + _ROW, 2 * padding + 1)
     left = below(key, indices * _DRAWS + _COLUMN, 2 * padding + 1)

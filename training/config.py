@@ -70,11 +70,11 @@ class TrainConfig:
     """A directory of images or IDX files, or `fashion-mnist` (Debian's package dataset-fashion-mnist)."""
     model: str = SMALL_CNN
     """`small-cnn`, or any of torchvision's classification models by name, such as resnet50."""
-    epochs: int = 5
+    epochs: int = 8
     """Passes over the training set."""
     batch_size: int = 512
     """Images per optimizer step, of all ranks together: they share it, whatever their number."""
-    lr: float = 0.1
+    lr: float = 0.15
     """The highest learning rate, reached at the end of the warm-up."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """SGD with Nesterov momentum, or AdamW."""

@@ -7,6 +7,7 @@ is made: in the rank or in a loader worker. No source has random numbers of its 
 import hashlib
 import signal
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -196,15 +197,22 @@ def _ignore_signals(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@contextmanager
 def load_ahead(
     source: Source, requests: Iterable[Request], workers: int, *, pin_memory: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The images and labels of the requests, in their order; made by worker processes if there are any."""
+) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
+    """The images and labels of the requests, in their order; made by worker processes if there are any.
+
+    Workers end with the context. They must be told to: a process that exits ends its children with a SIGTERM and
+    waits for them, and these ignore it.
+    """
     loader: DataLoader[Any] = DataLoader(
         source,  # type: ignore[arg-type]  # a Dataset in all but its base class
         sampler=requests,
         batch_size=None,
         num_workers=workers,
+        # A forked worker need not import torch again, which takes seconds.
+        multiprocessing_context="fork" if workers else None,
         pin_memory=pin_memory,
         worker_init_fn=_ignore_signals,
         # Without one of its own a loader draws from the global generator, and resumed runs would drift.
@@ -213,6 +221,12 @@ def load_ahead(
     # The workers are forked with the signals blocked: one must not die before it ignores them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
     try:
-        return iter(loader)
+        batches = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        yield batches
+    finally:
+        if workers:
+            # What the iterator's destructor calls; but an exception's traceback keeps the iterator alive.
+            batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way

@@ -70,10 +70,12 @@ class Evaluator:
         loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         confusion = torch.zeros(self.classes**2, dtype=torch.int64, device=self.ranks.device)
         requests = evaluation_requests(len(source), _BATCH, self.ranks.rank, self.ranks.world_size)
-        for images, labels in load_ahead(source, requests, self.workers, pin_memory=self.ranks.device.type == "cuda"):
-            before_batch()
-            if len(labels):
-                self._count(images, labels.to(self.ranks.device, non_blocking=True), loss, confusion)
+        pinned = self.ranks.device.type == "cuda"
+        with load_ahead(source, requests, self.workers, pin_memory=pinned) as batches:
+            for images, labels in batches:
+                before_batch()
+                if len(labels):
+                    self._count(images, labels.to(self.ranks.device, non_blocking=True), loss, confusion)
         return self._summed(loss, confusion, len(source))
 
     @torch.inference_mode()

@@ -6,6 +6,7 @@ repetitions. A full disk costs no lines: they are kept and written when there is
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class Metrics:
     def close(self) -> None:
         """Flush what is buffered."""
         if self._board is not None:
-            self._board.close()
+            with suppress(OSError):
+                self._board.close()
 
 
 def _is_evaluated(record: Record, progress: Progress) -> bool:

@@ -56,10 +56,11 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     torch.manual_seed(stream(config.seed, Purpose.WEIGHTS))
     try:
         model = _construct(config.model, classes, channels, size)
-        _probe(config.model, classes, channels, size)
+        if config.image_size is not None:
+            _try(model, channels, size)
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"--image-size {size} does not suit {config.model} ({reason}): use another size") from error
+        raise UserError(f"--image-size is {size}, which {config.model} cannot take ({reason}): use another") from error
     return model.to(memory_format=torch.channels_last)
 
 
@@ -73,10 +74,10 @@ def _construct(name: str, classes: int, channels: int, size: int) -> nn.Module:
     return make(name, weights=None, num_classes=classes, **extras)
 
 
-def _probe(name: str, classes: int, channels: int, size: int) -> None:
-    """Run a copy without memory on shapes alone, to see whether the images are large enough for it."""
-    with torch.device("meta"), torch.no_grad():
-        _construct(name, classes, channels, size).eval()(torch.empty(2, channels, size, size))
+@torch.no_grad()
+def _try(model: nn.Module, channels: int, size: int) -> None:
+    """See whether an image is large enough for all the layers."""
+    model.eval()(torch.zeros(1, channels, size, size))
 
 
 def small_cnn(classes: int, channels: int, size: int) -> nn.Sequential:

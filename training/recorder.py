@@ -21,7 +21,8 @@ class Recorder:
     """Writes on rank 0; does nothing elsewhere."""
 
     def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
-        self._run_dir, self._attempt, self._console, self._writes = run_dir, attempt, console, writes
+        self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
+        self.console = console
         self._ledger = Writer(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
         self._metrics: Metrics | None = None
         if writes:
@@ -33,7 +34,7 @@ class Recorder:
     def resume(self, progress: Progress) -> None:
         """Take back the metrics of steps that the restored state does not know of, and write on from there."""
         if self._writes:
-            self._metrics = Metrics(self._run_dir, self._attempt, progress, self._console)
+            self._metrics = Metrics(self._run_dir, self._attempt, progress, self.console)
 
     def event(self, name: str, **fields: Any) -> None:
         """Record an event in the ledger."""
@@ -42,7 +43,7 @@ class Recorder:
         try:
             self._ledger.append(name, attempt=self._attempt, **fields)
         except OSError as error:
-            self._console.warn(f"{self._ledger.path} cannot be written ({error}): it lacks {name!r}")
+            self.console.warn(f"{self._ledger.path} cannot be written ({error}): it lacks {name!r}")
 
     def train(self, record: dict[str, Any]) -> None:
         """Record a logged step."""
@@ -61,7 +62,7 @@ class Recorder:
         try:
             publish(self._run_dir.best, {_MODEL: model, _RESULT: _json(result)})
         except OSError as error:
-            self._console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
+            self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
 
     def final(self, model: bytes, result: dict[str, Any], confusion: Tensor | None, classes: tuple[str, ...]) -> None:
         """Write `final/`: from now on the run is complete.

@@ -23,6 +23,15 @@ def install() -> None:
         signal.signal(number, _remember)
 
 
+def ignore() -> None:
+    """Be deaf from now on, when the work is done: Python takes its handlers away while it shuts down, and would die.
+
+    torchrun takes a rank that a signal killed for a failed one, and starts all of them again.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def received() -> int:
     """The number of the first signal that arrived, 0 for none. A second one changes nothing."""
     return _received[0] if _received else 0

@@ -4,10 +4,9 @@ All ranks do the same. The checkpoint at the end of an epoch comes before the va
 short is done again, and costs nothing else.
 """
 
-import math
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from signal import Signals
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpc.rundir import RunDir
 from training import stop
-from training.agreement import Agreed, Agreement
-from training.checkpoint import newest_checkpoint, save_checkpoint
-from training.config import TrainConfig, parse_checkpoint_every
+from training.agreement import Agreement, StopRequested
+from training.config import TrainConfig
 from training.console import Console
 from training.counted import Purpose, stream
 from training.data import Data, Source, load_ahead
@@ -29,7 +27,8 @@ from training.model import Preprocess
 from training.optim import autocast, learning_rate, make_optimizer, set_learning_rate
 from training.plan import make_plan
 from training.recorder import Recorder
-from training.state import STATE_FILES, Progress, TrainState, identity, to_bytes
+from training.saver import Saver
+from training.state import Progress, TrainState, identity, to_bytes
 from training.window import Window
 
 
@@ -44,18 +43,10 @@ class Job:
     """time.monotonic() when the process began."""
 
 
-class StopRequested(Exception):  # noqa: N818  # no error: a wish that all ranks have agreed to fulfil
-    """All ranks know that one of them was sent this signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.name = Signals(number).name
-
-
 class Trainer:
     """One rank's part in the training of one model."""
 
-    def __init__(  # the parts are made by `training.launch`, which may fail with a user's mistake
+    def __init__(
         self, job: Job, ranks: Ranks, data: Data, model: nn.Module, preprocess: Preprocess, workers: int
     ) -> None:
         self.config, self.job, self.ranks, self.data, self.workers = job.config, job, ranks, data, workers
@@ -73,25 +64,26 @@ class Trainer:
         self.console = Console(speaks=ranks.leads)
         self.recorder = Recorder(job.run_dir, job.attempt, self.console, writes=ranks.leads)
         self.agreement = Agreement(ranks.control)
-        self.window = Window(ranks.device)
-        self.every = parse_checkpoint_every(job.config.checkpoint_every)
-        self.saved_step = 0
-        self.saved_at = time.monotonic()
+        self.window = Window(ranks)
+        checkpoints = job.run_dir.checkpoints
+        self.saver = Saver(job.config, checkpoints, self.state, self.window, ranks, self.recorder)
 
     def run(self) -> None:
         """Train to the end, or until all ranks agree to stop; either way nothing is lost."""
         self.fix_buckets()
         self.resume()
-        try:
-            self.fit()
-            self.complete()
-        except StopRequested as request:
-            self.save_unless_saved()
-            self.recorder.event("train_stopped", step=self.state.progress.step, signal=request.name)
-            self.console.say(f"stopped by {request.name} after step {self.state.progress.step}")
-        finally:
-            self.console.stop()
-            self.recorder.close()
+        # First the checkpoint, then the loader's workers, who may take their time to end.
+        with ExitStack() as loaders:
+            try:
+                self.fit(loaders)
+                self.complete()
+            except StopRequested as request:
+                self.saver.save_unless_saved()
+                self.recorder.event("train_stopped", step=self.state.progress.step, signal=request.name)
+                self.console.say(f"stopped by {request.name} after step {self.state.progress.step}")
+            finally:
+                self.console.stop()
+                self.recorder.close()
         self.agreement.settle()
 
     # --- before the first step ---
@@ -103,41 +95,35 @@ class Trainer:
         more ranks. If that pass is not a step, the steps of a resumed run add up as those of an uninterrupted one do.
         """
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        images = torch.zeros(2, self.data.channels, self.data.size, self.data.size, dtype=torch.uint8)
-        with autocast(self.config, self.ranks.device):
-            logits = self.ddp(self.preprocess(images))
+        images = min(2, self.plan.batch_size // self.ranks.world_size)
+        shape = (images, self.data.channels, self.data.size, self.data.size)
+        try:
+            with autocast(self.config, self.ranks.device):
+                logits = self.ddp(self.preprocess(torch.zeros(shape, dtype=torch.uint8)))
+        except ValueError as error:
+            # What batch normalisation says if it sees one value.
+            raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
         logits.float().sum().backward()
         self.ddp.zero_grad()
         for name, buffer in self.model.named_buffers():
             buffer.copy_(before[name])
 
     def resume(self) -> None:
-        """Take the newest intact checkpoint. Rank 0 reads it for all, so the others need not see the same storage."""
-        found = newest_checkpoint(self.job.run_dir.checkpoints, self.reject) if self.ranks.leads else None
-        name = self.ranks.broadcast_bytes(found.path.name.encode() if found else b"").decode()
-        if name:
-            files = {file: self.ranks.broadcast_bytes(found.files[file] if found else None) for file in STATE_FILES}
-            with self.ranks.together():
-                self.state.restore(files, name)
+        """Go on from the newest checkpoint, and say so."""
+        name = self.saver.restore()
         progress = self.state.progress
-        self.saved_step = progress.step
         self.recorder.resume(progress)
         self.recorder.event(
             "train_started",
             step=progress.step,
             epoch=min(progress.epoch + 1, self.config.epochs),
+            total_steps=self.plan.total_steps,
             world_size=self.ranks.world_size,
             restored_from=name or None,
             seconds=round(time.monotonic() - self.job.started, 3),
         )
         self.console.say(self.greeting(name))
         self.console.start(progress.step, self.plan.total_steps)
-        self.window.restart(progress.window_loss if self.ranks.leads else 0.0, progress.window_images)
-
-    def reject(self, path: Any, reason: str) -> None:
-        """Tell that a checkpoint is not used."""
-        self.console.warn(f"checkpoint {path} is not used: {reason}")
-        self.recorder.event("checkpoint_rejected", path=str(path), reason=reason)
 
     def greeting(self, checkpoint: str) -> str:
         """What is about to be trained."""
@@ -151,29 +137,26 @@ class Trainer:
 
     # --- steps ---
 
-    def fit(self) -> None:
+    def fit(self, loaders: ExitStack) -> None:
         """All steps that are left, with a checkpoint and a validation after each epoch."""
         progress = self.state.progress
         self.validate_if_due()
         place = (self.ranks.rank, self.ranks.world_size)
         requests = self.plan.requests(progress.epoch, progress.samples_seen, *place)
         pinned = self.ranks.device.type == "cuda"
-        for images, labels in load_ahead(self.data.train, requests, self.workers, pin_memory=pinned):
-            if self.agree().save:
-                self.save()
+        ahead = load_ahead(self.data.train, requests, self.workers, pin_memory=pinned)
+        for images, labels in loaders.enter_context(ahead):
+            if self.agree():
+                self.saver.save()
             self.step(images, labels)
             self.log_if_due()
-            if progress.samples_seen == 0 or (self.every.steps and progress.step % self.every.steps == 0):
-                self.save()
+            if self.saver.due_by_step():
+                self.saver.save()
             self.validate_if_due()
 
-    def agree(self) -> Agreed:
-        """Exchange wishes with the other ranks."""
-        late = self.every.seconds is not None and time.monotonic() - self.saved_at >= self.every.seconds
-        agreed = self.agreement.exchange(signal=stop.received(), save=late and self.ranks.leads)
-        if agreed.signal:
-            raise StopRequested(agreed.signal)
-        return agreed
+    def agree(self) -> bool:
+        """Exchange wishes with the other ranks, and return whether a checkpoint is due."""
+        return self.agreement.exchange(signal=stop.received(), save=self.ranks.leads and self.saver.due_by_time())
 
     def step(self, images: Tensor, labels: Tensor) -> None:
         """One optimizer step on the global batch, of which this rank has a share.
@@ -209,7 +192,7 @@ class Trainer:
         if step % self.config.log_every and step != self.plan.total_steps:
             return
         speed = self.window.images_per_second()
-        loss = self.finite(self.window.total_loss(self.ranks)) / self.window.images
+        loss = self.window.total_loss(step) / self.window.images
         epoch = (step - 1) // self.plan.steps_per_epoch + 1
         lr = self.learning_rate(step - 1)
         self.recorder.train(
@@ -228,43 +211,6 @@ class Trainer:
             f"loss {loss:.3f} lr {lr:.4f} {speed:.0f} img/s eta {left // 60}:{left % 60:02d}",
         )
         self.window.restart()
-
-    def finite(self, loss: float) -> float:
-        """Pass a loss on, unless the training has diverged: its state must not be saved over a good one."""
-        if math.isfinite(loss):
-            return loss
-        raise SharedError(
-            f"the loss is {loss} by step {self.state.progress.step}: the training has diverged, use a smaller --lr"
-        )
-
-    # --- saving ---
-
-    def save(self) -> None:
-        """Write a checkpoint. If that fails, the training goes on, with the older ones as they were."""
-        progress = self.state.progress
-        began = self.saved_at = time.monotonic()
-        progress.window_loss = self.finite(self.window.total_loss(self.ranks))
-        progress.window_images = self.window.images
-        self.saved_step = progress.step
-        if self.ranks.leads:
-            self.write_checkpoint(began)
-        self.window.leave_out(time.monotonic() - began)
-
-    def write_checkpoint(self, began: float) -> None:
-        """Rank 0's part in saving."""
-        step, checkpoints = self.state.progress.step, self.job.run_dir.checkpoints
-        try:
-            save_checkpoint(checkpoints, step, self.state.to_files(), self.config.keep_checkpoints)
-        except OSError as error:
-            self.console.warn(f"no checkpoint of step {step} ({error}): free some space below {checkpoints}")
-            self.recorder.event("checkpoint_failed", step=step, reason=str(error))
-        else:
-            self.recorder.event("checkpoint_saved", step=step, seconds=round(time.monotonic() - began, 3))
-
-    def save_unless_saved(self) -> None:
-        """Write a checkpoint, if there is something that the last one does not have."""
-        if self.saved_step != self.state.progress.step:
-            self.save()
 
     # --- evaluation ---
 
@@ -339,5 +285,5 @@ class Trainer:
         }
         self.recorder.final(self.model_bytes(), result, test.confusion if test else None, self.data.classes)
         self.recorder.event("train_completed", step=self.state.progress.step)
-        known = f"test accuracy {test.accuracy:.2%}" if test else f"val accuracy {self.state.progress.val_accuracy}"
+        known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
         self.console.say(f"complete after {self.state.progress.step} steps: {known}")

@@ -1,18 +1,20 @@
 """What has happened since the last line of metrics, kept on the device so that no step waits. Runs on every rank."""
 
+import math
 import time
 
 import torch
 from torch import Tensor
 
-from training.distributed import Ranks
+from training.distributed import Ranks, SharedError
 
 
 class Window:
     """Sums since the last line of metrics: the losses of this rank's images, the images of all, and the time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.images = 0
         """Images of all ranks whose losses are in the sum."""
         self._timed_images = 0
@@ -24,9 +26,16 @@ class Window:
         self.images += images
         self._timed_images += images
 
-    def total_loss(self, ranks: Ranks) -> float:
-        """The sum of the losses of all ranks' images."""
-        return float(ranks.sum(self._loss))
+    def total_loss(self, step: int) -> float:
+        """The sum of the losses of all ranks' images; `step` is for the message.
+
+        Raises:
+            SharedError: the sum is not finite: the training has diverged.
+        """
+        loss = float(self._ranks.sum(self._loss))
+        if math.isfinite(loss):
+            return loss
+        raise SharedError(f"the loss is {loss} by step {step}: the training has diverged, use a smaller --lr")
 
     def images_per_second(self) -> float:
         """Speed of all ranks together, over the time that was not left out."""

@@ -71,7 +71,7 @@ def down() -> None:
 
 
 def kill_node(name: str) -> None:
-    """Cut a node's power. Slurm finds out by itself, about 25 s later."""
+    """Cut a node's power. Slurm finds out by itself, 13 to 30 s later."""
     require_root()
     with locked(PLACES.lock):
         node = _running_shape().node(name)

@@ -38,8 +38,8 @@ def unpin(path: Path) -> None:
     """Let go of a namespace: it ends with its last process. No error if there is none."""
     if not path.exists():
         return
-    # A repair after a crash may have pinned one over another, and a plain file has no mount at all.
-    while path.stat().st_dev != path.parent.stat().st_dev:
+    # An interrupted `up` may have left a plain file, with no namespace mounted on it.
+    if path.stat().st_dev != path.parent.stat().st_dev:
         run("umount", "--no-mtab", path)
     path.unlink()
 

@@ -33,6 +33,7 @@ TaskPlugin=task/none
 MpiDefault=none
 # A node that was down and registers again is used again without an admin.
 ReturnToService=2
+# A dead node is noticed within half a minute (default: 300 s, and the tests would wait for it).
 SlurmdTimeout=10
 KillWait=15
 JobRequeue=1
@@ -40,7 +41,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-# Schedule every few seconds (default: 60 and 30), so that a requeued job starts when it may, not a minute later.
+# Schedule at once when a job comes (default: 2 to 3 s later), and every few seconds (default: 60 and 30), so that a
+# requeued job starts when it may, not a minute later.
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=5,bf_interval=5
 """
 
@@ -97,9 +99,9 @@ hostname {name}
 ip link set lo up
 ip address add {address}/24 dev eth0
 ip link set eth0 up
+# -n: no record of it below /run/mount, which the nodes share with the machine.
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /tmp
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /dev/shm
-# -n: no record of it below /run/mount, which the nodes share with the machine.
 # torchrun's workers find each other by host name; there is no DNS here.
 mount -n --bind {hosts} /etc/hosts
 # -b: report a new boot, or slurmctld takes a revived node for one that was never gone.

@@ -1,188 +1,15 @@
-"""What the trainer's tests share: tiny data sets, and ranks as real processes.
+"""The fixtures of the trainer's tests."""
 
-Ranks are forked from a server that has imported torch already, so a whole training takes about a second. Each rank
-runs `training.__main__.main` with torchrun's environment, as under torchrun itself.
-"""
-
-import gzip
-import json
-import multiprocessing
-import os
-import signal
-import socket
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
-
-_PATIENCE_SECONDS = 120
-_FORKSERVER = multiprocessing.get_context("forkserver")
+from trainer_rig import Starter, make_folder, make_idx, start_server
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _rank_server() -> None:
-    """Start the server with one thread per rank, as torchrun would have it."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    _FORKSERVER.set_forkserver_preload(["training.__main__", "training.launch", "torch.utils.tensorboard"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Ranks of one attempt at a training."""
-
-    run_dir: Path
-    log: Path
-    ranks: list[BaseProcess] = field(default_factory=list)
-
-    def wait(self) -> list[int | None]:
-        """The exit codes by rank."""
-        for rank in self.ranks:
-            rank.join(_PATIENCE_SECONDS)
-        return [rank.exitcode for rank in self.ranks]
-
-    def wait_for_step(self, step: int) -> None:
-        """Until a line of metrics tells that this many steps are done."""
-        self.wait_until(lambda: any(line["step"] >= step for line in lines(self.run_dir / "metrics" / "train.jsonl")))
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not condition():
-            assert any(rank.is_alive() for rank in self.ranks), f"the ranks ended early:\n{self.output()}"
-            assert time.monotonic() < deadline, f"it did not come about:\n{self.output()}"
-            time.sleep(0.002)
-
-    def send(self, number: int, *ranks: int) -> None:
-        """Send a signal to these ranks, by default to all."""
-        for rank in ranks or range(len(self.ranks)):
-            os.kill(self.ranks[rank].pid or 0, number)
-
-    def kill(self) -> None:
-        """As a power cut would."""
-        for rank in self.ranks:
-            if rank.is_alive():
-                rank.kill()
-        for rank in self.ranks:
-            rank.join()
-
-    def output(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole JSON lines of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if (
-        path.exists()
-    ) else []
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """The events of that name, of all attempts."""
-    files = sorted((run_dir / "events").glob("*.jsonl"))
-    return [event for file in files for event in lines(file) if event["event"] == name]
-
-
-def run_rank(argv: list[str], environment: dict[str, str], log: str, prepare: Callable[[], None] | None) -> None:
-    """The body of a rank's process."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(environment)
-    sys.argv = ["training", *argv]
-    from training import __main__ as trainer
-
-    if prepare:
-        prepare()
-    sys.exit(trainer.main())
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-class Starter:
-    """Starts attempts at trainings."""
-
-    def __init__(self, data: Path, directory: Path) -> None:
-        self.data, self.directory = data, directory
-        self.started: list[Training] = []
-
-    def __call__(
-        self, *flags: str, run: str = "run", world_size: int = 1, prepare: Callable[[], None] | None = None
-    ) -> Training:
-        """Start all ranks of a training; each start with the same `run` is another attempt at it."""
-        run_dir = self.directory / run
-        attempt = 1 + sum(training.run_dir == run_dir for training in self.started)
-        log = self.directory / f"{run}-{attempt}.log"
-        argv = ["--data", str(self.data), "--run-dir", str(run_dir), "--attempt", str(attempt), *flags]
-        port = str(free_port())
-        training = Training(run_dir=run_dir, log=log)
-        self.started.append(training)
-        for rank in range(world_size):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            process = _FORKSERVER.Process(target=run_rank, args=(argv, environment, str(log), prepare))
-            process.start()
-            training.ranks.append(process)
-        return training
-
-    def complete(self, *flags: str, run: str = "run", world_size: int = 1) -> Training:
-        """Train to the end."""
-        training = self(*flags, run=run, world_size=world_size)
-        codes = training.wait()
-        assert codes == [0] * world_size, training.output()
-        assert (training.run_dir / "final" / "result.json").exists(), training.output()
-        return training
-
-
-def write_idx(path: Path, values: np.ndarray) -> None:
-    """Write an IDX file of bytes, compressed if its name says so."""
-    header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
-    data = header + values.astype(np.uint8).tobytes()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-
-
-def make_idx(directory: Path, train: int = 203, test: int = 101, size: int = 12, classes: int = 3) -> Path:
-    """A data set that can be learned: a class is a bright band at some height, under noise."""
-    directory.mkdir(parents=True)
-    random = np.random.default_rng(1)
-    for part, count in (("train", train), ("t10k", test)):
-        labels = np.arange(count) % classes
-        images = random.integers(0, 100, (count, size, size))
-        for label in range(classes):
-            band = slice(label * size // classes, (label + 1) * size // classes)
-            images[labels == label, band] += 120
-        write_idx(directory / f"{part}-images-idx3-ubyte.gz", images)
-        write_idx(directory / f"{part}-labels-idx1-ubyte", labels)
-    return directory
-
-
-def make_folder(directory: Path, parts: tuple[str, ...] = ("train", "val", "test"), per_class: int = 9) -> Path:
-    """Class directories of noisy images in one color each."""
-    random = np.random.default_rng(2)
-    for part in parts:
-        for channel, name in enumerate(("blue sky", "green", "red")):
-            (directory / part / name).mkdir(parents=True)
-            for number in range(per_class):
-                pixels = random.integers(0, 120, (40, 50, 3))
-                pixels[..., 2 - channel] += 120
-                image = Image.fromarray(pixels.astype(np.uint8))
-                image.save(directory / part / name / f"{number}.{'png' if number % 2 else 'jpg'}")
-    return directory
+    start_server()
 
 
 @pytest.fixture(scope="session")
@@ -201,6 +28,3 @@ def start(idx_data: Path, tmp_path: Path) -> Iterator[Starter]:
     yield starter
     for training in starter.started:
         training.kill()
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2)

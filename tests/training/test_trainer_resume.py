@@ -1,13 +1,12 @@
 """A run that was cut and resumed ends with the same bytes as one that was not."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Starter, events, lines
+from trainer_rig import Starter, events, lines
 
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all.
 FLAGS = ("--epochs=2", "--batch-size=6", "--val-fraction=0.2", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
@@ -34,8 +33,10 @@ def history(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if name not in of_the_attempt} for record in records]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    ("world_size", "number"),
+    [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGUSR2), (3, signal.SIGUSR2), (4, signal.SIGTERM)],
+)
 def test_a_stop_in_the_middle_of_an_epoch_changes_nothing(start: Starter, world_size: int, number: int) -> None:
     whole = start.complete(*FLAGS, run="whole", world_size=world_size)
 
@@ -53,3 +54,21 @@ def test_a_stop_in_the_middle_of_an_epoch_changes_nothing(start: Starter, world_
     assert resumed["step"] == stopped[0]["step"], "steps were lost"
     assert resumed["restored_from"] == f"step-{stopped[0]['step']:08d}"
     assert [line["step"] for line in lines(cut.run_dir / "metrics" / "train.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_batch_statistics_dropout_workers_and_bfloat16_change_nothing_about_it(
+    start: Starter, folder_data: Path
+) -> None:
+    start.data = folder_data
+    flags = ("--model=mobilenet_v3_small", "--image-size=32", "--amp=bf16", "--workers=1", "--batch-size=5")
+    flags = (*flags, "--epochs=4", "--log-every=4", "--lr=0.01", "--optimizer=adamw")
+    whole = start.complete(*flags, run="whole", world_size=2)
+
+    cut = start(*flags, run="cut", world_size=2)
+    cut.wait_for_step(8)
+    cut.send(signal.SIGTERM)
+    assert cut.wait() == [0, 0], cut.output()
+    assert not (cut.run_dir / "final").exists(), "the run was over before it could be stopped"
+    start.complete(*flags, run="cut", world_size=2)
+
+    assert_same_run(whole.run_dir, cut.run_dir)

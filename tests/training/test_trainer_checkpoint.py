@@ -1,0 +1,116 @@
+"""Checkpoints: complete or not there, and the newest intact one is found."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from training.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
+from training.directories import publish, sweep
+
+FILES = {"state.pt": b"x" * 5000, "progress.json": b'{"step": 1}'}
+
+
+def no_rejection(path: Path, reason: str) -> None:
+    pytest.fail(f"{path} was rejected: {reason}")
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoints", 7, FILES, keep=2)
+    found = newest_checkpoint(tmp_path / "checkpoints", no_rejection)
+    assert found is not None
+    assert found.path.name == "step-00000007"
+    assert found.files == FILES
+
+
+def test_the_newest_ones_are_kept_whatever_the_number_of_digits(tmp_path: Path) -> None:
+    for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
+        save_checkpoint(tmp_path, step, FILES, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-100000001", "step-100000000"]
+
+
+def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "nothing", no_rejection) is None
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "reason"),
+    [
+        ("state.pt", truncate, "state.pt is not as it was written"),
+        ("state.pt", flip_a_bit, "state.pt is not as it was written"),
+        ("progress.json", flip_a_bit, "progress.json is not as it was written"),
+        ("progress.json", Path.unlink, "FileNotFoundError"),
+        ("manifest.json", Path.unlink, "FileNotFoundError"),
+        ("manifest.json", truncate, "JSONDecodeError"),
+        (".", lambda path: [file.unlink() for file in path.iterdir()], "FileNotFoundError"),
+        ("manifest.json", lambda path: path.write_text("[]"), "TypeError"),
+    ],
+)
+def test_a_damaged_one_is_passed_over_with_a_word(
+    tmp_path: Path, file: str, damage: Callable[[Path], object], reason: str
+) -> None:
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, FILES, keep=2)
+    damage(tmp_path / "step-00000020" / file)
+    rejected: list[tuple[str, str]] = []
+    found = newest_checkpoint(tmp_path, lambda path, why: rejected.append((path.name, why)))
+    assert found is not None
+    assert found.path.name == "step-00000010"
+    assert [name for name, _ in rejected] == ["step-00000020"]
+    assert reason in rejected[0][1]
+
+
+def test_a_damaged_one_is_deleted_only_after_a_new_one_is_there(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, FILES, keep=2)
+    truncate(tmp_path / "step-00000020" / "state.pt")
+    newest_checkpoint(tmp_path, lambda _path, _why: None)
+    assert names(tmp_path) == ["rejected-step-00000020", "step-00000010"]
+    save_checkpoint(tmp_path, 20, FILES, keep=2)
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
+
+
+def test_what_cannot_be_written_leaves_the_old_ones_and_nothing_else(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 10, FILES, keep=1)
+    (tmp_path / "state").mkdir()
+    with pytest.raises(FileNotFoundError):
+        save_checkpoint(tmp_path, 20, {**FILES, "no/such/directory": b""}, keep=1)
+    assert names(tmp_path) == ["state", "step-00000010"]
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 10, FILES, keep=2)
+    shutil.copytree(tmp_path / "step-00000010", tmp_path / ".step-00000020.0123abcd.tmp")
+    found = newest_checkpoint(tmp_path, no_rejection)
+    assert found is not None
+    assert names(tmp_path) == ["step-00000010"]
+
+
+def test_a_directory_that_stepped_aside_for_nothing_comes_back(tmp_path: Path) -> None:
+    publish(tmp_path / "best", {"result.json": b"{}"})
+    (tmp_path / "best").rename(tmp_path / ".best.0123abcd.old")
+    sweep(tmp_path, "best")
+    assert json.loads((tmp_path / "best" / "result.json").read_text()) == {}
+
+
+def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
+    publish(tmp_path / "best", {"old.txt": b"old"})
+    publish(tmp_path / "best", {"new.txt": b"new"})
+    assert names(tmp_path) == ["best"]
+    assert names(tmp_path / "best") == ["new.txt"]

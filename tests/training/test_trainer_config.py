@@ -1,0 +1,203 @@
+"""The flags: what is refused and how, and that they survive the way through a command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+from trainer_rig import make_folder, make_idx
+
+from hpc.errors import UserError
+from training.config import (
+    CheckpointEvery,
+    TrainConfig,
+    check_data,
+    check_model,
+    check_world,
+    parse_checkpoint_every,
+    resolve_data,
+    to_argv,
+    torchvision_models,
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("data", "", "--data is '': give a directory, or fashion-mnist"),
+        ("epochs", 0, "--epochs is 0: use 1 or more"),
+        ("batch_size", -4, "--batch-size is -4: use 1 or more (images of all ranks together)"),
+        ("lr", 0.0, "--lr is 0.0: use a number above 0"),
+        ("lr", float("nan"), "--lr is nan: use a number above 0"),
+        ("optimizer", "adam", "--optimizer is 'adam': use one of sgd, adamw"),
+        ("momentum", 1.0, "--momentum is 1.0: use 0 or more and less than 1"),
+        ("weight_decay", -1e-4, "--weight-decay is -0.0001: use 0 or more"),
+        ("label_smoothing", 1, "--label-smoothing is 1: use 0 or more and less than 1"),
+        ("warmup_epochs", -1, "--warmup-epochs is -1: use 0 or more"),
+        ("amp", "fp8", "--amp is 'fp8': use one of none, bf16"),
+        ("seed", -1, "--seed is -1: use a whole number from 0 to 9223372036854775807"),
+        ("image_size", 4, "--image-size is 4: use 8 or more pixels, or leave it out"),
+        ("val_fraction", 1.0, "--val-fraction is 1.0: use 0 or more and less than 1"),
+        ("workers", -1, "--workers is -1: use 0 or more, or leave it out"),
+        ("log_every", 0, "--log-every is 0: use 1 or more steps"),
+        ("checkpoint_every", 10, "--checkpoint-every is 10: use steps such as '500', or a duration such as '10m'"),
+        ("keep_checkpoints", 0, "--keep-checkpoints is 0: use 1 or more"),
+        ("epochs", "five", "--epochs is 'five': use 1 or more"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
+    field: str, value: Any, message: str
+) -> None:
+    with pytest.raises(UserError) as raised:
+        TrainConfig(**{"data": "x", field: value})
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        ("500", CheckpointEvery(steps=500)),
+        ("30s", CheckpointEvery(seconds=30)),
+        ("10m", CheckpointEvery(seconds=600)),
+        ("1.5h", CheckpointEvery(seconds=5400)),
+    ],
+)
+def test_checkpoints_are_every_so_many_steps_or_seconds(text: str, every: CheckpointEvery) -> None:
+    assert parse_checkpoint_every(text) == every
+
+
+@pytest.mark.parametrize("text", ["", "0", "0s", "10x", "m", "-5", "1e3", "10 m", "1.5"])
+def test_any_other_text_is_no_interval(text: str) -> None:
+    with pytest.raises(UserError, match="--checkpoint-every is"):
+        parse_checkpoint_every(text)
+
+
+def parse(argv: list[str]) -> TrainConfig:
+    """As `python -m training` does it."""
+    from training.__main__ import Arguments
+
+    return tyro.cli(Arguments, args=argv).train
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(data="fashion-mnist"),
+        TrainConfig(
+            data='/data/it\'s a "set" with $HOME, ünicode and\nlines',
+            model="resnet50",
+            lr=1e-07,
+            weight_decay=0.1 + 0.2,
+            image_size=160,
+            workers=0,
+            seed=2**63 - 1,
+            amp="bf16",
+            checkpoint_every="30s",
+        ),
+        TrainConfig(data="--data", model="-x"),
+        TrainConfig(data="a=b=c", augment="crop-flip", optimizer="adamw"),
+    ],
+)
+def test_a_config_survives_the_way_through_argv(config: TrainConfig) -> None:
+    assert parse(to_argv(config)) == config
+
+
+def test_the_names_of_models_are_those_that_torchvision_itself_lists() -> None:
+    listing = "import torchvision.models as m; print(*m.list_models(module=m))"
+    listed = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True).stdout.split()
+    assert list(torchvision_models()) == sorted(listed)
+
+
+def test_reading_the_flags_imports_no_torch() -> None:
+    check = (
+        "import sys; from training import config; config.check_model('resnet50'); "
+        "config.to_argv(config.TrainConfig(data='x')); sys.exit('torch' in sys.modules or 'torchvision' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_an_unknown_model_is_refused_with_the_names_that_come_close() -> None:
+    check_model("small-cnn")
+    check_model("vit_b_16")
+    with pytest.raises(UserError, match=r"--model is 'resnet51', .* did you mean resnet50"):
+        check_model("resnet51")
+
+
+def test_more_ranks_than_images_in_a_batch_are_refused() -> None:
+    check_world(TrainConfig(data="x", batch_size=8), 8)
+    with pytest.raises(UserError, match=r"--batch-size is 8, less than the 9 ranks"):
+        check_world(TrainConfig(data="x", batch_size=8), 9)
+
+
+def test_idx_files_are_recognised(idx_data: Path) -> None:
+    layout = check_data(idx_data)
+    assert (layout.kind, layout.train, layout.val, layout.test) == ("idx", idx_data, None, idx_data)
+
+
+def test_idx_files_need_no_test_set(tmp_path: Path) -> None:
+    data = make_idx(tmp_path / "data")
+    for file in data.glob("t10k-*"):
+        file.unlink()
+    assert check_data(data).test is None
+
+
+def test_an_image_without_its_label_file_is_missed(tmp_path: Path) -> None:
+    data = make_idx(tmp_path / "data")
+    (data / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(UserError, match=r"which lacks t10k-labels-idx1-ubyte \(or .gz\)"):
+        check_data(data)
+
+
+def test_image_folders_are_recognised_with_and_without_parts(tmp_path: Path) -> None:
+    whole = check_data(make_folder(tmp_path / "whole"))
+    assert whole.kind == "image-folder"
+    assert (whole.train.name, whole.val and whole.val.name, whole.test and whole.test.name) == ("train", "val", "test")
+    classes_alone = check_data(tmp_path / "whole" / "train")
+    assert (classes_alone.val, classes_alone.test) == (None, None)
+
+
+def test_a_directory_of_no_known_layout_is_refused_with_the_layouts(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").touch()
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(UserError, match=r"no images in class directories below .*: give class directories of"):
+        check_data(tmp_path)
+
+
+def test_an_empty_part_is_named(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "data", parts=("train",))
+    (data / "val").mkdir()
+    with pytest.raises(UserError, match=r"/val holds no class directories with images"):
+        check_data(data)
+
+
+def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="which does not exist"):
+        check_data(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is not a directory"):
+        check_data(tmp_path / "file")
+
+
+def test_the_check_stops_at_the_first_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from training import layout
+
+    data = make_folder(tmp_path / "data", parts=("train",), per_class=50)
+    looked_at: list[str] = []
+    is_image = layout.is_image
+    monkeypatch.setattr(layout, "is_image", lambda name: looked_at.append(name) or is_image(name))
+    check_data(data)
+    assert len(looked_at) == 1
+
+
+def test_fashion_mnist_is_debians_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from training import layout
+
+    monkeypatch.setattr(layout, "FASHION_MNIST_DIRECTORY", tmp_path / "none")
+    with pytest.raises(UserError, match="apt-get install dataset-fashion-mnist, or give the directory"):
+        resolve_data("fashion-mnist")
+    monkeypatch.setattr(layout, "FASHION_MNIST_DIRECTORY", tmp_path)
+    assert resolve_data("fashion-mnist") == tmp_path
+    monkeypatch.chdir(tmp_path)
+    assert resolve_data("./fashion-mnist") == tmp_path / "fashion-mnist"

@@ -1,0 +1,175 @@
+"""Reading data: the formats, and that what a sample looks like is a matter of seed, epoch and index alone."""
+
+import gzip
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from trainer_rig import make_folder, make_idx, write_idx
+
+from hpc.errors import UserError
+from training.augment import Augmentation, augment_batch
+from training.config import TrainConfig, check_data, resolve_data
+from training.data import Data, load_ahead, load_data
+from training.idx import class_names, read_idx, read_idx_pair
+from training.plan import Request, make_plan
+
+
+def load(path: Path, **settings: object) -> Data:
+    config = TrainConfig(data=str(path), **settings)  # type: ignore[arg-type]  # any of its fields
+    return load_data(config, check_data(path), folder_size=config.image_size or 16)
+
+
+def test_idx_files_are_read_plain_and_compressed(tmp_path: Path) -> None:
+    values = np.arange(24).reshape(2, 3, 4)
+    for name in ("plain", "compressed.gz"):
+        write_idx(tmp_path / name, values)
+        assert read_idx(tmp_path / name).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a", b"\0\0\x08\x01\0\0\0\x05abc", r"holds 3 bytes of data where its header says \[5\]"),
+        ("a", b"hello", "is not an IDX file of unsigned bytes"),
+        ("a", b"", "is not an IDX file of unsigned bytes"),
+        ("a.gz", gzip.compress(b"\0\0\x08\x01\0\0\0\x05abcde")[:-9], "cannot be read"),
+        ("a.gz", b"plain", "cannot be read"),
+    ],
+)
+def test_a_torn_idx_file_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{tmp_path / name} {reason}"):
+        read_idx(tmp_path / name)
+
+
+def test_images_and_labels_of_different_number_are_no_pair(tmp_path: Path) -> None:
+    data = make_idx(tmp_path / "data")
+    write_idx(data / "train-labels-idx1-ubyte", np.zeros(7))
+    with pytest.raises(UserError, match="not a pair"):
+        read_idx_pair(data, "train")
+
+
+def test_fashion_mnist_is_recognised_by_its_labels() -> None:
+    _, labels = read_idx_pair(resolve_data("fashion-mnist"), "train")
+    assert class_names(labels, 10)[8:] == ("Bag", "Ankle boot")
+    assert class_names(labels[1:], 10) == tuple("0123456789")
+
+
+def test_a_part_is_held_out_by_seed(idx_data: Path) -> None:
+    data, again, other = load(idx_data), load(idx_data), load(idx_data, seed=1)
+    assert data.val is not None
+    assert (len(data.train), len(data.val)) == (193, 10)
+    images = [
+        whole.val[Request(indices=tuple(range(10)), epoch=None)][0] for whole in (data, again, other) if whole.val
+    ]
+    assert torch.equal(images[0], images[1])
+    assert not torch.equal(images[0], images[2])
+
+
+def test_nothing_is_held_out_of_data_with_a_validation_set(folder_data: Path) -> None:
+    data = load(folder_data)
+    assert data.classes == ("blue sky", "green", "red")
+    assert data.val is not None
+    assert data.test is not None
+    assert (len(data.train), len(data.val), len(data.test)) == (27, 27, 27)
+    assert load(folder_data / "train", val_fraction=0.2).test is None
+
+
+def test_holding_out_nothing_leaves_no_validation(idx_data: Path) -> None:
+    assert load(idx_data, val_fraction=0.0).val is None
+
+
+def test_the_fingerprint_is_that_of_the_data_not_of_their_place(tmp_path: Path) -> None:
+    one, two = (load(make_folder(tmp_path / name)) for name in ("one", "two"))
+    assert one.fingerprint == two.fingerprint
+    (tmp_path / "two" / "train" / "red" / "0.jpg").unlink()
+    assert load(tmp_path / "two").fingerprint != one.fingerprint
+
+
+def test_a_class_that_only_the_test_set_has_is_refused(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "data")
+    (data / "test" / "green").rename(data / "test" / "violet")
+    with pytest.raises(UserError, match="violet is a class that the training set does not have"):
+        load(data)
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "data")
+    broken = data / "train" / "blue sky" / "0.jpg"
+    broken.write_bytes(broken.read_bytes()[:500])
+    with pytest.raises(UserError, match=f"{broken} cannot be read as an image"):
+        load(data).train[Request(indices=(0,), epoch=0)]
+
+
+def test_gray_and_transparent_images_have_three_channels(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "data", parts=("train",))
+    for mode, name in (("L", "0.jpg"), ("RGBA", "1.png")):
+        Image.new(mode, (30, 20)).save(data / "train" / "blue sky" / name)
+    images, _ = load(data).train[Request(indices=(0, 1), epoch=0)]
+    assert images.shape == (2, 3, 16, 16)
+
+
+def as_in_training(data: Data, rank: int, world_size: int, workers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    plan = make_plan(len(data.train), 10, epochs=2, seed=0)
+    requests = plan.requests(1, 10, rank, world_size)
+    with load_ahead(data.train, requests, workers, pin_memory=False) as batches:
+        return list(batches)
+
+
+@pytest.mark.parametrize("kind", ["idx_data", "folder_data"])
+def test_what_a_rank_sees_depends_neither_on_workers_nor_on_how_batches_are_shared(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    data = load(request.getfixturevalue(kind), augment="crop-flip")
+    alone = as_in_training(data, rank=0, world_size=1, workers=0)
+    assert len(alone) > 0
+    with_workers = as_in_training(data, rank=0, world_size=1, workers=2)
+    shared = [as_in_training(data, rank, world_size=3, workers=0) for rank in range(3)]
+    for batch, same, *shares in zip(alone, with_workers, *shared, strict=True):
+        for part in (0, 1):
+            assert torch.equal(batch[part], same[part])
+            assert torch.equal(batch[part], torch.cat([each[part] for each in shares]))
+
+
+@pytest.mark.parametrize("kind", ["idx_data", "folder_data"])
+def test_a_sample_looks_different_in_each_epoch_and_as_it_is_in_an_evaluation(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    train = load(request.getfixturevalue(kind), augment="crop-flip").train
+    looks = [train[Request(indices=tuple(range(8)), epoch=epoch)][0] for epoch in (0, 1, None)]
+    assert not torch.equal(looks[0], looks[1])
+    plain = load(request.getfixturevalue(kind), augment="none").train
+    assert torch.equal(plain[Request(indices=tuple(range(8)), epoch=None)][0], looks[2])
+
+
+def test_a_crop_moves_an_image_and_a_flip_mirrors_half_of_them() -> None:
+    images = torch.zeros(400, 1, 28, 28, dtype=torch.uint8)
+    images[:, :, 14, 5] = 1
+    seen = augment_batch(Augmentation(seed=0, crop=True, flip=True), 0, torch.arange(400), images).nonzero()
+    assert len(seen) == 400
+    assert seen[:, 2].unique().tolist() == [13, 14, 15]
+    assert seen[:, 3].unique().tolist() == [4, 5, 6, 21, 22, 23]
+    assert 150 < int((seen[:, 3] > 14).sum()) < 250
+
+
+def test_loader_workers_survive_the_signals_that_stop_a_rank(folder_data: Path) -> None:
+    source = load(folder_data).train
+    before = set(children())
+    requests = [Request(indices=(index % 27,), epoch=0) for index in range(200)]
+    with load_ahead(source, requests, workers=2, pin_memory=False) as batches:
+        workers = set(children()) - before
+        assert len(workers) == 2
+        for worker in workers:
+            for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+                os.kill(worker, number)
+        assert len(list(batches)) == 200
+    assert not set(children()) & workers
+
+
+def children() -> list[int]:
+    return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]

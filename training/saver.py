@@ -1,0 +1,87 @@
+"""When the state is saved, and how all ranks come by it again. Runs on every rank; rank 0 writes and reads."""
+
+import time
+from pathlib import Path
+
+from training.checkpoint import newest_checkpoint, save_checkpoint
+from training.config import TrainConfig, parse_checkpoint_every
+from training.distributed import Ranks
+from training.recorder import Recorder
+from training.state import STATE_FILES, TrainState
+from training.window import Window
+
+
+class Saver:
+    """Saves the state of a run into its checkpoints, and restores the newest intact one."""
+
+    def __init__(
+        self, config: TrainConfig, directory: Path, state: TrainState, window: Window, ranks: Ranks, recorder: Recorder
+    ) -> None:
+        self._directory, self._keep = directory, config.keep_checkpoints
+        self._every = parse_checkpoint_every(config.checkpoint_every)
+        self._state, self._window, self._ranks, self._recorder = state, window, ranks, recorder
+        self._console = recorder.console
+        self._saved_step = 0
+        self._saved_at = time.monotonic()
+
+    def restore(self) -> str:
+        """Take the newest intact checkpoint, if there is one, and return its name.
+
+        Rank 0 reads it for all, so the others need not see the same storage.
+
+        Raises:
+            SharedError: it belongs to a run with other data or settings.
+        """
+        found = newest_checkpoint(self._directory, self._reject) if self._ranks.leads else None
+        name = self._ranks.broadcast_bytes(found.path.name.encode() if found else b"").decode()
+        if name:
+            files = {file: self._ranks.broadcast_bytes(found.files[file] if found else None) for file in STATE_FILES}
+            with self._ranks.together():
+                self._state.restore(files, name)
+        progress = self._state.progress
+        self._saved_step = progress.step
+        self._saved_at = time.monotonic()
+        self._window.restart(progress.window_loss if self._ranks.leads else 0.0, progress.window_images)
+        return name
+
+    def _reject(self, path: Path, reason: str) -> None:
+        self._console.warn(f"checkpoint {path} is not used: {reason}")
+        self._recorder.event("checkpoint_rejected", path=str(path), reason=reason)
+
+    def due_by_time(self) -> bool:
+        """Whether this rank thinks that it is time for a checkpoint. Clocks differ: the ranks must agree on it."""
+        return self._every.seconds is not None and time.monotonic() - self._saved_at >= self._every.seconds
+
+    def due_by_step(self) -> bool:
+        """Whether a checkpoint follows this step: at the end of an epoch, and every so many steps."""
+        progress = self._state.progress
+        return progress.samples_seen == 0 or bool(self._every.steps and progress.step % self._every.steps == 0)
+
+    def save(self) -> None:
+        """Write a checkpoint. If that fails, the training goes on, with the older ones as they were.
+
+        Raises:
+            SharedError: the training has diverged; its state must not replace a good one.
+        """
+        progress = self._state.progress
+        began = self._saved_at = time.monotonic()
+        progress.window_loss = self._window.total_loss(progress.step)
+        progress.window_images = self._window.images
+        self._saved_step = progress.step
+        if self._ranks.leads:
+            self._write(progress.step, began)
+        self._window.leave_out(time.monotonic() - began)
+
+    def _write(self, step: int, began: float) -> None:
+        try:
+            save_checkpoint(self._directory, step, self._state.to_files(), self._keep)
+        except OSError as error:
+            self._console.warn(f"no checkpoint of step {step} ({error}): free some space below {self._directory}")
+            self._recorder.event("checkpoint_failed", step=step, reason=str(error))
+        else:
+            self._recorder.event("checkpoint_saved", step=step, seconds=round(time.monotonic() - began, 3))
+
+    def save_unless_saved(self) -> None:
+        """Write a checkpoint, if there is something that the last one does not have."""
+        if self._saved_step != self._state.progress.step:
+            self.save()
