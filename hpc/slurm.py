@@ -214,11 +214,10 @@ def ending_state(fields: Mapping[str, str], restart: int) -> JobState:
 
 def dead_nodes(nodes: list[str]) -> list[str]:
     """Those of the nodes that Slurm calls down or not responding."""
-    if not nodes:
-        return []
-    text = _run("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N|%T")
+    # All nodes are asked for: the answer for a few may be minutes old.
+    text = _run("sinfo", "--noheader", "--Node", "--format=%N|%T")
     states = dict(line.split("|") for line in text.splitlines())
-    return sorted(name for name, state in states.items() if state.startswith("down") or state.endswith("*"))
+    return [name for name in nodes if states.get(name, "").startswith("down") or states.get(name, "").endswith("*")]
 
 
 def requeue(job_id: str) -> None:

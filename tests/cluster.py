@@ -137,7 +137,8 @@ class Run:
     def wait_for_release(self) -> None:
         """Wait until the job has been requeued, and end Slurm's wait of two minutes, as its owner may."""
         self.wait("the requeue", lambda: self.queue("%T %r") == "PENDING BeginTime")
-        self.site.slurm("scontrol", "update", f"JobId={self.job_id}", "StartTime=now")
+        # In the very second of the requeue slurmd would refuse the new start's credential, and the job would fail.
+        self.site.slurm("scontrol", "update", f"JobId={self.job_id}", "StartTime=now+2")
 
     def cancel(self) -> None:
         """Cancel it and wait until its processes are gone, so that the next test has the nodes to itself."""
