@@ -137,7 +137,8 @@ def partitions() -> list[Partition]:
         UserError: the controller does not answer.
     """
     try:
-        return parse_partitions(_run("sinfo", "--noheader", "--format=%P|%a|%l|%s|%D|%c|%G"))
+        # Without --noconvert 1024 nodes are "1K".
+        return parse_partitions(_run("sinfo", "--noconvert", "--noheader", "--format=%P|%a|%l|%s|%D|%c|%G"))
     except TorchrelayError as error:
         raise UserError(f"Slurm does not answer ({error}). Try again later, or use --cluster local") from error
 

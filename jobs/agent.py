@@ -68,7 +68,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) ->
     node = Node(run=run, spec=spec, place=place, stop=stop, attempt=attempt, writer=writer)
     writer.append("joined", attempt=attempt.attempt, node=place.host)
     exit_code, detail = _work(node)
-    return conclude(node, exit_code, detail) if place.is_head else min(exit_code, 1)
+    return conclude(node, exit_code, detail) if place.is_head else int(exit_code != 0)
 
 
 def _claim_or_refuse(run: RunDir, place: Place) -> Attempt:
