@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pwd
+import shutil
 import struct
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hpc import ledger
 from hpc.files import read_json_lines
@@ -24,6 +27,17 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 TIMEOUT_SECONDS = 150.0
 # Small steps, each of them logged, far more than any test lets happen.
 LONG = ("--nodes=2", "--gpus-per-node=2", "--batch-size=64", "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
+
+
+def need(*programs: str) -> None:
+    """Skip a test that cannot run here; where the Slurm tests are required, fail it."""
+    missing = [name for name in programs if shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin") is None]
+    if os.getuid() == 0 and not missing:
+        return
+    reason = f"needs root and Slurm's packages; missing: {', '.join(missing) or 'root'}"
+    if os.environ.get("TORCHRELAY_REQUIRE_SLURM"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def tiny_data(directory: Path, train: int = 2000, test: int = 500) -> Path:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import need
 
 ROOT = Path(__file__).parent.parent
-TESTBED_PACKAGES = ("slurmctld", "slurmd", "munged", "sbatch", "ip")
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it.
 LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
 
@@ -27,12 +27,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def testbed() -> Iterator[dict[str, Any]]:
     """The testbed, four nodes of four GPUs: started once. It is left running if it ran before."""
-    missing = [name for name in TESTBED_PACKAGES if shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin") is None]
-    if os.getuid() != 0 or missing:
-        reason = f"needs root and Slurm's packages; missing: {', '.join(missing) or 'root'}"
-        if os.environ.get("TORCHRELAY_REQUIRE_SLURM"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    need("slurmctld", "slurmd", "munged", "sbatch", "ip")
     was_up = hpc_json("testbed", "status")["up"]
     yield hpc_json("testbed", "up", "--nodes", "4", "--gpus-per-node", "4")
     if not was_up:

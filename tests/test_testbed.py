@@ -1,7 +1,6 @@
 import json
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import need
 
 from hpc import testbed as package
 from hpc.testbed import daemons
@@ -288,8 +288,8 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
     assert "hpc.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
 
 
-@pytest.mark.skipif(not all(map(shutil.which, ("slurmdbd", "mariadbd"))), reason="needs slurmdbd and mariadbd")
 def test_accounting_remembers_how_a_job_ended(box: Box) -> None:
+    need("slurmdbd", "mariadbd")
     type_testbed("up", *SMALL, "--accounting", prefix=box)
     slurm = Slurm(str(PLACES.slurm_conf), ROOT, (*box, *AS_NOBODY))
     job = slurm("sbatch", "--parsable", "--output=/dev/null", "--gpus-per-node=1", "--wrap=exit 3")
