@@ -87,6 +87,14 @@ class Site:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
+    def end_all_jobs(self) -> None:
+        """Cancel what is left of the test's jobs, and wait until none of their processes writes any more."""
+        self.slurm("scancel", "--me")
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while self.slurm("squeue", "--me", "--noheader"):
+            assert time.monotonic() < deadline, "jobs that do not end"
+            time.sleep(0.3)
+
     def submit(self, *arguments: str) -> "Run":
         """Submit a run."""
         done = self.hpc("submit", "--json", *arguments)

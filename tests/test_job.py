@@ -25,7 +25,7 @@ def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
     here = Site(shared, testbed["slurm_conf"])
     tiny_data(shared / "data")
     yield here
-    here.slurm("scancel", "--me")
+    here.end_all_jobs()
     subprocess.run(["chown", "-R", "root", str(shared)], check=True)
 
 
@@ -35,9 +35,8 @@ def ordinary_user(site: Site) -> Iterator[Site]:
     subprocess.run(["chown", USER, str(site.path)], check=True)
     own = Site(site.path, site.slurm_conf, USER)
     yield own
-    own.slurm("scancel", "--me")
-    # Slurm's epilogue of a cancelled job may still run as the user.
-    subprocess.run(["userdel", "--force", USER], check=True, capture_output=True)
+    own.end_all_jobs()
+    subprocess.run(["userdel", USER], check=True)
 
 
 def check_complete(site: Site, *arguments: str) -> None:
