@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpc.ledger import Event
+from hpc.outcome import Cause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,8 @@ def _started(event: Event, attempt: Attempt) -> dict[str, Any]:
 
 def _ended(event: Event, _attempt: Attempt) -> dict[str, Any]:
     return {
-        "ended": event["time"],
+        # What is written about a dead attempt later says when it was last heard of.
+        "ended": event.get("last_heard", event["time"]),
         "cause": event["cause"],
         "last_step": event.get("step"),
         "detail": event.get("detail"),
@@ -70,6 +72,17 @@ def _ended(event: Event, _attempt: Attempt) -> dict[str, Any]:
 
 
 _CHANGES = {"train_started": _started, "attempt_ended": _ended}
+
+
+def failures_in_a_row(attempts: list[Attempt]) -> int:
+    """Crashes at the end of a history since an attempt made a step that none before it had made."""
+    best, failures = 0, 0
+    for attempt in attempts:
+        if (attempt.last_step or 0) > best:
+            best, failures = attempt.last_step or 0, 0
+        if attempt.cause == Cause.CRASHED:
+            failures += 1
+    return failures
 
 
 def steps_lost(attempts: list[Attempt]) -> int:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import tyro
 
-from hpc import cli, slurm
+from hpc import cli, ledger, slurm
+from hpc.errors import TorchrelayError
 from hpc.ledger import Writer
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
-from hpc.summary import TERMINAL, jobs_of, summarize
+from hpc.status import summaries
+from hpc.summary import TERMINAL, jobs_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +41,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def cancel(options: Cancel) -> int:
     """Write it down, then end the job. A run that has ended already stays as it is."""
     run = cli.find_run(options.run, options.runs_dir)
-    spec = RunSpec.load(run)
-    jobs = slurm.jobs() if spec.cluster == "slurm" else None
-    before = summarize(run, jobs)
-    if before["state"] not in TERMINAL:
+    before = str(summaries([run])[0]["state"])
+    if before not in TERMINAL:
         Writer(run.events / "cancel.jsonl").append("cancelled", by=getpass.getuser())
-        if spec.cluster == "local":
-            _cancel_local(before["job_id"])
-        for job in jobs_of(run, jobs or {}):
+    if RunSpec.load(run).cluster == "slurm":
+        _cancel_jobs(run)
+    else:
+        _cancel_local(run)
+    return _answer(options, run, before)
+
+
+def _cancel_jobs(run: RunDir) -> None:
+    """End all jobs of the run, those that somebody submitted by hand as well.
+
+    Raises:
+        TorchrelayError: Slurm does not answer.
+    """
+    try:
+        for job in jobs_of(run, slurm.jobs()):
             slurm.cancel(job.job_id)
-    return _answer(options, run, before["state"])
+    except TorchrelayError as error:
+        message = f"run {run.name} will not be requeued, but its job may go on: {error}; try again"
+        raise TorchrelayError(message) from error
 
 
-def _cancel_local(pid: str) -> None:
+def _cancel_local(run: RunDir) -> None:
     """Ask submitit's controller to stop; it passes the signal on to the agents."""
-    if is_alive(pid):
-        os.kill(int(pid), signal.SIGTERM)
+    for event in ledger.read(run.events):
+        if event["event"] == "submitted" and is_alive(event["job_id"], event["started"]):
+            os.kill(int(event["job_id"]), signal.SIGTERM)
 
 
 def _answer(options: Cancel, run: RunDir, before: str) -> int:

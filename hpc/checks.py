@@ -113,7 +113,7 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
     Raises:
         UserError: with the reason and what to use.
     """
-    real = runs_dir.resolve()
+    real = runs_dir.expanduser().resolve()
     if on_cluster and any(real.is_relative_to(local) for local in _NODE_LOCAL):
         raise UserError(f"--runs-dir {runs_dir} is on this node's own disk: use a directory that all nodes share")
     if any(character in str(real) for character in "%\\\n"):

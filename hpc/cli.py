@@ -82,6 +82,11 @@ def run(
         # The reader (head, less) has seen enough. Python would complain once more while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"hpc {name}: {error}", file=sys.stderr)
+        return UserError.exit_code if isinstance(error, PermissionError) else TorchrelayError.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -97,9 +102,9 @@ def find_run(run: str, runs_dir: Path) -> RunDir:
     Raises:
         UserError: there is none; lists close names.
     """
-    for path in (Path(run), runs_dir / run):
+    for path in (Path(run).expanduser(), runs_dir.expanduser() / run):
         if (path / "spec.json").is_file():
-            return RunDir(path.absolute())
+            return RunDir(path.resolve())
     names = [known.name for known in all_runs(runs_dir)]
     close = difflib.get_close_matches(run, names, n=3, cutoff=0.5) or sorted(names)[-3:]
     known = f"there is {', '.join(close)}" if close else f"{runs_dir} holds no run; see --runs-dir"
@@ -108,13 +113,10 @@ def find_run(run: str, runs_dir: Path) -> RunDir:
 
 def all_runs(runs_dir: Path) -> list[RunDir]:
     """Every run below a runs directory, the oldest first."""
-    if not runs_dir.is_dir():
+    directory = runs_dir.expanduser().resolve()
+    if not directory.is_dir():
         return []
-    specs = [entry / "spec.json" for entry in runs_dir.iterdir()]
-    found = [(spec.stat().st_mtime, spec.parent.absolute()) for spec in specs if spec.is_file()]
+    # A colleague's runs in a shared directory are closed to us, as ours are to them.
+    entries = [entry for entry in directory.iterdir() if os.access(entry, os.R_OK | os.X_OK)]
+    found = [(spec.stat().st_mtime, spec.parent) for entry in entries if (spec := entry / "spec.json").is_file()]
     return [RunDir(path) for _, path in sorted(found)]
-
-
-def print_json_line(record: dict[str, Any]) -> None:
-    """Print one JSON document on one line: for output that has no end."""
-    print(json.dumps(record))

@@ -40,10 +40,11 @@ def stop_lead_seconds(limit_minutes: int) -> int:
 def agent_command(run: RunDir) -> str:
     """The command that every node runs, as text for a shell.
 
-    Its environment names the snapshot, so that the code is the submitted one on whatever node it runs.
+    Its environment names the snapshot, so that the code is the submitted one on whatever node it runs; -P, because
+    python -m would look into the current directory first, where the code may have been edited since.
     """
     path = os.pathsep.join(filter(None, [str(run.code / OWN), os.environ.get("PYTHONPATH")]))
-    return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-m", "jobs.agent", str(run.path)])
+    return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-P", "-m", "jobs.agent", str(run.path)])
 
 
 class SlurmExecutor(submitit.SlurmExecutor):
@@ -51,7 +52,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs)
-        self.run = run
+        self.run, self.spec = run, spec
         self.update_parameters(**sbatch_parameters(spec))
 
     @property
@@ -74,6 +75,8 @@ class SlurmExecutor(submitit.SlurmExecutor):
         Raises:
             UserError: sbatch refused it.
         """
+        if self.spec.resources.account:
+            os.environ.pop("SBATCH_ACCOUNT", None)  # sbatch lets it win over the script
         try:
             # submitit prints sbatch's complaint and raises it; once is enough.
             with contextlib.redirect_stderr(io.StringIO()):
@@ -116,7 +119,7 @@ def srun_arguments(cpus: int) -> list[str]:
     """What srun is told beside submitit's own arguments. Pure."""
     return [
         f"--cpus-per-task={cpus}",  # since 22.05 srun no longer inherits it: every rank would sit on one core
-        "--kill-on-bad-exit=0",  # an agent that ends early must not take the others down while they save
+        "--kill-on-bad-exit=1",  # the agents of a job whose head node's agent is gone would wait for it for ever
         "--mpi=none",
     ]
 
@@ -153,7 +156,7 @@ def start_local(run: RunDir) -> str:
     """
     with (run.logs / "controller.log").open("ab") as log:
         done = subprocess.run(
-            [sys.executable, "-m", "hpc.executor", str(run.path)],
+            [sys.executable, "-P", "-m", "hpc.executor", str(run.path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -57,7 +57,8 @@ def write_exclusive(path: Path, data: str | bytes, mode: int = 0o644) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        return False
+        # Over NFS the link may have been made and only the answer lost: link(2) says to look at the count.
+        return temporary.stat().st_nlink == 2
     finally:
         temporary.unlink()
     fsync_directory(path.parent)

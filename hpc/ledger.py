@@ -5,7 +5,7 @@ epoch) and `event`; the events and their fields:
 
 | event | by | fields |
 |---|---|---|
-| submitted | submit | job_id cluster |
+| submitted | submit | job_id cluster started |
 | claimed | the head node's agent, as its file's first line | attempt job_id restart nonce nodes |
 | refused | the head node's agent | job_id restart detail |
 | rendezvous | the head node's agent | attempt round port |
@@ -18,7 +18,8 @@ epoch) and `event`; the events and their fields:
 | checkpoint_rejected | rank 0 | attempt path reason |
 | train_stopped | rank 0 | attempt step signal |
 | train_completed | rank 0 | attempt step |
-| attempt_ended | the head node's agent | attempt cause step detail |
+| left | every other agent, when its torchrun is over | attempt node exit_code |
+| attempt_ended | the head node's agent | attempt cause step detail last_heard |
 | requeued | the head node's agent | attempt job_id |
 | cancelled | cancel | by |
 """

@@ -1,5 +1,6 @@
 """`hpc logs`: what the ranks and agents of a run printed, over all attempts. Runs on the login node."""
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from hpc.summary import TERMINAL
 
 _POLL_SECONDS = 0.5
 _STATE_SECONDS = 3.0
+Line = dict[str, int | str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,39 +61,44 @@ def logs(options: Logs) -> int:
     """Print what there is; with --follow, and what comes."""
     run = cli.find_run(options.run, options.runs_dir)
     reader = Reader()
-    printed = _print_new(options, run, reader)
     if options.follow:
         _follow(options, run, reader)
-    elif not printed:
+        return 0
+    lines = list(new_lines(options, run, reader))
+    if options.json:
+        cli.print_json(lines)
+        return 0
+    for line in lines:
+        print(_for_people(line))
+    if not lines:
         print(f"run {run.name} has no such log yet: hpc status {run.name}, or look into {run.logs}", file=sys.stderr)
     return 0
 
 
 def _follow(options: Logs, run: RunDir, reader: Reader) -> None:
-    """Print until the run has ended and its last lines are out."""
+    """Print until the run has ended and its last lines are out; with --json one document a line, as there is no end."""
     asked = 0.0
     ended = False
     while not ended:
         if time.monotonic() - asked > _STATE_SECONDS:
             ended = summaries([run])[0]["state"] in TERMINAL
             asked = time.monotonic()
-        _print_new(options, run, reader)
+        for line in new_lines(options, run, reader):
+            print(json.dumps(line) if options.json else _for_people(line), flush=True)
         time.sleep(0 if ended else _POLL_SECONDS)
 
 
-def _print_new(options: Logs, run: RunDir, reader: Reader) -> int:
-    """Print the new lines of all chosen files; returns how many."""
-    count = 0
+def _for_people(line: Line) -> str:
+    *origin, text = line.values()
+    return f"[{':'.join(str(part) for part in origin)}] {text}"
+
+
+def new_lines(options: Logs, run: RunDir, reader: Reader) -> Iterator[Line]:
+    """The new lines of all chosen files, each with whose it is."""
     for path in log_files(run, options.rank, options.attempt):
         origin = origin_of(path)
         for line in reader.new_lines(path):
-            count += 1
-            if options.json:
-                cli.print_json_line({**origin, "line": line})
-            else:
-                print(f"[{':'.join(str(part) for part in origin.values())}] {line}")
-    sys.stdout.flush()
-    return count
+            yield {**origin, "line": line}
 
 
 def log_files(run: RunDir, rank: int | None, attempt: int | None) -> list[Path]:
@@ -102,7 +109,7 @@ def log_files(run: RunDir, rank: int | None, attempt: int | None) -> list[Path]:
     return [*agents, *sorted(run.logs.glob(f"attempt-{attempts}/rank-{ranks}.log"))]
 
 
-def origin_of(path: Path) -> dict[str, int | str]:
+def origin_of(path: Path) -> Line:
     """Whose log a file is: a rank's in an attempt, or the agent's of a node in a job (submitit's file name)."""
     if path.suffix == ".out":
         job, node, _ = path.name.split("_")

@@ -23,7 +23,6 @@ class Cause(StrEnum):
 class Ending:
     """What the head node's agent saw when torchrun had ended."""
 
-    exit_code: int
     finished: bool
     """The work is complete: `final/` exists, or the user's script ended well without having been told to stop."""
     cancelled: bool
@@ -34,8 +33,8 @@ class Ending:
     """Slurm's word for the job now."""
     preempted: bool
     """Slurm says that a preemption has begun."""
-    progressed: bool
-    """The attempt made a step that no attempt before it had made."""
+    failures: int
+    """Crashes in a row, this one included, since an attempt made a step that none before it had made."""
 
 
 # Slurm's word for a job that it has ended itself, and what that means.
@@ -61,27 +60,23 @@ def cause_of(ending: Ending) -> Cause:
     return next((cause for seen, cause in signs if seen), Cause.CRASHED)
 
 
-# Whether the run goes on after each cause. A crash is worth another attempt only if the last one got further.
-_GOES_ON = {
-    Cause.COMPLETED: False,
-    Cause.PREEMPTED: True,
-    Cause.TIME_LIMIT: True,
-    Cause.REQUEUED: True,
-    Cause.NODE_FAILURE: True,
-    Cause.CANCELLED: False,
-    Cause.LOST: True,
-}
+# The causes after which there is no other attempt; a crash is worth one more, but not without end.
+ENDS = frozenset({Cause.COMPLETED, Cause.CANCELLED})
+MOST_FAILURES = 2
 
 
-def goes_on(cause: Cause, *, progressed: bool) -> bool:
-    """Whether the run needs another attempt."""
-    return progressed if cause is Cause.CRASHED else _GOES_ON[cause]
+def goes_on(cause: Cause, failures: int) -> bool:
+    """Whether the run needs another attempt, after so many crashes in a row without a new step."""
+    return failures < MOST_FAILURES if cause is Cause.CRASHED else cause not in ENDS
 
 
 def must_requeue(cause: Cause, ending: Ending) -> bool:
     """Whether the agent has to ask for the requeue, because Slurm does not do it by itself.
 
-    Slurm requeues what it preempts, what someone requeued and what lost a node; a job that still runs, or that
-    only ran out of time, it would simply end.
+    What someone requeued waits already, and what lost a node Slurm requeues. A job that still runs, or that only
+    ran out of time, it would simply end; so it does with one that it preempts by cancelling (PreemptMode=CANCEL).
     """
-    return goes_on(cause, progressed=ending.progressed) and ending.job_state in {JobState.RUNNING, JobState.TIMEOUT}
+    asks = {JobState.RUNNING, JobState.TIMEOUT, JobState.UNKNOWN}
+    if cause is Cause.PREEMPTED:
+        asks |= {JobState.CANCELLED, JobState.PREEMPTED}
+    return goes_on(cause, ending.failures) and ending.job_state in asks

@@ -2,12 +2,25 @@
 
 from pathlib import Path
 
+# Of the words that follow the name in /proc/PID/stat: proc(5) counts them from 3.
+_STATE, _START_TIME = 3 - 3, 22 - 3
 
-def is_alive(pid: str | int) -> bool:
-    """Whether a process runs. A zombie, which only waits to be looked at by its parent, does not."""
+
+def _stat(pid: str | int) -> list[str]:
+    """The words after the name, which stands in parentheses and may hold anything; none if there is no process."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    # The name, in parentheses, may hold anything; the state is the first word after it.
-    return status.rpartition(")")[2].split()[0] != "Z"
+        return []
+
+
+def start_time(pid: str | int) -> int | None:
+    """When a process began, in the kernel's clock ticks: with it a process id names one process for good."""
+    words = _stat(pid)
+    return int(words[_START_TIME]) if words else None
+
+
+def is_alive(pid: str | int, started: int | None) -> bool:
+    """Whether this very process runs. A zombie, which only waits to be looked at by its parent, does not."""
+    words = _stat(pid)
+    return bool(words) and words[_STATE] != "Z" and int(words[_START_TIME]) == started

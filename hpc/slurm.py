@@ -17,6 +17,8 @@ from hpc.units import slurm_seconds
 
 # A controller that is down makes each client try for tens of seconds; nobody should wait longer for an answer.
 _TIMEOUT_SECONDS = 30
+_KEPT_IN_A_JOB = frozenset({"SLURM_CONF"})
+_KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 
 
@@ -87,13 +89,14 @@ def adopt_environment(environment: MutableMapping[str, str]) -> None:
     """Make an environment fit for submitting, in place: once per process, at its edge.
 
     A verb that is typed inside a job would hand that job's SLURM_* and SBATCH_* on to the new one (a leaked
-    SLURM_CPU_BIND pins every rank to the wrong cores); SLURM_CONF says which cluster this is and stays. Without
-    a cluster's configuration the running testbed's is used.
+    SLURM_CPU_BIND pins every rank to the wrong cores). Outside of one they would win over our flags. What says which
+    cluster this is, and who pays, stays. Without a cluster's configuration the running testbed's is used.
     """
+    kept = _KEPT_IN_A_JOB if "SLURM_JOB_ID" in environment else _KEPT
     for key in [key for key in environment if key.startswith(("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_"))]:
-        if key != "SLURM_CONF":
+        if key not in kept:
             del environment[key]
-    if "SLURM_CONF" not in environment and not any(path.exists() for path in _CLUSTER_CONFIGURATIONS):
+    if not configured(environment):
         from hpc.testbed import running_slurm_conf  # noqa: PLC0415 - only where no cluster is configured
 
         if configuration := running_slurm_conf():
@@ -124,10 +127,23 @@ def first_error(stderr: str) -> str:
     return (errors or lines or [""])[-1]
 
 
+def configured(environment: Mapping[str, str]) -> bool:
+    """Whether a cluster is configured in one of the usual ways, without asking it."""
+    return "SLURM_CONF" in environment or any(path.exists() for path in _CLUSTER_CONFIGURATIONS)
+
+
 def available() -> bool:
-    """Whether Slurm's clients are installed and a cluster is configured."""
-    configured = "SLURM_CONF" in os.environ or any(path.exists() for path in _CLUSTER_CONFIGURATIONS)
-    return configured and shutil.which("sbatch") is not None
+    """Whether Slurm's clients are installed and know of a cluster."""
+    if shutil.which("sbatch") is None:
+        return False
+    if configured(os.environ):
+        return True
+    # Its configuration may come from the DNS, or lie where only the binaries know.
+    try:
+        _run("scontrol", "show", "config")
+    except TorchrelayError:
+        return False
+    return True
 
 
 def partitions() -> list[Partition]:
@@ -213,6 +229,12 @@ def ending_state(fields: Mapping[str, str], restart: int) -> JobState:
     return JobState.TIMEOUT if fields.get("Reason") == "TimeLimit" else JobState.CANCELLED
 
 
+def is_preempted(fields: Mapping[str, str]) -> bool:
+    """Whether this start of a job has been preempted, from `show_job`; the times are ISO 8601 of one clock."""
+    since = fields.get("PreemptTime", "None")
+    return since not in {"None", "N/A", ""} and since >= fields.get("StartTime", "")
+
+
 def dead_nodes(nodes: list[str]) -> list[str]:
     """Those of the nodes that Slurm calls down or not responding."""
     # All nodes are asked for: the answer for a few may be minutes old.
@@ -227,5 +249,9 @@ def requeue(job_id: str) -> None:
 
 
 def cancel(job_id: str) -> None:
-    """End a job, or take it out of the queue."""
-    _run("scancel", job_id)
+    """End a job, or take it out of the queue; one that has ended meanwhile is left alone."""
+    try:
+        _run("scancel", job_id)
+    except TorchrelayError as error:
+        if "Invalid job id" not in str(error):
+            raise

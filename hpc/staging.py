@@ -4,6 +4,7 @@ Runs on compute nodes, once per node, before torchrun starts and so outside any 
 `<stage-dir>/torchrelay-<uid>/`, which nobody else can write: /tmp belongs to everybody.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -12,7 +13,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from hpc.files import fsync_directory, write_json
 
 _MANIFEST = ".torchrelay-manifest.json"
 _CHUNK_BYTES = 8 * 2**20
+_POLL_SECONDS = 0.2
 # Beside the copy the node's disk has to hold other people's files, and what the job itself writes to /tmp.
 _RESERVE_SHARE = 0.05
 
@@ -46,10 +48,17 @@ class SourceFile:
     modified_ns: int
 
 
-def stage(source: Path, stage_dir: Path) -> Staged:
+class StagingStopped(Exception):  # noqa: N818 - no error: somebody asked for it
+    """Staging was asked to stop. What it had copied is not used; the next one removes it."""
+
+
+def stage(source: Path, stage_dir: Path, stopped: Callable[[], bool] = lambda: False) -> Staged:
     """Make sure that a copy of `source` lies on this node's disk.
 
+    `stopped` is asked every few megabytes: a signal in the middle of an hour's copy must not wait for its end.
+
     Raises:
+        StagingStopped: it said yes.
         TorchrelayError: the source is not there, our directory is not safe to use, or the copy differs.
     """
     began = time.monotonic()
@@ -58,14 +67,20 @@ def stage(source: Path, stage_dir: Path) -> Staged:
     files = list_files(source)
     root = private_directory(stage_dir)
     target = root / f"{source.name}-{fingerprint(source, files)}"
-    with lock(root / f"{target.name}.lock"):
+    with lock(root / f"{target.name}.lock", stopped):
         if is_complete(target, files):
             return Staged(path=target, reused=True, in_place=None, seconds=time.monotonic() - began)
         remove_leftovers(root, target)
         shortage = missing_space(root, files)
         if shortage:
             return Staged(path=source, reused=False, in_place=shortage, seconds=time.monotonic() - began)
-        copy_verified(source, target, files)
+        try:
+            copy_verified(source, target, files, stopped)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            remove_leftovers(root, target)
+            return Staged(path=source, reused=False, in_place=str(error), seconds=time.monotonic() - began)
     return Staged(path=target, reused=False, in_place=None, seconds=time.monotonic() - began)
 
 
@@ -109,14 +124,25 @@ def private_directory(stage_dir: Path) -> Path:
 
 
 @contextmanager
-def lock(path: Path) -> Iterator[None]:
+def lock(path: Path, stopped: Callable[[], bool]) -> Iterator[None]:
     """Only one process of this node copies at a time. The kernel releases the lock of one that is killed."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not _try_lock(descriptor):
+            if stopped():
+                raise StagingStopped
+            time.sleep(_POLL_SECONDS)
         yield
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_complete(target: Path, files: list[SourceFile]) -> bool:
@@ -153,11 +179,11 @@ def missing_space(root: Path, files: list[SourceFile]) -> str | None:
     return f"{root} has room for {max(room, 0) // 2**20} MB, and the data need {needed // 2**20} MB"
 
 
-def copy_verified(source: Path, target: Path, files: list[SourceFile]) -> None:
+def copy_verified(source: Path, target: Path, files: list[SourceFile], stopped: Callable[[], bool]) -> None:
     """Copy under a temporary name, read everything back, and only then give it its name."""
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
     partial.mkdir(mode=0o700)
-    checksums = {file.name: _copy_file(source / file.name, partial / file.name) for file in files}
+    checksums = {file.name: _copy_file(source / file.name, partial / file.name, stopped) for file in files}
     for name, checksum in checksums.items():
         if _checksum(partial / name) != checksum:
             raise TorchrelayError(f"{partial / name} does not equal {source / name}: is the disk of this node failing?")
@@ -166,12 +192,14 @@ def copy_verified(source: Path, target: Path, files: list[SourceFile]) -> None:
     fsync_directory(target.parent)
 
 
-def _copy_file(source: Path, target: Path) -> str:
+def _copy_file(source: Path, target: Path, stopped: Callable[[], bool]) -> str:
     """Copy one file and return the checksum of what was read."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with source.open("rb") as reader, target.open("xb") as writer:
         while chunk := reader.read(_CHUNK_BYTES):
+            if stopped():
+                raise StagingStopped
             digest.update(chunk)
             writer.write(chunk)
     return digest.hexdigest()

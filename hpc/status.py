@@ -62,13 +62,13 @@ def print_table(rows: list[Summary]) -> None:
 
 
 def queue(runs: Sequence[RunDir]) -> Mapping[str, Job] | None:
-    """The user's jobs, or None where Slurm does not answer; not asked when all runs are complete."""
+    """The user's jobs, or None where there is no Slurm or it does not answer."""
     if not runs or not slurm.available():
         return None
     try:
         return slurm.jobs()
     except TorchrelayError as error:
-        print(f"hpc status: Slurm does not answer, this is what the run directories say ({error})", file=sys.stderr)
+        print(f"Slurm does not answer, so only the run directories are asked: {error}", file=sys.stderr)
         return None
 
 

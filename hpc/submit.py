@@ -5,6 +5,7 @@ Runs on the login node. Nothing is queued before every check has passed, and not
 
 import dataclasses
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ from hpc.config import with_config
 from hpc.errors import UserError
 from hpc.executor import SlurmExecutor, agent_command, start_local
 from hpc.ledger import Writer
+from hpc.processes import start_time
 from hpc.rundir import RunDir
 from hpc.spec import Cluster, Resources, RunSpec, check_run_name
 from training.config import TrainConfig, check_data, check_model, check_world, resolve_data
@@ -81,11 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def flag_names(options: type[Submit]) -> set[str]:
-    """The flags that may stand in a file: all but the file itself."""
+def flag_names(options: type[Submit]) -> dict[str, bool]:
+    """The flags that may stand in a file, all but the file itself; True for switches."""
     owners = (options, Resources, *([TrainConfig] if options is SubmitTraining else []))
-    names = {field.name.replace("_", "-") for owner in owners for field in dataclasses.fields(owner)}
-    return names - {"resources", "train", "config"}
+    fields = [field for owner in owners for field in dataclasses.fields(owner)]
+    no_flags = {"resources", "train", "config"}
+    return {field.name.replace("_", "-"): field.type is bool for field in fields if field.name not in no_flags}
 
 
 def submit(options: Submit, script: tuple[str, ...]) -> int:
@@ -95,8 +98,9 @@ def submit(options: Submit, script: tuple[str, ...]) -> int:
         return _print_plan(options, run, spec)
     with new_run_directory(run):
         fill(run, spec)
-        job_id = SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)
-    Writer(run.events / "submit.jsonl").append("submitted", job_id=job_id, cluster=spec.cluster)
+    job_id = _start(run, spec)
+    started = start_time(job_id) if spec.cluster == "local" else None
+    Writer(run.events / "submit.jsonl").append("submitted", job_id=job_id, cluster=spec.cluster, started=started)
     answer = _answer(run, spec, job_id)
     if not options.wait:
         cli.print_json(answer) if options.json else _print_next_steps(run, job_id, options)
@@ -104,6 +108,15 @@ def submit(options: Submit, script: tuple[str, ...]) -> int:
     from hpc import wait  # noqa: PLC0415 - draws with rich, which a mere submission need not load
 
     return wait.until_done(run, answer if options.json else None)
+
+
+def _start(run: RunDir, spec: RunSpec) -> str:
+    """Hand the run to the cluster. Only a refusal removes its directory: after anything else a job may be queued."""
+    try:
+        return SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)
+    except UserError:
+        shutil.rmtree(run.path)
+        raise
 
 
 def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
@@ -150,7 +163,7 @@ def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig |
 
 def _new_run(runs_dir: Path, name: str) -> RunDir:
     """The directory that the run will have, which must not exist yet."""
-    run = RunDir(runs_dir.expanduser().absolute() / name)
+    run = RunDir(runs_dir.expanduser().resolve() / name)
     if os.path.lexists(run.path):
         raise UserError(f"run {name!r} exists already in {runs_dir}: choose another --name, or hpc status {name}")
     return run
@@ -226,10 +239,10 @@ def _print_plan(options: Submit, run: RunDir, spec: RunSpec) -> int:
 
 
 def _print_next_steps(run: RunDir, job_id: str, options: Submit) -> None:
-    where = "" if options.runs_dir == Path("runs") else f" --runs-dir {options.runs_dir}"
+    where = [] if options.runs_dir == Path("runs") else ["--runs-dir", str(options.runs_dir)]
     print(f"submitted run {run.name} as job {job_id}\n  {run.path}\nnext:")
     for verb in ("status", "logs --follow", "cancel"):
-        print(f"  hpc {verb} {run.name}{where}")
+        print(f"  hpc {verb} {shlex.join([run.name, *where])}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Runs on the login node. Reads the tails of files, so it is quick for long runs.
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from hpc import ledger
 from hpc.attempts import Attempt, attempts_of, steps_lost
 from hpc.files import last_json_line, read_json_lines
 from hpc.ledger import Event
-from hpc.outcome import Cause
+from hpc.outcome import ENDS, Cause
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.slurm import Job, JobState
@@ -55,7 +56,8 @@ def summarize(run: RunDir, jobs: Mapping[str, Job] | None) -> Summary:
 
 def jobs_of(run: RunDir, jobs: Mapping[str, Job]) -> list[Job]:
     """The run's jobs in the queue, also those that were submitted by hand; one that runs comes first."""
-    alive = [job for job in jobs.values() if job.command == str(run.script) and job.state.alive]
+    script = os.path.realpath(run.script)
+    alive = [job for job in jobs.values() if job.state.alive and os.path.realpath(job.command) == script]
     return sorted(alive, key=lambda job: job.state is not JobState.RUNNING)
 
 
@@ -75,12 +77,12 @@ def state_of(run: RunDir, events: list[Event], attempts: list[Attempt], job: Job
         return "cancelled"
     local = any(event.get("cluster") == "local" for event in events)
     if local:
-        if is_alive(_last_job_id(events) or ""):
+        if any(is_alive(event["job_id"], event["started"]) for event in events if event["event"] == "submitted"):
             return "running"
     elif job is not None and job.state.alive:
         return "running" if job.state is JobState.RUNNING else "pending"
-    elif not slurm_answers and causes[-1:] in ([], [None]):
-        return "running" if attempts else "pending"
+    elif not slurm_answers and not (causes and causes[-1] in ENDS):
+        return "running" if causes[-1:] == [None] else "pending"
     return "cancelled" if causes[-1:] == [Cause.CANCELLED] else "failed"
 
 

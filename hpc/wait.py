@@ -1,5 +1,6 @@
 """`submit --wait`: follow a run until it is complete, then say how it went. Runs on the login node."""
 
+import shlex
 import sys
 import time
 from typing import Any
@@ -44,7 +45,8 @@ def progress(row: Summary) -> str:
 
 def _print_result(run: RunDir, row: Summary) -> None:
     print_table([row])
+    place = shlex.quote(str(run.path))
     if row["detail"]:
         print(f"{row['state']}: {row['detail']}", file=sys.stderr)
     print(f"logs     {run.logs}\nresult   {run.final}" if row["state"] == "completed" else f"logs     {run.logs}")
-    print(f"restarts {restarts(row)}\nnext     hpc status {run.path}\n         hpc logs {run.path}")
+    print(f"restarts {restarts(row)}\nnext     hpc status {place}\n         hpc logs {place}")

@@ -15,10 +15,10 @@ from hpc.attempts import Attempt, attempts_of
 from hpc.errors import TorchrelayError
 from hpc.executor import stop_lead_seconds
 from hpc.outcome import Cause
-from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.slurm import JobState
 from hpc.spec import RunSpec
+from hpc.staging import StagingStopped
 from hpc.units import walltime_minutes
 from jobs import claim, script, torchrun, train
 from jobs.conclusion import conclude, last_step
@@ -31,11 +31,15 @@ from jobs.rendezvous import (
     is_free,
     local_address,
     pick_port,
+    program_argv,
     torchrun_argv,
 )
 from jobs.torchrun import StopRequest, Watch
 
+_POLL_SECONDS = 0.5
 _JOIN_SECONDS = 600.0
+# KillWait, which an ending job may take to save, is seldom more than a minute.
+_ENDING_SECONDS = 120.0
 _FOLLOW_SECONDS = 60.0
 _MOST_ROUNDS = 5
 # What is left of the warning time when the ranks are given up: for the requeue itself.
@@ -47,11 +51,14 @@ def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     stop = StopRequest()
     stop.install()
+    place = find_place(os.environ)
     try:
-        return _run_attempt(run, RunSpec.load(run), find_place(os.environ), stop)
-    except TorchrelayError as error:
+        exit_code = _run_attempt(run, RunSpec.load(run), place, stop)
+    except (TorchrelayError, OSError) as error:
         print(f"torchrelay: {error}", flush=True)
-        return 1
+        exit_code = 1
+    # srun ends all agents when one fails. The head's has the last word; one that is killed has no say in it.
+    return exit_code if place.is_head else 0
 
 
 def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) -> int:
@@ -68,13 +75,16 @@ def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) ->
     node = Node(run=run, spec=spec, place=place, stop=stop, attempt=attempt, writer=writer)
     writer.append("joined", attempt=attempt.attempt, node=place.host)
     exit_code, detail = _work(node)
-    return conclude(node, exit_code, detail) if place.is_head else int(exit_code != 0)
+    if place.is_head:
+        return conclude(node, exit_code, detail)
+    writer.append("left", attempt=attempt.attempt, node=place.host, exit_code=exit_code)
+    return exit_code
 
 
 def _claim_or_refuse(run: RunDir, place: Place) -> Attempt:
     try:
         return _claim(run, place)
-    except TorchrelayError as error:
+    except (TorchrelayError, OSError) as error:
         claim.refuse(run, place, str(error))
         raise
 
@@ -91,13 +101,14 @@ def _claim(run: RunDir, place: Place) -> Attempt:
     last = next(reversed(attempts_of(events)), None)
     if last is None or last.ended is not None:
         return claim.claim(run, place)
-    if last.job_id != place.job_id and _alive(last.job_id, place):
-        raise TorchrelayError(f"run {run.name} is in the hands of job {last.job_id}: hpc cancel or wait")
+    if last.job_id != place.job_id:
+        _wait_for_the_end_of(last.job_id, run, place)
     cause, detail = _fate(last, place)
     attempt = claim.claim(run, place)
     claim.event_file(run, attempt.attempt, place.node_rank).append(
-        "attempt_ended", attempt=last.attempt, cause=cause, step=last_step(run), detail=detail
-    )
+        "attempt_ended", attempt=last.attempt, cause=cause, step=last_step(run), detail=detail,
+        last_heard=max(event["time"] for event in events if event.get("attempt") == last.attempt),
+    )  # fmt: skip
     return attempt
 
 
@@ -110,10 +121,19 @@ def _fate(last: Attempt, place: Place) -> tuple[Cause, str]:
     return (Cause.NODE_FAILURE, f"down: {', '.join(dead)}") if dead else (Cause.LOST, "it left no word")
 
 
-def _alive(job_id: str, place: Place) -> bool:
-    if place.cluster == "slurm":
-        return job_id in (jobs := slurm.jobs()) and jobs[job_id].state is JobState.RUNNING
-    return is_alive(job_id)
+def _wait_for_the_end_of(job_id: str, run: RunDir, place: Place) -> None:
+    """Let another job that is ending save its state.
+
+    Raises:
+        TorchrelayError: it runs, or does not end.
+    """
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while place.cluster == "slurm" and (job := slurm.jobs().get(job_id)) and job.state is not JobState.PENDING:
+        if not job.state.alive:
+            return
+        if job.state is JobState.RUNNING or time.monotonic() > deadline:
+            raise TorchrelayError(f"run {run.name} is in the hands of job {job_id}: hpc cancel, or wait")
+        time.sleep(_POLL_SECONDS)
 
 
 def _work(node: Node) -> tuple[int, str | None]:
@@ -122,6 +142,8 @@ def _work(node: Node) -> tuple[int, str | None]:
         threads = threads_per_rank(node.place, node.spec.resources.gpus_per_node)
         data = _stage(node)
         return _train(node, data, threads), None
+    except StagingStopped:
+        return 1, None
     except (TorchrelayError, OSError) as error:
         node.writer.append("node_failed", attempt=node.attempt.attempt, node=node.place.host, detail=str(error))
         print(f"torchrelay: {error}", flush=True)
@@ -148,7 +170,7 @@ def _stage(node: Node) -> Path | None:
     source = node.spec.data
     if source is None:
         return None
-    staged = staging.stage(Path(source), Path(node.spec.stage_dir))
+    staged = staging.stage(Path(source), Path(node.spec.stage_dir), lambda: bool(node.stop))
     node.writer.append(
         "staged", attempt=node.attempt.attempt, node=node.place.host, seconds=round(staged.seconds, 3),
         path=str(staged.path), reused=staged.reused, in_place=staged.in_place,
@@ -191,7 +213,7 @@ def _follow(node: Node, done_round: int) -> Rendezvous | None:
             return _rendezvous(node, announced[-1]["round"], announced[-1]["port"])
         if done_round and time.monotonic() > deadline:
             break
-        time.sleep(0.5)
+        time.sleep(_POLL_SECONDS)
     return None
 
 
@@ -221,7 +243,7 @@ def _run_torchrun(node: Node, rendezvous: Rendezvous, data: Path | None, threads
         return bool(node.events("node_failed")) or node.newest_round() > rendezvous.round
 
     watch = Watch(stop=node.stop, patience_seconds=lead - _REQUEUE_SECONDS, superseded=superseded)
-    return torchrun.run([*argv, *wrapper, *program], environment, run.code, watch)
+    return torchrun.run([*argv, *program_argv([*wrapper, *program])], environment, run.code, watch)
 
 
 def rank_environment(base: Mapping[str, str], place: Place, ranks: int, address: str, threads: int) -> dict[str, str]:

@@ -49,12 +49,17 @@ def refuse(run: RunDir, place: Place, reason: str) -> None:
     writer.append("refused", job_id=place.job_id, restart=place.restart, detail=reason)
 
 
+def _start(place: Place) -> tuple[str, int]:
+    """What tells one start of a job from another."""
+    return place.job_id, place.restart
+
+
 def find_claim(attempts: list[Attempt], place: Place, joined: Callable[[Attempt], bool]) -> Attempt | None:
     """The claim of this agent's own head node for this very start of the job. Pure but for `joined`."""
     if not attempts:
         return None
     newest = attempts[-1]
-    same_start = (newest.job_id, newest.restart) == (place.job_id, place.restart)
+    same_start = (newest.job_id, newest.restart) == _start(place)
     return newest if same_start and newest.ended is None and not joined(newest) else None
 
 
@@ -71,12 +76,14 @@ def join(run: RunDir, place: Place, stopped: Callable[[], bool], timeout_seconds
         run.events.chmod(0o700)
         events = ledger.read(run.events)
         for event in events:
-            if event["event"] == "refused" and (event["job_id"], event["restart"]) == (place.job_id, place.restart):
+            if event["event"] == "refused" and (event["job_id"], event["restart"]) == _start(place):
                 raise TorchrelayError(event["detail"])
         attempts = attempts_of(events)
         found = find_claim(attempts, place, lambda a: event_file(run, a.attempt, place.node_rank).path.exists())
         if found is not None:
             return found
+        if attempts and attempts[-1].ended and (attempts[-1].job_id, attempts[-1].restart) == _start(place):
+            raise TorchrelayError(f"attempt {attempts[-1].attempt} ended before this node could join it")
         if time.monotonic() > deadline:
             raise TorchrelayError(f"the head node {place.head} claimed no attempt within {timeout_seconds:.0f} s")
         time.sleep(_POLL_SECONDS)

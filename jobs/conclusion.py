@@ -1,11 +1,12 @@
 """How an attempt ended, and whether the run goes on. Runs on compute nodes, in the head node's agent."""
 
 import time
+from dataclasses import replace
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc import ledger, slurm
-from hpc.attempts import attempts_of
+from hpc.attempts import attempts_of, failures_in_a_row
 from hpc.errors import TorchrelayError
 from hpc.files import last_json_line
 from hpc.outcome import Cause, Ending, cause_of, goes_on, must_requeue
@@ -13,39 +14,63 @@ from hpc.rundir import RunDir
 from hpc.slurm import JobState
 from jobs.node import Node
 
-_REQUEUE_SECONDS, _RETRY_SECONDS = 60.0, 3.0
+_POLL_SECONDS, _RETRY_SECONDS = 0.5, 3.0
+# By then Slurm has marked a node that does not answer (SlurmdTimeout is 300 s, unless the administrators changed it).
+_OTHERS_SECONDS = 400.0
 
 
 def conclude(node: Node, exit_code: int, detail: str | None) -> int:
     """Write down how the attempt ended and see that the run goes on, if it should. Returns the exit code."""
-    ending = _look(node, exit_code)
+    others = _wait_for_others(node)
+    ending = _look(node, exit_code == 0 and all(code == 0 for code in others))
     cause = cause_of(ending)
     if cause is Cause.CRASHED and detail is None:
         detail = _why(node, exit_code)
-    number = node.attempt.attempt
-    node.writer.append("attempt_ended", attempt=number, cause=cause, step=last_step(node.run), detail=detail)
-    print(f"torchrelay: attempt {number} ended: {cause}{f' ({detail})' if detail else ''}", flush=True)
+    _note(node, "attempt_ended", cause=cause, step=last_step(node.run), detail=detail)
+    print(f"torchrelay: attempt {node.attempt.attempt} ended: {cause}{f' ({detail})' if detail else ''}", flush=True)
     if must_requeue(cause, ending):
-        node.writer.append("requeued", attempt=number, job_id=node.place.job_id)
-        if node.place.cluster == "local":
-            return LOCAL_REQUEUE_RETURN_CODE
-        _requeue(node.place.job_id)
-    return 0 if cause is Cause.COMPLETED or goes_on(cause, progressed=ending.progressed) else 1
+        if node.place.cluster == "slurm":
+            _requeue(node.place.job_id)
+        _note(node, "requeued", job_id=node.place.job_id)
+        return 0 if node.place.cluster == "slurm" else LOCAL_REQUEUE_RETURN_CODE
+    return 0 if cause is Cause.COMPLETED or goes_on(cause, ending.failures) else 1
+
+
+def _note(node: Node, event: str, **fields: object) -> None:
+    """Write an event; the requeue is worth more than its record, should the disk be full."""
+    try:
+        node.writer.append(event, attempt=node.attempt.attempt, **fields)
+    except OSError as error:
+        print(f"torchrelay: {event} could not be recorded: {error}", flush=True)
+
+
+def _wait_for_others(node: Node) -> list[int]:
+    """The exit codes of the other nodes' torchruns, once all have ended or Slurm calls the silent ones dead.
+
+    A requeue with a dead node that Slurm has not noticed restarts the job without its GPUs and leaks them (22.05).
+    """
+    deadline = time.monotonic() + _OTHERS_SECONDS
+    while True:
+        left = {event["node"]: event["exit_code"] for event in node.events("left")}
+        silent = [name for name in node.place.hostnames[1:] if name not in left]
+        if not silent or node.place.cluster == "local" or time.monotonic() > deadline or _are_dead(silent):
+            return list(left.values())
+        time.sleep(_POLL_SECONDS)
+
+
+def _are_dead(names: list[str]) -> bool:
+    try:
+        return len(slurm.dead_nodes(names)) == len(names)
+    except TorchrelayError:
+        return False
 
 
 def _requeue(job_id: str) -> None:
-    """Ask Slurm for the requeue, for as long as a restart of its controller may take.
-
-    Raises:
-        TorchrelayError: it refused, or did not answer, to the end.
-    """
-    deadline = time.monotonic() + _REQUEUE_SECONDS
+    """Ask Slurm for the requeue until it says yes, or ends this process: its controller may be restarting."""
     while True:
         try:
             return slurm.requeue(job_id)
         except TorchrelayError as error:
-            if time.monotonic() > deadline:
-                raise
             print(f"torchrelay: the requeue failed, trying again: {error}", flush=True)
             time.sleep(_RETRY_SECONDS)
 
@@ -56,21 +81,21 @@ def _why(node: Node, exit_code: int) -> str:
     return "; ".join(failures) or f"torchrun exited with {exit_code}: see {logs}"
 
 
-def _look(node: Node, exit_code: int) -> Ending:
+def _look(node: Node, clean_exit: bool) -> Ending:
     """Gather what tells how the attempt ended."""
-    finished = node.run.final_result.exists() if node.spec.train else exit_code == 0 and not node.stop
+    # NFS remembers for a while that a name was not there, unless the directory changes under our own hands.
+    node.run.path.chmod(0o700)
+    finished = node.run.final_result.exists() if node.spec.train else clean_exit and not node.stop
     events = ledger.read(node.run.events)
-    earlier = [attempt.last_step or 0 for attempt in attempts_of(events)[:-1]]
+    *earlier, this = attempts_of(events)
     fields = _show_job(node)
-    state = slurm.ending_state(fields, node.place.restart) if fields else JobState.RUNNING
     return Ending(
-        exit_code=exit_code,
         finished=finished,
         cancelled=any(event["event"] == "cancelled" for event in events),
         signal=node.stop.signal.name if node.stop.signal else None,
-        job_state=state,
-        preempted=fields.get("PreemptTime", "None") not in {"None", "N/A", ""},
-        progressed=(last_step(node.run) or 0) > max(earlier, default=0),
+        job_state=slurm.ending_state(fields, node.place.restart) if fields else JobState.RUNNING,
+        preempted=slurm.is_preempted(fields),
+        failures=failures_in_a_row([*earlier, replace(this, cause=Cause.CRASHED, last_step=last_step(node.run))]),
     )
 
 

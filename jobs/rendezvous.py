@@ -92,7 +92,7 @@ class Rendezvous:
 
 
 def torchrun_argv(rendezvous: Rendezvous, place: Place, ranks: int, address: str, python: str) -> list[str]:
-    """The command line of this node's torchrun, up to the program that it runs. Pure."""
+    """The command line of this node's torchrun, up to the program that it runs (see `program_argv`). Pure."""
     settings = {
         # Said, not guessed: torchrun compares names, and a second network card or an alias makes it wait for ever.
         "is_host": int(place.is_head),
@@ -100,7 +100,7 @@ def torchrun_argv(rendezvous: Rendezvous, place: Place, ranks: int, address: str
         "keep_alive_max_attempt": _KEEP_ALIVE_ATTEMPTS,
     }
     return [
-        python, "-m", "torch.distributed.run",
+        python, "-P", "-m", "torch.distributed.run",
         f"--nnodes={place.num_nodes}",
         f"--nproc-per-node={ranks}",
         "--max-restarts=3",
@@ -113,6 +113,11 @@ def torchrun_argv(rendezvous: Rendezvous, place: Place, ranks: int, address: str
         f"--local-addr={address}",
         "--no-python",
     ]  # fmt: skip
+
+
+def program_argv(program: list[str]) -> list[str]:
+    """A program and its arguments as torchrun has to be given them: it takes `$$` in an argument for `$`. Pure."""
+    return [program[0], *(argument.replace("$", "$$") for argument in program[1:])]
 
 
 def is_free(port: int) -> bool:

@@ -172,7 +172,7 @@ class Run:
         """Whether its job, or on this machine alone its controller, is still there."""
         if self.directory.script.exists():
             return bool(self.site.type("squeue", "-h", "-j", self.job_id).stdout.strip())
-        return is_alive(self.job_id)
+        return is_alive(self.job_id, self.events("submitted")[0]["started"])
 
     def assert_no_gap(self) -> None:
         """The metrics hold every step once, in order."""

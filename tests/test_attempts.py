@@ -1,11 +1,12 @@
 """The ledger read as attempts, and the claims that start them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc import ledger
-from hpc.attempts import attempts_of, steps_lost
+from hpc.attempts import Attempt, attempts_of, failures_in_a_row, steps_lost
 from hpc.errors import TorchrelayError
 from hpc.ledger import Writer
 from hpc.rundir import RunDir
@@ -43,6 +44,19 @@ def test_attempts_of_a_history() -> None:
     assert (first.started, first.trained_from, first.ended) == (1.0, 2.0, 12.0)
     assert (second.first_step, second.world_size, second.ended) == (10, 2, None)
     assert steps_lost([first, second]) == 10
+
+
+def ended(cause: str, step: int | None) -> Attempt:
+    return replace(attempts_of(HISTORY)[0], cause=cause, last_step=step)
+
+
+def test_failures_in_a_row() -> None:
+    assert failures_in_a_row([]) == 0
+    assert failures_in_a_row([ended("crashed", None)]) == 1
+    assert failures_in_a_row([ended("crashed", None), ended("crashed", None)]) == 2
+    assert failures_in_a_row([ended("crashed", 10), ended("crashed", 20)]) == 1, "it got further"
+    assert failures_in_a_row([ended("crashed", 20), ended("preempted", 20), ended("crashed", 20)]) == 2
+    assert failures_in_a_row([ended("crashed", 20), ended("preempted", 30), ended("crashed", 30)]) == 1
 
 
 def test_goodput_counts_neither_waiting_nor_lost_steps() -> None:

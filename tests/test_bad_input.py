@@ -4,6 +4,7 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,3 +177,14 @@ def test_verbs_name_what_is_there(tmp_path: Path) -> None:
         done = here.hpc(*arguments)
         assert (done.returncode, done.stdout) == (2, ""), arguments
         assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_colleagues_runs_in_a_shared_directory_are_passed_over(shared: Path) -> None:
+    (shared / "runs" / "theirs").mkdir(parents=True)
+    (shared / "runs" / "theirs").chmod(0o700)
+    program = (
+        "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "from hpc.status import main; sys.exit(main(['--json']))"
+    )
+    done = Site(shared, "/nonexistent").type(sys.executable, "-c", program)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

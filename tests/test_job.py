@@ -197,16 +197,19 @@ def test_cancelled_run_stays_cancelled(site: Site) -> None:
     assert run.status()["state"] == "cancelled"
 
 
-def test_crash_without_progress_fails_the_run(site: Site) -> None:
+def test_two_crashes_without_progress_fail_the_run(site: Site) -> None:
     (site.path / "crash.py").write_text("raise SystemExit('no luck')\n")
     for command in (("git", "init", "-q"), ("git", "add", "crash.py")):
         assert site.type(*command).returncode == 0
-    done = site.hpc("submit", "--nodes=2", "--name=crash", "--wait", "--", "crash.py")
-    assert done.returncode == 1, done.stdout
-    assert "failed" in done.stdout
-    assert "logs/attempt-001" in done.stderr
-    logs = site.hpc("logs", "crash")
-    assert "[1:0] no luck" in logs.stdout
+    run = site.submit("--nodes=2", "--name=crash", "--", "crash.py")
+    run.wait_for_release()
+    status = run.wait_for_state("failed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["crashed", "crashed"]
+    assert "logs/attempt-002" in status["detail"]
+    assert len(run.events("requeued")) == 1
+    logs = site.hpc("logs", "crash").stdout.splitlines()
+    assert "[1:0] no luck" in logs
+    assert "[2:1] no luck" in logs
 
 
 def test_taken_port_is_retried(site: Site) -> None:
@@ -237,5 +240,5 @@ def test_logs_of_one_rank_and_attempt(site: Site) -> None:
     assert "[1:0] " in everything
     assert site.hpc("logs", "logged", "--rank=0").stdout.startswith("[1:0] ")
     assert site.hpc("logs", "logged", "--attempt=2").stdout == ""
-    lines = [json.loads(line) for line in site.hpc("logs", "logged", "--json", "--rank=0").stdout.splitlines()]
+    lines = json.loads(site.hpc("logs", "logged", "--json", "--rank=0").stdout)
     assert {(line["attempt"], line["rank"]) for line in lines} == {(1, 0)}

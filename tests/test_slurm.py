@@ -49,9 +49,22 @@ def test_what_completing_hides(fields: dict[str, str], state: JobState) -> None:
     assert slurm.ending_state(fields, restart=0) is state
 
 
+@pytest.mark.parametrize(
+    ("since", "preempted"), [("2026-11-21T09:00:05", True), ("2026-11-20T23:00:00", False), ("None", False)]
+)
+def test_preemption_of_an_earlier_start_does_not_count(since: str, preempted: bool) -> None:
+    assert slurm.is_preempted({"PreemptTime": since, "StartTime": "2026-11-21T09:00:00"}) is preempted
+
+
 def test_cancelled_by_somebody_is_cancelled() -> None:
     assert slurm.job_state("CANCELLED by 1000") is JobState.CANCELLED
     assert slurm.job_state("") is JobState.UNKNOWN
+
+
+def test_outside_of_a_job_what_says_who_pays_stays() -> None:
+    environment = {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SBATCH_PARTITION": "p", "SLURM_JWT": "t"}
+    slurm.adopt_environment(environment)
+    assert environment == {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SLURM_JWT": "t"}
 
 
 def test_submission_inherits_nothing_of_a_job_but_the_cluster() -> None:

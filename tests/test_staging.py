@@ -1,18 +1,20 @@
 """Staging against real directories, real locks, real kills."""
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hpc import staging
 from hpc.errors import TorchrelayError
-from hpc.staging import stage
+from hpc.staging import StagingStopped, lock, private_directory, stage
 
 
 @pytest.fixture
@@ -72,15 +74,47 @@ def test_swept_copy_is_made_again(source: Path, local: Path, damage: str) -> Non
 def test_copy_that_differs_from_its_source_is_refused(
     source: Path, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        staging,
-        "_copy_file",
-        lambda _source, target: (target.parent.mkdir(parents=True, exist_ok=True), target.write_bytes(b"x"), "0")[2],
-    )
+    def flip_a_bit(source: Path, target: Path, stopped: Callable[[], bool]) -> str:
+        checksum = copy(source, target, stopped)
+        data = bytearray(target.read_bytes())
+        data[:1] = bytes([data[0] ^ 1]) if data else b""
+        target.write_bytes(data)
+        return checksum
+
+    copy = staging._copy_file  # noqa: SLF001 - the disk that fails has to be put in somewhere
+    monkeypatch.setattr(staging, "_copy_file", flip_a_bit)
     with pytest.raises(TorchrelayError, match=r"does not equal .*is the disk of this node failing"):
         stage(source, local)
     monkeypatch.undo()
     assert contents(stage(source, local).path) == contents(source)
+
+
+def test_stop_in_the_middle_of_a_copy(source: Path, local: Path) -> None:
+    with pytest.raises(StagingStopped):
+        stage(source, local, lambda: True)
+    assert contents(stage(source, local).path) == contents(source)
+
+
+def test_stop_while_another_process_copies(source: Path, local: Path) -> None:
+    root = private_directory(local)
+    target = stage(source, local).path
+    with lock(root / f"{target.name}.lock", lambda: False), pytest.raises(StagingStopped):
+        stage(source, local, lambda: True)
+
+
+def test_disk_that_fills_up_on_the_way_means_reading_in_place(
+    source: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(_source: Path, target: Path, _stopped: Callable[[], bool]) -> str:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(staging, "_copy_file", fill)
+    staged = stage(source, local)
+    assert staged.path == source
+    assert staged.in_place == "[Errno 28] No space left on device"
+    assert not list(private_directory(local).glob(".*"))
 
 
 def test_source_that_is_not_there_is_said(tmp_path: Path, local: Path) -> None:
