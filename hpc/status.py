@@ -87,10 +87,12 @@ def _watch(runs: list[RunDir]) -> None:
 
 def table(rows: list[Summary]) -> Table:
     """The table for people."""
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("run", "state", "nodes", "restarts"):
-        drawn.add_column(title, overflow="fold")
-    for title in ("attempt", "epoch", "step", "images/s", "loss", "val", "test", "ETA"):
+    drawn = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1), header_style="bold")
+    drawn.add_column("run", overflow="fold", min_width=8)
+    drawn.add_column("state", overflow="fold", min_width=9)
+    drawn.add_column("nodes", overflow="fold", min_width=5)
+    drawn.add_column("restarts", overflow="fold", min_width=7)
+    for title in ("try", "epoch", "step", "img/s", "loss", "accuracy", "ETA"):
         drawn.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         drawn.add_row(*_cells(row), style=None)
@@ -106,17 +108,23 @@ def _cells(row: Summary) -> list[str]:
     return [
         row["run"].replace("[", "\\["),
         state,
-        ",".join(dict.fromkeys(nodes)) or "-",
+        " ".join(dict.fromkeys(nodes)) or "-",
         restarts(row),
         _or_dash(row["attempt"]),
         _or_dash(row["epoch"]),
         steps,
         _or_dash(row["images_per_second"], "{:.0f}"),
         _or_dash(row["train_loss"], "{:.4f}"),
-        _or_dash(row["val_accuracy"], "{:.2%}"),
-        _or_dash(row["test_accuracy"], "{:.2%}"),
+        _accuracy(row),
         _duration(row["eta_seconds"]),
     ]
+
+
+def _accuracy(row: Summary) -> str:
+    """On the test set, once it is known; until then in validation."""
+    if row["test_accuracy"] is not None:
+        return f"{row['test_accuracy']:.2%}"
+    return "-" if row["val_accuracy"] is None else f"{row['val_accuracy']:.1%} val"
 
 
 def restarts(row: Summary) -> str:
