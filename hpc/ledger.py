@@ -18,7 +18,7 @@ epoch) and `event`; the events and their fields:
 | checkpoint_rejected | rank 0 | attempt path reason |
 | train_stopped | rank 0 | attempt step signal |
 | train_completed | rank 0 | attempt step |
-| left | every other agent, when its torchrun is over | attempt node exit_code |
+| left | every agent, when its torchrun is over | attempt node_rank exit_code |
 | attempt_ended | the head node's agent | attempt cause step detail last_heard |
 | requeued | the head node's agent | attempt job_id |
 | cancelled | cancel | by |

@@ -75,10 +75,8 @@ def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) ->
     node = Node(run=run, spec=spec, place=place, stop=stop, attempt=attempt, writer=writer)
     writer.append("joined", attempt=attempt.attempt, node=place.host)
     exit_code, detail = _work(node)
-    if place.is_head:
-        return conclude(node, exit_code, detail)
-    writer.append("left", attempt=attempt.attempt, node=place.host, exit_code=exit_code)
-    return exit_code
+    node.note("left", node_rank=place.node_rank, exit_code=exit_code)
+    return conclude(node, exit_code, detail) if place.is_head else exit_code
 
 
 def _claim_or_refuse(run: RunDir, place: Place) -> Attempt:
@@ -207,7 +205,7 @@ def _follow(node: Node, done_round: int) -> Rendezvous | None:
     None when there will be none: the attempt has ended, or the head says nothing any more.
     """
     deadline = time.monotonic() + _FOLLOW_SECONDS
-    while not node.stop and not node.events("attempt_ended"):
+    while not node.stop and not any(event["node_rank"] == 0 for event in node.events("left")):
         announced = [event for event in node.events("rendezvous") if event["round"] > done_round]
         if announced:
             return _rendezvous(node, announced[-1]["round"], announced[-1]["port"])

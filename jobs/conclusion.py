@@ -17,31 +17,24 @@ from jobs.node import Node
 _POLL_SECONDS, _RETRY_SECONDS = 0.5, 3.0
 # By then Slurm has marked a node that does not answer (SlurmdTimeout is 300 s, unless the administrators changed it).
 _OTHERS_SECONDS = 400.0
+_REQUEUE_SECONDS = 600.0
 
 
 def conclude(node: Node, exit_code: int, detail: str | None) -> int:
     """Write down how the attempt ended and see that the run goes on, if it should. Returns the exit code."""
-    others = _wait_for_others(node)
+    others = [] if node.run.final_result.exists() else _wait_for_others(node)
     ending = _look(node, exit_code == 0 and all(code == 0 for code in others))
     cause = cause_of(ending)
     if cause is Cause.CRASHED and detail is None:
         detail = _why(node, exit_code)
-    _note(node, "attempt_ended", cause=cause, step=last_step(node.run), detail=detail)
+    node.note("attempt_ended", cause=cause, step=last_step(node.run), detail=detail)
     print(f"torchrelay: attempt {node.attempt.attempt} ended: {cause}{f' ({detail})' if detail else ''}", flush=True)
     if must_requeue(cause, ending):
         if node.place.cluster == "slurm":
             _requeue(node.place.job_id)
-        _note(node, "requeued", job_id=node.place.job_id)
+        node.note("requeued", job_id=node.place.job_id)
         return 0 if node.place.cluster == "slurm" else LOCAL_REQUEUE_RETURN_CODE
     return 0 if cause is Cause.COMPLETED or goes_on(cause, ending.failures) else 1
-
-
-def _note(node: Node, event: str, **fields: object) -> None:
-    """Write an event; the requeue is worth more than its record, should the disk be full."""
-    try:
-        node.writer.append(event, attempt=node.attempt.attempt, **fields)
-    except OSError as error:
-        print(f"torchrelay: {event} could not be recorded: {error}", flush=True)
 
 
 def _wait_for_others(node: Node) -> list[int]:
@@ -50,10 +43,11 @@ def _wait_for_others(node: Node) -> list[int]:
     A requeue with a dead node that Slurm has not noticed restarts the job without its GPUs and leaks them (22.05).
     """
     deadline = time.monotonic() + _OTHERS_SECONDS
+    others = range(1, node.place.num_nodes)
     while True:
-        left = {event["node"]: event["exit_code"] for event in node.events("left")}
-        silent = [name for name in node.place.hostnames[1:] if name not in left]
-        if not silent or node.place.cluster == "local" or time.monotonic() > deadline or _are_dead(silent):
+        left = {event["node_rank"]: event["exit_code"] for event in node.events("left") if event["node_rank"]}
+        silent = [node.place.hostnames[rank] for rank in others if rank not in left]
+        if not silent or time.monotonic() > deadline or (node.place.cluster == "slurm" and _are_dead(silent)):
             return list(left.values())
         time.sleep(_POLL_SECONDS)
 
@@ -66,11 +60,18 @@ def _are_dead(names: list[str]) -> bool:
 
 
 def _requeue(job_id: str) -> None:
-    """Ask Slurm for the requeue until it says yes, or ends this process: its controller may be restarting."""
+    """Ask Slurm for the requeue, for longer than a fail-over of its controller takes (SlurmctldTimeout, 120 s).
+
+    Raises:
+        TorchrelayError: it refused to the end.
+    """
+    deadline = time.monotonic() + _REQUEUE_SECONDS
     while True:
         try:
             return slurm.requeue(job_id)
         except TorchrelayError as error:
+            if time.monotonic() > deadline:
+                raise
             print(f"torchrelay: the requeue failed, trying again: {error}", flush=True)
             time.sleep(_RETRY_SECONDS)
 

@@ -22,6 +22,13 @@ class Node:
     attempt: Attempt
     writer: Writer
 
+    def note(self, event: str, **fields: object) -> None:
+        """Write an event of this attempt; what follows is worth more than its record, should the disk be full."""
+        try:
+            self.writer.append(event, attempt=self.attempt.attempt, **fields)
+        except OSError as error:
+            print(f"torchrelay: {event} could not be recorded: {error}", flush=True)
+
     def newest_round(self) -> int:
         """The rendezvous that the head node's agent has announced last; 0 before the first."""
         rounds = [event["round"] for event in self.events("rendezvous")]
