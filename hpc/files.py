@@ -95,19 +95,22 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole record of a log. A torn line (a kill, a full disk) is passed over: its record never happened."""
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record on a line; None for a torn one (a kill, a full disk): it never happened."""
     try:
-        text = path.read_bytes()
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole record of a log, the oldest first; none if there is no log."""
+    try:
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+    yield from (record for line in lines if (record := _record(line)) is not None)
 
 
 def last_json_line(path: Path, tail_bytes: int = 65536) -> dict[str, Any] | None:
@@ -118,11 +121,4 @@ def last_json_line(path: Path, tail_bytes: int = 65536) -> dict[str, Any] | None
             lines = file.read().splitlines()
     except FileNotFoundError:
         return None
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
+    return next((record for line in reversed(lines) if (record := _record(line)) is not None), None)
