@@ -9,6 +9,8 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -89,6 +91,16 @@ def run(
         return UserError.exit_code if isinstance(error, PermissionError) else TorchrelayError.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def own_command() -> str:
+    """What to type for `hpc` here: that, if the PATH leads to this environment's, else its place."""
+    own = Path(sys.executable).with_name("hpc")
+    on_path = shutil.which("hpc")
+    if on_path is not None and Path(on_path) == own:
+        return "hpc"
+    near = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own
+    return shlex.quote(str(near))
 
 
 def print_json(document: Any) -> None:

@@ -242,7 +242,7 @@ def _print_next_steps(run: RunDir, job_id: str, options: Submit) -> None:
     where = [] if options.runs_dir == Path("runs") else ["--runs-dir", str(options.runs_dir)]
     print(f"submitted run {run.name} as job {job_id}\n  {run.path}\nnext:")
     for verb in ("status", "logs --follow", "cancel"):
-        print(f"  hpc {verb} {shlex.join([run.name, *where])}")
+        print(f"  {cli.own_command()} {verb} {shlex.join([run.name, *where])}")
 
 
 if __name__ == "__main__":

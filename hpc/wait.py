@@ -45,8 +45,8 @@ def progress(row: Summary) -> str:
 
 def _print_result(run: RunDir, row: Summary) -> None:
     print_table([row])
-    place = shlex.quote(str(run.path))
+    hpc, place = cli.own_command(), shlex.quote(str(run.path))
     if row["detail"]:
         print(f"{row['state']}: {row['detail']}", file=sys.stderr)
     print(f"logs     {run.logs}\nresult   {run.final}" if row["state"] == "completed" else f"logs     {run.logs}")
-    print(f"restarts {restarts(row)}\nnext     hpc status {place}\n         hpc logs {place}")
+    print(f"restarts {restarts(row)}\nnext     {hpc} status {place}\n         {hpc} logs {place}")
