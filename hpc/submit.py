@@ -98,7 +98,7 @@ def submit(options: Submit, script: tuple[str, ...]) -> int:
         return _print_plan(options, run, spec)
     with new_run_directory(run):
         fill(run, spec)
-    job_id = _start(run, spec)
+        job_id = SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)
     started = start_time(job_id) if spec.cluster == "local" else None
     Writer(run.events / "submit.jsonl").append("submitted", job_id=job_id, cluster=spec.cluster, started=started)
     answer = _answer(run, spec, job_id)
@@ -108,15 +108,6 @@ def submit(options: Submit, script: tuple[str, ...]) -> int:
     from hpc import wait  # noqa: PLC0415 - draws with rich, which a mere submission need not load
 
     return wait.until_done(run, answer if options.json else None)
-
-
-def _start(run: RunDir, spec: RunSpec) -> str:
-    """Hand the run to the cluster. Only a refusal removes its directory: after anything else a job may be queued."""
-    try:
-        return SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)
-    except UserError:
-        shutil.rmtree(run.path)
-        raise
 
 
 def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
@@ -196,15 +187,27 @@ def new_run_directory(run: RunDir) -> Iterator[None]:
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Whoever can write here can run code as the user.
         run.path.mkdir(mode=0o700)
-        yield
     except FileExistsError as error:
         raise UserError(f"run {run.name!r} exists already in {run.path.parent}: choose another --name") from error
     except OSError as error:
         shutil.rmtree(created, ignore_errors=True)
-        raise UserError(f"--runs-dir {run.path.parent} cannot be written: {error}") from error
-    except BaseException:
+        raise _unwritable(run, error) from error
+    try:
+        yield
+    except (UserError, OSError) as error:
         shutil.rmtree(created, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _unwritable(run, error) from error
         raise
+    except BaseException:
+        # Ctrl-C: once there is a script, a job may have been queued, which then needs its directory.
+        if not run.script.exists():
+            shutil.rmtree(created, ignore_errors=True)
+        raise
+
+
+def _unwritable(run: RunDir, error: OSError) -> UserError:
+    return UserError(f"--runs-dir {run.path.parent} cannot be written: {error}")
 
 
 def fill(run: RunDir, spec: RunSpec) -> None:

@@ -60,7 +60,8 @@ def find_claim(attempts: list[Attempt], place: Place, joined: Callable[[Attempt]
         return None
     newest = attempts[-1]
     same_start = (newest.job_id, newest.restart) == _start(place)
-    return newest if same_start and newest.ended is None and not joined(newest) else None
+    # submitit's local executor starts a job again without counting: what this node has been in is not its claim.
+    return newest if same_start and not joined(newest) else None
 
 
 def join(run: RunDir, place: Place, stopped: Callable[[], bool], timeout_seconds: float) -> Attempt | None:
@@ -80,10 +81,10 @@ def join(run: RunDir, place: Place, stopped: Callable[[], bool], timeout_seconds
                 raise TorchrelayError(event["detail"])
         attempts = attempts_of(events)
         found = find_claim(attempts, place, lambda a: event_file(run, a.attempt, place.node_rank).path.exists())
+        if found is not None and found.ended:
+            raise TorchrelayError(f"attempt {found.attempt} ended before this node could join it")
         if found is not None:
             return found
-        if attempts and attempts[-1].ended and (attempts[-1].job_id, attempts[-1].restart) == _start(place):
-            raise TorchrelayError(f"attempt {attempts[-1].attempt} ended before this node could join it")
         if time.monotonic() > deadline:
             raise TorchrelayError(f"the head node {place.head} claimed no attempt within {timeout_seconds:.0f} s")
         time.sleep(_POLL_SECONDS)

@@ -80,8 +80,23 @@ def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
     assert find_claim(attempts, place(restart=2, node_rank=1), lambda _: False) is None, "a later start of the job"
     assert find_claim(attempts, place(job_id="9", restart=1), lambda _: False) is None, "another job"
     assert find_claim(attempts, place(restart=1), lambda _: True) is None, "an attempt it has been in"
-    Writer(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="lost")
-    assert find_claim(attempts_of(ledger.read(run.events)), place(restart=1), lambda _: False) is None
+
+
+def test_attempt_that_ended_before_this_node_joined_is_not_waited_for(run: RunDir) -> None:
+    claim(run, place())
+    Writer(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed")
+    with pytest.raises(TorchrelayError, match="attempt 1 ended before this node could join it"):
+        join(run, place(node_rank=1), lambda: False, timeout_seconds=60.0)
+
+
+def test_attempt_that_this_node_has_been_in_is_not_its_next_one(run: RunDir) -> None:
+    claim(run, place())
+    event_file(run, 1, 1).append("joined", attempt=1, node="gpu02")
+    Writer(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="requeued")
+    with pytest.raises(TorchrelayError, match="claimed no attempt"):
+        join(run, place(node_rank=1), lambda: False, timeout_seconds=0.0)
+    again = claim(run, place())
+    assert join(run, place(node_rank=1), lambda: False, timeout_seconds=60.0) == again
 
 
 def test_join_follows_a_refusal(run: RunDir) -> None:

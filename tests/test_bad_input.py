@@ -85,6 +85,7 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--config=type.yaml"], r"--epochs.*'many'"),
         (["--sbatch=nodes=3"], r"--sbatch nodes is ours to set: use --nodes"),
         (["--sbatch=mem-bind=nonsense"], r"sbatch refused the job: .*mem-bind"),
+        (["--constraint=nosuchfeature", "--runs-dir=new/runs"], r"sbatch refused the job: .*[Ff]eature"),
         (["--constraint=nosuchfeature"], r"sbatch refused the job: .*[Ff]eature"),
         (["--cluster=cloud"], r"invalid choice 'cloud'"),
         (["--", "nowhere.py"], r"script 'nowhere.py' does not exist"),
