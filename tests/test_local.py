@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ LOCAL = "--cluster=local"
 
 
 @pytest.fixture
-def site(shared: Path) -> Site:
+def site(shared: Path) -> Iterator[Site]:
     tiny_data(shared / "data")
-    return Site(shared, "/nonexistent")
+    here = Site(shared, "/nonexistent")
+    yield here
+    for run in (shared / "runs").glob("*"):
+        assert here.hpc("cancel", str(run)).returncode == 0
 
 
 def test_two_pretended_nodes_train(site: Site) -> None:
