@@ -63,7 +63,8 @@ def print_table(rows: list[Summary]) -> None:
 
 def queue(runs: Sequence[RunDir]) -> Mapping[str, Job] | None:
     """The user's jobs, or None where there is no Slurm or it does not answer."""
-    if not runs or not slurm.available():
+    # A run without a script is this machine's alone.
+    if not any(run.script.exists() for run in runs) or not slurm.available():
         return None
     try:
         return slurm.jobs()
