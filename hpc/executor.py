@@ -22,19 +22,11 @@ from hpc.rundir import RunDir
 from hpc.slurm import first_error
 from hpc.snapshot import OWN
 from hpc.spec import RunSpec
-from hpc.units import walltime_minutes
+from hpc.units import stop_lead_seconds, walltime_minutes
 
-# sbatch may deliver --signal up to a minute early but never late: a tenth of the limit leaves the save its time
-# and costs little work.
-_LEAST_LEAD_SECONDS, _MOST_LEAD_SECONDS = 30, 300
 # An srun inside the script takes these from the shell that sbatch was typed in, which may be another job's: a
 # leaked binding pins every rank to the wrong cores.
 _UNSET = "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE SLURM_MEM_BIND"
-
-
-def stop_lead_seconds(limit_minutes: int) -> int:
-    """Seconds before the time limit at which the run is told to save and make way."""
-    return min(max(limit_minutes * 60 // 10, _LEAST_LEAD_SECONDS), _MOST_LEAD_SECONDS)
 
 
 def agent_command(run: RunDir) -> str:

@@ -1,4 +1,4 @@
-"""Durations as Slurm and people write them. Pure; runs everywhere."""
+"""Durations as Slurm and people write them, and the one that we choose. Pure; runs everywhere."""
 
 import re
 
@@ -8,6 +8,9 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WITH_UNIT = re.compile(r"(\d+)([smhd])")
 # Slurm's own forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
 _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+# sbatch may deliver --signal up to a minute early but never late: a tenth of the limit leaves the save its time
+# and costs little work.
+_LEAST_LEAD_SECONDS, _MOST_LEAD_SECONDS = 30, 300
 
 
 def slurm_seconds(text: str) -> int | None:
@@ -52,3 +55,8 @@ def format_minutes(minutes: int) -> str:
     days, rest = divmod(minutes, 1440)
     clock = f"{rest // 60:02d}:{rest % 60:02d}:00"
     return f"{days}-{clock}" if days else clock
+
+
+def stop_lead_seconds(limit_minutes: int) -> int:
+    """Seconds before the time limit at which the run is told to save and make way."""
+    return min(max(limit_minutes * 60 // 10, _LEAST_LEAD_SECONDS), _MOST_LEAD_SECONDS)

@@ -13,13 +13,12 @@ from pathlib import Path
 from hpc import ledger, slurm, staging
 from hpc.attempts import Attempt, attempts_of
 from hpc.errors import TorchrelayError
-from hpc.executor import stop_lead_seconds
 from hpc.outcome import Cause
 from hpc.rundir import RunDir
 from hpc.slurm import JobState
 from hpc.spec import RunSpec
 from hpc.staging import StagingStopped
-from hpc.units import walltime_minutes
+from hpc.units import stop_lead_seconds, walltime_minutes
 from jobs import claim, script, torchrun, train
 from jobs.conclusion import conclude, last_step
 from jobs.node import Node
