@@ -63,7 +63,7 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--data=file"], r"--data is .*/file, which is not a directory"),
         (["--data=/tmp/torchrelay-test-data"], r"--data /tmp/.* is on this node's own disk"),
         (["--model=resnet51"], r"--model is 'resnet51', which is not known: did you mean .*resnet50"),
-        (["--nodes=2", "--gpus-per-node=4", "--batch-size=7"], r"--batch-size is 7, less than the 8 ranks"),
+        (["--nodes=2", "--gpus-per-node=4", "--batch-size=7"], r"--batch-size is 7, too small for the 8 ranks"),
         (["--batch-size=0"], r"--batch-size is 0: use 1 or more"),
         (["--lr=fast"], r"--lr.*'fast'"),
         (["--epochs=-1"], r"--epochs is -1"),

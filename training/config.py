@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.errors import UserError
@@ -88,16 +89,38 @@ class TrainConfig:
     """Epochs over which the learning rate rises from almost zero to --lr."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """The learning rate after the warm-up: falling to zero along a cosine, or constant."""
-    amp: Literal["none", "bf16"] = "none"
-    """Mixed precision: off, or bfloat16 autocast."""
-    augment: Literal["auto", "none", "crop", "crop-flip"] = "auto"
-    """Random crops, and mirroring. `auto`: crop for IDX files (a mirrored digit is another), else crop-flip."""
+    clip_norm: float = 0.0
+    """Largest norm of the gradients of a step, which are scaled down to it; 0: they are not."""
+    accumulate: int = 1
+    """Parts that each rank computes its share of a batch in, one after the other, to save memory."""
+    ema: float = 0.0
+    """Decay of the moving average of the weights that is evaluated and kept instead of them, such as 0.999; 0: none."""
+    sync_bn: bool = False
+    """Batch normalisation over the whole batch instead of each rank's share."""
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    """Mixed precision: off, bfloat16, or float16 with a scaled loss."""
+    deterministic: bool = False
+    """Allow operations only that give the same bits each time, also where that is slow; end if there is none."""
+    crop: Literal["auto", "none", "padded", "resized"] = "auto"
+    """Random crops: of the padded image, or of any part, scaled. `auto`: padded for data in memory, else resized."""
+    flip: Literal["auto", "on", "off"] = "auto"
+    """Mirror half of the images. `auto`: not those of IDX files (a mirrored digit is another)."""
+    policy: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"
+    """Changes of color and shape: AutoAugment (ImageNet's or CIFAR-10's), RandAugment, or TrivialAugment."""
+    random_erase: float = 0.0
+    """Probability that a random rectangle of an image is erased."""
+    mixup: float = 0.0
+    """Alpha of mixup, such as 0.2; 0: no mixup. With --cutmix as well, each step uses either."""
+    cutmix: float = 0.0
+    """Alpha of cutmix, such as 1; 0: no cutmix."""
     seed: int = 0
     """The number that everything random follows from: weights, order, augmentation, the held-out part."""
     image_size: int | None = None
     """Side of the square images that the model sees; by default what suits the model and the data."""
     val_fraction: float = 0.05
     """Part of the training set that is held out for validation, if the data have no val/ of their own."""
+    max_corrupt: int = 10
+    """Unreadable images that are replaced by others; with more the run ends."""
     workers: int | None = None
     """Loader processes per rank; by default none for data in memory, else the cores that the rank has."""
     log_every: int = 20
@@ -106,6 +129,8 @@ class TrainConfig:
     """Steps (500) or time (30s, 10m, 2h) between two checkpoints; each epoch's end is saved anyway."""
     keep_checkpoints: int = 2
     """Checkpoints to keep, the newest ones."""
+    log_samples: bool = False
+    """Write down which images are in each step: each rank's in a file below metrics/samples."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -145,6 +170,13 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "momentum": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
     "weight_decay": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "clip_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "accumulate": (lambda v: _is_whole(v, 1), "use 1 or more"),
+    "ema": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),
+    "random_erase": (lambda v: _is_number(v) and 0 <= v <= 1, "use a probability from 0 to 1"),
+    "mixup": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "cutmix": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "max_corrupt": (lambda v: _is_whole(v, 0), "use 0 or more"),
     "warmup_epochs": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "seed": (lambda v: _is_whole(v, 0) and v <= _LARGEST_SEED, f"use a whole number from 0 to {_LARGEST_SEED}"),
     "image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
@@ -175,7 +207,8 @@ def _field_types() -> dict[str, Any]:
 def to_argv(config: TrainConfig) -> list[str]:
     """The flags that `python -m training` parses back to an equal config. Fields that are None are left out."""
     values = dataclasses.asdict(config)
-    return [f"{flag(name)}={value}" for name, value in values.items() if value is not None]
+    switches = [flag(name) for name, value in values.items() if value is True]
+    return switches + [f"{flag(name)}={value}" for name, value in values.items() if type(value) not in {bool, NoneType}]
 
 
 @cache
@@ -208,14 +241,20 @@ def check_model(name: str) -> None:
     raise UserError(f"--model is {name!r}, which is not known: did you mean {', '.join(close)}?")
 
 
+def together(config: TrainConfig) -> int:
+    """Images that stand next to each other in a batch and must go to the same rank: mixing takes pairs."""
+    return 2 if config.mixup or config.cutmix else 1
+
+
 def check_world(config: TrainConfig, world_size: int) -> None:
-    """Make sure that every rank has work in every step.
+    """Make sure that every rank has work in every part of a step.
 
     Raises:
-        UserError: there are more ranks than images in a batch.
+        UserError: there are too few images in a batch.
     """
-    if config.batch_size < world_size:
-        raise UserError(
-            f"--batch-size is {config.batch_size}, less than the {world_size} ranks that share it: "
-            f"use {world_size} or more, or fewer ranks"
-        )
+    least = world_size * config.accumulate * together(config)
+    if config.batch_size < least:
+        among = f"the {world_size} ranks that share it"
+        among += f" in {config.accumulate} parts each" if config.accumulate > 1 else ""
+        among += ", in pairs to be mixed" if together(config) > 1 else ""
+        raise UserError(f"--batch-size is {config.batch_size}, too small for {among}: use {least} or more")

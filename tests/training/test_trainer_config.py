@@ -36,7 +36,7 @@ from training.config import (
         ("weight_decay", -1e-4, "--weight-decay is -0.0001: use 0 or more"),
         ("label_smoothing", 1, "--label-smoothing is 1: use 0 or more and less than 1"),
         ("warmup_epochs", -1, "--warmup-epochs is -1: use 0 or more"),
-        ("amp", "fp8", "--amp is 'fp8': use one of none, bf16"),
+        ("amp", "fp8", "--amp is 'fp8': use one of none, bf16, fp16"),
         ("seed", -1, "--seed is -1: use a whole number from 0 to 9223372036854775807"),
         ("image_size", 4, "--image-size is 4: use 8 or more pixels, or leave it out"),
         ("val_fraction", 1.0, "--val-fraction is 1.0: use 0 or more and less than 1"),
@@ -97,7 +97,7 @@ def parse(argv: list[str]) -> TrainConfig:
             checkpoint_every="30s",
         ),
         TrainConfig(data="--data", model="-x"),
-        TrainConfig(data="a=b=c", augment="crop-flip", optimizer="adamw"),
+        TrainConfig(data="a=b=c", crop="padded", flip="on", optimizer="adamw", sync_bn=True, ema=0.99),
     ],
 )
 def test_a_config_survives_the_way_through_argv(config: TrainConfig) -> None:
@@ -127,7 +127,7 @@ def test_an_unknown_model_is_refused_with_the_names_that_come_close() -> None:
 
 def test_more_ranks_than_images_in_a_batch_are_refused() -> None:
     check_world(TrainConfig(data="x", batch_size=8), 8)
-    with pytest.raises(UserError, match=r"--batch-size is 8, less than the 9 ranks"):
+    with pytest.raises(UserError, match=r"--batch-size is 8, too small for the 9 ranks that share it: use 9 or more"):
         check_world(TrainConfig(data="x", batch_size=8), 9)
 
 
