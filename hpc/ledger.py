@@ -13,9 +13,10 @@ epoch) and `event`; the events and their fields:
 | staged | every agent | attempt node seconds path reused in_place |
 | node_failed | an agent that cannot go on | attempt node detail |
 | train_started | rank 0 | attempt step total_steps epoch world_size restored_from seconds |
-| checkpoint_saved | rank 0 | attempt step seconds |
+| checkpoint_saved | rank 0 | attempt step seconds stalled_seconds |
 | checkpoint_failed | rank 0 | attempt step reason |
 | checkpoint_rejected | rank 0 | attempt path reason |
+| image_corrupt | rank 0 | attempt path |
 | train_stopped | rank 0 | attempt step signal |
 | train_completed | rank 0 | attempt step |
 | left | every agent, when its torchrun is over | attempt node_rank exit_code |

@@ -48,6 +48,10 @@ class RunDir:
         """One JSON line per evaluation."""
         return self.path / "metrics" / "eval.jsonl"
 
+    def sample_log(self, attempt: int, rank: int) -> Path:
+        """One JSON line per step: which images one rank of one attempt used."""
+        return self.path / "metrics" / "samples" / f"attempt-{attempt:03d}-rank-{rank:02d}.jsonl"
+
     @property
     def tensorboard(self) -> Path:
         """TensorBoard's event files."""

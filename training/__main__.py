@@ -18,6 +18,8 @@ import tyro  # noqa: E402
 from hpc.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.rundir import RunDir  # noqa: E402
 from training.config import TrainConfig, check_model  # noqa: E402
+from training.fault import parse_fault  # noqa: E402
+from training.job import Job  # noqa: E402
 
 _INTERRUPTED = 130
 
@@ -34,6 +36,8 @@ class Arguments:
     """The directory of everything that the run writes."""
     attempt: int = 1
     """The number of this attempt at the run."""
+    fault: tyro.conf.Suppress[str] = ""
+    """For tests: POINT@STEP:RANK, where to die (training.fault)."""
 
 
 def main() -> int:
@@ -71,11 +75,11 @@ def _train(arguments: Arguments) -> int:
     # After the user's simplest mistakes: these imports take seconds.
     from training.distributed import SharedError, place_from  # noqa: PLC0415
     from training.launch import launch  # noqa: PLC0415
-    from training.trainer import Job  # noqa: PLC0415
 
     place = place_from(os.environ)
     run_dir = RunDir(arguments.run_dir.expanduser().absolute())
-    job = Job(config=arguments.train, run_dir=run_dir, attempt=arguments.attempt, started=_STARTED)
+    fault = parse_fault(arguments.fault)
+    job = Job(config=arguments.train, run_dir=run_dir, attempt=arguments.attempt, started=_STARTED, fault=fault)
     try:
         launch(job, place)
     except TorchrelayError as error:

@@ -1,6 +1,7 @@
 """How all ranks come to act on one rank's wish at the same step. Runs on every rank."""
 
 from signal import Signals
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -14,6 +15,17 @@ class StopRequested(Exception):  # noqa: N818  # no error: a wish that all ranks
         self.name = Signals(number).name
 
 
+class Wishes(NamedTuple):
+    """What ranks may want at a step boundary. The largest of each counts."""
+
+    signal: int = 0
+    """The number of a signal to stop for; 0: go on."""
+    save: int = 0
+    """1: a checkpoint is due."""
+    news: int = 0
+    """1: there is something to tell the other ranks."""
+
+
 class Agreement:
     """An exchange of wishes at every step boundary that costs the training nothing.
 
@@ -25,33 +37,25 @@ class Agreement:
         self._group = group
         self._pending: tuple[Tensor, distributed.Work] | None = None
 
-    def exchange(self, *, signal: int, save: bool = False) -> bool:
+    def exchange(self, wishes: Wishes) -> Wishes:
         """State one's wishes and learn what was agreed on at the last boundary: the same on every rank.
-
-        Args:
-            signal: the number of a signal to stop for; 0: go on.
-            save: whether a checkpoint is due.
-
-        Returns:
-            Whether a checkpoint is due.
 
         Raises:
             StopRequested: some rank was sent a signal.
         """
-        agreed_signal, agreed_save = self.settle()
-        wish = torch.tensor([signal, int(save)])
+        agreed = self.settle()
+        wish = torch.tensor(wishes)
         work = distributed.all_reduce(wish, distributed.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (wish, work)
-        if agreed_signal:
-            raise StopRequested(agreed_signal)
-        return bool(agreed_save)
+        if agreed.signal:
+            raise StopRequested(agreed.signal)
+        return agreed
 
-    def settle(self) -> tuple[int, int]:
+    def settle(self) -> Wishes:
         """Wait for what is under way, and return the largest wishes."""
         if self._pending is None:
-            return 0, 0
+            return Wishes()
         wish, work = self._pending
         self._pending = None
         work.wait()
-        signal, save = wish.tolist()
-        return signal, save
+        return Wishes(*wish.tolist())

@@ -41,15 +41,26 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def save_checkpoint(directory: Path, step: int, files: Mapping[str, bytes], keep: int) -> Path:
+def save_checkpoint(directory: Path, step: int, fill: Callable[[Path], None], keep: int) -> Path:
     """Write a checkpoint and then, when it is on the disk, delete all but the newest `keep`.
+
+    Args:
+        directory: of the checkpoints.
+        step: the optimizer steps done.
+        fill: writes the checkpoint's files into the directory that it is given.
+        keep: checkpoints to keep.
 
     Raises:
         OSError: it could not be written; the older ones are all there.
     """
+
+    def complete(temporary: Path) -> None:
+        fill(temporary)
+        files = {file.name: _described(file.read_bytes()) for file in sorted(temporary.iterdir())}
+        (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
+
     path = checkpoint_path(directory, step)
-    manifest = {"step": step, "files": {name: _described(data) for name, data in files.items()}}
-    publish(path, {**files, _MANIFEST: json.dumps(manifest, indent=2).encode()})
+    publish(path, complete)
     for outdated in [*list_checkpoints(directory)[keep:], *directory.glob(f"{_REJECTED}*")]:
         shutil.rmtree(outdated, ignore_errors=True)
     return path

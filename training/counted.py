@@ -22,6 +22,8 @@ class Purpose(IntEnum):
     ORDER = 3
     AUGMENTATION = 4
     STEP = 5
+    MIX = 6
+    CUT = 7
 
 
 def _mix(value: int) -> int:

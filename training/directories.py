@@ -1,13 +1,13 @@
 """Directories that appear whole or not at all. Runs on rank 0.
 
-The files are written into a directory with a temporary name, flushed to the disk, and the directory is renamed. What
+They are filled under a temporary name, flushed to the disk, and renamed. What
 a killed attempt left behind under temporary names is removed by the next one.
 """
 
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from hpc.files import fsync_directory
@@ -15,8 +15,12 @@ from hpc.files import fsync_directory
 _UNFINISHED, _REPLACED = "tmp", "old"
 
 
-def publish(path: Path, files: Mapping[str, bytes]) -> None:
-    """Create or replace a directory with these files. An older one is deleted after the new one is in its place.
+def publish(path: Path, fill: Callable[[Path], None]) -> None:
+    """Create or replace a directory of files. An older one is deleted after the new one is in its place.
+
+    Args:
+        path: the directory.
+        fill: is given an empty directory to write the files into; the writing need not be durable.
 
     Raises:
         OSError: the disk is full, for example. Nothing is left behind, and an older directory is as it was.
@@ -25,8 +29,9 @@ def publish(path: Path, files: Mapping[str, bytes]) -> None:
     temporary = _aside(path, _UNFINISHED)
     try:
         temporary.mkdir()
-        for name, data in files.items():
-            _write_durably(temporary / name, data)
+        fill(temporary)
+        for file in temporary.iterdir():
+            _flush(file)
         fsync_directory(temporary)
         _put_in_place(temporary, path)
     except BaseException:
@@ -38,10 +43,8 @@ def _aside(path: Path, ending: str) -> Path:
     return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
 
 
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 

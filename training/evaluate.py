@@ -1,10 +1,12 @@
-"""Exact evaluation: every sample counts once, whatever the number of ranks. Runs on every rank.
+"""Exact evaluation: every sample counts once, and the result is the same to the last digit for any number of ranks.
 
-Ranks add up whole numbers and sums, never averages of averages, and the total must be the size of the data set.
+Runs on every rank. The batches are the same whoever evaluates them, the ranks exchange whole numbers and each batch's
+loss, never averages, and the total must be the size of the data set.
 """
 
 import csv
 import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training.config import TrainConfig
-from training.data import Source, load_ahead
+from training.data import Batch, Source, load_ahead
 from training.distributed import Ranks
 from training.model import Preprocess
 from training.optim import autocast
@@ -29,6 +31,8 @@ class Evaluation:
     loss: float
     confusion: Tensor
     """int64 [classes, classes]: images of the class of the row that were taken for that of the column."""
+    corrupt: tuple[int, ...]
+    """Places of the images that could not be read; others took their place."""
 
     @property
     def correct(self) -> int:
@@ -67,32 +71,39 @@ class Evaluator:
         """
         self._share_buffers()
         self.model.eval()
-        loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        confusion = torch.zeros(self.classes**2, dtype=torch.int64, device=self.ranks.device)
-        requests = evaluation_requests(len(source), _BATCH, self.ranks.rank, self.ranks.world_size)
-        pinned = self.ranks.device.type == "cuda"
-        with load_ahead(source, requests, self.workers, pin_memory=pinned) as batches:
-            for images, labels in batches:
+        rank, world_size, device = self.ranks.rank, self.ranks.world_size, self.ranks.device
+        losses = torch.zeros(-(-len(source) // _BATCH), dtype=torch.float64, device=device)
+        confusion = torch.zeros(self.classes**2, dtype=torch.int64, device=device)
+        corrupt: set[int] = set()
+        requests = evaluation_requests(len(source), _BATCH, rank, world_size)
+        with load_ahead(source, requests, self.workers, pin_memory=device.type == "cuda") as batches:
+            for turn, batch in enumerate(batches):
                 before_batch()
-                if len(labels):
-                    self._count(images, labels.to(self.ranks.device, non_blocking=True), loss, confusion)
-        return self._summed(loss, confusion, len(source))
+                if len(batch.labels):
+                    losses[turn * world_size + rank] = self._count(batch, confusion)
+                    corrupt.update(batch.corrupt.tolist())
+        return self._summed(losses, confusion, corrupt, len(source))
 
     @torch.inference_mode()
-    def _count(self, images: Tensor, labels: Tensor, loss: Tensor, confusion: Tensor) -> None:
+    def _count(self, batch: Batch, confusion: Tensor) -> Tensor:
+        """Add a batch to the confusion, and return its loss."""
+        labels = batch.labels.to(self.ranks.device, non_blocking=True)
         with autocast(self.config, self.ranks.device):
-            logits = self.model(self.preprocess(images))
-        loss += functional.cross_entropy(logits.float(), labels, reduction="sum")
+            logits = self.model(self.preprocess(batch.images)).float()
         confusion += torch.bincount(labels * self.classes + logits.argmax(1), minlength=self.classes**2)
+        return functional.cross_entropy(logits, labels, reduction="sum")
 
     def _share_buffers(self) -> None:
         """All ranks evaluate rank 0's batch statistics; between steps, each rank's are its own."""
         for buffer in self.model.buffers():
             torch.distributed.broadcast(buffer, 0)
 
-    def _summed(self, loss: Tensor, confusion: Tensor, samples: int) -> Evaluation:
+    def _summed(self, losses: Tensor, confusion: Tensor, corrupt: set[int], samples: int) -> Evaluation:
         counts = self.ranks.sum(confusion).reshape(self.classes, self.classes)
-        result = Evaluation(loss=float(self.ranks.sum(loss)) / samples, confusion=counts)
+        # Each batch's loss comes from one rank and zeros from the others, so nothing is rounded.
+        loss = math.fsum(self.ranks.sum(losses).tolist()) / samples
+        everybodys = sorted(set().union(*self.ranks.gather(corrupt)))
+        result = Evaluation(loss=loss, confusion=counts, corrupt=tuple(everybodys))
         if result.total != samples:
             raise AssertionError(f"{result.total} of {samples} samples were counted")
         return result

@@ -7,8 +7,10 @@ import torch
 from training.config import check_data, check_world, resolve_data
 from training.data import Data, load_data
 from training.distributed import Place, Ranks, SharedError, connect, disconnect
+from training.job import Job
 from training.model import Preprocess, build_model, input_channels, input_size
-from training.trainer import Job, Trainer
+from training.norm import synchronise
+from training.trainer import Trainer
 
 _MOST_WORKERS = 8
 
@@ -23,6 +25,7 @@ def launch(job: Job, place: Place) -> None:
     # The same sums in the same order every time; the fastest algorithm of the day is not that.
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(job.config.deterministic)
     ranks = connect(place)
     try:
         if _is_complete(job, ranks):
@@ -53,6 +56,8 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
+    if config.sync_bn:
+        model = synchronise(model, ranks.device)
     _check_same(data, ranks)
     preprocess = Preprocess.make(data.mean, data.std, channels, size, ranks.device)
     return Trainer(job, ranks, data, model, preprocess, _workers(config.workers, data, ranks.place))

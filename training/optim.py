@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
 from training.config import TrainConfig
@@ -41,6 +42,15 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
         group["lr"] = value
 
 
+_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """Mixed precision as configured: bfloat16 needs no loss scaling."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.amp == "bf16")
+    """Mixed precision as configured."""
+    dtype = _DTYPES[config.amp]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def make_scaler(config: TrainConfig, device: torch.device) -> GradScaler:
+    """What keeps float16 gradients from vanishing: it scales the loss. bfloat16 has the range not to need it."""
+    return GradScaler(device.type, enabled=config.amp == "fp16")

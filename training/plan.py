@@ -3,7 +3,7 @@
 Runs on every rank. The optimisation is defined by global batches. Step s of an epoch has the images
 [s * B, (s + 1) * B) of the epoch's order; the rest, fewer than B, is left out (each epoch leaves out others). If
 the whole training set is smaller than B, it is the batch. Ranks take consecutive shares of a batch, whose sizes
-differ by one at most.
+differ by one image at most (or by one pair, where pairs of neighbours are mixed).
 """
 
 from collections.abc import Iterator
@@ -31,6 +31,8 @@ class Plan:
     batch_size: int
     epochs: int
     seed: int
+    together: int = 1
+    """Neighbours in a batch that go to the same rank: 2 where images are mixed in pairs."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -53,7 +55,7 @@ class Plan:
 
     def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[Request]:
         """A rank's shares of the batches of all steps from a position in the data on, to the end of the run."""
-        start, end = share(self.batch_size, rank, world_size)
+        start, end = share(self.batch_size, rank, world_size, self.together)
         while epoch < self.epochs:
             order = self.order(epoch)
             for offset in range(samples_seen, self.samples_per_epoch, self.batch_size):
@@ -61,25 +63,28 @@ class Plan:
             epoch, samples_seen = epoch + 1, 0
 
 
-def make_plan(samples: int, batch_size: int, epochs: int, seed: int) -> Plan:
+def make_plan(samples: int, batch_size: int, epochs: int, seed: int, together: int = 1) -> Plan:
     """A plan whose batch is no larger than the training set."""
-    return Plan(samples=samples, batch_size=min(batch_size, samples), epochs=epochs, seed=seed)
+    return Plan(samples=samples, batch_size=min(batch_size, samples), epochs=epochs, seed=seed, together=together)
 
 
-def share(total: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Start and end of a rank's part of `total` things in a row. Parts differ by one at most and cover all."""
-    return total * rank // world_size, total * (rank + 1) // world_size
+def share(total: int, part: int, parts: int, together: int = 1) -> tuple[int, int]:
+    """Start and end of one of the parts of `total` things in a row.
+
+    The parts cover all. They differ by one group of `together` things at most; the last group may be incomplete.
+    """
+    groups = -(-total // together)
+    start, end = groups * part // parts, groups * (part + 1) // parts
+    return start * together, min(end * together, total)
 
 
 def evaluation_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[Request]:
-    """A rank's part of the samples, each of which is asked for exactly once by all ranks together.
+    """A rank's batches of an evaluation: batch i has the samples from i * `batch_size` on, whoever evaluates it.
 
-    Every rank gets the same number of requests, so that the ranks can talk between two of them; some may be empty.
-    `batch_size` is the largest size of one rank's request.
+    What a model computes for an image can depend on the batch that it is in, by the last bits: batches that do not
+    depend on the number of ranks make the result independent of it. The ranks take turns. Every rank gets the same
+    number of requests, so that the ranks can talk between two of them; the last may be empty.
     """
-    start, end = share(samples, rank, world_size)
-    largest_part = -(-samples // world_size)
-    rounds = -(-largest_part // batch_size)
-    for turn in range(rounds):
-        first, last = share(end - start, turn, rounds)
-        yield Request(indices=tuple(range(start + first, start + last)), epoch=None)
+    for first in range(0, samples, batch_size * world_size):
+        start = min(first + rank * batch_size, samples)
+        yield Request(indices=tuple(range(start, min(start + batch_size, samples))), epoch=None)

@@ -1,20 +1,26 @@
 """Everything that a run writes for others to read: events, metrics, results. Rank 0 writes, the other ranks do not."""
 
+import io
 import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpc.errors import TorchrelayError
 from hpc.ledger import Writer
 from hpc.rundir import RunDir
+from training.background import Background
 from training.console import Console
 from training.directories import publish, sweep
-from training.evaluate import confusion_csv
 from training.metrics import Metrics
 from training.state import Progress
 
 _RESULT, _MODEL, _CONFUSION = "result.json", "model.pt", "confusion.csv"
+
+Weights = dict[str, Tensor]
 
 
 class Recorder:
@@ -23,6 +29,7 @@ class Recorder:
     def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
         self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
         self.console = console
+        self.background = Background()
         self._ledger = Writer(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
         self._metrics: Metrics | None = None
         if writes:
@@ -55,16 +62,23 @@ class Recorder:
         if self._metrics:
             self._metrics.evaluation(record)
 
-    def best(self, model: bytes, result: dict[str, Any]) -> None:
-        """Replace `best/`. A full disk costs only this."""
-        if not self._writes:
-            return
+    def best(self, weights: Weights, result: dict[str, Any]) -> None:
+        """Begin to replace `best/`. A full disk costs only this.
+
+        Args:
+            weights: by name, in memory that does not change any more.
+            result: what is known of the model.
+        """
+        if self._writes:
+            self.background.start(partial(self._publish_best, weights, result))
+
+    def _publish_best(self, weights: Weights, result: dict[str, Any]) -> None:
         try:
-            publish(self._run_dir.best, {_MODEL: model, _RESULT: _json(result)})
+            publish(self._run_dir.best, partial(_write_model, weights, result, None))
         except OSError as error:
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
 
-    def final(self, model: bytes, result: dict[str, Any], confusion: Tensor | None, classes: tuple[str, ...]) -> None:
+    def final(self, weights: Weights, result: dict[str, Any], confusion: str | None) -> None:
         """Write `final/`: from now on the run is complete.
 
         Raises:
@@ -72,21 +86,31 @@ class Recorder:
         """
         if not self._writes:
             return
-        files = {_MODEL: model, _RESULT: _json(result)}
-        if confusion is not None:
-            files[_CONFUSION] = confusion_csv(confusion, classes).encode()
+        self.background.wait()
         try:
-            publish(self._run_dir.final, files)
+            publish(self._run_dir.final, partial(_write_model, weights, result, confusion))
         except OSError as error:
             raise TorchrelayError(
                 f"{self._run_dir.final} cannot be written ({error}): free some space and start the run again"
             ) from error
 
     def close(self) -> None:
-        """Flush what is buffered."""
+        """Finish what is being written."""
+        self.background.wait()
         if self._metrics:
             self._metrics.close()
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+def _write_model(weights: Weights, result: dict[str, Any], confusion: str | None, directory: Path) -> None:
+    """The files of a model and its result.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    # In memory first: what torch says of a full disk is no OSError.
+    buffer = io.BytesIO()
+    torch.save(weights, buffer)
+    (directory / _MODEL).write_bytes(buffer.getbuffer())
+    (directory / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
+    if confusion is not None:
+        (directory / _CONFUSION).write_text(confusion)

@@ -1,26 +1,30 @@
-"""When the state is saved, and how all ranks come by it again. Runs on every rank; rank 0 writes and reads."""
+"""When the state is saved, and how all ranks come by it again. Runs on every rank; rank 0 writes and reads.
+
+The training waits while the state is copied to the host's memory; a thread writes the copy.
+"""
 
 import time
+from functools import partial
 from pathlib import Path
 
 from training.checkpoint import newest_checkpoint, save_checkpoint
-from training.config import TrainConfig, parse_checkpoint_every
+from training.config import parse_checkpoint_every
 from training.distributed import Ranks
+from training.job import Job
 from training.recorder import Recorder
-from training.state import STATE_FILES, TrainState
+from training.state import STATE_FILES, HostCopy, TrainState
 from training.window import Window
 
 
 class Saver:
     """Saves the state of a run into its checkpoints, and restores the newest intact one."""
 
-    def __init__(
-        self, config: TrainConfig, directory: Path, state: TrainState, window: Window, ranks: Ranks, recorder: Recorder
-    ) -> None:
-        self._directory, self._keep = directory, config.keep_checkpoints
-        self._every = parse_checkpoint_every(config.checkpoint_every)
+    def __init__(self, job: Job, state: TrainState, window: Window, ranks: Ranks, recorder: Recorder) -> None:
+        self._directory, self._keep = job.run_dir.checkpoints, job.config.keep_checkpoints
+        self._every = parse_checkpoint_every(job.config.checkpoint_every)
         self._state, self._window, self._ranks, self._recorder = state, window, ranks, recorder
-        self._console = recorder.console
+        self._fault, self._background, self._console = job.fault, recorder.background, recorder.console
+        self._copy = HostCopy()
         self._saved_step = 0
         self._saved_at = time.monotonic()
 
@@ -58,7 +62,7 @@ class Saver:
         return progress.samples_seen == 0 or bool(self._every.steps and progress.step % self._every.steps == 0)
 
     def save(self) -> None:
-        """Write a checkpoint. If that fails, the training goes on, with the older ones as they were.
+        """Begin to write a checkpoint. If that fails, the training goes on, with the older ones as they were.
 
         Raises:
             SharedError: the training has diverged; its state must not replace a good one.
@@ -69,17 +73,27 @@ class Saver:
         progress.window_images = self._window.images
         self._saved_step = progress.step
         if self._ranks.leads:
-            self._write(progress.step, began)
+            # The copy is the one that may still be being written.
+            self._background.wait()
+            self._copy.take(self._state)
+            stalled = time.monotonic() - began
+            self._background.start(partial(self._write, progress.step, stalled))
         self._window.leave_out(time.monotonic() - began)
 
-    def _write(self, step: int, began: float) -> None:
+    def _write(self, step: int, stalled: float) -> None:
+        began = time.monotonic()
         try:
-            save_checkpoint(self._directory, step, self._state.to_files(), self._keep)
+            save_checkpoint(self._directory, step, partial(self._fill, step), self._keep)
         except OSError as error:
             self._console.warn(f"no checkpoint of step {step} ({error}): free some space below {self._directory}")
             self._recorder.event("checkpoint_failed", step=step, reason=str(error))
         else:
-            self._recorder.event("checkpoint_saved", step=step, seconds=round(time.monotonic() - began, 3))
+            seconds = round(time.monotonic() - began, 3)
+            self._recorder.event("checkpoint_saved", step=step, seconds=seconds, stalled_seconds=round(stalled, 4))
+
+    def _fill(self, step: int, directory: Path) -> None:
+        self._copy.write(directory)
+        self._fault.strike("save", step, self._ranks.rank)
 
     def save_unless_saved(self) -> None:
         """Write a checkpoint, if there is something that the last one does not have."""

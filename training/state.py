@@ -1,24 +1,28 @@
 """Everything that must survive a cut, in one place. Runs on every rank.
 
 Randomness is counted (`training.counted`), so there are no generators to save: the whole state of the data is
-`epoch` and `samples_seen`.
+`epoch` and `samples_seen`. A saved state is tensors by name and plain numbers, in files without pickles.
 """
 
-import io
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hpc.errors import UserError
 from training.config import TrainConfig, flag
 from training.data import Data
+from training.ema import Ema
 
-STATE_FILES = _TENSORS, _PROGRESS, _IDENTITY = "state.pt", "progress.json", "identity.json"
+STATE_FILES = TENSORS, NUMBERS = "state.safetensors", "state.json"
 
 
 @dataclass(kw_only=True)
@@ -41,6 +45,15 @@ class Progress:
     window_loss: float = 0.0
     """Sum of the losses of all images since the last line of metrics."""
     window_images: int = 0
+    corrupt: list[int] = field(default_factory=list)
+    """Places in the training set of the images that could not be read, sorted."""
+
+    def advance(self, batch_size: int, samples_per_epoch: int) -> None:
+        """Count a step."""
+        self.step += 1
+        self.samples_seen += batch_size
+        if self.samples_seen == samples_per_epoch:
+            self.epoch, self.samples_seen = self.epoch + 1, 0
 
 
 # Fields of the config that the saved state depends on: another value would make it another run.
@@ -49,6 +62,7 @@ _IDENTIFYING = (
     "batch_size",
     "seed",
     "optimizer",
+    "ema",
     "image_size",
     "val_fraction",
 )
@@ -82,19 +96,34 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpo
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The model, the optimizer and the progress, to be saved and restored together."""
+    """The model, the optimizer and the progress, to be saved and restored together.
+
+    Whatever of a training is not in here is lost with its processes.
+    """
 
     model: nn.Module
     optimizer: Optimizer
+    scaler: GradScaler
+    ema: Ema | None
     progress: Progress
     identity: dict[str, Any]
 
-    def to_files(self) -> dict[str, bytes]:
-        """The state as files, independent of what the training does next."""
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, as they are at the moment, on their device: they change with the next step."""
+        found = {f"model/{name}": value for name, value in self.model.state_dict().items()}
+        if self.ema:
+            found |= {f"ema/{name}": value for name, value in self.ema.model.state_dict().items()}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            found |= {f"optimizer/{index}/{key}": value for key, value in values.items() if torch.is_tensor(value)}
+        return found
+
+    def numbers(self) -> dict[str, Any]:
+        """All that is no tensor, ready for JSON, which keeps every bit of a float."""
         return {
-            _TENSORS: to_bytes({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}),
-            _PROGRESS: json.dumps(asdict(self.progress), indent=2).encode(),
-            _IDENTITY: json.dumps(self.identity, indent=2).encode(),
+            "progress": asdict(self.progress),
+            "scaler": self.scaler.state_dict(),
+            "optimizer": self.optimizer.state_dict()["param_groups"],
+            "identity": self.identity,
         }
 
     def restore(self, files: Mapping[str, bytes], checkpoint: str) -> None:
@@ -103,22 +132,62 @@ class TrainState:
         Raises:
             UserError: it does not belong to this run.
         """
-        check_identity(json.loads(files[_IDENTITY]), self.identity, checkpoint)
-        tensors = from_bytes(files[_TENSORS])
-        self.model.load_state_dict(tensors["model"])
-        self.optimizer.load_state_dict(tensors["optimizer"])
-        for name, value in json.loads(files[_PROGRESS]).items():
-            if name in {field.name for field in fields(Progress)}:
-                setattr(self.progress, name, value)
+        numbers = json.loads(files[NUMBERS])
+        check_identity(numbers["identity"], self.identity, checkpoint)
+        tensors = load(files[TENSORS])
+        self.model.load_state_dict(_below("model/", tensors))
+        if self.ema:
+            self.ema.model.load_state_dict(_below("ema/", tensors))
+        self._restore_optimizer(_below("optimizer/", tensors), numbers["optimizer"])
+        if numbers["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(numbers["scaler"])
+        for name, value in numbers["progress"].items():
+            setattr(self.progress, name, value)
+
+    def _restore_optimizer(self, tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            index, key = name.split("/")
+            state.setdefault(int(index), {})[key] = _laid_out_like(parameters[int(index)], value)
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def to_bytes(value: Any) -> bytes:
-    """Tensors in dictionaries and lists, as torch stores them."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def from_bytes(data: bytes) -> Any:
-    """What `to_bytes` stored, on the CPU. Runs no code from the file."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A value in its parameter's memory format: another one would make the optimizer take a slower way."""
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value
+
+
+class HostCopy:
+    """A copy of a state in the host's memory, which the training does not touch. The memory is used again and again."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._numbers: dict[str, Any] = {}
+
+    def take(self, state: TrainState) -> None:
+        """Copy the state. Returns when that is done, so that the next step may begin."""
+        for name, value in state.tensors().items():
+            if name not in self._tensors:
+                # Pinned memory, so that a GPU copies at full speed and without waiting in between.
+                self._tensors[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._tensors[name].copy_(value.detach(), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self._numbers = state.numbers()
+
+    def write(self, directory: Path) -> None:
+        """Write the files of the copy into a directory.
+
+        Raises:
+            OSError: the disk is full, for example.
+        """
+        try:
+            save_file(self._tensors, directory / TENSORS)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        (directory / NUMBERS).write_text(json.dumps(self._numbers, indent=2))

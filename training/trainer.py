@@ -6,41 +6,30 @@ short is done again, and costs nothing else.
 
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
-from hpc.rundir import RunDir
+from hpc.files import append_json_line
 from training import stop
-from training.agreement import Agreement, StopRequested
-from training.config import TrainConfig
+from training.agreement import Agreement, StopRequested, Wishes
+from training.config import together
 from training.console import Console
-from training.counted import Purpose, stream
-from training.data import Data, Source, load_ahead
-from training.distributed import Ranks, SharedError
-from training.evaluate import Evaluation, Evaluator
+from training.corrupt import CorruptImages, check_limit
+from training.data import Batch, Data, Source, load_ahead
+from training.distributed import Ranks
+from training.ema import Ema
+from training.evaluate import Evaluation, Evaluator, confusion_csv
+from training.job import Job
 from training.model import Preprocess
-from training.optim import autocast, learning_rate, make_optimizer, set_learning_rate
+from training.optim import learning_rate, make_optimizer, make_scaler
 from training.plan import make_plan
 from training.recorder import Recorder
 from training.saver import Saver
-from training.state import Progress, TrainState, identity, to_bytes
+from training.state import Progress, TrainState, identity
+from training.step import Stepper
 from training.window import Window
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What to train, where its files go, and which attempt this is."""
-
-    config: TrainConfig
-    run_dir: RunDir
-    attempt: int
-    started: float
-    """time.monotonic() when the process began."""
 
 
 class Trainer:
@@ -49,28 +38,31 @@ class Trainer:
     def __init__(
         self, job: Job, ranks: Ranks, data: Data, model: nn.Module, preprocess: Preprocess, workers: int
     ) -> None:
-        self.config, self.job, self.ranks, self.data, self.workers = job.config, job, ranks, data, workers
+        config = job.config
+        self.config, self.job, self.ranks, self.data, self.workers = config, job, ranks, data, workers
         self.preprocess = preprocess
-        self.plan = make_plan(len(data.train), job.config.batch_size, job.config.epochs, job.config.seed)
-        self.model = model.to(ranks.device)
-        # Before each forward pass every rank gets rank 0's batch statistics, so rank 0's are those to save.
-        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        batch_size = config.batch_size
+        self.plan = make_plan(len(data.train), batch_size, config.epochs, config.seed, together(config))
+        model = model.to(ranks.device)
         self.state = TrainState(
-            model=self.model,
-            optimizer=make_optimizer(job.config, self.model),
+            model=model,
+            optimizer=make_optimizer(config, model),
+            scaler=make_scaler(config, ranks.device),
+            ema=Ema(model, config.ema) if config.ema else None,
             progress=Progress(),
-            identity=identity(job.config, data),
+            identity=identity(config, data),
         )
+        self.stepper = Stepper(config, self.plan, ranks, self.state, preprocess, job.fault)
         self.console = Console(speaks=ranks.leads)
         self.recorder = Recorder(job.run_dir, job.attempt, self.console, writes=ranks.leads)
+        self.corrupt = CorruptImages(data.train, config.max_corrupt, self.state.progress, ranks, self.recorder)
         self.agreement = Agreement(ranks.control)
         self.window = Window(ranks)
-        checkpoints = job.run_dir.checkpoints
-        self.saver = Saver(job.config, checkpoints, self.state, self.window, ranks, self.recorder)
+        self.saver = Saver(job, self.state, self.window, ranks, self.recorder)
 
     def run(self) -> None:
         """Train to the end, or until all ranks agree to stop; either way nothing is lost."""
-        self.fix_buckets()
+        self.stepper.warm_up(self.data.channels, self.data.size)
         self.resume()
         # First the checkpoint, then the loader's workers, who may take their time to end.
         with ExitStack() as loaders:
@@ -78,7 +70,9 @@ class Trainer:
                 self.fit(loaders)
                 self.complete()
             except StopRequested as request:
+                self.corrupt.share()
                 self.saver.save_unless_saved()
+                self.recorder.background.wait()
                 self.recorder.event("train_stopped", step=self.state.progress.step, signal=request.name)
                 self.console.say(f"stopped by {request.name} after step {self.state.progress.step}")
             finally:
@@ -87,26 +81,6 @@ class Trainer:
         self.agreement.settle()
 
     # --- before the first step ---
-
-    def fix_buckets(self) -> None:
-        """Make a backward pass that changes nothing.
-
-        DDP lays out its buckets anew after the first backward pass, which changes the order of the sums of three and
-        more ranks. If that pass is not a step, the steps of a resumed run add up as those of an uninterrupted one do.
-        """
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        images = min(2, self.plan.batch_size // self.ranks.world_size)
-        shape = (images, self.data.channels, self.data.size, self.data.size)
-        try:
-            with autocast(self.config, self.ranks.device):
-                logits = self.ddp(self.preprocess(torch.zeros(shape, dtype=torch.uint8)))
-        except ValueError as error:
-            # What batch normalisation says if it sees one value.
-            raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
-        logits.float().sum().backward()
-        self.ddp.zero_grad()
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(before[name])
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, and say so."""
@@ -127,7 +101,7 @@ class Trainer:
 
     def greeting(self, checkpoint: str) -> str:
         """What is about to be trained."""
-        weights = sum(parameter.numel() for parameter in self.model.parameters())
+        weights = sum(parameter.numel() for parameter in self.state.model.parameters())
         begin = f"resuming from {checkpoint}" if checkpoint else "starting"
         return (
             f"{begin}: {self.config.model} ({weights:,} weights) on {len(self.data.train):,} images of "
@@ -145,42 +119,37 @@ class Trainer:
         requests = self.plan.requests(progress.epoch, progress.samples_seen, *place)
         pinned = self.ranks.device.type == "cuda"
         ahead = load_ahead(self.data.train, requests, self.workers, pin_memory=pinned)
-        for images, labels in loaders.enter_context(ahead):
+        for batch in loaders.enter_context(ahead):
             if self.agree():
-                self.saver.save()
-            self.step(images, labels)
+                self.save()
+            self.job.fault.strike("stop", progress.step + 1, self.ranks.rank)
+            self.log_samples(batch)
+            self.corrupt.add(batch.corrupt.tolist())
+            self.stepper.step(batch, self.window)
+            self.console.step(progress.step)
             self.log_if_due()
             if self.saver.due_by_step():
-                self.saver.save()
+                self.save()
             self.validate_if_due()
 
     def agree(self) -> bool:
         """Exchange wishes with the other ranks, and return whether a checkpoint is due."""
-        return self.agreement.exchange(signal=stop.received(), save=self.ranks.leads and self.saver.due_by_time())
+        due = self.ranks.leads and self.saver.due_by_time()
+        agreed = self.agreement.exchange(Wishes(stop.received(), int(due), int(self.corrupt.has_news)))
+        if agreed.news:
+            self.corrupt.share()
+        return bool(agreed.save)
 
-    def step(self, images: Tensor, labels: Tensor) -> None:
-        """One optimizer step on the global batch, of which this rank has a share.
+    def save(self) -> None:
+        """Save what all ranks know."""
+        self.corrupt.share()
+        self.saver.save()
 
-        DDP averages over the ranks. Each rank's sum is scaled such that the average is the mean over the global
-        batch, however unequal the shares.
-        """
-        progress, config = self.state.progress, self.config
-        torch.manual_seed(stream(config.seed, Purpose.STEP, progress.step, self.ranks.rank))
-        self.model.train()
-        set_learning_rate(self.state.optimizer, self.learning_rate(progress.step))
-        labels = labels.to(self.ranks.device, non_blocking=True)
-        with autocast(config, self.ranks.device):
-            logits = self.ddp(self.preprocess(images))
-        loss = functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=config.label_smoothing)
-        torch.autograd.backward(loss * (self.ranks.world_size / self.plan.batch_size))
-        self.state.optimizer.step()
-        self.state.optimizer.zero_grad()
-        self.window.add(loss, self.plan.batch_size)
-        progress.step += 1
-        progress.samples_seen += self.plan.batch_size
-        if progress.samples_seen == self.plan.samples_per_epoch:
-            progress.epoch, progress.samples_seen = progress.epoch + 1, 0
-        self.console.step(progress.step)
+    def log_samples(self, batch: Batch) -> None:
+        """Write down which images this rank uses in the step to come."""
+        if self.config.log_samples:
+            path = self.job.run_dir.sample_log(self.job.attempt, self.ranks.rank)
+            append_json_line(path, {"step": self.state.progress.step + 1, "indices": batch.indices.tolist()})
 
     def learning_rate(self, step: int) -> float:
         """That of the step after `step` steps."""
@@ -219,21 +188,35 @@ class Trainer:
         began = time.monotonic()
         evaluator = Evaluator(
             config=self.config,
-            model=self.model,
+            model=self.evaluated_model,
             preprocess=self.preprocess,
             ranks=self.ranks,
             classes=len(self.data.classes),
             workers=self.workers,
         )
-        result = evaluator.evaluate(source, self.agree)
         progress = self.state.progress
+        result = evaluator.evaluate(source, self.before_batch)
+        if result.corrupt:
+            check_limit(source, result.corrupt, self.config.max_corrupt)
+            names = ", ".join(map(source.name, result.corrupt))
+            self.console.warn(f"others take the place of {len(result.corrupt)} unreadable images in {split}: {names}")
         numbers = {"loss": round(result.loss, 6), "accuracy": result.accuracy}
-        counts = {"correct": result.correct, "total": result.total}
+        counts = {"correct": result.correct, "total": result.total, "corrupt": len(result.corrupt)}
         place = {"step": progress.step, "epoch": progress.epoch, "split": split}
         self.recorder.evaluation(place | numbers | counts)
         self.console.say(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
         self.window.leave_out(time.monotonic() - began)
         return result
+
+    def before_batch(self) -> None:
+        """Between two batches of an evaluation."""
+        self.agree()
+        self.job.fault.strike("evaluate", self.state.progress.step, self.ranks.rank)
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The model that is evaluated and kept: the average, if there is one."""
+        return self.state.ema.model if self.state.ema else self.state.model
 
     def validate_if_due(self) -> None:
         """After an epoch, validate, and keep the model if it is the best so far."""
@@ -244,12 +227,14 @@ class Trainer:
         progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
             progress.best_accuracy = result.accuracy
-            self.recorder.best(self.model_bytes(), self.result())
+            self.recorder.best(self.weights(), self.result())
         progress.evaluated_epochs = progress.epoch
 
-    def model_bytes(self) -> bytes:
-        """The model's weights, under the names that the model's own code gives them."""
-        return to_bytes(self.model.state_dict()) if self.ranks.leads else b""
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of the model's weights in the host's memory, under the names that the model's own code gives them."""
+        if not self.ranks.leads:
+            return {}
+        return {name: value.to("cpu", copy=True) for name, value in self.evaluated_model.state_dict().items()}
 
     def result(self) -> dict[str, Any]:
         """What is known of the model as it is now."""
@@ -260,6 +245,8 @@ class Trainer:
             "val_accuracy": progress.val_accuracy,
             "val_loss": progress.val_loss,
             "best_val_accuracy": progress.best_accuracy,
+            "weights": "moving average" if self.state.ema else "last",
+            "corrupt_images": [self.data.train.name(index) for index in progress.corrupt],
             "classes": list(self.data.classes),
             "input": {
                 "channels": self.preprocess.channels,
@@ -280,10 +267,10 @@ class Trainer:
             "test_loss": test.loss if test else None,
             "test_correct": test.correct if test else None,
             "test_total": test.total if test else None,
-            "model": "after the last step",
             **self.result(),
         }
-        self.recorder.final(self.model_bytes(), result, test.confusion if test else None, self.data.classes)
+        confusion = confusion_csv(test.confusion, self.data.classes) if test else None
+        self.recorder.final(self.weights(), result, confusion)
         self.recorder.event("train_completed", step=self.state.progress.step)
         known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
         self.console.say(f"complete after {self.state.progress.step} steps: {known}")

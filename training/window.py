@@ -10,7 +10,11 @@ from training.distributed import Ranks, SharedError
 
 
 class Window:
-    """Sums since the last line of metrics: the losses of this rank's images, the images of all, and the time."""
+    """Sums since the last line of metrics: the losses of this rank's images, the images of all, and the time.
+
+    The losses are float32, of similar size, and added up as float64: their sum has no rounding, so it depends neither
+    on the number of ranks nor on when a state was saved.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -20,9 +24,12 @@ class Window:
         self._timed_images = 0
         self._started = time.monotonic()
 
-    def add(self, loss: Tensor, images: int) -> None:
-        """Count a step: the sum of the losses of this rank's images, and the number of all ranks' images."""
+    def add_loss(self, loss: Tensor) -> None:
+        """Count the sum (float32) of the losses of some of this rank's images."""
         self._loss += loss.detach()
+
+    def add_images(self, images: int) -> None:
+        """Count all ranks' images of a step."""
         self.images += images
         self._timed_images += images
 

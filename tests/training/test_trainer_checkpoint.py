@@ -10,7 +10,17 @@ import pytest
 from training.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
 from training.directories import publish, sweep
 
-FILES = {"state.pt": b"x" * 5000, "progress.json": b'{"step": 1}'}
+FILES = {"state.safetensors": b"x" * 5000, "state.json": b'{"step": 1}'}
+
+
+def writing(files: dict[str, bytes]) -> Callable[[Path], None]:
+    """What writes these files into a directory."""
+
+    def write(directory: Path) -> None:
+        for name, data in files.items():
+            (directory / name).write_bytes(data)
+
+    return write
 
 
 def no_rejection(path: Path, reason: str) -> None:
@@ -22,7 +32,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "checkpoints", 7, FILES, keep=2)
+    save_checkpoint(tmp_path / "checkpoints", 7, writing(FILES), keep=2)
     found = newest_checkpoint(tmp_path / "checkpoints", no_rejection)
     assert found is not None
     assert found.path.name == "step-00000007"
@@ -31,7 +41,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_the_newest_ones_are_kept_whatever_the_number_of_digits(tmp_path: Path) -> None:
     for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
-        save_checkpoint(tmp_path, step, FILES, keep=2)
+        save_checkpoint(tmp_path, step, writing(FILES), keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-100000001", "step-100000000"]
 
 
@@ -52,10 +62,10 @@ def flip_a_bit(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "reason"),
     [
-        ("state.pt", truncate, "state.pt is not as it was written"),
-        ("state.pt", flip_a_bit, "state.pt is not as it was written"),
-        ("progress.json", flip_a_bit, "progress.json is not as it was written"),
-        ("progress.json", Path.unlink, "FileNotFoundError"),
+        ("state.safetensors", truncate, "state.safetensors is not as it was written"),
+        ("state.safetensors", flip_a_bit, "state.safetensors is not as it was written"),
+        ("state.json", flip_a_bit, "state.json is not as it was written"),
+        ("state.json", Path.unlink, "FileNotFoundError"),
         ("manifest.json", Path.unlink, "FileNotFoundError"),
         ("manifest.json", truncate, "JSONDecodeError"),
         (".", lambda path: [file.unlink() for file in path.iterdir()], "FileNotFoundError"),
@@ -66,7 +76,7 @@ def test_a_damaged_one_is_passed_over_with_a_word(
     tmp_path: Path, file: str, damage: Callable[[Path], object], reason: str
 ) -> None:
     for step in (10, 20):
-        save_checkpoint(tmp_path, step, FILES, keep=2)
+        save_checkpoint(tmp_path, step, writing(FILES), keep=2)
     damage(tmp_path / "step-00000020" / file)
     rejected: list[tuple[str, str]] = []
     found = newest_checkpoint(tmp_path, lambda path, why: rejected.append((path.name, why)))
@@ -78,24 +88,24 @@ def test_a_damaged_one_is_passed_over_with_a_word(
 
 def test_a_damaged_one_is_deleted_only_after_a_new_one_is_there(tmp_path: Path) -> None:
     for step in (10, 20):
-        save_checkpoint(tmp_path, step, FILES, keep=2)
-    truncate(tmp_path / "step-00000020" / "state.pt")
+        save_checkpoint(tmp_path, step, writing(FILES), keep=2)
+    truncate(tmp_path / "step-00000020" / "state.safetensors")
     newest_checkpoint(tmp_path, lambda _path, _why: None)
     assert names(tmp_path) == ["rejected-step-00000020", "step-00000010"]
-    save_checkpoint(tmp_path, 20, FILES, keep=2)
+    save_checkpoint(tmp_path, 20, writing(FILES), keep=2)
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def test_what_cannot_be_written_leaves_the_old_ones_and_nothing_else(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 10, FILES, keep=1)
+    save_checkpoint(tmp_path, 10, writing(FILES), keep=1)
     (tmp_path / "state").mkdir()
     with pytest.raises(FileNotFoundError):
-        save_checkpoint(tmp_path, 20, {**FILES, "no/such/directory": b""}, keep=1)
+        save_checkpoint(tmp_path, 20, writing({**FILES, "no/such/directory": b""}), keep=1)
     assert names(tmp_path) == ["state", "step-00000010"]
 
 
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 10, FILES, keep=2)
+    save_checkpoint(tmp_path, 10, writing(FILES), keep=2)
     shutil.copytree(tmp_path / "step-00000010", tmp_path / ".step-00000020.0123abcd.tmp")
     found = newest_checkpoint(tmp_path, no_rejection)
     assert found is not None
@@ -103,14 +113,14 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_stepped_aside_for_nothing_comes_back(tmp_path: Path) -> None:
-    publish(tmp_path / "best", {"result.json": b"{}"})
+    publish(tmp_path / "best", writing({"result.json": b"{}"}))
     (tmp_path / "best").rename(tmp_path / ".best.0123abcd.old")
     sweep(tmp_path, "best")
     assert json.loads((tmp_path / "best" / "result.json").read_text()) == {}
 
 
 def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
-    publish(tmp_path / "best", {"old.txt": b"old"})
-    publish(tmp_path / "best", {"new.txt": b"new"})
+    publish(tmp_path / "best", writing({"old.txt": b"old"}))
+    publish(tmp_path / "best", writing({"new.txt": b"new"}))
     assert names(tmp_path) == ["best"]
     assert names(tmp_path / "best") == ["new.txt"]

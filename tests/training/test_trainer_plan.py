@@ -85,11 +85,17 @@ def test_an_evaluation_asks_for_every_sample_once_and_for_equally_many_batches_o
     indices = [index for requests in asked for request in requests for index in request.indices]
     assert sorted(indices) == list(range(samples))
     assert len({len(requests) for requests in asked}) == 1
-    assert max(len(request.indices) for requests in asked for request in requests) <= 16
+    batches = {request.indices for requests in asked for request in requests if request.indices}
+    assert batches == {tuple(range(first, min(first + 16, samples))) for first in range(0, samples, 16)}
 
 
 def test_shares_cover_everything() -> None:
     assert [share(10, rank, 4) for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
+
+
+def test_pairs_are_not_torn_apart() -> None:
+    assert [share(10, rank, 4, together=2) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 10)]
+    assert [share(7, rank, 3, together=2) for rank in range(3)] == [(0, 2), (2, 4), (4, 7)]
 
 
 def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:

@@ -1,0 +1,31 @@
+"""Writing while the training goes on. Runs on rank 0."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Background:
+    """A thread that does one thing after the other, and a queue that holds one: whoever brings the next one waits."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
+        self._pending: Future[None] | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Have it done, after what was started before has been.
+
+        Raises:
+            Exception: what the work before raised.
+        """
+        self.wait()
+        self._pending = self._thread.submit(work)
+
+    def wait(self) -> None:
+        """Until everything is done.
+
+        Raises:
+            Exception: what the work raised.
+        """
+        pending, self._pending = self._pending, None
+        if pending:
+            pending.result()

@@ -1,0 +1,19 @@
+"""What one attempt at a training is told. Runs on every rank."""
+
+from dataclasses import dataclass
+
+from hpc.rundir import RunDir
+from training.config import TrainConfig
+from training.fault import NO_FAULT, Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train, where its files go, and which attempt this is."""
+
+    config: TrainConfig
+    run_dir: RunDir
+    attempt: int
+    started: float
+    """time.monotonic() when the process began."""
+    fault: Fault = NO_FAULT

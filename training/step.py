@@ -1,0 +1,109 @@
+"""One optimizer step: what all ranks do with a global batch, of which each has a share. Runs on every rank."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from training.config import TrainConfig
+from training.counted import Purpose, stream
+from training.data import Batch
+from training.distributed import Ranks, SharedError
+from training.fault import Fault
+from training.mix import Mix, draw_mix, mix_images, mix_labels
+from training.model import Preprocess
+from training.optim import autocast, learning_rate, set_learning_rate
+from training.plan import Plan, share
+from training.state import TrainState
+from training.window import Window
+
+
+class Stepper:
+    """Makes steps. It has no state of its own: all of it is in the TrainState."""
+
+    def __init__(
+        self, config: TrainConfig, plan: Plan, ranks: Ranks, state: TrainState, preprocess: Preprocess, fault: Fault
+    ) -> None:
+        self.config, self.plan, self.ranks, self.state = config, plan, ranks, state
+        self.preprocess, self.fault = preprocess, fault
+        # Before the first forward pass of a step every rank gets rank 0's batch statistics: those are saved.
+        self.ddp = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
+
+    def warm_up(self, channels: int, size: int) -> None:
+        """Make a backward pass that changes nothing, of images as they come from the data.
+
+        DDP lays out its buckets anew after the first backward pass, which changes the order of the sums of three and
+        more ranks. If that pass is not a step, the steps of a resumed run add up as those of an uninterrupted one do.
+
+        Raises:
+            SharedError: the model cannot be trained on as few images, or not repeatably.
+        """
+        model = self.state.model
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        images = min(2, self.plan.batch_size // (self.ranks.world_size * self.config.accumulate))
+        blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
+        try:
+            with autocast(self.config, self.ranks.device):
+                logits = self.ddp(self.preprocess(blank))
+            logits.float().sum().backward()
+        except ValueError as error:
+            # What batch normalisation says if it sees one value.
+            raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            reason = str(error).partition(".")[0]
+            raise SharedError(f"--deterministic does not work with {self.config.model} here: {reason}") from error
+        self.ddp.zero_grad()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+
+    def step(self, batch: Batch, window: Window) -> None:
+        """One optimizer step.
+
+        DDP averages over the ranks. Each rank's sum is scaled such that the average is the mean over the global
+        batch, however unequal the shares. Of an accumulated step only the last part's backward pass communicates.
+        """
+        config, state, progress = self.config, self.state, self.state.progress
+        torch.manual_seed(stream(config.seed, Purpose.STEP, progress.step, self.ranks.rank))
+        state.model.train()
+        set_learning_rate(state.optimizer, learning_rate(config, progress.step, self.plan.steps_per_epoch))
+        mix = draw_mix(config, progress.step, self.preprocess.size)
+        for part in range(config.accumulate):
+            start, end = share(len(batch.labels), part, config.accumulate, self.plan.together)
+            with nullcontext() if part == config.accumulate - 1 else self.ddp.no_sync():
+                loss = self._loss(batch.images[start:end], batch.labels[start:end], mix)
+                scaled = state.scaler.scale(loss * (self.ranks.world_size / self.plan.batch_size))
+                torch.autograd.backward(scaled)
+            window.add_loss(loss)
+        self.fault.strike("step", progress.step + 1, self.ranks.rank)
+        self._update()
+        window.add_images(self.plan.batch_size)
+        progress.advance(self.plan.batch_size, self.plan.samples_per_epoch)
+        if state.ema:
+            state.ema.update(state.model, progress.step)
+
+    def _loss(self, images: Tensor, labels: Tensor, mix: Mix | None) -> Tensor:
+        """The sum of the losses of a part of this rank's share."""
+        inputs = self.preprocess(images)
+        with autocast(self.config, self.ranks.device):
+            logits = self.ddp(mix_images(mix, inputs) if mix else inputs)
+        targets = labels.to(self.ranks.device, non_blocking=True)
+        if mix:
+            targets = mix_labels(mix, targets, logits.shape[1])
+        smoothing = self.config.label_smoothing
+        return functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
+
+    def _update(self) -> None:
+        """Use the gradients, and forget them."""
+        optimizer, scaler = self.state.optimizer, self.state.scaler
+        if self.config.clip_norm:
+            # The norm of scaled gradients would be that of the scale.
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(self.state.model.parameters(), self.config.clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
