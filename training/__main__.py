@@ -36,7 +36,7 @@ class Arguments:
     """The directory of everything that the run writes."""
     attempt: int = 1
     """The number of this attempt at the run."""
-    fault: tyro.conf.Suppress[str] = ""
+    fault: str = ""
     """For tests: POINT@STEP:RANK, where to die (training.fault)."""
 
 

@@ -1,0 +1,221 @@
+"""`python -m training.verify_resume`: proof that an interrupted training ends as an uninterrupted one does.
+
+Trains twice on this machine: once without interruption, once cut at random steps by SIGKILL or SIGTERM and resumed
+each time, then compares everything that the two have written. Runs where a training runs; starts the ranks itself.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from signal import SIGKILL
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from hpc import ledger
+from hpc.errors import TorchrelayError, UserError
+from hpc.files import read_json_lines
+from hpc.rundir import RunDir
+from training.compare import Part, compare_runs
+from training.config import TrainConfig, check_data, check_model, check_world, resolve_data, to_argv
+from training.counted import Purpose, below, stream
+from training.fault import NO_FAULT, POINTS, Fault
+from training.local import kill, prepare_server, start_ranks
+
+_DONE = {
+    "step": "killed in the middle of step",
+    "save": "killed in the middle of a save at or after step",
+    "evaluate": "killed in the middle of an evaluation at or after step",
+    "stop": "told to stop before step",
+}
+# Losses of the same steps by other numbers of ranks: what the order of float32 sums makes of them along a training.
+_LOSS_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Train once without interruption, once cut at random steps and resumed, and compare the two bit by bit.
+
+    Exit code 0: they are the same. 1: they differ. With several numbers of ranks, such as 4,3,2, each resumption has
+    the next one: then the samples of all steps are compared, and the losses.
+    """
+
+    train: tyro.conf.OmitArgPrefixes[TrainConfig]
+    cuts: int = 3
+    """How often to interrupt the second training."""
+    ranks: str = "2"
+    """Ranks to train with, or several numbers for the attempts in turn: 4,3,2."""
+    keep: Path | None = None
+    """A new directory for both trainings' files; without it they are deleted, unless the trainings differ."""
+
+
+def main() -> int:
+    """Parse, verify, and turn errors into one line and an exit code."""
+    arguments = tyro.cli(Arguments, prog="python -m training.verify_resume")
+    try:
+        sizes = check_arguments(arguments)
+        directory = _new_directory(arguments.keep)
+        same = verify(arguments.train, sizes, arguments.cuts, directory)
+    except TorchrelayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if same and arguments.keep is None:
+        shutil.rmtree(directory)
+    else:
+        print(f"files: {directory}")
+    return 0 if same else 1
+
+
+def check_arguments(arguments: Arguments) -> list[int]:
+    """The numbers of ranks.
+
+    Raises:
+        UserError: a flag cannot work.
+    """
+    try:
+        sizes = [int(part) for part in arguments.ranks.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UserError(f"--ranks is {arguments.ranks!r}: use a number such as 2, or several such as 4,3,2")
+    if arguments.cuts < 1:
+        raise UserError(f"--cuts is {arguments.cuts}: use 1 or more")
+    check_model(arguments.train.model)
+    check_world(arguments.train, max(sizes))
+    check_data(resolve_data(arguments.train.data))
+    return sizes
+
+
+def _new_directory(keep: Path | None) -> Path:
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    try:
+        keep.mkdir(parents=True)
+    except FileExistsError as error:
+        raise UserError(f"--keep is {keep}, which exists: give a new directory") from error
+    return keep.absolute()
+
+
+def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) -> bool:
+    """Train twice and compare.
+
+    Raises:
+        TorchrelayError: a training failed.
+    """
+    prepare_server()
+    same_size = len(set(sizes)) == 1
+    config = replace(config, log_samples=config.log_samples or not same_size)
+    whole, cut = (RunDir(directory / name) for name in ("uninterrupted", "interrupted"))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"training without interruption on {sizes[0]} ranks")
+    run_attempt(config, whole, 1, sizes[0], NO_FAULT)
+    steps = _total_steps(whole)
+    for attempt, fault in enumerate(draw_faults(config, sizes, cuts, steps), start=1):
+        size = sizes[(attempt - 1) % len(sizes)]
+        began = time.monotonic()
+        if run_attempt(config, cut, attempt, size, fault):
+            break
+        told = f"rank {fault.rank} of {size} {_DONE[fault.point]} {fault.step} of {steps}"
+        console.print(f"cut {attempt} of {cuts}: {told}, after {time.monotonic() - began:.0f} s")
+    if not cut.final_result.exists():
+        run_attempt(config, cut, cuts + 1, sizes[cuts % len(sizes)], NO_FAULT)
+    done = sum(event["event"] == "train_started" for event in ledger.read(cut.events)) - 1
+    parts = compare_runs(whole, cut) if same_size else compare_courses(whole, cut)
+    return report(parts, console, f"{done} of {cuts} cuts", steps, "bit-identical" if same_size else "the same samples")
+
+
+def _total_steps(run: RunDir) -> int:
+    return next(int(event["total_steps"]) for event in ledger.read(run.events) if event["event"] == "train_started")
+
+
+def draw_faults(config: TrainConfig, sizes: list[int], cuts: int, steps: int) -> Iterator[Fault]:
+    """Where to cut: at random steps, in order, at each kind of point in turn, on random ranks. A matter of the seed."""
+    key = stream(config.seed, Purpose.CUT)
+    at = (below(key, torch.arange(cuts), steps) + 1).sort().values.tolist()
+    ranks = below(key, torch.arange(cuts) + cuts, 2**20).tolist()
+    for number, step in enumerate(at):
+        point = POINTS[number % len(POINTS)]
+        # Rank 0 is the one that saves.
+        rank = 0 if point == "save" else ranks[number] % sizes[number % len(sizes)]
+        yield Fault(point=point, step=step, rank=rank)
+
+
+def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault: Fault) -> bool:
+    """Train until the end or the fault, and return whether it was the end.
+
+    Raises:
+        TorchrelayError: it ended in another way.
+    """
+    run.attempt_logs(attempt).mkdir(parents=True)
+    log = run.attempt_logs(attempt) / "ranks.log"
+    argv = [*to_argv(config), f"--run-dir={run.path}", f"--attempt={attempt}"]
+    argv += [f"--fault={fault}"] if fault != NO_FAULT else []
+    ranks = start_ranks([argv] * size, log)
+    try:
+        wait([rank.sentinel for rank in ranks])
+        if any(rank.exitcode == -SIGKILL for rank in ranks):
+            return False
+        for rank in ranks:
+            rank.join()
+    finally:
+        kill(ranks)
+    codes = [rank.exitcode for rank in ranks]
+    if any(codes):
+        raise TorchrelayError(f"the training failed with exit codes {codes}: {_last_words(log)} (all of it: {log})")
+    return run.final_result.exists()
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+    return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
+
+
+def compare_courses(one: RunDir, other: RunDir) -> list[Part]:
+    """Compare the samples of all steps, and the losses, of trainings with different numbers of ranks."""
+    samples = [samples_by_step(run) for run in (one, other)]
+    wrong = next((step for step in samples[0] if samples[0][step] != samples[1].get(step)), None)
+    difference = "" if wrong is None else f"step {wrong} has other samples"
+    losses = [[line["loss"] for line in read_json_lines(run.train_metrics)] for run in (one, other)]
+    off = max((abs(a - b) / max(abs(a), 1e-12) for a, b in zip(*losses, strict=True)), default=0.0)
+    within = f"{len(losses[0])} losses, within {off:.2g} of each other"
+    return [
+        Part(name="samples", compared=f"{len(samples[0])} steps", difference=difference),
+        Part(name="losses", compared=within, difference="" if off < _LOSS_TOLERANCE else f"by up to {off:.2%}"),
+    ]
+
+
+def samples_by_step(run: RunDir) -> dict[int, list[int]]:
+    """The images of each step in the order of the ranks, as the last attempt at that step used them."""
+    latest: dict[int, tuple[str, list[int]]] = {}
+    for path in sorted(run.sample_log(0, 0).parent.glob("*.jsonl")):
+        attempt = path.name.partition("-rank-")[0]
+        for line in read_json_lines(path):
+            before = latest.get(line["step"], ("", []))
+            indices = before[1] if before[0] == attempt else []
+            latest[line["step"]] = (attempt, indices + line["indices"])
+    return {step: indices for step, (_, indices) in sorted(latest.items())}
+
+
+def report(parts: list[Part], console: Console, cuts: str, steps: int, verdict: str) -> bool:
+    """Print what was compared and the verdict, and return whether all is equal."""
+    table = Table("", "compared", "result")
+    for part in parts:
+        table.add_row(part.name, part.compared, f"differs: {part.difference}" if part.difference else "equal")
+    console.print(table)
+    wrong = next((part for part in parts if part.difference), None)
+    if wrong:
+        console.print(f"different after {cuts}: {wrong.name}: {wrong.difference}")
+    else:
+        console.print(f"{verdict} at step {steps}, after {cuts}")
+    return wrong is None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
