@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from trainer_rig import Starter, make_folder, make_idx, start_server
+from trainer_rig import Starter, make_folder, make_idx
+
+from training.local import prepare_server
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _rank_server() -> None:
-    start_server()
+    prepare_server()
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ def evaluate_slowly() -> None:
             time.sleep(0.1)
             yield request
 
-    evaluate._BATCH = 1
+    evaluate._BATCH = 1  # noqa: SLF001
     evaluate.evaluation_requests = slow_requests
 
 

@@ -1,18 +1,14 @@
 """What the trainer's tests share: tiny data sets, and ranks as real processes.
 
-Ranks are forked from a server that has imported torch already, so a whole training takes about a second. Each rank
-runs `training.__main__.main` with torchrun's environment, as under torchrun itself.
+Ranks are forked from a server that has imported torch already, so a whole training takes about a second.
 """
 
 import gzip
 import json
-import multiprocessing
 import os
-import socket
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,25 +16,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from training.local import kill, start_ranks
+
 _PATIENCE_SECONDS = 120
-_FORKSERVER = multiprocessing.get_context("forkserver")
-
-
-def start_server() -> None:
-    """Start the server with one thread per rank, as torchrun would have it."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    preloaded = ["training.__main__", "training.launch", "torch.utils.tensorboard"]
-    preloaded += ["torch._dynamo", "torchvision.models"]
-    _FORKSERVER.set_forkserver_preload(preloaded)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Ranks of one attempt at a training."""
 
     run_dir: Path
     log: Path
-    ranks: list[BaseProcess] = field(default_factory=list)
+    ranks: list[BaseProcess]
 
     def wait(self) -> list[int | None]:
         """The exit codes by rank."""
@@ -64,11 +51,7 @@ class Training:
 
     def kill(self) -> None:
         """As a power cut would."""
-        for rank in self.ranks:
-            if rank.is_alive():
-                rank.kill()
-        for rank in self.ranks:
-            rank.join()
+        kill(self.ranks)
 
     def output(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
@@ -87,26 +70,6 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     """The events of that name, of all attempts."""
     files = sorted((run_dir / "events").glob("*.jsonl"))
     return [event for file in files for event in lines(file) if event["event"] == name]
-
-
-def run_rank(argv: list[str], environment: dict[str, str], log: str, prepare: Callable[[], None] | None) -> None:
-    """The body of a rank's process."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(environment)
-    sys.argv = ["training", *argv]
-    from training import __main__ as trainer
-
-    if prepare:
-        prepare()
-    sys.exit(trainer.main())
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Starter:
@@ -131,23 +94,10 @@ class Starter:
         run_dir = self.directory / run
         attempt = 1 + sum(training.run_dir == run_dir for training in self.started)
         log = self.directory / f"{run}-{attempt}.log"
-        port = str(free_port())
-        training = Training(run_dir=run_dir, log=log)
+        common = ["--run-dir", str(run_dir), "--attempt", str(attempt), *flags]
+        argvs = [["--data", str(data[rank] if data else self.data), *common] for rank in range(world_size)]
+        training = Training(run_dir=run_dir, log=log, ranks=start_ranks(argvs, log, prepare))
         self.started.append(training)
-        for rank in range(world_size):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            argv = ["--data", str(data[rank] if data else self.data), "--run-dir", str(run_dir)]
-            argv += ["--attempt", str(attempt), *flags]
-            process = _FORKSERVER.Process(target=run_rank, args=(argv, environment, str(log), prepare))
-            process.start()
-            training.ranks.append(process)
         return training
 
     def complete(self, *flags: str, run: str = "run", world_size: int = 1) -> Training:

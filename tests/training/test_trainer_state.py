@@ -1,0 +1,128 @@
+"""The state of a training is whole: whatever a restored trainer lacks is found out here."""
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from trainer_rig import Starter
+
+from hpc.rundir import RunDir
+from training.config import TrainConfig
+from training.distributed import Ranks, connect, disconnect, place_from
+from training.job import Job
+from training.launch import make_trainer
+from training.trainer import Trainer
+
+# Of the process, not of the training: nothing that is computed depends on them.
+NOT_STATE = {
+    "job.attempt",  # the number of this process
+    "job.started",  # a clock
+    "window._started",  # a clock
+    "window._timed_images",  # for the speed alone
+    "saver._saved_at",  # a clock
+    "saver._copy",  # what was saved last, overwritten by the next
+    "recorder._attempt",
+    "recorder._ledger",
+    "recorder._metrics",  # open files
+    "recorder.background",  # a thread, idle
+    "agreement._pending",  # a wish of the boundary before: it is stated again
+    "stepper.ddp",  # torch's, around the model; its buckets are the same from the first step on (Stepper.warm_up)
+    "console",
+}
+
+
+def leaves(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Every number, text and tensor that can be reached from a value, by path."""
+    if path.removeprefix(".") in NOT_STATE or id(value) in seen:
+        return
+    if isinstance(value, torch.Tensor):
+        yield path, value.detach().clone()
+    elif isinstance(value, int | float | str | bool | None | Enum | Path):
+        yield path, value
+    elif isinstance(value, nn.Module | Optimizer | GradScaler):
+        yield from leaves(path + ":", value.state_dict(), seen)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(f"{path}[{key}]", item, seen)
+    elif isinstance(value, list | tuple | set):
+        for index, item in enumerate(value):
+            yield from leaves(f"{path}[{index}]", item, seen)
+    elif type(value).__module__.startswith("training."):
+        seen.add(id(value))
+        for name, item in vars(value).items():
+            yield from leaves(f"{path}.{name}", item, seen)
+
+
+def differing(one: Trainer, other: Trainer) -> set[str]:
+    """Where two trainers differ in more than what belongs to their processes."""
+    first, second = (dict(leaves("", trainer, set())) for trainer in (one, other))
+    different = {path for path in first.keys() & second.keys() if not equal(first[path], second[path])}
+    return different | (first.keys() ^ second.keys())
+
+
+def equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield connect(place_from({}))
+    disconnect()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def stopped_run(start: Starter) -> tuple[TrainConfig, Path]:
+    """A run with everything that has a state, stopped in the middle of its second epoch."""
+    flags = {"epochs": 3, "batch_size": 20, "log_every": 4, "amp": "fp16", "ema": 0.9, "optimizer": "adamw"}
+    config = TrainConfig(data=str(start.data), lr=0.002, model="shufflenet_v2_x0_5", image_size=32, **flags)  # type: ignore[arg-type]
+    return config, start.directory / "run"
+
+
+def test_a_restored_trainer_has_everything_that_the_saved_one_had(
+    ranks: Ranks, stopped_run: tuple[TrainConfig, Path]
+) -> None:
+    saved, restored = trained_and_restored(ranks, *stopped_run)
+    assert saved.state.progress.step == 15
+    assert differing(saved, restored) == set()
+
+
+def trained_and_restored(ranks: Ranks, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
+    """A trainer after 15 steps, and a new one that has resumed from its checkpoint."""
+    job = Job(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
+    trainers = [make_trainer(job, ranks) for _ in range(2)]
+    for trainer in trainers:
+        trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
+    saved, restored = trainers
+    saved.resume()
+    requests = saved.plan.requests(0, 0, 0, 1)
+    for _ in range(15):
+        saved.stepper.step(saved.data.train[next(requests)], saved.window)
+        saved.log_if_due()
+    saved.save()
+    saved.recorder.close()
+    restored.resume()
+    restored.recorder.close()
+    return saved, restored
+
+
+@pytest.mark.parametrize("holder", ["", "stepper", "window", "saver", "corrupt", "state", "state.progress", "data"])
+def test_a_new_attribute_that_is_not_saved_is_found_out(
+    ranks: Ranks, stopped_run: tuple[TrainConfig, Path], holder: str
+) -> None:
+    saved, restored = trained_and_restored(ranks, *stopped_run)
+    for trainer, value in ((saved, torch.tensor(0.7)), (restored, torch.tensor(0.0))):
+        target: Any = trainer
+        for name in filter(None, holder.split(".")):
+            target = getattr(target, name)
+        object.__setattr__(target, "momentum_of_the_loss", value)
+    [found] = differing(saved, restored)
+    assert found.endswith("momentum_of_the_loss")

@@ -1,0 +1,139 @@
+"""Cut runs end as whole ones do: `training.verify_resume` with every option, and that it tells when they do not."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_rig import Starter
+
+from hpc.rundir import RunDir
+from training.checkpoint import list_checkpoints
+from training.compare import compare_runs
+from training.config import TrainConfig
+from training.verify_resume import draw_faults, samples_by_step, verify
+
+# 203 images less 41 held out: 18 steps of 9 an epoch.
+SHORT = {"epochs": 2, "batch_size": 9, "val_fraction": 0.2, "log_every": 1, "lr": 0.02, "checkpoint_every": "5"}
+SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {"amp": "fp16", "clip_norm": 1.0, "ema": 0.9, "mixup": 0.2}),
+        (2, {"amp": "fp16", "accumulate": 3, "clip_norm": 0.5, "log_samples": True}),
+        (2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9}),
+        (2, {**SMALL_NORM, "sync_bn": True, "ema": 0.99, "batch_size": 20}),
+        (4, {"accumulate": 2, "ema": 0.99, "label_smoothing": 0.1, "workers": 1, "deterministic": True}),
+    ],
+)
+def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
+    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, options: dict[str, object]
+) -> None:
+    config = TrainConfig(data=str(idx_data), **{**SHORT, **options})  # type: ignore[arg-type]  # any of its fields
+    same = verify(config, [ranks], 4, tmp_path)
+    output = capsys.readouterr().out
+    assert same, output
+    assert "bit-identical at step" in output
+    assert "after 4 of 4 cuts" in output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"crop": "resized", "flip": "on", "random_erase": 0.5, "workers": 0},
+        {"policy": "randaugment", "workers": 2, "mixup": 0.2},
+        {"policy": "trivialaugment", "workers": 1, "crop": "padded", "model": "mobilenet_v3_small"},
+    ],
+)
+def test_augmentation_and_loader_workers_are_exact_too(
+    folder_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object]
+) -> None:
+    settings = {**SHORT, "image_size": 32, "batch_size": 8, "epochs": 3, **options}
+    config = TrainConfig(data=str(folder_data), **settings)  # type: ignore[arg-type]  # any of its fields
+    assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0}, {**SMALL_NORM, "sync_bn": True}])
+def test_fewer_ranks_train_on_the_same_samples_to_the_same_losses(
+    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object]
+) -> None:
+    config = TrainConfig(data=str(idx_data), **{**SHORT, "batch_size": 13, **options})  # type: ignore[arg-type]
+    same = verify(config, [4, 3, 2], 2, tmp_path)
+    output = capsys.readouterr().out
+    assert same, output
+    assert "the same samples at step 24, after 2 of 2 cuts" in output
+    sizes = [len(list((tmp_path / "interrupted/metrics/samples").glob(f"attempt-00{n}-*"))) for n in (1, 2, 3)]
+    assert sizes == [4, 3, 2]
+    assert all(len(indices) == 13 for indices in samples_by_step(RunDir(tmp_path / "interrupted")).values())
+
+
+def test_cuts_are_at_every_kind_of_point_and_at_the_same_ones_again(idx_data: Path) -> None:
+    config = TrainConfig(data=str(idx_data), seed=3)
+    faults = list(draw_faults(config, [4], 8, 100))
+    assert [fault.point for fault in faults] == ["step", "save", "evaluate", "stop"] * 2
+    assert [fault.step for fault in faults] == sorted(fault.step for fault in faults)
+    assert all(1 <= fault.step <= 100 and 0 <= fault.rank < 4 for fault in faults)
+    assert faults == list(draw_faults(config, [4], 8, 100))
+
+
+@pytest.fixture
+def two_runs(start: Starter) -> tuple[RunDir, RunDir]:
+    """The same finished training, twice."""
+    one = start.complete("--epochs=1", "--batch-size=20", "--ema=0.9", run="one").run_dir
+    other = one.with_name("other")
+    shutil.copytree(one, other)
+    return RunDir(one), RunDir(other)
+
+
+def differing(one: RunDir, other: RunDir) -> dict[str, str]:
+    return {part.name: part.difference for part in compare_runs(one, other) if part.difference}
+
+
+def test_one_different_bit_is_found_and_named(two_runs: tuple[RunDir, RunDir]) -> None:
+    one, other = two_runs
+    assert differing(one, other) == {}
+    path = other.final / "model.pt"
+    weights = torch.load(path, weights_only=True)
+    weights["0.bias"][3] = torch.nextafter(weights["0.bias"][3], torch.tensor(1.0))
+    torch.save(weights, path)
+    [(name, difference)] = differing(one, other).items()
+    assert name == "final model"
+    assert difference.startswith("0.bias: 1 of 16 numbers, by up to ")
+
+
+def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir, RunDir]) -> None:
+    one, other = two_runs
+    path = list_checkpoints(other.checkpoints)[0] / "state.json"
+    state = json.loads(path.read_text())
+    state["progress"]["samples_seen"] += 1
+    path.write_text(json.dumps(state))
+    lines = other.eval_metrics.read_text().splitlines(keepends=True)
+    other.eval_metrics.write_text("".join(lines[:-1]))
+    assert differing(one, other).keys() == {"progress", "history: eval"}
+    assert differing(one, other)["history: eval"] == "2 and 1 records"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--cuts=0"], 2, "error: --cuts is 0: use 1 or more"),
+        (["--ranks=two"], 2, "error: --ranks is 'two': use a number such as 2, or several such as 4,3,2"),
+        (["--keep=."], 2, "error: --keep is ., which exists: give a new directory"),
+        (["--ranks=9", "--batch-size=8"], 2, "error: --batch-size is 8, too small for the 9 ranks that share it"),
+        (["--lr=1e30", "--ranks=1", "--warmup-epochs=0"], 1, "the training has diverged, use a smaller --lr"),
+    ],
+)
+def test_what_cannot_be_verified_is_said_in_one_line(
+    idx_data: Path, tmp_path: Path, flags: list[str], code: int, message: str
+) -> None:
+    argv = [sys.executable, "-m", "training.verify_resume", "--data", str(idx_data), *flags]
+    environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
