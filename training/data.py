@@ -94,6 +94,8 @@ class Data:
     size: int
     """Side in pixels (height, if they differ) of the images as they come."""
     in_memory: bool
+    cheap: bool
+    """Whether a batch for training is made so fast that loader workers would not pay."""
     fingerprint: str
     """Changes when images or labels are added, removed or reordered; not with the directory that they lie in."""
 

@@ -59,12 +59,8 @@ def _in_memory(
     mean, std = _statistics(images)
     channels, height, width = images.shape[1:]
     held, kept = _hold_out(config, len(labels))
-    train = MemoryImages(
-        images=images[kept],
-        labels=labels[kept],
-        title="the training set",
-        augmentation=memory_augmentation(config, layout.kind, (channels, height, width), mean),
-    )
+    augmentation = memory_augmentation(config, layout.kind, (channels, height, width), mean)
+    train = MemoryImages(images=images[kept], labels=labels[kept], title="the training set", augmentation=augmentation)
     val = MemoryImages(images=images[held], labels=labels[held], title="the validation set")
     test = MemoryImages(images=tested[0], labels=tested[1], title="the test set") if tested else None
     return Data(
@@ -77,6 +73,7 @@ def _in_memory(
         channels=channels,
         size=height,
         in_memory=True,
+        cheap=augmentation.transform is None,
         fingerprint=_fingerprint(train, test),
     )
 
@@ -102,6 +99,7 @@ def _load_folder(config: TrainConfig, layout: DataLayout, size: int, listing: by
         channels=3,
         size=size,
         in_memory=False,
+        cheap=False,
         fingerprint=_fingerprint(train, val, test),
     )
 

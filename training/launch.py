@@ -87,9 +87,9 @@ def _check_same(data: Data, ranks: Ranks) -> None:
 
 
 def _workers(wanted: int | None, data: Data, place: Place) -> int:
-    """Loader workers of a rank: its share of the node's cores, unless the data are in memory."""
+    """Loader workers of a rank: its share of the node's cores, unless there is next to nothing to do."""
     if wanted is not None:
         return wanted
-    if data.in_memory:
+    if data.cheap:
         return 0
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // place.local_world_size)

@@ -13,7 +13,7 @@ from hpc.errors import UserError
 FASHION_MNIST = "fashion-mnist"
 FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"})
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 VALIDATION_NAMES = ("val", "valid", "validation")
 IDX_STEMS = {
     "train_images": "train-images-idx3-ubyte",
@@ -167,7 +167,7 @@ def _folder_layout(path: Path) -> DataLayout:
 
 def is_image(name: str) -> bool:
     """Whether a file's name is that of an image."""
-    return Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 def has_class_images(directory: Path) -> bool:

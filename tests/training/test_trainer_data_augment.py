@@ -22,10 +22,6 @@ from training.layout import Kind
 from training.plan import Request
 
 KINDS = ["idx_data", "cifar_data", "folder_data"]
-POLICIES: dict[str, Callable[[], Any]] = {
-    "randaugment": v2.RandAugment,
-    "trivialaugment": v2.TrivialAugmentWide,
-}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"crop": "padded", "flip": "on"},
@@ -209,13 +205,24 @@ def test_photos_become_what_torchvision_makes_of_them(options: dict[str, Any], t
         assert torch.equal(as_photo(index, photo, 32, **options), expected)
 
 
-def test_all_that_is_asked_of_a_photo_is_done_in_order() -> None:
+CROPPED = {"crop": "resized", "flip": "on"}
+CROP_AND_FLIP = [v2.RandomResizedCrop(32, scale=(0.25, 1)), v2.RandomHorizontalFlip()]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (CROPPED, [v2.PILToTensor(), *CROP_AND_FLIP]),
+        (CROPPED | {"policy": "randaugment"}, [*CROP_AND_FLIP, v2.RandAugment(), v2.PILToTensor()]),
+    ],
+    ids=["cropped", "with a policy"],
+)
+def test_all_that_is_asked_of_a_photo_is_done_in_order(options: dict[str, Any], steps: list[Any]) -> None:
     photo = Image.fromarray(noise(1, size=64)[0].permute(1, 2, 0).numpy())
-    steps = [v2.RandomResizedCrop(32, scale=(0.25, 1)), v2.RandomHorizontalFlip(), v2.RandAugment()]
-    expected = v2.Compose([*steps, v2.PILToTensor(), v2.RandomErasing(1.0, value=128)])
-    options = {"crop": "resized", "flip": "on", "policy": "randaugment", "random_erase": 1.0}
+    expected = v2.Compose([*steps, v2.RandomErasing(1.0, value=128)])
     for index in range(10):
-        assert torch.equal(as_photo(index, photo, 32, **options), with_seed_of(index, expected, photo))
+        seen = as_photo(index, photo, 32, **options, random_erase=1.0)
+        assert torch.equal(seen, with_seed_of(index, expected, photo))
 
 
 def test_as_many_images_are_erased_as_was_asked_for_in_part_with_the_mean_color() -> None:
