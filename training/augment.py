@@ -83,7 +83,8 @@ class Augmentation:
 def _drawing(key: int) -> Iterator[None]:
     """Let torch's generator of the CPU begin at `key`, and put it back afterwards. Takes some microseconds.
 
-    `torch.manual_seed` would begin those of the GPUs anew as well.
+    `torch.manual_seed` would begin those of the GPUs anew as well. Of the key torch takes 32 bits, so some of many
+    million samples are changed alike, in no pattern.
     """
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(key)

@@ -74,7 +74,10 @@ def _share_listing(layout: DataLayout, job: Job, ranks: Ranks) -> bytes:
 
 
 def _check_same(data: Data, ranks: Ranks) -> None:
-    """Every node has a copy of the data: make sure that they are the same."""
+    """Every node has a copy of the data: make sure that they are the same.
+
+    Of an image folder all know rank 0's list; an image that another node lacks is missed when it is to be read.
+    """
     prints = ranks.gather((len(data.train), data.fingerprint))
     other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
     if other is not None:

@@ -53,13 +53,16 @@ def find_listing(layout: DataLayout, kept: Path, now_ns: int) -> bytes:
         now_ns: the time, in nanoseconds since 1970.
 
     Raises:
-        UserError: as `list_images`.
+        UserError: as `list_images`, or a directory cannot be read.
     """
-    state, changed_ns = _state(layout)
-    known = _read(kept, state)
-    if known is not None:
-        return known
-    content = pack(list_images(layout), state)
+    try:
+        state, changed_ns = _state(layout)
+        known = _read(kept, state)
+        if known is not None:
+            return known
+        content = pack(list_images(layout), state)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
     if changed_ns < now_ns - _TICK_NS:
         _write(kept, content)
     return content

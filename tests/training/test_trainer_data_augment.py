@@ -1,6 +1,9 @@
 """Augmentation: each flag does what it says, and a sample's look is a matter of seed, epoch and index alone."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +115,19 @@ def test_without_augmentation_images_in_memory_stay_as_they_are(idx_data: Path, 
 def test_auto_is_what_suits_the_data(kind: str, usual: dict[str, Any], request: pytest.FixtureRequest) -> None:
     data: Path = request.getfixturevalue(kind)
     assert torch.equal(look(load(data).train, 1), look(load(data, **usual).train, 1))
+
+
+def test_loader_workers_pay_for_what_torchvision_does(idx_data: Path, folder_data: Path) -> None:
+    assert load(idx_data, crop="padded", flip="on").cheap
+    for data, options in ((idx_data, {"random_erase": 0.1}), (idx_data, {"crop": "resized"}), (folder_data, {})):
+        assert not load(data, **options).cheap
+
+
+def test_shifting_and_mirroring_images_in_memory_imports_no_torchvision(idx_data: Path) -> None:
+    code = "import sys; from trainer_rig import load; from pathlib import Path; load(Path(sys.argv[1]), flip='on')"
+    code += "; sys.exit('torchvision' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, str(idx_data)], env=environment, check=True)
 
 
 def in_memory(images: Tensor, kind: Kind = "cifar10", **options: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import time
 from collections.abc import Callable
 from io import BytesIO
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from trainer_rig import Starter, make_folder
 
+from hpc.errors import UserError
 from training.layout import check_data
 from training.listing import Listing, find_listing, list_images, pack, unpack
 
@@ -138,6 +140,13 @@ def test_a_listing_that_cannot_be_written_costs_a_warning(
     (tmp_path / "full").touch()
     assert len(names(find(data, tmp_path / "full" / "index.npz"))) == 6
     assert capsys.readouterr().out.startswith(f"warning: {tmp_path / 'full' / 'index.npz'} cannot be written (")
+
+
+def test_a_directory_that_cannot_be_listed_is_named(data: Path, kept: Path) -> None:
+    layout = check_data(data)
+    shutil.rmtree(data / "val")
+    with pytest.raises(UserError, match=rf"{data / 'val'} cannot be listed \(No such file or directory\)"):
+        find_listing(layout, kept, time.time_ns())
 
 
 def test_the_other_ranks_need_the_images_too(start: Starter, folder_data: Path, tmp_path: Path) -> None:
