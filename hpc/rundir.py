@@ -63,6 +63,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def index(self) -> Path:
+        """The list of the images of an image folder: the next attempt need not list a million files again."""
+        return self.path / "index.npz"
+
+    @property
     def best(self) -> Path:
         """The model that did best in validation."""
         return self.path / "best"

@@ -1,13 +1,16 @@
 """Puts a training together and runs it. Runs on every rank, after torch may be imported."""
 
 import os
+import time
 
 import torch
 
-from training.config import check_data, check_world, resolve_data
-from training.data import Data, load_data
+from training.config import DataLayout, check_data, check_world, resolve_data
+from training.data import Data
+from training.datasets import load_data
 from training.distributed import Place, Ranks, SharedError, connect, disconnect
 from training.job import Job
+from training.listing import find_listing
 from training.model import Preprocess, build_model, input_channels, input_size
 from training.norm import synchronise
 from training.trainer import Trainer
@@ -52,7 +55,10 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
     config = job.config
     with ranks.together():
         check_world(config, ranks.world_size)
-        data = load_data(config, check_data(resolve_data(config.data)), input_size(config, None))
+        layout = check_data(resolve_data(config.data))
+    listing = _share_listing(layout, job, ranks)
+    with ranks.together():
+        data = load_data(config, layout, input_size(config, None), listing)
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
@@ -63,8 +69,20 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
     return Trainer(job, ranks, data, model, preprocess, _workers(config.workers, data, ranks.place))
 
 
+def _share_listing(layout: DataLayout, job: Job, ranks: Ranks) -> bytes:
+    """The list of an image folder's images: rank 0 alone looks for them, and the others believe it."""
+    listing = b""
+    with ranks.together():
+        if ranks.leads and layout.kind == "image-folder":
+            listing = find_listing(layout, job.run_dir.index, time.time_ns())
+    return ranks.broadcast_bytes(listing)
+
+
 def _check_same(data: Data, ranks: Ranks) -> None:
-    """Every node has a copy of the data: make sure that they are the same."""
+    """Every node has a copy of the data: make sure that they are the same.
+
+    Of an image folder all know rank 0's list; an image that another node lacks is missed when it is to be read.
+    """
     prints = ranks.gather((len(data.train), data.fingerprint))
     other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
     if other is not None:
@@ -77,9 +95,9 @@ def _check_same(data: Data, ranks: Ranks) -> None:
 
 
 def _workers(wanted: int | None, data: Data, place: Place) -> int:
-    """Loader workers of a rank: its share of the node's cores, unless the data are in memory."""
+    """Loader workers of a rank: its share of the node's cores, unless there is next to nothing to do."""
     if wanted is not None:
         return wanted
-    if data.in_memory:
+    if data.cheap:
         return 0
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // place.local_world_size)

@@ -13,7 +13,7 @@ from hpc.errors import UserError
 FASHION_MNIST = "fashion-mnist"
 FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"})
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 VALIDATION_NAMES = ("val", "valid", "validation")
 IDX_STEMS = {
     "train_images": "train-images-idx3-ubyte",
@@ -21,9 +21,49 @@ IDX_STEMS = {
     "test_images": "t10k-images-idx3-ubyte",
     "test_labels": "t10k-labels-idx1-ubyte",
 }
+Kind = Literal["idx", "cifar10", "cifar100", "image-folder"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CifarFiles:
+    """The Python files of a CIFAR data set, by the names that they were published under, and what they hold."""
+
+    directory: str
+    train: tuple[str, ...]
+    test: str
+    meta: str
+    label_key: str
+    """In the files of images: the key of the labels."""
+    names_key: str
+    """In `meta`: the key of the classes' names."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every file."""
+        return (*self.train, self.test, self.meta)
+
+
+CIFAR: dict[Kind, CifarFiles] = {
+    "cifar10": CifarFiles(
+        directory="cifar-10-batches-py",
+        train=tuple(f"data_batch_{number}" for number in range(1, 6)),
+        test="test_batch",
+        meta="batches.meta",
+        label_key="labels",
+        names_key="label_names",
+    ),
+    "cifar100": CifarFiles(
+        directory="cifar-100-python",
+        train=("train",),
+        test="test",
+        meta="meta",
+        label_key="fine_labels",
+        names_key="fine_label_names",
+    ),
+}
 LAYOUTS = (
     "class directories of images, or train/ (and val/, test/) with class directories, "
-    "or IDX files such as train-images-idx3-ubyte.gz"
+    "or IDX files such as train-images-idx3-ubyte.gz, or cifar-10-batches-py, or cifar-100-python"
 )
 
 
@@ -31,10 +71,11 @@ LAYOUTS = (
 class DataLayout:
     """What a data directory holds, found without reading the data."""
 
-    kind: Literal["idx", "image-folder"]
+    kind: Kind
     path: Path
+    """The directory that holds all of it: the one to copy to a node."""
     train: Path
-    """image-folder: the directory with the class directories; idx: the data directory."""
+    """image-folder: the directory with the class directories; else: as `path`."""
     val: Path | None
     """image-folder: the class directories for validation; None: a part of the training set is held out."""
     test: Path | None
@@ -67,7 +108,7 @@ def check_data(path: Path) -> DataLayout:
         raise UserError(f"--data is {path}, which does not exist: give a directory, or {FASHION_MNIST}")
     if not path.is_dir():
         raise UserError(f"--data is {path}, which is not a directory: give the directory that holds the images")
-    return _idx_layout(path) or _folder_layout(path)
+    return _idx_layout(path) or _cifar_layout(path) or _folder_layout(path)
 
 
 def find_idx(directory: Path, stem: str) -> Path | None:
@@ -89,6 +130,28 @@ def _idx_layout(path: Path) -> DataLayout | None:
     return DataLayout(kind="idx", path=path, train=path, val=None, test=path if present["test_images"] else None)
 
 
+def _cifar_layout(path: Path) -> DataLayout | None:
+    """Recognise CIFAR's files in a directory, whatever its name, or in the one below that has the published name."""
+    places = ((kind, place) for kind, files in CIFAR.items() for place in (path, path / files.directory))
+    found = [(kind, place) for kind, place in places if _is_cifar(place, CIFAR[kind])]
+    if not found:
+        return None
+    if len(found) > 1:
+        both = " and ".join(str(place) for _, place in found)
+        raise UserError(f"--data is {path}, which has {both}: give one of them")
+    kind, place = found[0]
+    missing = [name for name in CIFAR[kind].all if not (place / name).is_file()]
+    if missing:
+        raise UserError(f"{place} lacks {', '.join(missing)}: add what is missing")
+    return DataLayout(kind=kind, path=place, train=place, val=None, test=place)
+
+
+def _is_cifar(place: Path, files: CifarFiles) -> bool:
+    # Names such as `train` and `meta` say little: one file alone is not enough.
+    named = place.name == files.directory and place.is_dir()
+    return named or all((place / name).is_file() for name in (files.train[0], files.meta))
+
+
 def _folder_layout(path: Path) -> DataLayout:
     split = (path / "train").is_dir()
     train = path / "train" if split else path
@@ -104,7 +167,7 @@ def _folder_layout(path: Path) -> DataLayout:
 
 def is_image(name: str) -> bool:
     """Whether a file's name is that of an image."""
-    return Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 def has_class_images(directory: Path) -> bool:

@@ -12,7 +12,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ["training.__main__", "training.launch", "torch.utils.tensorboard", "torch._dynamo", "torchvision.models"]
+_PRELOADED = ["training.__main__", "training.launch", "torch.utils.tensorboard", "torch._dynamo"]
+_PRELOADED += ["torchvision.models", "torchvision.transforms.v2"]
 
 
 def prepare_server() -> None:

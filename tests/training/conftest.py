@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from trainer_rig import Starter, make_folder, make_idx
+from trainer_rig import Starter, make_cifar, make_folder, make_idx
 
 from training.local import prepare_server
 
@@ -22,6 +22,11 @@ def idx_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def folder_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("data") / "folder")
+
+
+@pytest.fixture(scope="session")
+def cifar_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_cifar(tmp_path_factory.mktemp("data") / "cifar-10-batches-py")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Reading data: the formats, and that what a sample looks like is a matter of seed, epoch and index alone."""
+"""Reading data: the formats, the parts, and the loader."""
 
 import gzip
 import os
@@ -9,19 +9,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from trainer_rig import make_folder, make_idx, write_idx
+from trainer_rig import load, make_folder, make_idx, write_idx
 
 from hpc.errors import UserError
-from training.augment import Augmentation, augment_batch
-from training.config import TrainConfig, check_data, resolve_data
-from training.data import Data, load_ahead, load_data
+from training.config import resolve_data
+from training.data import load_ahead
 from training.idx import class_names, read_idx, read_idx_pair
-from training.plan import Request, make_plan
-
-
-def load(path: Path, **settings: object) -> Data:
-    config = TrainConfig(data=str(path), **settings)  # type: ignore[arg-type]  # any of its fields
-    return load_data(config, check_data(path), folder_size=config.image_size or 16)
+from training.plan import Request
 
 
 def test_idx_files_are_read_plain_and_compressed(tmp_path: Path) -> None:
@@ -64,9 +58,8 @@ def test_a_part_is_held_out_by_seed(idx_data: Path) -> None:
     data, again, other = load(idx_data), load(idx_data), load(idx_data, seed=1)
     assert data.val is not None
     assert (len(data.train), len(data.val)) == (193, 10)
-    images = [
-        whole.val[Request(indices=tuple(range(10)), epoch=None)][0] for whole in (data, again, other) if whole.val
-    ]
+    request = Request(indices=tuple(range(10)), epoch=None)
+    images = [whole.val[request].images for whole in (data, again, other) if whole.val]
     assert torch.equal(images[0], images[1])
     assert not torch.equal(images[0], images[2])
 
@@ -98,63 +91,11 @@ def test_a_class_that_only_the_test_set_has_is_refused(tmp_path: Path) -> None:
         load(data)
 
 
-def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    data = make_folder(tmp_path / "data")
-    broken = data / "train" / "blue sky" / "0.jpg"
-    broken.write_bytes(broken.read_bytes()[:500])
-    with pytest.raises(UserError, match=f"{broken} cannot be read as an image"):
-        load(data).train[Request(indices=(0,), epoch=0)]
-
-
 def test_gray_and_transparent_images_have_three_channels(tmp_path: Path) -> None:
     data = make_folder(tmp_path / "data", parts=("train",))
     for mode, name in (("L", "0.jpg"), ("RGBA", "1.png")):
         Image.new(mode, (30, 20)).save(data / "train" / "blue sky" / name)
-    images, _ = load(data).train[Request(indices=(0, 1), epoch=0)]
-    assert images.shape == (2, 3, 16, 16)
-
-
-def as_in_training(data: Data, rank: int, world_size: int, workers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    plan = make_plan(len(data.train), 10, epochs=2, seed=0)
-    requests = plan.requests(1, 10, rank, world_size)
-    with load_ahead(data.train, requests, workers, pin_memory=False) as batches:
-        return list(batches)
-
-
-@pytest.mark.parametrize("kind", ["idx_data", "folder_data"])
-def test_what_a_rank_sees_depends_neither_on_workers_nor_on_how_batches_are_shared(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    data = load(request.getfixturevalue(kind), augment="crop-flip")
-    alone = as_in_training(data, rank=0, world_size=1, workers=0)
-    assert len(alone) > 0
-    with_workers = as_in_training(data, rank=0, world_size=1, workers=2)
-    shared = [as_in_training(data, rank, world_size=3, workers=0) for rank in range(3)]
-    for batch, same, *shares in zip(alone, with_workers, *shared, strict=True):
-        for part in (0, 1):
-            assert torch.equal(batch[part], same[part])
-            assert torch.equal(batch[part], torch.cat([each[part] for each in shares]))
-
-
-@pytest.mark.parametrize("kind", ["idx_data", "folder_data"])
-def test_a_sample_looks_different_in_each_epoch_and_as_it_is_in_an_evaluation(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    train = load(request.getfixturevalue(kind), augment="crop-flip").train
-    looks = [train[Request(indices=tuple(range(8)), epoch=epoch)][0] for epoch in (0, 1, None)]
-    assert not torch.equal(looks[0], looks[1])
-    plain = load(request.getfixturevalue(kind), augment="none").train
-    assert torch.equal(plain[Request(indices=tuple(range(8)), epoch=None)][0], looks[2])
-
-
-def test_a_crop_moves_an_image_and_a_flip_mirrors_half_of_them() -> None:
-    images = torch.zeros(400, 1, 28, 28, dtype=torch.uint8)
-    images[:, :, 14, 5] = 1
-    seen = augment_batch(Augmentation(seed=0, crop=True, flip=True), 0, torch.arange(400), images).nonzero()
-    assert len(seen) == 400
-    assert seen[:, 2].unique().tolist() == [13, 14, 15]
-    assert seen[:, 3].unique().tolist() == [4, 5, 6, 21, 22, 23]
-    assert 150 < int((seen[:, 3] > 14).sum()) < 250
+    assert load(data).train[Request(indices=(0, 1), epoch=0)].images.shape == (2, 3, 16, 16)
 
 
 def test_loader_workers_survive_the_signals_that_stop_a_rank(folder_data: Path) -> None:

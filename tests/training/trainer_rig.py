@@ -4,21 +4,28 @@ Ranks are forked from a server that has imported torch already, so a whole train
 """
 
 import gzip
+import io
 import json
 import os
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from PIL import Image
 
 from training.local import kill, start_ranks
 
+if TYPE_CHECKING:
+    from training.data import Data
+
 _PATIENCE_SECONDS = 120
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Ranks of one attempt at a training."""
@@ -109,6 +116,15 @@ class Starter:
         return training
 
 
+def load(path: Path, **settings: object) -> "Data":
+    """The data in a directory, with these flags; images of a folder become 16 x 16 pixels."""
+    from training.config import TrainConfig, check_data
+    from training.datasets import load_data
+
+    config = TrainConfig(data=str(path), **settings)  # type: ignore[arg-type]  # any of its fields
+    return load_data(config, check_data(path), folder_size=config.image_size or 16)
+
+
 def write_idx(path: Path, values: np.ndarray) -> None:
     """Write an IDX file of bytes, compressed if its name says so."""
     header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
@@ -142,4 +158,39 @@ def make_folder(directory: Path, parts: tuple[str, ...] = ("train", "val", "test
                 pixels[..., 2 - channel] += 120
                 image = Image.fromarray(pixels.astype(np.uint8))
                 image.save(directory / part / name / f"{number}.{'png' if number % 2 else 'jpg'}")
+    return directory
+
+
+class _Python2Pickler(pickle._Pickler):  # noqa: SLF001  # the one in Python, which can be taught
+    """Pickles text and bytes as Python 2 did, in which the published CIFAR files were written."""
+
+    def save_bytes(self, value: bytes) -> None:
+        self.write(pickle.BINSTRING + len(value).to_bytes(4, "little") + value)
+
+    def save_text(self, value: str) -> None:
+        self.save_bytes(value.encode())
+
+    dispatch: ClassVar = pickle._Pickler.dispatch | {bytes: save_bytes, str: save_text}  # noqa: SLF001
+
+
+def pickled_as_published(content: dict[str, object]) -> bytes:
+    """As Python 2 and the numpy of its time did it."""
+    buffer = io.BytesIO()
+    _Python2Pickler(buffer, protocol=2).dump(content)
+    return buffer.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+
+
+def make_cifar(directory: Path, kind: str = "cifar10", per_file: int = 30) -> Path:
+    """Random images in the files of CIFAR-10 (of 3 classes) or CIFAR-100 (of 3 fine ones)."""
+    from training.layout import CIFAR
+
+    directory.mkdir(parents=True)
+    files, random = CIFAR[kind], np.random.default_rng(3)
+    for name in (*files.train, files.test):
+        images = random.integers(0, 256, (per_file, 3072)).astype(np.uint8)
+        labels = [number % 3 for number in range(per_file)]
+        content = {"data": images, files.label_key: labels, "batch_label": name, "coarse_labels": [0] * per_file}
+        (directory / name).write_bytes(pickled_as_published(content))
+    meta = {files.names_key: ["frog", "ship", "truck"], "num_vis": 3072}
+    (directory / files.meta).write_bytes(pickled_as_published(meta))
     return directory

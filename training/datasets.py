@@ -1,0 +1,140 @@
+"""Opens a data set of any layout: reads or lists it, holds out a part for validation, sets up the augmentation.
+
+Runs on every rank.
+"""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpc.errors import UserError
+from training.augment import memory_augmentation, photo_augmentation
+from training.cifar import read_cifar, read_cifar_names
+from training.config import TrainConfig
+from training.counted import Purpose, permutation, stream
+from training.data import Data, MemoryImages
+from training.folder import FolderImages
+from training.idx import class_names, read_idx_pair
+from training.layout import DataLayout
+from training.listing import Part, list_images, unpack
+
+# ImageNet's, which suit photographs.
+_PHOTO_MEAN, _PHOTO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_SAMPLED_FOR_STATISTICS = 5000
+
+_Pair = tuple[Tensor, Tensor]
+
+
+def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, listing: bytes = b"") -> Data:
+    """Open the data. Without a validation set of their own, a part of the training set is held out, chosen by seed.
+
+    Args:
+        config: says how much to hold out, and how to augment.
+        layout: where the data are.
+        folder_size: side in pixels that images of a folder are scaled to.
+        listing: the images of a folder, as rank 0's `find_listing` gave them; empty: they are listed here.
+
+    Raises:
+        UserError: files are missing, torn, or do not fit together.
+    """
+    if layout.kind == "image-folder":
+        return _load_folder(config, layout, folder_size, listing)
+    if layout.kind == "idx":
+        train = read_idx_pair(layout.train, "train")
+        test = read_idx_pair(layout.test, "test") if layout.test else None
+        return _in_memory(config, layout, train, test, class_names(train[1], int(train[1].max()) + 1))
+    names = read_cifar_names(layout.path, layout.kind)
+    parts = [read_cifar(layout.path, layout.kind, part, len(names)) for part in ("train", "test")]
+    return _in_memory(config, layout, parts[0], parts[1], names)
+
+
+def _in_memory(
+    config: TrainConfig, layout: DataLayout, everything: _Pair, tested: _Pair | None, classes: tuple[str, ...]
+) -> Data:
+    images, labels = everything
+    _check_labels(labels, tested[1] if tested else None)
+    mean, std = _statistics(images)
+    channels, height, width = images.shape[1:]
+    held, kept = _hold_out(config, len(labels))
+    augmentation = memory_augmentation(config, layout.kind, (channels, height, width), mean)
+    train = MemoryImages(images=images[kept], labels=labels[kept], title="the training set", augmentation=augmentation)
+    val = MemoryImages(images=images[held], labels=labels[held], title="the validation set")
+    test = MemoryImages(images=tested[0], labels=tested[1], title="the test set") if tested else None
+    return Data(
+        train=train,
+        val=val if len(held) else None,
+        test=test,
+        classes=classes,
+        mean=mean,
+        std=std,
+        channels=channels,
+        size=height,
+        in_memory=True,
+        cheap=augmentation.transform is None,
+        fingerprint=_fingerprint(train, test),
+    )
+
+
+def _load_folder(config: TrainConfig, layout: DataLayout, size: int, listing: bytes) -> Data:
+    listed = unpack(listing) if listing else list_images(layout)
+    everything = _folder(layout.train, listed.parts["train"], size)
+    val, test = (
+        _folder(root, listed.parts[name], size) if root else None
+        for name, root in (("val", layout.val), ("test", layout.test))
+    )
+    train = everything
+    if val is None:
+        held, kept = _hold_out(config, len(everything))
+        val, train = everything.part(held) if len(held) else None, everything.part(kept)
+    return Data(
+        train=replace(train, augmentation=photo_augmentation(config, size, _PHOTO_MEAN)),
+        val=val,
+        test=test,
+        classes=listed.classes,
+        mean=_PHOTO_MEAN,
+        std=_PHOTO_STD,
+        channels=3,
+        size=size,
+        in_memory=False,
+        cheap=False,
+        fingerprint=_fingerprint(train, val, test),
+    )
+
+
+def _folder(root: Path, part: Part, size: int) -> FolderImages:
+    return FolderImages(root=root, names=part.names, labels=torch.from_numpy(part.labels), size=size)
+
+
+def _hold_out(config: TrainConfig, samples: int) -> tuple[Tensor, Tensor]:
+    """Indices to hold out and to train on, each sorted."""
+    order = permutation(stream(config.seed, Purpose.HOLD_OUT), samples)
+    held = round(samples * config.val_fraction)
+    if held == samples:
+        raise UserError(f"--val-fraction is {config.val_fraction}, which leaves nothing of {samples} to train on")
+    return order[:held].sort().values, order[held:].sort().values
+
+
+def _check_labels(train: Tensor, test: Tensor | None) -> None:
+    if test is not None and len(test) and int(test.max()) > int(train.max()):
+        raise UserError(f"the test set has label {int(test.max())}, but the training set ends at {int(train.max())}")
+
+
+def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, of evenly spread images: whole numbers are summed, so exact."""
+    some = images[:: max(1, len(images) // _SAMPLED_FOR_STATISTICS)].double() / 255
+    std, mean = torch.std_mean(some, dim=(0, 2, 3), correction=0)
+    return tuple(mean.tolist()), tuple(std.clamp(min=1 / 255).tolist())
+
+
+def _fingerprint(*sources: MemoryImages | FolderImages | None) -> str:
+    digest = hashlib.sha256()
+    for source in sources:
+        if source is not None:
+            digest.update(f"{len(source)} samples".encode())
+            digest.update(source.labels.numpy().tobytes())
+            if isinstance(source, FolderImages):
+                digest.update(source.names.tobytes())
+    return digest.hexdigest()
