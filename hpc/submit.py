@@ -142,8 +142,8 @@ def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig |
     """The trainer's flags, if it is the trainer that runs, and where the data are."""
     if isinstance(options, SubmitTraining):
         check_model(options.train.model)
-        data = resolve_data(options.train.data)
-        check_data(data)
+        # Where the files are: of a data set below the directory, nothing else is to be staged.
+        data = check_data(resolve_data(options.train.data)).path
         return dataclasses.replace(options.train, data=str(data)), data
     checks.check_script(script)
     given = options.data if isinstance(options, SubmitScript) else None

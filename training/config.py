@@ -68,7 +68,7 @@ class TrainConfig:
     """What to train on what, and how. Every field is a flag."""
 
     data: str
-    """A directory of images or IDX files, or `fashion-mnist` (Debian's package dataset-fashion-mnist)."""
+    """A directory of images, IDX or CIFAR files, or `fashion-mnist` (Debian's package dataset-fashion-mnist)."""
     model: str = SMALL_CNN
     """`small-cnn`, or any of torchvision's classification models by name, such as resnet50."""
     epochs: int = 8
@@ -122,7 +122,7 @@ class TrainConfig:
     max_corrupt: int = 10
     """Unreadable images that are replaced by others; with more the run ends."""
     workers: int | None = None
-    """Loader processes per rank; by default none for data in memory, else the cores that the rank has."""
+    """Loader processes per rank; by default the cores that the rank has, or none where images cost nothing to make."""
     log_every: int = 20
     """Steps between two lines of metrics."""
     checkpoint_every: str = "10m"

@@ -1,15 +1,15 @@
 """Batch normalisation over the batches of all ranks. Runs on every rank."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.nn import functional as collective
+from torch import Tensor, distributed, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class HostSyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm for a CPU, where torch has none. Shares of the batch may be unequal.
+class HostSyncBatchNorm(_BatchNorm):
+    """What torch's SyncBatchNorm is on GPUs, for CPUs. Shares of the batch may be unequal.
 
     The formulas are those of Ioffe and Szegedy, "Batch normalization" (2015); the sums are over all ranks, and
     gradients flow through them.
@@ -41,17 +41,33 @@ class HostSyncBatchNorm(nn.SyncBatchNorm):
         cast("Tensor", self.running_var).lerp_(variance, momentum)
 
 
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks. Each rank's part has the gradient of all ranks' uses of the sum."""
+
+    @staticmethod
+    def forward(_context: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        distributed.all_reduce(total)
+        return total
+
+
 def _everybodys(values: Tensor) -> Tensor:
-    """The sum over all ranks, with gradients."""
-    return cast("Tensor", collective.all_reduce(values))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _Sum.apply(values))
 
 
 def synchronise(model: nn.Module, device: torch.device) -> nn.Module:
     """Replace all batch normalisation of a model by one that counts all ranks' images."""
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    if device.type == "cpu":
-        for module in converted.modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                # The same parameters, buffers and settings, with another forward.
-                module.__class__ = HostSyncBatchNorm
-    return converted
+    if device.type != "cpu":
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return converted
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            # The same parameters, buffers and settings, with another forward.
+            module.__class__ = HostSyncBatchNorm
+    return model

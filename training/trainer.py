@@ -149,6 +149,7 @@ class Trainer:
         """Write down which images this rank uses in the step to come."""
         if self.config.log_samples:
             path = self.job.run_dir.sample_log(self.job.attempt, self.ranks.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
             append_json_line(path, {"step": self.state.progress.step + 1, "indices": batch.indices.tolist()})
 
     def learning_rate(self, step: int) -> float:

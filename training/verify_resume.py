@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -135,16 +134,25 @@ def _total_steps(run: RunDir) -> int:
     return next(int(event["total_steps"]) for event in ledger.read(run.events) if event["event"] == "train_started")
 
 
-def draw_faults(config: TrainConfig, sizes: list[int], cuts: int, steps: int) -> Iterator[Fault]:
-    """Where to cut: at random steps, in order, at each kind of point in turn, on random ranks. A matter of the seed."""
+def draw_faults(config: TrainConfig, sizes: list[int], cuts: int, steps: int) -> list[Fault]:
+    """Where to cut: at random steps, at each kind of point in turn, on random ranks. A matter of the seed."""
     key = stream(config.seed, Purpose.CUT)
-    at = (below(key, torch.arange(cuts), steps) + 1).sort().values.tolist()
+    # After the last step but one a stop comes too late.
+    at = (below(key, torch.arange(cuts), max(1, steps - 2)) + 1).tolist()
     ranks = below(key, torch.arange(cuts) + cuts, 2**20).tolist()
-    for number, step in enumerate(at):
-        point = POINTS[number % len(POINTS)]
+    points = [POINTS[number % len(POINTS)] for number in range(cuts)]
+    per_epoch = steps // config.epochs
+    # An evaluation comes when its epoch is over.
+    late = [
+        -(-step // per_epoch) * per_epoch if point == "evaluate" else step
+        for step, point in zip(at, points, strict=True)
+    ]
+    order = sorted(range(cuts), key=lambda number: (late[number], points[number] == "evaluate"))
+    return [
         # Rank 0 is the one that saves.
-        rank = 0 if point == "save" else ranks[number] % sizes[number % len(sizes)]
-        yield Fault(point=point, step=step, rank=rank)
+        Fault(point=points[n], step=at[n], rank=0 if points[n] == "save" else ranks[n] % sizes[place % len(sizes)])
+        for place, n in enumerate(order)
+    ]
 
 
 def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault: Fault) -> bool:

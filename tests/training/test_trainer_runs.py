@@ -154,13 +154,51 @@ def test_nodes_with_different_data_are_told_apart(start: Starter, tmp_path: Path
     assert message.startswith("error: --data is not the same everywhere: rank 0 has 193 training images, rank 1 190")
 
 
-def test_an_unreadable_image_ends_the_training_with_its_name(start: Starter, tmp_path: Path) -> None:
-    start.data = make_folder(tmp_path / "data")
-    broken = start.data / "train" / "red" / "4.jpg"
-    broken.write_bytes(b"no image")
-    for workers in ("--workers=0", "--workers=1"):
-        message = refused(start(*SHORT, workers, run=workers))
-        assert message.startswith(f"error: {broken} cannot be read as an image ("), message
+@pytest.fixture
+def corrupt_data(tmp_path: Path) -> Path:
+    """Image folders with three unreadable images for training and one for the test."""
+    data = make_folder(tmp_path / "data")
+    for name in ("train/red/4.jpg", "train/red/5.png", "train/green/0.jpg", "test/blue sky/0.jpg"):
+        (data / name).write_bytes(b"no image")
+    return data
+
+
+def test_unreadable_images_are_replaced_counted_and_listed(start: Starter, corrupt_data: Path) -> None:
+    start.data = corrupt_data
+    corrupt = [str(corrupt_data / "train" / name) for name in ("green/0.jpg", "red/4.jpg", "red/5.png")]
+    weights = []
+    for run, world_size in (("alone", 1), ("again", 1), ("shared", 2)):
+        training = start.complete("--epochs=3", "--batch-size=4", "--lr=0.01", run=run, world_size=world_size)
+        weights.append(torch.load(training.run_dir / "final" / "model.pt", weights_only=True))
+        assert sorted(event["path"] for event in events(training.run_dir, "image_corrupt")) == corrupt
+        assert result(training.run_dir)["corrupt_images"] == corrupt
+        assert all(training.output().count(f"warning: {path} cannot be read") == 1 for path in corrupt)
+        assert lines(training.run_dir / "metrics" / "eval.jsonl")[-1]["corrupt"] == 1
+        assert f"1 unreadable images in test: {corrupt_data}/test/blue sky/0.jpg" in training.output()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert all(torch.allclose(value, weights[2][name], atol=1e-3) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_too_many_unreadable_images_end_the_training_with_their_names(
+    start: Starter, corrupt_data: Path, world_size: int
+) -> None:
+    start.data = corrupt_data
+    message = refused(start(*SHORT, "--max-corrupt=2", "--epochs=9", world_size=world_size), world_size)
+    assert message.startswith("error: 3 images cannot be read, more than --max-corrupt 2: replace or remove ")
+    assert all(f"{corrupt_data}/train/{name}" in message for name in ("green/0.jpg", "red/4.jpg", "red/5.png"))
+
+
+def test_too_many_unreadable_images_end_an_evaluation_too(start: Starter, corrupt_data: Path) -> None:
+    start.data = corrupt_data
+    for broken in corrupt_data.glob("train/red/*"):
+        broken.write_bytes((corrupt_data / "train/red/0.jpg").read_bytes())
+    (corrupt_data / "train/green/0.jpg").unlink()
+    message = refused(start(*SHORT, "--max-corrupt=0"))
+    assert message == (
+        "error: 1 images cannot be read, more than --max-corrupt 0: "
+        f"replace or remove {corrupt_data}/test/blue sky/0.jpg"
+    )
 
 
 @pytest.mark.parametrize(

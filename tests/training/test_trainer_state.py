@@ -43,20 +43,26 @@ def leaves(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, torch.Tensor):
         yield path, value.detach().clone()
-    elif isinstance(value, int | float | str | bool | None | Enum | Path):
+    elif isinstance(value, int | float | str | bool | Enum | Path) or value is None:
         yield path, value
-    elif isinstance(value, nn.Module | Optimizer | GradScaler):
-        yield from leaves(path + ":", value.state_dict(), seen)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(f"{path}[{key}]", item, seen)
-    elif isinstance(value, list | tuple | set):
-        for index, item in enumerate(value):
-            yield from leaves(f"{path}[{index}]", item, seen)
-    elif type(value).__module__.startswith("training."):
+    if type(value).__module__.startswith("training."):
+        # An object may be reached in several ways; the first one names it.
         seen.add(id(value))
-        for name, item in vars(value).items():
-            yield from leaves(f"{path}.{name}", item, seen)
+    for name, item in inside(value):
+        yield from leaves(path + name, item, seen)
+
+
+def inside(value: Any) -> list[tuple[str, Any]]:
+    """What a value consists of, by the rest of its path."""
+    if isinstance(value, nn.Module | Optimizer | GradScaler):
+        return [(":", value.state_dict())]
+    if isinstance(value, Mapping):
+        return [(f"[{key}]", item) for key, item in value.items()]
+    if isinstance(value, list | tuple | set):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    if type(value).__module__.startswith("training."):
+        return [(f".{name}", item) for name, item in vars(value).items()]
+    return []
 
 
 def differing(one: Trainer, other: Trainer) -> set[str]:

@@ -4,16 +4,18 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_rig import Starter
+from trainer_rig import Starter, make_idx
 
 from hpc.rundir import RunDir
 from training.checkpoint import list_checkpoints
 from training.compare import compare_runs
 from training.config import TrainConfig
+from training.fault import POINTS
 from training.verify_resume import draw_faults, samples_by_step, verify
 
 # 203 images less 41 held out: 18 steps of 9 an epoch.
@@ -58,27 +60,33 @@ def test_augmentation_and_loader_workers_are_exact_too(
     assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
 
 
-@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0}, {**SMALL_NORM, "sync_bn": True}])
+# Deep networks with batch normalisation blow rounding errors up, the more so the faster they learn: see
+# docs/exactness.md. Images that are scaled up have equal neighbours, between which max-pooling chooses by rounding.
+NORMALISED = {"model": "resnet18", "image_size": 32, "sync_bn": True, "lr": 0.0003}
+
+
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0, "accumulate": 2}, NORMALISED])
 def test_fewer_ranks_train_on_the_same_samples_to_the_same_losses(
-    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object]
 ) -> None:
-    config = TrainConfig(data=str(idx_data), **{**SHORT, "batch_size": 13, **options})  # type: ignore[arg-type]
+    data = make_idx(tmp_path / "data", train=130, size=32)
+    config = TrainConfig(data=str(data), **{**SHORT, "batch_size": 25, **options})  # type: ignore[arg-type]
     same = verify(config, [4, 3, 2], 2, tmp_path)
     output = capsys.readouterr().out
     assert same, output
-    assert "the same samples at step 24, after 2 of 2 cuts" in output
+    assert "the same samples at step 8, after 2 of 2 cuts" in output
     sizes = [len(list((tmp_path / "interrupted/metrics/samples").glob(f"attempt-00{n}-*"))) for n in (1, 2, 3)]
     assert sizes == [4, 3, 2]
-    assert all(len(indices) == 13 for indices in samples_by_step(RunDir(tmp_path / "interrupted")).values())
+    assert all(len(indices) == 25 for indices in samples_by_step(RunDir(tmp_path / "interrupted")).values())
 
 
 def test_cuts_are_at_every_kind_of_point_and_at_the_same_ones_again(idx_data: Path) -> None:
-    config = TrainConfig(data=str(idx_data), seed=3)
-    faults = list(draw_faults(config, [4], 8, 100))
-    assert [fault.point for fault in faults] == ["step", "save", "evaluate", "stop"] * 2
-    assert [fault.step for fault in faults] == sorted(fault.step for fault in faults)
-    assert all(1 <= fault.step <= 100 and 0 <= fault.rank < 4 for fault in faults)
-    assert faults == list(draw_faults(config, [4], 8, 100))
+    config = TrainConfig(data=str(idx_data), seed=3, epochs=5)
+    faults = draw_faults(config, [4], 8, 100)
+    assert sorted(fault.point for fault in faults) == sorted(POINTS * 2)
+    assert all(1 <= fault.step <= 98 and 0 <= fault.rank < 4 for fault in faults)
+    assert faults == draw_faults(config, [4], 8, 100)
+    assert faults != draw_faults(replace(config, seed=4), [4], 8, 100)
 
 
 @pytest.fixture
