@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 SEED = 0
 EPOCHS = 3
 GLOBAL_BATCH = 100
-CHECKPOINT_EVERY = 90
+CHECKPOINT_EVERY = 60
 _HEADER_BYTES = {"images-idx3": 16, "labels-idx1": 8}
 
 
@@ -106,7 +106,7 @@ def build_model(*, dropout: bool) -> nn.Sequential:
 
 def build_optimizer(model: nn.Module, steps: int) -> tuple[SGD, CosineAnnealingLR]:
     """SGD with momentum, and a cosine schedule over so many steps."""
-    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     return optimizer, CosineAnnealingLR(optimizer, T_max=steps)
 
 

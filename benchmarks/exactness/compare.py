@@ -47,7 +47,7 @@ class Options:
     workers: tuple[int, ...] = (0, 2)
     randomness: bool = True
     """Without it nothing but the order of the images is random: neither augmentation nor dropout."""
-    images: int = 6000
+    images: int = 4000
     """Training images, the first ones of Fashion-MNIST."""
     timeout: float = 300
     """Seconds for a run."""
@@ -74,9 +74,9 @@ class Case:
 
     def _target(self, directory: Path) -> list[str]:
         if self.library == "torchrelay":
-            flags: dict[str, Any] = {"epochs": EPOCHS, "batch-size": GLOBAL_BATCH, "lr": 0.05, "seed": SEED, "log-every": 30}
-            flags |= {"checkpoint-every": CHECKPOINT_EVERY, "run-dir": directory}
-            return ["-m", "training", *(f"--{name}={value}" for name, value in flags.items())]
+            flags = {"epochs": EPOCHS, "batch-size": GLOBAL_BATCH, "lr": 0.05, "seed": SEED, "log-every": 30}
+            numbers = [f"--{name}={value}" for name, value in flags.items()]
+            return ["-m", "training", *numbers, f"--checkpoint-every={CHECKPOINT_EVERY}", f"--run-dir={directory}"]
         switches = [] if self.randomness else ["--no-randomness"]
         script = str(_HERE / f"{self.library}_run.py")
         return [script, f"--out={directory / 'result.pt'}", f"--variant={self.variant}", *switches]
