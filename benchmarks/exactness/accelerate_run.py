@@ -2,10 +2,11 @@
 
 Variants: `plain` is the default sampler and `skip_first_batches`. `seedable` has `use_seedable_sampler` as well.
 `stateful` has `use_stateful_dataloader` instead of skipping. `stateful-seedable` has both. `by-hand` is that with what
-a user can write: a dataset that remembers its generator.
+a user can write: a dataset that remembers its generator, and the global one restored after the first batch.
 """
 
 import common
+import torch
 import tyro
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
@@ -39,12 +40,15 @@ def main(args: common.Arguments) -> None:
     trace, step = common.Trace(), args.resume or 0
     if step:
         accelerator.load_state(str(args.checkpoints / f"step_{step}"))
+    restored = torch.get_rng_state()
     first_epoch, skip = divmod(step, len(loader))
     for epoch in range(first_epoch, common.EPOCHS):
         model.train()
         loader.set_epoch(epoch)
         skips = epoch == first_epoch and skip and not configuration.use_stateful_dataloader
         for images, labels in accelerator.skip_first_batches(loader, skip) if skips else loader:
+            if args.variant == "by-hand" and step == args.resume:
+                torch.set_rng_state(restored)
             trace.note(step, images, labels)
             accelerator.backward(functional.cross_entropy(model(images), labels))
             optimizer.step()
