@@ -29,7 +29,7 @@ class Recorder:
     def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
         self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
         self.console = console
-        self.background = Background()
+        self._best = Background()
         self._ledger = Writer(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
         self._metrics: Metrics | None = None
         if writes:
@@ -70,7 +70,7 @@ class Recorder:
             result: what is known of the model.
         """
         if self._writes:
-            self.background.start(partial(self._publish_best, weights, result))
+            self._best.start(partial(self._publish_best, weights, result))
 
     def _publish_best(self, weights: Weights, result: dict[str, Any]) -> None:
         try:
@@ -86,7 +86,7 @@ class Recorder:
         """
         if not self._writes:
             return
-        self.background.wait()
+        self.wait()
         try:
             publish(self._run_dir.final, partial(_write_model, weights, result, confusion))
         except OSError as error:
@@ -94,9 +94,13 @@ class Recorder:
                 f"{self._run_dir.final} cannot be written ({error}): free some space and start the run again"
             ) from error
 
+    def wait(self) -> None:
+        """Until `best/` is what the training thinks it is."""
+        self._best.wait()
+
     def close(self) -> None:
         """Finish what is being written."""
-        self.background.wait()
+        self.wait()
         if self._metrics:
             self._metrics.close()
 

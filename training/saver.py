@@ -7,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from training.background import Background
 from training.checkpoint import newest_checkpoint, save_checkpoint
 from training.config import parse_checkpoint_every
 from training.distributed import Ranks
@@ -23,8 +24,8 @@ class Saver:
         self._directory, self._keep = job.run_dir.checkpoints, job.config.keep_checkpoints
         self._every = parse_checkpoint_every(job.config.checkpoint_every)
         self._state, self._window, self._ranks, self._recorder = state, window, ranks, recorder
-        self._fault, self._background, self._console = job.fault, recorder.background, recorder.console
-        self._copy = HostCopy()
+        self._fault, self._console = job.fault, recorder.console
+        self._copy, self._background = HostCopy(), Background()
         self._saved_step = 0
         self._saved_at = time.monotonic()
 
@@ -73,12 +74,17 @@ class Saver:
         progress.window_images = self._window.images
         self._saved_step = progress.step
         if self._ranks.leads:
-            # The copy is the one that may still be being written.
-            self._background.wait()
+            # The copy may still be being written; and what is saved knows of the best model.
+            self.wait()
             self._copy.take(self._state)
             stalled = time.monotonic() - began
             self._background.start(partial(self._write, progress.step, stalled))
         self._window.leave_out(time.monotonic() - began)
+
+    def wait(self) -> None:
+        """Until the last checkpoint and the best model are on the disk, or have failed to be."""
+        self._background.wait()
+        self._recorder.wait()
 
     def _write(self, step: int, stalled: float) -> None:
         began = time.monotonic()

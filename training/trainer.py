@@ -72,11 +72,12 @@ class Trainer:
             except StopRequested as request:
                 self.corrupt.share()
                 self.saver.save_unless_saved()
-                self.recorder.background.wait()
+                self.saver.wait()
                 self.recorder.event("train_stopped", step=self.state.progress.step, signal=request.name)
                 self.console.say(f"stopped by {request.name} after step {self.state.progress.step}")
             finally:
                 self.console.stop()
+                self.saver.wait()
                 self.recorder.close()
         self.agreement.settle()
 

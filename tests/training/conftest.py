@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from trainer_rig import Starter, make_cifar, make_folder, make_idx
 
+from training.distributed import Ranks, connect, disconnect, place_from
 from training.local import prepare_server
 
 
@@ -35,3 +37,13 @@ def start(idx_data: Path, tmp_path: Path) -> Iterator[Starter]:
     yield starter
     for training in starter.started:
         training.kill()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """This process as the only rank, with one thread as a rank has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield connect(place_from({}))
+    disconnect()
+    torch.set_num_threads(threads)

@@ -14,7 +14,7 @@ from trainer_rig import Starter
 
 from hpc.rundir import RunDir
 from training.config import TrainConfig
-from training.distributed import Ranks, connect, disconnect, place_from
+from training.distributed import Ranks
 from training.job import Job
 from training.launch import make_trainer
 from training.trainer import Trainer
@@ -30,7 +30,8 @@ NOT_STATE = {
     "recorder._attempt",
     "recorder._ledger",
     "recorder._metrics",  # open files
-    "recorder.background",  # a thread, idle
+    "recorder._best",
+    "saver._background",  # threads, idle
     "agreement._pending",  # a wish of the boundary before: it is stated again
     "stepper.ddp",  # torch's, around the model; its buckets are the same from the first step on (Stepper.warm_up)
     "console",
@@ -77,15 +78,6 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield connect(place_from({}))
-    disconnect()
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
 def stopped_run(start: Starter) -> tuple[TrainConfig, Path]:
     """A run with everything that has a state, stopped in the middle of its second epoch."""
     flags = {"epochs": 3, "batch_size": 20, "log_every": 4, "amp": "fp16", "ema": 0.9, "optimizer": "adamw"}
@@ -114,6 +106,7 @@ def trained_and_restored(ranks: Ranks, config: TrainConfig, path: Path) -> tuple
         saved.stepper.step(saved.data.train[next(requests)], saved.window)
         saved.log_if_due()
     saved.save()
+    saved.saver.wait()
     saved.recorder.close()
     restored.resume()
     restored.recorder.close()
