@@ -25,10 +25,7 @@ def launch(job: Job, place: Place) -> None:
         UserError: a flag, the data or the run directory does not suit.
         TorchrelayError: the training failed.
     """
-    # The same sums in the same order every time; the fastest algorithm of the day is not that.
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(job.config.deterministic)
+    make_repeatable(everything=job.config.deterministic)
     ranks = connect(place)
     try:
         if _is_complete(job, ranks):
@@ -36,6 +33,19 @@ def launch(job: Job, place: Place) -> None:
         make_trainer(job, ranks).run()
     finally:
         disconnect()
+
+
+def make_repeatable(*, everything: bool) -> None:
+    """Have the same sums in the same order every time; the fastest algorithm of the day is not that.
+
+    That fixes convolutions and matrix products (with CUBLAS_WORKSPACE_CONFIG, `training.__main__`). With
+    `everything`, what cannot be repeated raises a RuntimeError instead.
+    """
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(everything)
+    # Nothing reads memory that it has not written: filling it first would cost time for nothing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
 
 
 def _is_complete(job: Job, ranks: Ranks) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import tyro
 from common import CHECKPOINT_EVERY, EPOCHS, GLOBAL_BATCH, SEED
+from safetensors.torch import load_file
 from torch import Tensor
 
 _HERE = Path(__file__).parent
@@ -150,7 +151,8 @@ def read_result(case: Case, directory: Path) -> dict[str, Any]:
         result: dict[str, Any] = torch.load(directory / "result.pt", weights_only=False)
         return result
     newest = max((directory / "checkpoints").glob("step-*"))
-    optimizer = torch.load(newest / "state.pt", weights_only=True)["optimizer"]
+    state = load_file(newest / "state.safetensors")
+    optimizer = {name: value for name, value in state.items() if name.startswith("optimizer/")}
     model = torch.load(directory / "final/model.pt", weights_only=True)
     accuracy = json.loads((directory / "final/result.json").read_bytes())["test_accuracy"]
     return {"state": {"model": model, "optimizer": optimizer}, "accuracy": accuracy}
