@@ -36,6 +36,7 @@ _DONE = {
 }
 # Losses of the same steps by other numbers of ranks: what the order of float32 sums makes of them along a training.
 _LOSS_TOLERANCE = 0.01
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ def main() -> int:
     except TorchrelayError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     if same and arguments.keep is None:
         shutil.rmtree(directory)
     else:
