@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pwd
 import signal
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
 
 @pytest.fixture
 def ordinary_user(site: Site) -> Iterator[Site]:
-    subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/sh", USER], check=True)
+    if USER not in {entry.pw_name for entry in pwd.getpwall()}:  # a killed test run has left its user
+        subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/sh", USER], check=True)
     subprocess.run(["chown", USER, str(site.path)], check=True)
     own = Site(site.path, site.slurm_conf, USER)
     yield own

@@ -5,13 +5,13 @@ each time, then compares everything that the two have written. Runs where a trai
 """
 
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from signal import SIGKILL
 
 import torch
 import tyro
@@ -59,6 +59,8 @@ class Arguments:
 def main() -> int:
     """Parse, verify, and turn errors into one line and an exit code."""
     arguments = tyro.cli(Arguments, prog="python -m training.verify_resume")
+    # Ended by Slurm or anybody, the ranks must not train on alone.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         sizes = check_arguments(arguments)
         directory = _new_directory(arguments.keep)
@@ -171,7 +173,7 @@ def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault
     ranks = start_ranks([argv] * size, log)
     try:
         wait([rank.sentinel for rank in ranks])
-        if any(rank.exitcode == -SIGKILL for rank in ranks):
+        if any(rank.exitcode == -signal.SIGKILL for rank in ranks):
             return False
         for rank in ranks:
             rank.join()
