@@ -58,8 +58,8 @@ class Arguments:
 
 def main() -> int:
     """Parse, verify, and turn errors into one line and an exit code."""
-    arguments = tyro.cli(Arguments, prog="python -m training.verify_resume")
     try:
+        arguments = tyro.cli(Arguments, prog="python -m training.verify_resume")
         sizes = check_arguments(arguments)
         directory = _new_directory(arguments.keep)
         same = verify(arguments.train, sizes, arguments.cuts, directory)
@@ -102,6 +102,8 @@ def _new_directory(keep: Path | None) -> Path:
         keep.mkdir(parents=True)
     except FileExistsError as error:
         raise UserError(f"--keep is {keep}, which exists: give a new directory") from error
+    except OSError as error:
+        raise UserError(f"--keep is {keep}, which cannot be made ({error.strerror}): give another directory") from error
     return keep.absolute()
 
 
@@ -194,11 +196,14 @@ def compare_courses(one: RunDir, other: RunDir) -> list[Part]:
     wrong = next((step for step in samples[0] if samples[0][step] != samples[1].get(step)), None)
     difference = "" if wrong is None else f"step {wrong} has other samples"
     losses = [[line["loss"] for line in read_json_lines(run.train_metrics)] for run in (one, other)]
-    off = max((abs(a - b) / max(abs(a), 1e-12) for a, b in zip(*losses, strict=True)), default=0.0)
+    off = max((abs(a - b) / max(abs(a), 1e-12) for a, b in zip(*losses, strict=False)), default=0.0)
     within = f"{len(losses[0])} losses, within {off:.2g} of each other"
+    apart = "" if off < _LOSS_TOLERANCE else f"by up to {off:.2%}"
+    if len(losses[0]) != len(losses[1]):
+        apart = f"{len(losses[0])} and {len(losses[1])} losses"
     return [
         Part(name="samples", compared=f"{len(samples[0])} steps", difference=difference),
-        Part(name="losses", compared=within, difference="" if off < _LOSS_TOLERANCE else f"by up to {off:.2%}"),
+        Part(name="losses", compared=within, difference=apart),
     ]
 
 
