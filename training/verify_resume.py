@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 from pathlib import Path
 from signal import SIGKILL
 
@@ -26,7 +25,7 @@ from training.compare import Part, compare_runs
 from training.config import TrainConfig, check_data, check_model, check_world, resolve_data, to_argv
 from training.counted import Purpose, below, stream
 from training.fault import NO_FAULT, POINTS, Fault
-from training.local import kill, prepare_server, start_ranks
+from training.local import prepare_server, start_ranks, wait_for
 
 _DONE = {
     "step": "killed in the middle of step",
@@ -36,6 +35,8 @@ _DONE = {
 }
 # Losses of the same steps by other numbers of ranks: what the order of float32 sums makes of them along a training.
 _LOSS_TOLERANCE = 0.01
+# For all ranks to say what is wrong, after one has failed.
+_GRACE_SECONDS = 10
 _INTERRUPTED = 130
 
 
@@ -170,16 +171,9 @@ def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault
     log = run.attempt_logs(attempt) / "ranks.log"
     argv = [*to_argv(config), f"--run-dir={run.path}", f"--attempt={attempt}"]
     argv += [f"--fault={fault}"] if fault != NO_FAULT else []
-    ranks = start_ranks([argv] * size, log)
-    try:
-        wait([rank.sentinel for rank in ranks])
-        if any(rank.exitcode == -SIGKILL for rank in ranks):
-            return False
-        for rank in ranks:
-            rank.join()
-    finally:
-        kill(ranks)
-    codes = [rank.exitcode for rank in ranks]
+    codes = wait_for(start_ranks([argv] * size, log), _GRACE_SECONDS)
+    if -SIGKILL in codes:
+        return False
     if any(codes):
         raise TorchrelayError(f"the training failed with exit codes {codes}: {_last_words(log)} (all of it: {log})")
     return run.final_result.exists()

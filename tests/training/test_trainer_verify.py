@@ -16,6 +16,7 @@ from training.checkpoint import list_checkpoints
 from training.compare import compare_runs
 from training.config import TrainConfig
 from training.fault import POINTS
+from training.local import start_ranks, wait_for
 from training.verify_resume import compare_courses, draw_faults, samples_by_step, verify
 
 # 203 images less 41 held out: 18 steps of 9 an epoch.
@@ -78,6 +79,13 @@ def test_fewer_ranks_train_on_the_same_samples_to_the_same_losses(
     sizes = [len(list((tmp_path / "interrupted/metrics/samples").glob(f"attempt-00{n}-*"))) for n in (1, 2, 3)]
     assert sizes == [4, 3, 2]
     assert all(len(indices) == 25 for indices in samples_by_step(RunDir(tmp_path / "interrupted")).values())
+
+
+def test_a_rank_is_not_waited_for_that_waits_for_a_failed_one(idx_data: Path, tmp_path: Path) -> None:
+    argv = ["--data", str(idx_data), "--run-dir", str(tmp_path / "run")]
+    ranks = start_ranks([argv, [*argv, "--epochs=0"]], tmp_path / "log")
+    assert wait_for(ranks, grace_seconds=1) == [None, 2]
+    assert not any(rank.is_alive() for rank in ranks)
 
 
 def test_a_loss_that_is_missing_is_a_difference(two_runs: tuple[RunDir, RunDir]) -> None:
