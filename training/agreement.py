@@ -44,7 +44,8 @@ class Agreement:
             StopRequested: some rank was sent a signal.
         """
         agreed = self.settle()
-        wish = torch.tensor(wishes)
+        # What is agreed on is done now: who asks for it at this boundary still means the same, and gets it once.
+        wish = torch.tensor([0 if done else wanted for done, wanted in zip(agreed, wishes, strict=True)])
         work = distributed.all_reduce(wish, distributed.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (wish, work)
         if agreed.signal:

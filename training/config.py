@@ -246,15 +246,23 @@ def together(config: TrainConfig) -> int:
     return 2 if config.mixup or config.cutmix else 1
 
 
-def check_world(config: TrainConfig, world_size: int) -> None:
+def check_world(config: TrainConfig, world_size: int, samples: int | None = None) -> None:
     """Make sure that every rank has work in every part of a step.
+
+    Args:
+        config: says how large a batch is, and how it is parted.
+        world_size: the number of ranks.
+        samples: images in the training set, if that is known: a batch is no larger.
 
     Raises:
         UserError: there are too few images in a batch.
     """
     least = world_size * config.accumulate * together(config)
+    among = f"the {world_size} ranks that share it"
+    among += f" in {config.accumulate} parts each" if config.accumulate > 1 else ""
+    among += ", in pairs to be mixed" if together(config) > 1 else ""
     if config.batch_size < least:
-        among = f"the {world_size} ranks that share it"
-        among += f" in {config.accumulate} parts each" if config.accumulate > 1 else ""
-        among += ", in pairs to be mixed" if together(config) > 1 else ""
         raise UserError(f"--batch-size is {config.batch_size}, too small for {among}: use {least} or more")
+    if samples is not None and samples < least:
+        fix = "fewer ranks" + (" or a smaller --accumulate" if config.accumulate > 1 else "")
+        raise UserError(f"--data has {samples} training images, too few for {among}: use {fix}")

@@ -75,6 +75,8 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
     if config.sync_bn:
         model = synchronise(model, ranks.device)
     _check_same(data, ranks)
+    with ranks.together():
+        check_world(config, ranks.world_size, len(data.train))
     preprocess = Preprocess.make(data.mean, data.std, channels, size, ranks.device)
     return Trainer(job, ranks, data, model, preprocess, _workers(config.workers, data, ranks.place))
 
@@ -100,8 +102,6 @@ def _check_same(data: Data, ranks: Ranks) -> None:
             f"--data is not the same everywhere: rank 0 has {prints[0][0]} training images, rank {other} "
             f"{prints[other][0]}, or other names or labels: stage the data again"
         )
-    if len(data.train) < ranks.world_size:
-        raise SharedError(f"--data has {len(data.train)} training images for {ranks.world_size} ranks: use fewer ranks")
 
 
 def _workers(wanted: int | None, data: Data, place: Place) -> int:

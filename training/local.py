@@ -7,9 +7,12 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import SIGKILL
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _PRELOADED = ["training.__main__", "training.launch", "torch.utils.tensorboard", "torch._dynamo"]
@@ -41,6 +44,25 @@ def start_ranks(
         process.start()
         ranks.append(process)
     return ranks
+
+
+def wait_for(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:
+    """Wait until all ranks have ended or one has failed; then end the others.
+
+    Returns:
+        The exit codes by rank. None: it was still running when another rank had been killed, or had failed so many
+        seconds ago: time to say what is wrong. A rank that waits for one that is no more would wait for minutes.
+    """
+    try:
+        while (running := [rank for rank in ranks if rank.exitcode is None]) and not any(r.exitcode for r in ranks):
+            wait([rank.sentinel for rank in running])
+        if all(rank.exitcode != -SIGKILL for rank in ranks):
+            wait_until = time.monotonic() + grace_seconds
+            for rank in ranks:
+                rank.join(max(0.0, wait_until - time.monotonic()))
+        return [rank.exitcode for rank in ranks]
+    finally:
+        kill(ranks)
 
 
 def kill(ranks: Sequence[BaseProcess]) -> None:

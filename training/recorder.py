@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc.errors import TorchrelayError
+from hpc.errors import TorchrelayError, UserError
 from hpc.ledger import Writer
 from hpc.rundir import RunDir
 from training.background import Background
@@ -24,7 +24,11 @@ Weights = dict[str, Tensor]
 
 
 class Recorder:
-    """Writes on rank 0; does nothing elsewhere."""
+    """Writes on rank 0; does nothing elsewhere.
+
+    Raises:
+        UserError: the run directory cannot be made.
+    """
 
     def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
         self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
@@ -33,10 +37,13 @@ class Recorder:
         self._ledger = Writer(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
         self._metrics: Metrics | None = None
         if writes:
-            run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            run_dir.events.mkdir(exist_ok=True)
-            sweep(run_dir.path, run_dir.best.name)
-            sweep(run_dir.path, run_dir.final.name)
+            try:
+                run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                run_dir.events.mkdir(exist_ok=True)
+                sweep(run_dir.path, run_dir.best.name)
+                sweep(run_dir.path, run_dir.final.name)
+            except OSError as error:
+                raise UserError(f"--run-dir is {run_dir.path}, which does not work ({error}): use another") from error
 
     def resume(self, progress: Progress) -> None:
         """Take back the metrics of steps that the restored state does not know of, and write on from there."""

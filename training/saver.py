@@ -13,7 +13,7 @@ from training.config import parse_checkpoint_every
 from training.distributed import Ranks
 from training.job import Job
 from training.recorder import Recorder
-from training.state import STATE_FILES, HostCopy, TrainState
+from training.state import STATE_FILES, HostCopy, TrainState, check_files
 from training.window import Window
 
 
@@ -35,9 +35,12 @@ class Saver:
         Rank 0 reads it for all, so the others need not see the same storage.
 
         Raises:
-            SharedError: it belongs to a run with other data or settings.
+            SharedError: it belongs to a run with other data or settings, or to another version of the trainer.
         """
-        found = newest_checkpoint(self._directory, self._reject) if self._ranks.leads else None
+        with self._ranks.together():
+            found = newest_checkpoint(self._directory, self._reject) if self._ranks.leads else None
+            if found:
+                check_files(found.files, str(found.path))
         name = self._ranks.broadcast_bytes(found.path.name.encode() if found else b"").decode()
         if name:
             files = {file: self._ranks.broadcast_bytes(found.files[file] if found else None) for file in STATE_FILES}

@@ -94,6 +94,19 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpo
             )
 
 
+def check_files(files: Mapping[str, bytes], checkpoint: str) -> None:
+    """Make sure that a checkpoint has the files of a state.
+
+    Raises:
+        UserError: another version of the trainer made it.
+    """
+    if not files.keys() >= set(STATE_FILES):
+        raise UserError(
+            f"{checkpoint} has {', '.join(sorted(files))} instead of {' and '.join(STATE_FILES)}: "
+            "end the run with the version that began it, or use another --run-dir"
+        )
+
+
 @dataclass(kw_only=True)
 class TrainState:
     """The model, the optimizer and the progress, to be saved and restored together.
@@ -150,6 +163,9 @@ class TrainState:
         for name, value in tensors.items():
             index, key = name.split("/")
             state.setdefault(int(index), {})[key] = _laid_out_like(parameters[int(index)], value)
+        # The learning rate is the step's; all other settings are matters of the flags, which may have changed.
+        current = self.optimizer.state_dict()["param_groups"]
+        groups = [{**group, "lr": saved["lr"]} for group, saved in zip(current, groups, strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -54,7 +54,8 @@ class Trainer:
         )
         self.stepper = Stepper(config, self.plan, ranks, self.state, preprocess, job.fault)
         self.console = Console(speaks=ranks.leads)
-        self.recorder = Recorder(job.run_dir, job.attempt, self.console, writes=ranks.leads)
+        with ranks.together():
+            self.recorder = Recorder(job.run_dir, job.attempt, self.console, writes=ranks.leads)
         self.corrupt = CorruptImages(data.train, config.max_corrupt, self.state.progress, ranks, self.recorder)
         self.agreement = Agreement(ranks.control)
         self.window = Window(ranks)

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from training.compare import Part, compare_runs
 from training.config import TrainConfig, check_data, check_model, check_world, resolve_data, to_argv
 from training.counted import Purpose, below, stream
 from training.fault import NO_FAULT, POINTS, Fault
-from training.local import kill, prepare_server, start_ranks
+from training.local import prepare_server, start_ranks, wait_for
 
 _DONE = {
     "step": "killed in the middle of step",
@@ -37,6 +36,8 @@ _DONE = {
 }
 # Losses of the same steps by other numbers of ranks: what the order of float32 sums makes of them along a training.
 _LOSS_TOLERANCE = 0.01
+# For all ranks to say what is wrong, after one has failed.
+_GRACE_SECONDS = 10
 _INTERRUPTED = 130
 
 
@@ -59,10 +60,10 @@ class Arguments:
 
 def main() -> int:
     """Parse, verify, and turn errors into one line and an exit code."""
-    arguments = tyro.cli(Arguments, prog="python -m training.verify_resume")
     # Ended by Slurm or anybody, the ranks must not train on alone.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
+        arguments = tyro.cli(Arguments, prog="python -m training.verify_resume")
         sizes = check_arguments(arguments)
         directory = _new_directory(arguments.keep)
         same = verify(arguments.train, sizes, arguments.cuts, directory)
@@ -105,6 +106,8 @@ def _new_directory(keep: Path | None) -> Path:
         keep.mkdir(parents=True)
     except FileExistsError as error:
         raise UserError(f"--keep is {keep}, which exists: give a new directory") from error
+    except OSError as error:
+        raise UserError(f"--keep is {keep}, which cannot be made ({error.strerror}): give another directory") from error
     return keep.absolute()
 
 
@@ -171,16 +174,9 @@ def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault
     log = run.attempt_logs(attempt) / "ranks.log"
     argv = [*to_argv(config), f"--run-dir={run.path}", f"--attempt={attempt}"]
     argv += [f"--fault={fault}"] if fault != NO_FAULT else []
-    ranks = start_ranks([argv] * size, log)
-    try:
-        wait([rank.sentinel for rank in ranks])
-        if any(rank.exitcode == -signal.SIGKILL for rank in ranks):
-            return False
-        for rank in ranks:
-            rank.join()
-    finally:
-        kill(ranks)
-    codes = [rank.exitcode for rank in ranks]
+    codes = wait_for(start_ranks([argv] * size, log), _GRACE_SECONDS)
+    if -signal.SIGKILL in codes:
+        return False
     if any(codes):
         raise TorchrelayError(f"the training failed with exit codes {codes}: {_last_words(log)} (all of it: {log})")
     return run.final_result.exists()
@@ -203,6 +199,8 @@ def compare_courses(one: RunDir, other: RunDir) -> list[Part]:
 
 
 def _compare_losses(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Part:
+    if len(one) != len(other):
+        return Part(name="losses", compared=f"{len(one)} losses", difference=f"{len(one)} and {len(other)} losses")
     off = {a["step"]: abs(a["loss"] - b["loss"]) / abs(a["loss"] or 1) for a, b in zip(one, other, strict=True)}
     far = next((step for step, relative in off.items() if relative > _LOSS_TOLERANCE), None)
     difference = f"by more than {_LOSS_TOLERANCE:.0%} from step {far} on: rounding grows, a smaller --lr calms it"

@@ -9,6 +9,8 @@ import pytest
 import torch
 from trainer_rig import Starter, Training, events, lines, make_folder, make_idx
 
+from training.checkpoint import list_checkpoints, save_checkpoint
+
 SHORT = ("--epochs=2", "--batch-size=20", "--log-every=3", "--lr=0.05")
 
 
@@ -241,3 +243,51 @@ def test_a_training_that_diverges_ends_and_saves_nothing_of_it(start: Starter) -
     for checkpoint in (training.run_dir / "checkpoints").iterdir():
         progress = json.loads((checkpoint / "state.json").read_text())["progress"]
         assert progress["window_loss"] == progress["window_loss"] < float("inf")
+
+
+def write_old_state(directory: Path) -> None:
+    (directory / "state.pt").write_bytes(b"a pickle")
+
+
+def test_a_checkpoint_of_an_older_version_is_not_resumed(start: Starter) -> None:
+    save_checkpoint(start.directory / "run" / "checkpoints", 9, write_old_state, 2)
+    message = refused(start(*SHORT, world_size=2), 2)
+    assert "step-00000009 has state.pt instead of state.safetensors and state.json: end the run with" in message
+
+
+def test_flags_that_may_change_count_from_the_checkpoint_on(start: Starter) -> None:
+    self_stopped(start)
+    run = start.complete(*SHORT, "--image-size=24", "--weight-decay=0.125", "--momentum=0.5").run_dir
+    newest = list_checkpoints(run / "checkpoints")[0]
+    [weights, others] = json.loads((newest / "state.json").read_text())["optimizer"]
+    assert (weights["weight_decay"], others["weight_decay"]) == (0.125, 0)
+    assert weights["momentum"] == others["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (("--accumulate=8",), "in 8 parts each"),
+        (("--mixup=0.2", "--accumulate=3"), "in 3 parts each, in pairs to be mixed"),
+    ],
+)
+def test_fewer_images_than_parts_of_a_batch_are_refused(
+    start: Starter, tmp_path: Path, flags: tuple[str, ...], parts: str
+) -> None:
+    start.data = make_idx(tmp_path / "ten", train=10)
+    assert refused(start("--val-fraction=0", *flags, world_size=2), 2) == (
+        f"error: --data has 10 training images, too few for the 2 ranks that share it {parts}: "
+        "use fewer ranks or a smaller --accumulate"
+    )
+
+
+def test_a_run_directory_that_cannot_be_made_is_said_in_one_line(start: Starter) -> None:
+    (start.directory / "run").write_text("a file")
+    message = refused(start(*SHORT, world_size=2), 2)
+    assert message.startswith(f"error: rank 0: --run-dir is {start.directory}/run, which does not work (")
+    assert message.endswith("): use another")
+
+
+def test_a_data_set_without_images_is_said_in_one_line(start: Starter, tmp_path: Path) -> None:
+    start.data = make_idx(tmp_path / "empty", test=0)
+    assert refused(start(*SHORT)).endswith("t10k-images-idx3-ubyte.gz is [0, 1, 12, 12], which is no image: replace it")

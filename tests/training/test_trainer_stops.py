@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +142,28 @@ def test_a_kill_costs_what_came_after_the_last_checkpoint(start: Starter) -> Non
 def test_time_makes_checkpoints_too(start: Starter) -> None:
     run = start.complete(*FLAGS, "--checkpoint-every=0.01s", world_size=2).run_dir
     assert len(events(run, "checkpoint_saved")) > 5
+
+
+def slow_down() -> None:
+    """In a rank: steps that take longer than the time between two checkpoints."""
+    from training.step import Stepper
+
+    step = Stepper.step
+
+    def slow_step(stepper: Stepper, *arguments: Any) -> None:
+        time.sleep(0.02)
+        step(stepper, *arguments)
+
+    Stepper.step = slow_step  # type: ignore[method-assign]
+
+
+def test_one_wish_makes_one_checkpoint(start: Starter) -> None:
+    training = start("--epochs=1", "--batch-size=6", "--checkpoint-every=0.01s", world_size=2, prepare=slow_down)
+    assert training.wait() == [0, 0], training.output()
+    saved = [event["step"] for event in events(training.run_dir, "checkpoint_saved")]
+    # A wish is heard a step later, and then made anew: every other step, and the end.
+    assert len(saved) > 12
+    assert {later - earlier for earlier, later in pairwise(saved[:-1])} == {2}, saved
 
 
 def die_at_fsync(number: int) -> None:

@@ -16,7 +16,8 @@ from training.checkpoint import list_checkpoints
 from training.compare import compare_runs
 from training.config import TrainConfig
 from training.fault import POINTS
-from training.verify_resume import draw_faults, samples_by_step, verify
+from training.local import start_ranks, wait_for
+from training.verify_resume import compare_courses, draw_faults, samples_by_step, verify
 
 # 203 images less 41 held out: 18 steps of 9 an epoch.
 SHORT = {"epochs": 2, "batch_size": 9, "val_fraction": 0.2, "log_every": 1, "lr": 0.02, "checkpoint_every": "5"}
@@ -80,6 +81,20 @@ def test_fewer_ranks_train_on_the_same_samples_to_the_same_losses(
     assert all(len(indices) == 25 for indices in samples_by_step(RunDir(tmp_path / "interrupted")).values())
 
 
+def test_a_rank_is_not_waited_for_that_waits_for_a_failed_one(idx_data: Path, tmp_path: Path) -> None:
+    argv = ["--data", str(idx_data), "--run-dir", str(tmp_path / "run")]
+    ranks = start_ranks([argv, [*argv, "--epochs=0"]], tmp_path / "log")
+    assert wait_for(ranks, grace_seconds=1) == [None, 2]
+    assert not any(rank.is_alive() for rank in ranks)
+
+
+def test_a_loss_that_is_missing_is_a_difference(two_runs: tuple[RunDir, RunDir]) -> None:
+    one, other = two_runs
+    other.train_metrics.write_text("")
+    losses = compare_courses(one, other)[1]
+    assert (losses.name, losses.difference) == ("losses", "1 and 0 losses")
+
+
 def test_cuts_are_at_every_kind_of_point_and_at_the_same_ones_again(idx_data: Path) -> None:
     config = TrainConfig(data=str(idx_data), seed=3, epochs=5)
     faults = draw_faults(config, [4], 8, 100)
@@ -133,6 +148,8 @@ def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir,
         (["--ranks=two"], 2, "error: --ranks is 'two': use a number such as 2, or several such as 4,3,2"),
         (["--keep=."], 2, "error: --keep is ., which exists: give a new directory"),
         (["--ranks=9", "--batch-size=8"], 2, "error: --batch-size is 8, too small for the 9 ranks that share it"),
+        (["--epochs=0"], 2, "error: --epochs is 0: use 1 or more"),
+        (["--keep=/dev/null/new"], 2, "error: --keep is /dev/null/new, which cannot be made (Not a directory)"),
         (["--lr=1e30", "--ranks=1", "--warmup-epochs=0"], 1, "the training has diverged, use a smaller --lr"),
     ],
 )
