@@ -13,7 +13,7 @@ epoch) and `event`; the events and their fields:
 | staged | every agent | attempt node seconds path reused in_place |
 | node_failed | an agent that cannot go on | attempt node detail |
 | train_started | rank 0 | attempt step total_steps epoch world_size restored_from seconds |
-| checkpoint_saved | rank 0 | attempt step seconds stalled_seconds |
+| checkpoint_saved | rank 0 | attempt step seconds copy_seconds |
 | checkpoint_failed | rank 0 | attempt step reason |
 | checkpoint_rejected | rank 0 | attempt path reason |
 | image_corrupt | rank 0 | attempt path |

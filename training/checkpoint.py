@@ -8,11 +8,12 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc.errors import TorchrelayError
 from training.directories import publish, sweep
 
 _MANIFEST = "manifest.json"
@@ -56,7 +57,7 @@ def save_checkpoint(directory: Path, step: int, fill: Callable[[Path], None], ke
 
     def complete(temporary: Path) -> None:
         fill(temporary)
-        files = {file.name: _described(file.read_bytes()) for file in sorted(temporary.iterdir())}
+        files = {file.name: _described(file) for file in sorted(temporary.iterdir())}
         (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 
     path = checkpoint_path(directory, step)
@@ -72,6 +73,9 @@ def newest_checkpoint(directory: Path, on_reject: Callable[[Path, str], None]) -
     Args:
         directory: of the checkpoints; it need not exist.
         on_reject: is told the path and what is wrong with it, for each newer one that is not intact.
+
+    Raises:
+        TorchrelayError: the storage does not give the newest one.
     """
     sweep(directory, "step-*")
     for path in list_checkpoints(directory):
@@ -84,15 +88,25 @@ def newest_checkpoint(directory: Path, on_reject: Callable[[Path, str], None]) -
 
 
 def read_checkpoint(path: Path) -> dict[str, bytes] | str:
-    """The files of a checkpoint, or what is wrong with it."""
+    """The files of a checkpoint, or what is wrong with it.
+
+    Raises:
+        TorchrelayError: the storage does not give them. That says nothing of the checkpoint, which may be intact.
+    """
     try:
         manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_bytes())
-        files = {name: (path / name).read_bytes() for name in manifest["files"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        wrong = [name for name, known in manifest["files"].items() if _described(path / name) != known]
+        return f"{wrong[0]} is not as it was written" if wrong else _contents(path, manifest["files"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest does not work: {error!r}"
-    wrong = [name for name, data in files.items() if manifest["files"][name] != _described(data)]
-    return f"{wrong[0]} is not as it was written" if wrong else files
+    except OSError as error:
+        raise TorchrelayError(f"{path} cannot be read ({error}): start the run again when it can") from error
 
 
-def _described(data: bytes) -> dict[str, Any]:
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+def _contents(path: Path, names: Iterable[str]) -> dict[str, bytes]:
+    return {name: (path / name).read_bytes() for name in names}
+
+
+def _described(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

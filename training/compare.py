@@ -31,8 +31,13 @@ class Part:
 
 
 def compare_runs(one: RunDir, other: RunDir) -> list[Part]:
-    """Compare everything that two finished trainings have written, bit by bit."""
-    return [*_states(_newest(one), _newest(other)), *_models(one, other), *_histories(one, other)]
+    """Compare all that two finished trainings have computed and written, bit by bit."""
+    return [
+        *_states(_newest(one), _newest(other)),
+        *_models(one, other),
+        _results(one, other),
+        *_histories(one, other),
+    ]
 
 
 def _newest(run: RunDir) -> Path:
@@ -65,6 +70,17 @@ def _models(one: RunDir, other: RunDir) -> Iterator[Part]:
         files = [run.path / name / "model.pt" for run in (one, other)]
         found = [torch.load(file, weights_only=True) if file.exists() else {} for file in files]
         yield compare_tensors(f"{name} model", *found)
+
+
+def _results(one: RunDir, other: RunDir) -> Part:
+    """What is said of the models, and what the final one takes for what."""
+    found = []
+    for run in (one, other):
+        files = [path for path in (run.final / "result.json", run.best / "result.json") if path.exists()]
+        results: list[Any] = [_timeless(json.loads(path.read_text())) for path in files]
+        confusion = run.final / "confusion.csv"
+        found.append([*results, *(confusion.read_text().splitlines() if confusion.exists() else [])])
+    return compare_values("results", *found)
 
 
 def _histories(one: RunDir, other: RunDir) -> Iterator[Part]:

@@ -53,5 +53,5 @@ def check_limit(source: Source, corrupt: Sequence[int], limit: int) -> None:
     if len(corrupt) > limit:
         names = ", ".join(map(source.name, corrupt[:_MOST_NAMED])) + (", ..." if len(corrupt) > _MOST_NAMED else "")
         raise SharedError(
-            f"{len(corrupt)} images cannot be read, more than --max-corrupt {limit}: replace or remove {names}"
+            f"{len(corrupt)} images cannot be read, more than --max-corrupt {limit}: replace them or raise it: {names}"
         )

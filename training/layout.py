@@ -104,6 +104,13 @@ def check_data(path: Path) -> DataLayout:
     Raises:
         UserError: it does not exist, is no directory, or has no layout that we know.
     """
+    try:
+        return _layout(path)
+    except OSError as error:
+        raise UserError(f"--data is {path}: {error.filename} cannot be read ({error.strerror}): allow it") from error
+
+
+def _layout(path: Path) -> DataLayout:
     if not path.exists():
         raise UserError(f"--data is {path}, which does not exist: give a directory, or {FASHION_MNIST}")
     if not path.is_dir():

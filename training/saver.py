@@ -26,6 +26,7 @@ class Saver:
         self._state, self._window, self._ranks, self._recorder = state, window, ranks, recorder
         self._fault, self._console = job.fault, recorder.console
         self._copy, self._background = HostCopy(), Background()
+        self._unwritten = False
         self._saved_step = 0
         self._saved_at = time.monotonic()
 
@@ -66,30 +67,43 @@ class Saver:
         return progress.samples_seen == 0 or bool(self._every.steps and progress.step % self._every.steps == 0)
 
     def save(self) -> None:
-        """Begin to write a checkpoint. If that fails, the training goes on, with the older ones as they were.
+        """Begin to write a checkpoint, unless there is one of this step.
+
+        If the writing fails, the training goes on, with the older ones as they were.
 
         Raises:
             SharedError: the training has diverged; its state must not replace a good one.
         """
         progress = self._state.progress
-        began = self._saved_at = time.monotonic()
+        if self._saved_step == progress.step:
+            return
+        self._saved_at = time.monotonic()
         progress.window_loss = self._window.total_loss(progress.step)
         progress.window_images = self._window.images
         self._saved_step = progress.step
         if self._ranks.leads:
             # The copy may still be being written; and what is saved knows of the best model.
             self.wait()
+            began = time.monotonic()
             self._copy.take(self._state)
-            stalled = time.monotonic() - began
-            self._background.start(partial(self._write, progress.step, stalled))
-        self._window.leave_out(time.monotonic() - began)
+            copied = time.monotonic() - began
+            # Waiting for a slow disk is a part of the training's speed.
+            self._window.leave_out(copied)
+            self._background.start(partial(self._write, progress.step, copied))
 
     def wait(self) -> None:
         """Until the last checkpoint and the best model are on the disk, or have failed to be."""
         self._background.wait()
         self._recorder.wait()
 
-    def _write(self, step: int, stalled: float) -> None:
+    def finish(self) -> None:
+        """Wait for the last checkpoint; if it could not be written, there may be room for it by now."""
+        self.wait()
+        if self._unwritten:
+            self._write(self._saved_step, 0.0)
+
+    def _write(self, step: int, copied: float) -> None:
+        self._unwritten = True
         began = time.monotonic()
         try:
             save_checkpoint(self._directory, step, partial(self._fill, step), self._keep)
@@ -98,13 +112,9 @@ class Saver:
             self._recorder.event("checkpoint_failed", step=step, reason=str(error))
         else:
             seconds = round(time.monotonic() - began, 3)
-            self._recorder.event("checkpoint_saved", step=step, seconds=seconds, stalled_seconds=round(stalled, 4))
+            self._unwritten = False
+            self._recorder.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copied, 4))
 
     def _fill(self, step: int, directory: Path) -> None:
         self._copy.write(directory)
         self._fault.strike("save", step, self._ranks.rank)
-
-    def save_unless_saved(self) -> None:
-        """Write a checkpoint, if there is something that the last one does not have."""
-        if self._saved_step != self._state.progress.step:
-            self.save()

@@ -65,15 +65,15 @@ class Trainer:
         """Train to the end, or until all ranks agree to stop; either way nothing is lost."""
         self.stepper.warm_up(self.data.channels, self.data.size)
         self.resume()
-        # First the checkpoint, then the loader's workers, who may take their time to end.
+        # First the checkpoint, then the workers of the training's loader, who may take their time to end.
         with ExitStack() as loaders:
             try:
                 self.fit(loaders)
                 self.complete()
             except StopRequested as request:
                 self.corrupt.share()
-                self.saver.save_unless_saved()
-                self.saver.wait()
+                self.saver.save()
+                self.saver.finish()
                 self.recorder.event("train_stopped", step=self.state.progress.step, signal=request.name)
                 self.console.say(f"stopped by {request.name} after step {self.state.progress.step}")
             finally:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,10 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
     console.print(f"training without interruption on {sizes[0]} ranks")
     run_attempt(config, whole, 1, sizes[0], NO_FAULT)
     steps = _total_steps(whole)
-    for attempt, fault in enumerate(draw_faults(config, sizes, cuts, steps), start=1):
+    validated = any(record["split"] == "val" for record in read_json_lines(whole.eval_metrics))
+    # Without validation the only evaluation is the last thing that a training does.
+    points = [point for point in POINTS if validated or point != "evaluate"]
+    for attempt, fault in enumerate(draw_faults(config, sizes, cuts, steps, points), start=1):
         size = sizes[(attempt - 1) % len(sizes)]
         began = time.monotonic()
         if run_attempt(config, cut, attempt, size, fault):
@@ -135,7 +139,9 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
     if not cut.final_result.exists():
         run_attempt(config, cut, cuts + 1, sizes[cuts % len(sizes)], NO_FAULT)
     done = sum(event["event"] == "train_started" for event in ledger.read(cut.events)) - 1
-    parts = compare_runs(whole, cut) if same_size else compare_courses(whole, cut)
+    missing = "" if done == cuts else f"only {done} could be made: use more --epochs or fewer --cuts"
+    parts = [Part(name="interruptions", compared=f"{done} cuts", difference=missing)]
+    parts += compare_runs(whole, cut) if same_size else compare_courses(whole, cut)
     return report(parts, console, f"{done} of {cuts} cuts", steps, "bit-identical" if same_size else "the same samples")
 
 
@@ -143,13 +149,15 @@ def _total_steps(run: RunDir) -> int:
     return next(int(event["total_steps"]) for event in ledger.read(run.events) if event["event"] == "train_started")
 
 
-def draw_faults(config: TrainConfig, sizes: list[int], cuts: int, steps: int) -> list[Fault]:
+def draw_faults(
+    config: TrainConfig, sizes: list[int], cuts: int, steps: int, at_points: Sequence[str] = POINTS
+) -> list[Fault]:
     """Where to cut: at random steps, at each kind of point in turn, on random ranks. A matter of the seed."""
     key = stream(config.seed, Purpose.CUT)
     # After the last step but one a stop comes too late.
     at = (below(key, torch.arange(cuts), max(1, steps - 2)) + 1).tolist()
     ranks = below(key, torch.arange(cuts) + cuts, 2**20).tolist()
-    points = [POINTS[number % len(POINTS)] for number in range(cuts)]
+    points = [at_points[number % len(at_points)] for number in range(cuts)]
     per_epoch = steps // config.epochs
     # An evaluation comes when its epoch is over.
     late = [
@@ -224,11 +232,11 @@ def report(parts: list[Part], console: Console, cuts: str, steps: int, verdict: 
     """Print what was compared and the verdict, and return whether all is equal."""
     table = Table("", "compared", "result")
     for part in parts:
-        table.add_row(part.name, part.compared, f"differs: {part.difference}" if part.difference else "equal")
+        table.add_row(part.name, part.compared, part.difference or "equal")
     console.print(table)
     wrong = next((part for part in parts if part.difference), None)
     if wrong:
-        console.print(f"different after {cuts}: {wrong.name}: {wrong.difference}")
+        console.print(f"not proven after {cuts}: {wrong.name}: {wrong.difference}")
     else:
         console.print(f"{verdict} at step {steps}, after {cuts}")
     return wrong is None

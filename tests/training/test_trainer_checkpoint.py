@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc.errors import TorchrelayError
 from training.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
 from training.directories import publish, sweep
 
@@ -84,6 +85,17 @@ def test_a_damaged_one_is_passed_over_with_a_word(
     assert found.path.name == "step-00000010"
     assert [name for name, _ in rejected] == ["step-00000020"]
     assert reason in rejected[0][1]
+
+
+def test_what_the_storage_does_not_give_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, writing(FILES), keep=2)
+    unreadable = tmp_path / "step-00000020" / "state.json"
+    unreadable.unlink()
+    unreadable.symlink_to(unreadable)  # too many levels of symbolic links, for root too
+    with pytest.raises(TorchrelayError, match=r"step-00000020 cannot be read .*: start the run again when it can"):
+        newest_checkpoint(tmp_path, no_rejection)
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def test_a_damaged_one_is_deleted_only_after_a_new_one_is_there(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The flags: what is refused and how, and that they survive the way through a command line."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +203,20 @@ def test_fashion_mnist_is_debians_copy(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert resolve_data("fashion-mnist") == tmp_path
     monkeypatch.chdir(tmp_path)
     assert resolve_data("./fashion-mnist") == tmp_path / "fashion-mnist"
+
+
+def test_data_that_may_not_be_read_are_said_in_one_line() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        data = Path(directory)
+        data.chmod(0o755)
+        (data / "train").mkdir(mode=0)
+        user = os.geteuid()
+        try:
+            os.seteuid(user or 65534)  # root may read everything
+            with pytest.raises(
+                UserError, match=rf"--data is {data}: {data}/train cannot be read \(Permission denied\)"
+            ):
+                check_data(data)
+        finally:
+            os.seteuid(user)
+            (data / "train").chmod(0o755)

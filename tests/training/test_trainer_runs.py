@@ -187,7 +187,7 @@ def test_too_many_unreadable_images_end_the_training_with_their_names(
 ) -> None:
     start.data = corrupt_data
     message = refused(start(*SHORT, "--max-corrupt=2", "--epochs=9", world_size=world_size), world_size)
-    assert message.startswith("error: 3 images cannot be read, more than --max-corrupt 2: replace or remove ")
+    assert message.startswith("error: 3 images cannot be read, more than --max-corrupt 2: replace them or raise it: ")
     assert all(f"{corrupt_data}/train/{name}" in message for name in ("green/0.jpg", "red/4.jpg", "red/5.png"))
 
 
@@ -199,7 +199,7 @@ def test_too_many_unreadable_images_end_an_evaluation_too(start: Starter, corrup
     message = refused(start(*SHORT, "--max-corrupt=0"))
     assert message == (
         "error: 1 images cannot be read, more than --max-corrupt 0: "
-        f"replace or remove {corrupt_data}/test/blue sky/0.jpg"
+        f"replace them or raise it: {corrupt_data}/test/blue sky/0.jpg"
     )
 
 

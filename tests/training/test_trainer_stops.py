@@ -1,5 +1,6 @@
 """What ends a training early, at any moment: signals, kills, a full disk. Nothing is lost but what must be."""
 
+import errno
 import os
 import resource
 import signal
@@ -209,6 +210,33 @@ def test_a_torn_newest_checkpoint_is_passed_over_with_a_warning(start: Starter) 
     [rejected] = events(training.run_dir, "checkpoint_rejected")
     assert rejected["path"] == str(newest)
     assert events(training.run_dir, "train_started")[1]["restored_from"] == older.name
+    assert_whole_history(training.run_dir)
+
+
+def fail_to_save_after(step: int) -> None:
+    """In a rank: the disk is full for the first checkpoint after a step."""
+    from training import saver
+
+    save = saver.save_checkpoint
+    failed: list[int] = []
+
+    def save_or_fail(directory: Path, at: int, fill: Callable[[Path], None], keep: int) -> Path:
+        if at > step and not failed:
+            failed.append(at)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(directory, at, fill, keep)
+
+    saver.save_checkpoint = save_or_fail
+
+
+def test_a_stop_tries_again_what_could_not_be_written(start: Starter) -> None:
+    training = start(*FLAGS, "--fault=stop@25:0", world_size=2, prepare=partial(fail_to_save_after, 19))
+    assert training.wait() == [0, 0], training.output()
+    [failed] = events(training.run_dir, "checkpoint_failed")
+    [stopped] = events(training.run_dir, "train_stopped")
+    assert stopped["step"] == failed["step"]
+    assert names(training.run_dir / "checkpoints")[-1] == f"step-{stopped['step']:08d}"
+    start.complete(*FLAGS, world_size=2)
     assert_whole_history(training.run_dir)
 
 

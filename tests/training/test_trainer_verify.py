@@ -58,7 +58,10 @@ def test_augmentation_and_loader_workers_are_exact_too(
 ) -> None:
     settings = {**SHORT, "image_size": 32, "batch_size": 8, "epochs": 3, **options}
     config = TrainConfig(data=str(folder_data), **settings)  # type: ignore[arg-type]  # any of its fields
-    assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
+    same = verify(config, [2], 3, tmp_path)
+    output = capsys.readouterr().out
+    assert same, output
+    assert "after 3 of 3 cuts" in output
 
 
 # Deep networks with batch normalisation blow rounding errors up, the more so the faster they learn: see
