@@ -37,6 +37,7 @@ class Lines:
         """Append a record, after those that did not fit earlier."""
         self._waiting.append(record)
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             while self._waiting:
                 append_json_line(self._path, self._waiting[0])
                 self._waiting.pop(0)
@@ -50,7 +51,6 @@ class Metrics:
     def __init__(self, run_dir: RunDir, attempt: int, progress: Progress, console: Console) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # half a second, and only for rank 0
 
-        run_dir.train_metrics.parent.mkdir(parents=True, exist_ok=True)
         keep_only(run_dir.train_metrics, lambda record: record["step"] <= progress.step)
         keep_only(run_dir.eval_metrics, lambda record: _is_evaluated(record, progress))
         self._attempt = attempt

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpc.files import append_json_line
 from training import stop
 from training.agreement import Agreement, StopRequested, Wishes
 from training.config import together
@@ -22,6 +21,7 @@ from training.distributed import Ranks
 from training.ema import Ema
 from training.evaluate import Evaluation, Evaluator, confusion_csv
 from training.job import Job
+from training.metrics import Lines
 from training.model import Preprocess
 from training.optim import learning_rate, make_optimizer, make_scaler
 from training.plan import make_plan
@@ -56,6 +56,7 @@ class Trainer:
         self.console = Console(speaks=ranks.leads)
         with ranks.together():
             self.recorder = Recorder(job.run_dir, job.attempt, self.console, writes=ranks.leads)
+        self.samples = Lines(job.run_dir.sample_log(job.attempt, ranks.rank), self.console)
         self.corrupt = CorruptImages(data.train, config.max_corrupt, self.state.progress, ranks, self.recorder)
         self.agreement = Agreement(ranks.control)
         self.window = Window(ranks)
@@ -150,9 +151,7 @@ class Trainer:
     def log_samples(self, batch: Batch) -> None:
         """Write down which images this rank uses in the step to come."""
         if self.config.log_samples:
-            path = self.job.run_dir.sample_log(self.job.attempt, self.ranks.rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            append_json_line(path, {"step": self.state.progress.step + 1, "indices": batch.indices.tolist()})
+            self.samples.append({"step": self.state.progress.step + 1, "indices": batch.indices.tolist()})
 
     def learning_rate(self, step: int) -> float:
         """That of the step after `step` steps."""
