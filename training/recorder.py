@@ -34,6 +34,7 @@ class Recorder:
         self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
         self.console = console
         self._best = Background()
+        self._unpublished: tuple[Weights, dict[str, Any]] | None = None
         self._ledger = Writer(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
         self._metrics: Metrics | None = None
         if writes:
@@ -70,7 +71,7 @@ class Recorder:
             self._metrics.evaluation(record)
 
     def best(self, weights: Weights, result: dict[str, Any]) -> None:
-        """Begin to replace `best/`. A full disk costs only this.
+        """Begin to replace `best/`. A full disk costs only this, unless there is room at the end.
 
         Args:
             weights: by name, in memory that does not change any more.
@@ -80,9 +81,11 @@ class Recorder:
             self._best.start(partial(self._publish_best, weights, result))
 
     def _publish_best(self, weights: Weights, result: dict[str, Any]) -> None:
+        self._unpublished = None
         try:
             publish(self._run_dir.best, partial(_write_model, weights, result, None))
         except OSError as error:
+            self._unpublished = (weights, result)
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
 
     def final(self, weights: Weights, result: dict[str, Any], confusion: str | None) -> None:
@@ -108,6 +111,8 @@ class Recorder:
     def close(self) -> None:
         """Finish what is being written."""
         self.wait()
+        if self._unpublished:
+            self._publish_best(*self._unpublished)
         if self._metrics:
             self._metrics.close()
 

@@ -1,6 +1,7 @@
 """What ends a training early, at any moment: signals, kills, a full disk. Nothing is lost but what must be."""
 
 import errno
+import json
 import os
 import resource
 import signal
@@ -238,6 +239,30 @@ def test_a_stop_tries_again_what_could_not_be_written(start: Starter) -> None:
     assert names(training.run_dir / "checkpoints")[-1] == f"step-{stopped['step']:08d}"
     start.complete(*FLAGS, world_size=2)
     assert_whole_history(training.run_dir)
+
+
+def fail_to_publish_once() -> None:
+    """In a rank: the disk is full when the best model is to be written."""
+    from training import recorder
+
+    publish = recorder.publish
+    failed: list[Path] = []
+
+    def publish_or_fail(path: Path, fill: Callable[[Path], None]) -> None:
+        if not failed:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        publish(path, fill)
+
+    recorder.publish = publish_or_fail
+
+
+def test_a_best_model_that_could_not_be_written_is_written_at_the_end(start: Starter) -> None:
+    training = start("--epochs=1", "--batch-size=10", prepare=fail_to_publish_once)
+    assert training.wait() == [0], training.output()
+    assert f"warning: {training.run_dir}/best cannot be written (" in training.output()
+    best, final = (json.loads((training.run_dir / name / "result.json").read_text()) for name in ("best", "final"))
+    assert best["val_accuracy"] == final["best_val_accuracy"]
 
 
 @pytest.fixture
