@@ -107,6 +107,14 @@ def test_cuts_are_at_every_kind_of_point_and_at_the_same_ones_again(idx_data: Pa
     assert faults != draw_faults(replace(config, seed=4), [4], 8, 100)
 
 
+def test_a_verification_that_could_not_make_its_cuts_proves_nothing(
+    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig(data=str(idx_data), epochs=1, batch_size=193)
+    assert not verify(config, [1], 6, tmp_path)
+    assert "could be made: use more --epochs or fewer --cuts" in capsys.readouterr().out
+
+
 @pytest.fixture
 def two_runs(start: Starter) -> tuple[RunDir, RunDir]:
     """The same finished training, twice."""
