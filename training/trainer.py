@@ -153,10 +153,6 @@ class Trainer:
         if self.config.log_samples:
             self.samples.append({"step": self.state.progress.step + 1, "indices": batch.indices.tolist()})
 
-    def learning_rate(self, step: int) -> float:
-        """That of the step after `step` steps."""
-        return learning_rate(self.config, step, self.plan.steps_per_epoch)
-
     def log_if_due(self) -> None:
         """Every --log-every steps, record the mean loss since the last time."""
         step = self.state.progress.step
@@ -165,7 +161,7 @@ class Trainer:
         speed = self.window.images_per_second()
         loss = self.window.total_loss(step) / self.window.images
         epoch = (step - 1) // self.plan.steps_per_epoch + 1
-        lr = self.learning_rate(step - 1)
+        lr = learning_rate(self.config, step - 1, self.plan.steps_per_epoch)
         self.recorder.train(
             {
                 "step": step,
