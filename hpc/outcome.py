@@ -6,6 +6,10 @@ from enum import StrEnum
 from hpc.slurm import JobState
 
 
+# What the exit code of a rank says, beside 0 (done, or stopped and saved) and 1 (it failed).
+EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE = 2, 3, 4
+
+
 class Cause(StrEnum):
     """Why an attempt ended."""
 
@@ -14,7 +18,12 @@ class Cause(StrEnum):
     TIME_LIMIT = "time_limit"
     REQUEUED = "requeued"
     NODE_FAILURE = "node_failure"
+    BAD_NODE = "bad_node"
     CRASHED = "crashed"
+    OUT_OF_MEMORY = "out_of_memory"
+    HANG = "hang"
+    BAD_INPUT = "bad_input"
+    NO_SPACE = "no_space"
     CANCELLED = "cancelled"
     LOST = "lost"
 

@@ -5,12 +5,10 @@ Runs on compute nodes, once per node, before torchrun starts and so outside any 
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from hpc.errors import TorchrelayError
 from hpc.files import fsync_directory, write_json
+from hpc.private import open_lock, private_directory, try_lock
 
 _MANIFEST = ".torchrelay-manifest.json"
 _CHUNK_BYTES = 8 * 2**20
@@ -104,45 +103,18 @@ def fingerprint(source: Path, files: list[SourceFile]) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def private_directory(stage_dir: Path) -> Path:
-    """Our own directory in a place that everybody can write to.
-
-    Raises:
-        TorchrelayError: something is there that others could have put there, or can write to.
-    """
-    root = stage_dir / f"torchrelay-{os.getuid()}"
-    try:
-        root.mkdir(mode=0o700)
-    except FileExistsError:
-        status = root.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise TorchrelayError(
-                f"{root} is not a directory that only you can use, so someone else may have put it there: "
-                "remove it, or use another --stage-dir"
-            ) from None
-    return root
-
-
 @contextmanager
 def lock(path: Path, stopped: Callable[[], bool]) -> Iterator[None]:
     """Only one process of this node copies at a time. The kernel releases the lock of one that is killed."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = open_lock(path)
     try:
-        while not _try_lock(descriptor):
+        while not try_lock(descriptor):
             if stopped():
                 raise StagingStopped
             time.sleep(_POLL_SECONDS)
         yield
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def is_complete(target: Path, files: list[SourceFile]) -> bool:

@@ -14,7 +14,8 @@ import pytest
 
 from hpc import staging
 from hpc.errors import TorchrelayError
-from hpc.staging import StagingStopped, lock, private_directory, stage
+from hpc.private import private_directory
+from hpc.staging import StagingStopped, lock, stage
 
 
 @pytest.fixture
