@@ -5,7 +5,6 @@ from enum import StrEnum
 
 from hpc.slurm import JobState
 
-
 # What the exit code of a rank says, beside 0 (done, or stopped and saved) and 1 (it failed).
 EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE = 2, 3, 4
 
