@@ -1,25 +1,37 @@
 """`python -m training`: one rank of a training, under torchrun or alone."""
 
+import faulthandler
+import gc
 import time
 
 from training import stop
 
-# The first things of all: importing torch takes seconds, and a signal in them must not end the rank unsaved.
+# The first things of all: importing torch takes seconds, and a signal in them must not end the rank unsaved. A rank
+# that hangs is sent SIGABRT: it prints the stacks of its threads and dies.
 _STARTED = time.monotonic()
 stop.install()
+faulthandler.enable(all_threads=True)
+if __name__ == "__main__":
+    # Imports make objects by the million and no garbage: looking for it takes a sixth of their time (training.launch).
+    gc.disable()
 
 import os  # noqa: E402
 import sys  # noqa: E402
+import traceback  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 import tyro  # noqa: E402
 
 from hpc.errors import TorchrelayError, UserError  # noqa: E402
+from hpc.nodedir import NodeDir  # noqa: E402
 from hpc.rundir import RunDir  # noqa: E402
 from training.config import TrainConfig, check_model  # noqa: E402
-from training.fault import parse_fault  # noqa: E402
+from training.fault import NO_FAULT, Fault, parse_fault  # noqa: E402
+from training.heartbeat import Heartbeat  # noqa: E402
 from training.job import Job  # noqa: E402
+from training.place import Place, place_from  # noqa: E402
 
 _INTERRUPTED = 130
 
@@ -36,12 +48,17 @@ class Arguments:
     """The directory of everything that the run writes."""
     attempt: int = 1
     """The number of this attempt at the run."""
+    node_dir: Path | None = None
+    """A directory in this node's memory, for what outlives the processes: snapshots of the state, signs of life."""
     fault: str = ""
-    """For tests: POINT@STEP:RANK, where to die (training.fault)."""
+    """For tests: POINT@STEP:RANK, what is to go wrong (training.fault); or TORCHRELAY_FAULT in the environment."""
 
 
 def main() -> int:
-    """Parse, train, and turn errors into one line and an exit code."""
+    """Parse, train, and turn errors into one line and an exit code.
+
+    A crash ends the process at once: whatever would be taken apart in good order waits for workers, threads or ranks.
+    """
     if not sys.stdout.isatty():
         # A log that is read while it is written needs whole lines at once.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
@@ -56,6 +73,10 @@ def main() -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except Exception as error:  # noqa: BLE001  # all that nobody has foreseen
+        _print_crash(error)
+        _finish_output()
+        leave(1)
     finally:
         stop.ignore()
         _finish_output()
@@ -70,16 +91,27 @@ def _finish_output() -> None:
 
 
 def _train(arguments: Arguments) -> int:
+    place = place_from(os.environ)
+    node_dir = NodeDir(arguments.node_dir.absolute()) if arguments.node_dir else None
+    heartbeat = Heartbeat(node_dir.heartbeat(place.local_rank) if node_dir else None, place.rank)
+    heartbeat.beat("start")
+    fault = _fault(arguments.fault or os.environ.get("TORCHRELAY_FAULT", ""), place)
     # cuBLAS is repeatable only with a fixed workspace, and reads this when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # After the user's simplest mistakes: these imports take seconds.
-    from training.distributed import SharedError, place_from  # noqa: PLC0415
+    from training.distributed import SharedError  # noqa: PLC0415
     from training.launch import launch  # noqa: PLC0415
 
-    place = place_from(os.environ)
     run_dir = RunDir(arguments.run_dir.expanduser().absolute())
-    fault = parse_fault(arguments.fault)
-    job = Job(config=arguments.train, run_dir=run_dir, attempt=arguments.attempt, started=_STARTED, fault=fault)
+    job = Job(
+        config=arguments.train,
+        run_dir=run_dir,
+        attempt=arguments.attempt,
+        started=_STARTED,
+        fault=fault,
+        node_dir=node_dir,
+        heartbeat=heartbeat,
+    )
     try:
         launch(job, place)
     except TorchrelayError as error:
@@ -89,14 +121,36 @@ def _train(arguments: Arguments) -> int:
     return 0
 
 
+def _fault(text: str, place: Place) -> Fault:
+    """The failure that is to come about. torchrun starts the ranks with the same flags again after it has."""
+    fault = parse_fault(text)
+    return NO_FAULT if place.restarts and not fault.always else fault
+
+
 def _complain(error: TorchrelayError) -> None:
     """Print the one line. An error of a loader worker comes with its traceback, the message at the end."""
     line = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
-    code = main()
+def _print_crash(error: Exception) -> None:
+    """The traceback, and the line that tells most at the end: people and the node's agent read the last one."""
+    traceback.print_exc()
+    first, *more = str(error).strip().splitlines() or [""]
+    if more:
+        # An error of a loader worker comes with its own traceback, the message at the end.
+        line = more[-1] if "Traceback" in str(error) else f"{type(error).__qualname__}: {first}"
+        print(line, file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process; all is written.
+
+    Python would take torch apart module by module: a second of every rank, in the grace period.
+    """
     sys.stderr.flush()
-    # All is written. Python would take torch apart module by module: a second of every rank, in the grace period.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

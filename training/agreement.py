@@ -22,6 +22,8 @@ class Wishes(NamedTuple):
     """The number of a signal to stop for; 0: go on."""
     save: int = 0
     """1: a checkpoint is due."""
+    snapshot: int = 0
+    """1: a snapshot is due."""
     news: int = 0
     """1: there is something to tell the other ranks."""
 

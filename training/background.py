@@ -20,6 +20,11 @@ class Background:
         self.wait()
         self._pending = self._thread.submit(work)
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is being done."""
+        return self._pending is not None and not self._pending.done()
+
     def wait(self) -> None:
         """Until everything is done.
 

@@ -8,25 +8,17 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from hpc.errors import TorchrelayError
-from training.directories import publish, sweep
+from training.directories import publish
 
+STATE_FILES = TENSORS, NUMBERS = "state.safetensors", "state.json"
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _REJECTED = "rejected-"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint that was read whole and found to be as it was written."""
-
-    path: Path
-    files: Mapping[str, bytes]
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -34,22 +26,29 @@ def checkpoint_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The optimizer steps done, by the name of a checkpoint."""
+    return int(path.name.rpartition("-")[2])
+
+
 def list_checkpoints(directory: Path) -> list[Path]:
     """All checkpoints, the newest (by its step) first; no promise that they are intact."""
     if not directory.is_dir():
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def save_checkpoint(directory: Path, step: int, fill: Callable[[Path], None], keep: int) -> Path:
+def save_checkpoint(
+    directory: Path, step: int, fill: Callable[[Path], None], keep: int | None, mode: int | None = None
+) -> Path:
     """Write a checkpoint and then, when it is on the disk, delete all but the newest `keep`.
 
     Args:
         directory: of the checkpoints.
         step: the optimizer steps done.
         fill: writes the checkpoint's files into the directory that it is given.
-        keep: checkpoints to keep.
+        keep: checkpoints to keep; None: all, those included that were set aside.
+        mode: of the checkpoint's directory, by default as the process makes them.
 
     Raises:
         OSError: it could not be written; the older ones are all there.
@@ -61,30 +60,16 @@ def save_checkpoint(directory: Path, step: int, fill: Callable[[Path], None], ke
         (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 
     path = checkpoint_path(directory, step)
-    publish(path, complete)
-    for outdated in [*list_checkpoints(directory)[keep:], *directory.glob(f"{_REJECTED}*")]:
-        shutil.rmtree(outdated, ignore_errors=True)
+    publish(path, complete, mode)
+    if keep is not None:
+        for outdated in [*list_checkpoints(directory)[keep:], *directory.glob(f"{_REJECTED}*")]:
+            shutil.rmtree(outdated, ignore_errors=True)
     return path
 
 
-def newest_checkpoint(directory: Path, on_reject: Callable[[Path, str], None]) -> Checkpoint | None:
-    """Read the newest checkpoint that is intact, after removing what killed writers left behind.
-
-    Args:
-        directory: of the checkpoints; it need not exist.
-        on_reject: is told the path and what is wrong with it, for each newer one that is not intact.
-
-    Raises:
-        TorchrelayError: the storage does not give the newest one.
-    """
-    sweep(directory, "step-*")
-    for path in list_checkpoints(directory):
-        files = read_checkpoint(path)
-        if not isinstance(files, str):
-            return Checkpoint(path=path, files=files)
-        on_reject(path, files)
-        path.rename(path.with_name(_REJECTED + path.name))
-    return None
+def set_aside(path: Path) -> None:
+    """Have nobody take a checkpoint for a good one any more."""
+    path.rename(path.with_name(_REJECTED + path.name))
 
 
 def read_checkpoint(path: Path) -> dict[str, bytes] | str:

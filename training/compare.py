@@ -12,12 +12,11 @@ from torch import Tensor
 
 from hpc.files import read_json_lines
 from hpc.rundir import RunDir
-from training.checkpoint import list_checkpoints
-from training.state import NUMBERS, TENSORS
+from training.checkpoint import NUMBERS, TENSORS, list_checkpoints
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # What tells when and how fast something was done, not what.
-_OF_THE_ATTEMPT = {"time", "attempt", "images_per_second"}
+_OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,12 @@ def _states(one: Path, other: Path) -> Iterator[Part]:
     ):
         yield compare_tensors(name, *part)
     numbers = [json.loads((path / NUMBERS).read_text()) for path in (one, other)]
-    for name, key in (("learning rates", "optimizer"), ("loss scale", "scaler"), ("progress", "progress")):
+    for name, key in (
+        ("learning rates", "optimizer"),
+        ("loss scale", "scaler"),
+        ("progress", "progress"),
+        ("window", "window"),
+    ):
         yield compare_values(name, [numbers[0][key]], [numbers[1][key]])
 
 

@@ -20,14 +20,14 @@ from hpc.errors import UserError
 from training.layout import FASHION_MNIST, DataLayout, check_data, resolve_data
 
 __all__ = [
-    "CheckpointEvery",
     "DataLayout",
+    "Interval",
     "TrainConfig",
     "check_data",
     "check_model",
     "check_world",
     "flag",
-    "parse_checkpoint_every",
+    "parse_interval",
     "resolve_data",
     "to_argv",
     "torchvision_models",
@@ -37,30 +37,42 @@ SMALL_CNN = "small-cnn"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointEvery:
-    """How often to save: every so many optimizer steps, or every so many seconds. Exactly one is set."""
+class Interval:
+    """How often to save: every so many optimizer steps, or every so many seconds, or never if neither is set."""
 
     steps: int | None = None
     seconds: float | None = None
+    largest_share: float | None = None
+    """Part of the training's time that the saving may take: if it costs more, the seconds become more."""
 
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
+# Half of the 1 % that is promised: not all that a snapshot costs can be measured while it is taken.
+_AUTO = Interval(seconds=1.0, largest_share=0.005)
+# field: (what it may be beside steps and a duration, how to say that)
+_WORDS: dict[str, tuple[dict[str, Interval], str]] = {
+    "checkpoint_every": ({}, ""),
+    "snapshot_every": ({"auto": _AUTO, "off": Interval()}, "auto, off, "),
+}
 
 
-def parse_checkpoint_every(text: str) -> CheckpointEvery:
-    """Read `500` (steps), `30s`, `10m` or `2h`.
+def parse_interval(field: str, text: str) -> Interval:
+    """Read `500` (steps), `30s`, `10m` or `2h`, or a word that the field knows.
 
     Raises:
         UserError: the text is none of these, or zero.
     """
+    words, names = _WORDS[field]
+    if text.strip() in words:
+        return words[text.strip()]
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|(\d+)", text.strip())
     if match:
         amount, unit, steps = match.groups()
         if steps and int(steps) > 0:
-            return CheckpointEvery(steps=int(steps))
+            return Interval(steps=int(steps))
         if amount and float(amount) > 0:
-            return CheckpointEvery(seconds=float(amount) * _SECONDS_OF_UNIT[unit])
-    raise UserError(f"--checkpoint-every is {text!r}: use steps such as 500, or a duration such as 30s, 10m or 2h")
+            return Interval(seconds=float(amount) * _SECONDS_OF_UNIT[unit])
+    raise UserError(f"{flag(field)} is {text!r}: use {names}steps such as 500, or a duration such as 30s, 10m or 2h")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +139,9 @@ class TrainConfig:
     """Steps between two lines of metrics."""
     checkpoint_every: str = "10m"
     """Steps (500) or time (30s, 10m, 2h) between two checkpoints; each epoch's end is saved anyway."""
+    snapshot_every: str = "auto"
+    """Steps (50) or time (2s) between two snapshots, copies of the state in each node's memory that a crash starts
+    again from. `auto`: about a second, or longer where they would take 1 % of the speed; `off`: none."""
     keep_checkpoints: int = 2
     """Checkpoints to keep, the newest ones."""
     log_samples: bool = False
@@ -142,7 +157,8 @@ class TrainConfig:
             _check_choice(field.name, getattr(self, field.name))
         for name, (accepts, fix) in _RULES.items():
             _check_rule(name, getattr(self, name), accepts, fix)
-        parse_checkpoint_every(self.checkpoint_every)
+        for name in _WORDS:
+            parse_interval(name, getattr(self, name))
 
 
 def flag(field: str) -> str:
@@ -184,6 +200,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "workers": (lambda v: v is None or _is_whole(v, 0), "use 0 or more, or leave it out"),
     "log_every": (lambda v: _is_whole(v, 1), "use 1 or more steps"),
     "checkpoint_every": (lambda v: isinstance(v, str), "use steps such as '500', or a duration such as '10m'"),
+    "snapshot_every": (
+        lambda v: isinstance(v, str),
+        "use 'auto', 'off', steps such as '50', or a duration such as '2s'",
+    ),
     "keep_checkpoints": (lambda v: _is_whole(v, 1), "use 1 or more"),
 }
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from training.data import Source
 from training.distributed import Ranks, SharedError
 from training.recorder import Recorder
@@ -34,7 +36,9 @@ class CorruptImages:
         Raises:
             SharedError: there are more than are allowed.
         """
-        everybodys = set().union(*self._ranks.gather(self._news))
+        # Hardly ever is there anything: a number costs less time than a set.
+        any_news = bool(self._ranks.sum(torch.tensor(len(self._news))))
+        everybodys = set().union(*self._ranks.gather(self._news)) if any_news else set()
         self._news = set()
         new = sorted(everybodys - set(self._progress.corrupt))
         self._progress.corrupt = sorted([*self._progress.corrupt, *new])

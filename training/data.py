@@ -4,6 +4,7 @@ Runs on every rank. A source is indexed with a `Request`, so one call makes one 
 is made: in the rank or in a loader worker. No source has random numbers of its own.
 """
 
+import ctypes
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -103,11 +104,18 @@ class Data:
 # Slurm delivers a step's signals to all its processes. A worker that died of one would take the rank down with it
 # before the rank has saved (KempnerInstitute/KempnerForge#177).
 _NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
 
 
-def _ignore_signals(_worker: int) -> None:
+def _begin_worker(_worker: int) -> None:
+    """Ignore what asks a rank to stop, but die with it.
+
+    torch's workers look after their parent every five seconds only. As long as they keep a dead rank's sockets open,
+    the other ranks wait for it.
+    """
     for number in _NOT_FOR_WORKERS:
         signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
@@ -116,8 +124,8 @@ def load_ahead(
 ) -> Iterator[Iterator[Batch]]:
     """The batches of the requests, in their order; made by worker processes if there are any.
 
-    Workers end with the context. They must be told to: a process that exits ends its children with a SIGTERM and
-    waits for them, and these ignore it.
+    Workers end with the context; if an exception ends it, with the process, which has no time to wait for them.
+    They must be told to: Python ends its children with a SIGTERM and waits for them, and these ignore it.
     """
     loader: DataLoader[Any] = DataLoader(
         source,  # type: ignore[arg-type]  # a Dataset in all but its base class
@@ -127,7 +135,7 @@ def load_ahead(
         # A forked worker need not import torch again, which takes seconds.
         multiprocessing_context="fork" if workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_begin_worker,
         # Without one of its own a loader draws from the global generator, and resumed runs would drift.
         generator=torch.Generator(),
     )
@@ -137,9 +145,7 @@ def load_ahead(
         batches = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    try:
-        yield batches
-    finally:
-        if workers:
-            # What the iterator's destructor calls; but an exception's traceback keeps the iterator alive.
-            batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way
+    yield batches
+    if workers:
+        # What the iterator's destructor calls, whenever that may be.
+        batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way

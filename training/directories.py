@@ -15,12 +15,13 @@ from hpc.files import fsync_directory
 _UNFINISHED, _REPLACED = "tmp", "old"
 
 
-def publish(path: Path, fill: Callable[[Path], None]) -> None:
+def publish(path: Path, fill: Callable[[Path], None], mode: int | None = None) -> None:
     """Create or replace a directory of files. An older one is deleted after the new one is in its place.
 
     Args:
         path: the directory.
         fill: is given an empty directory to write the files into; the writing need not be durable.
+        mode: of the directory, and of its files as far as it suits files; by default as the process makes them.
 
     Raises:
         OSError: the disk is full, for example. Nothing is left behind, and an older directory is as it was.
@@ -28,9 +29,11 @@ def publish(path: Path, fill: Callable[[Path], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _aside(path, _UNFINISHED)
     try:
-        temporary.mkdir()
+        temporary.mkdir(mode=0o777 if mode is None else mode)
         fill(temporary)
         for file in temporary.iterdir():
+            if mode is not None:
+                file.chmod(mode & 0o666)
             _flush(file)
         fsync_directory(temporary)
         _put_in_place(temporary, path)

@@ -1,9 +1,7 @@
-"""This rank's place among the ranks, and what they do together. Runs on every rank.
-
-The place comes from torchrun's environment; without torchrun the rank is alone.
-"""
+"""All ranks, and what they do together. Runs on every rank."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +12,8 @@ import torch
 from torch import Tensor, distributed
 
 from hpc.errors import TorchrelayError, UserError
+from hpc.outcome import EXIT_BAD_NODE
+from training.place import Place
 
 # A rank that waits this long for another one waits for a dead one.
 _TIMEOUT = timedelta(minutes=10)
@@ -23,26 +23,10 @@ class SharedError(UserError):
     """A user's mistake that every rank knows of: one of them tells."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a rank stands. Known without torch.distributed."""
+class UnfitNodeError(TorchrelayError):
+    """This rank's node cannot train; another one might."""
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, which writes everything and speaks for all."""
-        return self.rank == 0
-
-
-def place_from(environment: Mapping[str, str]) -> Place:
-    """Read torchrun's variables."""
-    names = {"rank": ("RANK", "0"), "local_rank": ("LOCAL_RANK", "0")}
-    names |= {"world_size": ("WORLD_SIZE", "1"), "local_world_size": ("LOCAL_WORLD_SIZE", "1")}
-    return Place(**{field: int(environment.get(name, default)) for field, (name, default) in names.items()})
+    exit_code = EXIT_BAD_NODE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +37,8 @@ class Ranks:
     device: torch.device
     control: distributed.ProcessGroup
     """A group on the CPU, for talk that must not make the device wait."""
+    connected_at: float
+    """time.monotonic() when all ranks were."""
 
     @property
     def rank(self) -> int:
@@ -69,19 +55,44 @@ class Ranks:
         """Whether this is rank 0."""
         return self.place.leads
 
+    def wait_for_device(self) -> None:
+        """Until this rank's device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, on the CPU."""
         total = values.detach().to("cpu", copy=True)
         distributed.all_reduce(total, group=self.control)
         return total
 
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank; the others' argument does not count."""
+    def sum_on_device(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, on the device, for which the host need not wait."""
+        total = value.detach().clone()
+        distributed.all_reduce(total)
+        return total
+
+    def copies_of_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of rank 0's tensors (of the same names and shapes on all), on every rank's device.
+
+        The host need not wait for them. They travel together: one message for each type.
+        """
+        copies: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
+            alike = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
+            flat = torch.cat([tensor.detach().flatten() for tensor in alike.values()])
+            distributed.broadcast(flat, 0)
+            parts = torch.split(flat, [tensor.numel() for tensor in alike.values()])
+            copies |= {name: part.view(alike[name].shape) for name, part in zip(alike, parts, strict=True)}
+        return copies
+
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """The bytes of the rank `source`, on every rank; the others' argument does not count."""
         size = torch.tensor([len(data) if data is not None else 0])
-        distributed.broadcast(size, 0, group=self.control)
-        mine = bytearray(data) if self.leads and data is not None else bytearray(int(size))
+        distributed.broadcast(size, source, group=self.control)
+        mine = bytearray(data) if self.rank == source and data is not None else bytearray(int(size))
         if mine:
-            distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), 0, group=self.control)
+            distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), source, group=self.control)
         return bytes(mine)
 
     def gather(self, value: Any) -> list[Any]:
@@ -116,11 +127,11 @@ def connect(place: Place) -> Ranks:
     pointed at the loopback interface.
 
     Raises:
-        TorchrelayError: this node has fewer GPUs than ranks.
+        UnfitNodeError: this node has fewer GPUs than ranks.
     """
     gpu = torch.cuda.is_available()
     if gpu and place.local_rank >= torch.cuda.device_count():
-        raise TorchrelayError(
+        raise UnfitNodeError(
             f"local rank {place.local_rank} has no GPU: this node has {torch.cuda.device_count()}, "
             f"start no more ranks than that"
         )
@@ -130,7 +141,7 @@ def connect(place: Place) -> Ranks:
     _join(place, "nccl" if gpu else "gloo", device if gpu else None)
     control = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
     assert isinstance(control, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
-    return Ranks(place=place, device=device, control=control)
+    return Ranks(place=place, device=device, control=control, connected_at=time.monotonic())
 
 
 def _join(place: Place, backend: str, device: torch.device | None) -> None:

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
 from training.config import TrainConfig
 from training.fault import NO_FAULT, Fault
+from training.heartbeat import SILENT, Heartbeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,4 +18,7 @@ class Job:
     attempt: int
     started: float
     """time.monotonic() when the process began."""
+    node_dir: NodeDir | None = None
+    """What outlives the processes on this node; None: there are no snapshots."""
     fault: Fault = NO_FAULT
+    heartbeat: Heartbeat = SILENT

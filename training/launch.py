@@ -1,18 +1,22 @@
 """Puts a training together and runs it. Runs on every rank, after torch may be imported."""
 
+import gc
 import os
 import time
+from dataclasses import asdict
 
 import torch
 
 from training.config import DataLayout, check_data, check_world, resolve_data
 from training.data import Data
 from training.datasets import load_data
-from training.distributed import Place, Ranks, SharedError, connect, disconnect
+from training.distributed import Ranks, SharedError, connect, disconnect
 from training.job import Job
 from training.listing import find_listing
 from training.model import Preprocess, build_model, input_channels, input_size
 from training.norm import synchronise
+from training.place import Place
+from training.preflight import check
 from training.trainer import Trainer
 
 _MOST_WORKERS = 8
@@ -23,16 +27,22 @@ def launch(job: Job, place: Place) -> None:
 
     Raises:
         UserError: a flag, the data or the run directory does not suit.
+        UnfitNodeError: this rank's node cannot train.
         TorchrelayError: the training failed.
     """
     make_repeatable(everything=job.config.deterministic)
     ranks = connect(place)
-    try:
-        if _is_complete(job, ranks):
-            return
-        make_trainer(job, ranks).run()
-    finally:
-        disconnect()
+    job.heartbeat.beat("start")
+    # After an error there is no leaving in good order: it waits for ranks that may be no more.
+    if not _is_complete(job, ranks):
+        report = check(ranks, job.fault)
+        trainer = make_trainer(job, ranks)
+        trainer.recorder.event("preflight", **asdict(report))
+        # What there is now stays to the end: no need to look through it, and for loader workers to get copies of it.
+        gc.freeze()
+        gc.enable()
+        trainer.run()
+    disconnect()
 
 
 def make_repeatable(*, everything: bool) -> None:
@@ -43,7 +53,9 @@ def make_repeatable(*, everything: bool) -> None:
     """
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(everything)
+    if everything:
+        # Saying no, which is the default, would import the compiler as well.
+        torch.use_deterministic_algorithms(mode=True)
     # Nothing reads memory that it has not written: filling it first would cost time for nothing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
 
@@ -67,11 +79,13 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
         check_world(config, ranks.world_size)
         layout = check_data(resolve_data(config.data))
     listing = _share_listing(layout, job, ranks)
+    job.heartbeat.beat("start")
     with ranks.together():
         data = load_data(config, layout, input_size(config, None), listing)
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
+    job.heartbeat.beat("start")
     if config.sync_bn:
         model = synchronise(model, ranks.device)
     _check_same(data, ranks)

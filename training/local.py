@@ -90,4 +90,4 @@ def _run_rank(argv: list[str], environment: dict[str, str], log: str, prepare: C
 
     if prepare:
         prepare()
-    sys.exit(trainer.main())
+    trainer.leave(trainer.main())

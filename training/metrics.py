@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc.files import append_json_line, json_line, read_json_lines, write_atomic
 from hpc.rundir import RunDir
 from training.console import Console
 from training.state import Progress
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Record = dict[str, Any]
 
@@ -49,16 +52,15 @@ class Metrics:
     """All metrics of a run, from the state on that it resumes."""
 
     def __init__(self, run_dir: RunDir, attempt: int, progress: Progress, console: Console) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # half a second, and only for rank 0
-
         keep_only(run_dir.train_metrics, lambda record: record["step"] <= progress.step)
         keep_only(run_dir.eval_metrics, lambda record: _is_evaluated(record, progress))
         self._attempt = attempt
         self._console = console
         self._train = Lines(run_dir.train_metrics, console)
         self._evaluations = Lines(run_dir.eval_metrics, console)
-        # Events from this step on were of a future that did not come about.
-        self._board: SummaryWriter | None = SummaryWriter(str(run_dir.tensorboard), purge_step=progress.step + 1)
+        self._directory, self._first = run_dir.tensorboard, progress.step + 1
+        self._board: SummaryWriter | None = None
+        self._draws = True
 
     def train(self, record: Record) -> None:
         """Record a logged step."""
@@ -71,21 +73,30 @@ class Metrics:
         self._draw(record["split"], record["step"], {name: record[name] for name in ("loss", "accuracy")})
 
     def _draw(self, group: str, step: int, values: dict[str, float]) -> None:
-        if self._board is None:
+        if not self._draws:
             return
         try:
+            # Not before there is something to draw: all ranks would wait for the import before their first step.
+            self._board = self._board or _open_board(self._directory, self._first)
             for name, value in values.items():
                 self._board.add_scalar(f"{group}/{name}", value, step)
             self._board.flush()
         except OSError as error:
             self._console.warn(f"TensorBoard's file cannot be written ({error}): it ends here, the training goes on")
-            self._board = None
+            self._draws = False
 
     def close(self) -> None:
         """Flush what is buffered."""
-        if self._board is not None:
+        if self._board and self._draws:
             with suppress(OSError):
                 self._board.close()
+
+
+def _open_board(directory: Path, first: int) -> "SummaryWriter":
+    """The writer of TensorBoard's files. Events from the first step on were of a future that did not come about."""
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # half a second, and only for rank 0
+
+    return SummaryWriter(str(directory), purge_step=first)
 
 
 def _is_evaluated(record: Record, progress: Progress) -> bool:

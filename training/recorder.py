@@ -1,5 +1,6 @@
 """Everything that a run writes for others to read: events, metrics, results. Rank 0 writes, the other ranks do not."""
 
+import errno
 import io
 import json
 from functools import partial
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hpc.errors import TorchrelayError, UserError
 from hpc.ledger import Writer
+from hpc.outcome import EXIT_NO_SPACE
 from hpc.rundir import RunDir
 from training.background import Background
 from training.console import Console
@@ -21,6 +23,12 @@ from training.state import Progress
 _RESULT, _MODEL, _CONFUSION = "result.json", "model.pt", "confusion.csv"
 
 Weights = dict[str, Tensor]
+
+
+class NoSpaceError(TorchrelayError):
+    """There is no room for the result of the run."""
+
+    exit_code = EXIT_NO_SPACE
 
 
 class Recorder:
@@ -92,7 +100,8 @@ class Recorder:
         """Write `final/`: from now on the run is complete.
 
         Raises:
-            TorchrelayError: it could not be written. The newest checkpoint is the end of the training.
+            NoSpaceError: the disk is full. The newest checkpoint is the end of the training.
+            TorchrelayError: it could not be written for another reason.
         """
         if not self._writes:
             return
@@ -100,9 +109,15 @@ class Recorder:
         try:
             publish(self._run_dir.final, partial(_write_model, weights, result, confusion))
         except OSError as error:
-            raise TorchrelayError(
+            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            raise (NoSpaceError if full else TorchrelayError)(
                 f"{self._run_dir.final} cannot be written ({error}): free some space and start the run again"
             ) from error
+
+    @property
+    def busy(self) -> bool:
+        """Whether `best/` is being written: it is not yet what the training thinks it is."""
+        return self._best.busy
 
     def wait(self) -> None:
         """Until `best/` is what the training thinks it is."""

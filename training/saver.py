@@ -1,61 +1,43 @@
-"""When the state is saved, and how all ranks come by it again. Runs on every rank; rank 0 writes and reads.
+"""When the state is saved for good. Runs on every rank; rank 0 writes.
 
-The training waits while the state is copied to the host's memory; a thread writes the copy.
+The state is copied to the host's memory, for which the training hardly waits; a thread writes the copy.
 """
 
+import math
 import time
 from functools import partial
 from pathlib import Path
 
 from training.background import Background
-from training.checkpoint import newest_checkpoint, save_checkpoint
-from training.config import parse_checkpoint_every
-from training.distributed import Ranks
+from training.capture import Capturer, HostCopy
+from training.checkpoint import save_checkpoint
+from training.config import parse_interval
 from training.job import Job
 from training.recorder import Recorder
-from training.state import STATE_FILES, HostCopy, TrainState, check_files
-from training.window import Window
+from training.restore import SNAPSHOT
+from training.window import finite
 
 
 class Saver:
-    """Saves the state of a run into its checkpoints, and restores the newest intact one."""
+    """Saves the state of a run into its checkpoints."""
 
-    def __init__(self, job: Job, state: TrainState, window: Window, ranks: Ranks, recorder: Recorder) -> None:
+    def __init__(self, job: Job, capturer: Capturer, recorder: Recorder) -> None:
         self._directory, self._keep = job.run_dir.checkpoints, job.config.keep_checkpoints
-        self._every = parse_checkpoint_every(job.config.checkpoint_every)
-        self._state, self._window, self._ranks, self._recorder = state, window, ranks, recorder
+        self._every = parse_interval("checkpoint_every", job.config.checkpoint_every)
+        self._capturer, self._recorder = capturer, recorder
+        self._state, self._window, self._ranks = capturer.state, capturer.window, capturer.ranks
         self._fault, self._console = job.fault, recorder.console
         self._copy, self._background = HostCopy(), Background()
         self._unwritten = False
-        self._saved_step = 0
+        self._saved_step: int | None = 0
         self._saved_at = time.monotonic()
 
-    def restore(self) -> str:
-        """Take the newest intact checkpoint, if there is one, and return its name.
-
-        Rank 0 reads it for all, so the others need not see the same storage.
-
-        Raises:
-            SharedError: it belongs to a run with other data or settings, or to another version of the trainer.
-        """
-        with self._ranks.together():
-            found = newest_checkpoint(self._directory, self._reject) if self._ranks.leads else None
-            if found:
-                check_files(found.files, str(found.path))
-        name = self._ranks.broadcast_bytes(found.path.name.encode() if found else b"").decode()
-        if name:
-            files = {file: self._ranks.broadcast_bytes(found.files[file] if found else None) for file in STATE_FILES}
-            with self._ranks.together():
-                self._state.restore(files, name)
-        progress = self._state.progress
-        self._saved_step = progress.step
-        self._saved_at = time.monotonic()
-        self._window.restart(progress.window_loss if self._ranks.leads else 0.0, progress.window_images)
-        return name
-
-    def _reject(self, path: Path, reason: str) -> None:
-        self._console.warn(f"checkpoint {path} is not used: {reason}")
-        self._recorder.event("checkpoint_rejected", path=str(path), reason=reason)
+    def begin(self, source: str | None) -> None:
+        """Count from the present step on, whose state came from there, if it was restored."""
+        snapshot = source == SNAPSHOT
+        # There should soon be a checkpoint of what has only been in a node's memory: what has failed may fail again.
+        self._saved_step = None if snapshot else self._state.progress.step
+        self._saved_at = -math.inf if snapshot else time.monotonic()
 
     def due_by_time(self) -> bool:
         """Whether this rank thinks that it is time for a checkpoint. Clocks differ: the ranks must agree on it."""
@@ -67,29 +49,29 @@ class Saver:
         return progress.samples_seen == 0 or bool(self._every.steps and progress.step % self._every.steps == 0)
 
     def save(self) -> None:
-        """Begin to write a checkpoint, unless there is one of this step.
+        """Begin to write a checkpoint, unless there is one of this step. All ranks must call this.
 
         If the writing fails, the training goes on, with the older ones as they were.
 
         Raises:
-            SharedError: the training has diverged; its state must not replace a good one.
+            SharedError: the training has diverged; its state must not replace a good one. Or too many images cannot
+                be read.
         """
-        progress = self._state.progress
-        if self._saved_step == progress.step:
+        step = self._state.progress.step
+        if self._saved_step == step:
             return
-        self._saved_at = time.monotonic()
-        progress.window_loss = self._window.total_loss(progress.step)
-        progress.window_images = self._window.images
-        self._saved_step = progress.step
+        self._saved_step, self._saved_at = step, time.monotonic()
+        captured = self._capturer.capture()
+        finite(float(captured.loss), step)
         if self._ranks.leads:
             # The copy may still be being written; and what is saved knows of the best model.
             self.wait()
             began = time.monotonic()
-            self._copy.take(self._state)
+            self._state.hold(self._copy.take(captured))
             copied = time.monotonic() - began
             # Waiting for a slow disk is a part of the training's speed.
             self._window.leave_out(copied)
-            self._background.start(partial(self._write, progress.step, copied))
+            self._background.start(partial(self._write, step, copied))
 
     def wait(self) -> None:
         """Until the last checkpoint and the best model are on the disk, or have failed to be."""
@@ -99,12 +81,13 @@ class Saver:
     def finish(self) -> None:
         """Wait for the last checkpoint; if it could not be written, there may be room for it by now."""
         self.wait()
-        if self._unwritten:
+        if self._unwritten and self._saved_step is not None:
             self._write(self._saved_step, 0.0)
 
     def _write(self, step: int, copied: float) -> None:
         self._unwritten = True
         began = time.monotonic()
+        self._copy.finish()
         try:
             save_checkpoint(self._directory, step, partial(self._fill, step), self._keep)
         except OSError as error:

@@ -7,22 +7,18 @@ Randomness is counted (`training.counted`), so there are no generators to save: 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hpc.errors import UserError
+from training.checkpoint import NUMBERS, STATE_FILES
 from training.config import TrainConfig, flag
 from training.data import Data
 from training.ema import Ema
-
-STATE_FILES = TENSORS, NUMBERS = "state.safetensors", "state.json"
 
 
 @dataclass(kw_only=True)
@@ -42,9 +38,8 @@ class Progress:
     val_accuracy: float | None = None
     best_accuracy: float | None = None
     """The highest in validation."""
-    window_loss: float = 0.0
-    """Sum of the losses of all images since the last line of metrics."""
-    window_images: int = 0
+    logged_step: int = 0
+    """The last one with a line of metrics."""
     corrupt: list[int] = field(default_factory=list)
     """Places in the training set of the images that could not be read, sorted."""
 
@@ -94,17 +89,25 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpo
             )
 
 
-def check_files(files: Mapping[str, bytes], checkpoint: str) -> None:
-    """Make sure that a checkpoint has the files of a state.
+# What the numbers of a state consist of.
+_NUMBERS = ("progress", "scaler", "optimizer", "identity", "window", "accounting")
+
+
+def read_numbers(files: Mapping[str, bytes], checkpoint: str) -> dict[str, Any]:
+    """All of a saved state that is no tensor.
 
     Raises:
         UserError: another version of the trainer made it.
     """
-    if not files.keys() >= set(STATE_FILES):
+    missing = set(STATE_FILES) - files.keys()
+    numbers: dict[str, Any] = {} if missing else json.loads(files[NUMBERS])
+    found, wanted = (files, STATE_FILES) if missing else (numbers, _NUMBERS)
+    if not found.keys() >= set(wanted):
         raise UserError(
-            f"{checkpoint} has {', '.join(sorted(files))} instead of {' and '.join(STATE_FILES)}: "
+            f"{checkpoint} has {', '.join(sorted(found))} instead of {' and '.join(wanted)}: "
             "end the run with the version that began it, or use another --run-dir"
         )
+    return numbers
 
 
 @dataclass(kw_only=True)
@@ -120,6 +123,23 @@ class TrainState:
     ema: Ema | None
     progress: Progress
     identity: dict[str, Any]
+    copies: list[torch.cuda.Event] = field(default_factory=list)
+    """The ends of copies from the GPU that are under way."""
+
+    def hold(self, copied: torch.cuda.Event | None) -> None:
+        """Let the optimizer change nothing before this copy is there."""
+        if copied:
+            self.copies.append(copied)
+
+    def release(self) -> None:
+        """Before the optimizer's step: have the GPU wait for the copies under way. The host does not wait."""
+        while self.copies:
+            torch.cuda.current_stream().wait_event(self.copies.pop())
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The model that is evaluated and kept: the average, if there is one."""
+        return self.ema.model if self.ema else self.model
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, as they are at the moment, on their device: they change with the next step."""
@@ -130,6 +150,11 @@ class TrainState:
             found |= {f"optimizer/{index}/{key}": value for key, value in values.items() if torch.is_tensor(value)}
         return found
 
+    def buffers(self) -> list[str]:
+        """The names of the tensors that the forward pass changes: batch statistics."""
+        models = {"model/": self.model} | ({"ema/": self.ema.model} if self.ema else {})
+        return [prefix + name for prefix, model in models.items() for name, _ in model.named_buffers()]
+
     def numbers(self) -> dict[str, Any]:
         """All that is no tensor, ready for JSON, which keeps every bit of a float."""
         return {
@@ -139,15 +164,8 @@ class TrainState:
             "identity": self.identity,
         }
 
-    def restore(self, files: Mapping[str, bytes], checkpoint: str) -> None:
-        """Become the state that was saved.
-
-        Raises:
-            UserError: it does not belong to this run.
-        """
-        numbers = json.loads(files[NUMBERS])
-        check_identity(numbers["identity"], self.identity, checkpoint)
-        tensors = load(files[TENSORS])
+    def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Become the state that was saved, which belongs to this run."""
         self.model.load_state_dict(_below("model/", tensors))
         if self.ema:
             self.ema.model.load_state_dict(_below("ema/", tensors))
@@ -176,34 +194,3 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
     """A value in its parameter's memory format: another one would make the optimizer take a slower way."""
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value
-
-
-class HostCopy:
-    """A copy of a state in the host's memory, which the training does not touch. The memory is used again and again."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._numbers: dict[str, Any] = {}
-
-    def take(self, state: TrainState) -> None:
-        """Copy the state. Returns when that is done, so that the next step may begin."""
-        for name, value in state.tensors().items():
-            if name not in self._tensors:
-                # Pinned memory, so that a GPU copies at full speed and without waiting in between.
-                self._tensors[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._tensors[name].copy_(value.detach(), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        self._numbers = state.numbers()
-
-    def write(self, directory: Path) -> None:
-        """Write the files of the copy into a directory.
-
-        Raises:
-            OSError: the disk is full, for example.
-        """
-        try:
-            save_file(self._tensors, directory / TENSORS)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        (directory / NUMBERS).write_text(json.dumps(self._numbers, indent=2))

@@ -68,6 +68,7 @@ class Stepper:
         batch, however unequal the shares. Of an accumulated step only the last part's backward pass communicates.
         """
         config, state, progress = self.config, self.state, self.state.progress
+        window.begin_step()
         torch.manual_seed(stream(config.seed, Purpose.STEP, progress.step, self.ranks.rank))
         state.model.train()
         set_learning_rate(state.optimizer, learning_rate(config, progress.step, self.plan.steps_per_epoch))
@@ -100,6 +101,7 @@ class Stepper:
     def _update(self) -> None:
         """Use the gradients, and forget them."""
         optimizer, scaler = self.state.optimizer, self.state.scaler
+        self.state.release()
         if self.config.clip_norm:
             # The norm of scaled gradients would be that of the scale.
             scaler.unscale_(optimizer)

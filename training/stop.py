@@ -5,16 +5,17 @@ must be in place before torch takes its seconds to be imported.
 """
 
 import signal
+import time
 from types import FrameType
 
 # Preemption sends SIGTERM; Slurm's --signal, some time before the limit, SIGUSR2.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
-_received: list[int] = []
+_received: list[tuple[int, float]] = []
 
 
 def _remember(number: int, _frame: FrameType | None) -> None:
-    _received.append(number)
+    _received.append((number, time.monotonic()))
 
 
 def install() -> None:
@@ -34,4 +35,9 @@ def ignore() -> None:
 
 def received() -> int:
     """The number of the first signal that arrived, 0 for none. A second one changes nothing."""
-    return _received[0] if _received else 0
+    return _received[0][0] if _received else 0
+
+
+def received_at() -> float | None:
+    """time.monotonic() when the first signal arrived here; None: none has."""
+    return _received[0][1] if _received else None

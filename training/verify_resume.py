@@ -181,7 +181,10 @@ def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault
     """
     run.attempt_logs(attempt).mkdir(parents=True)
     log = run.attempt_logs(attempt) / "ranks.log"
-    argv = [*to_argv(config), f"--run-dir={run.path}", f"--attempt={attempt}"]
+    # Snapshots survive the cuts, as they do in a node's memory.
+    node = run.path.with_name(f"{run.name}-node")
+    node.mkdir(mode=0o700, exist_ok=True)
+    argv = [*to_argv(config), f"--run-dir={run.path}", f"--attempt={attempt}", f"--node-dir={node}"]
     argv += [f"--fault={fault}"] if fault != NO_FAULT else []
     codes = wait_for(start_ranks([argv] * size, log), _GRACE_SECONDS)
     if -signal.SIGKILL in codes:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from trainer_rig import Starter, make_cifar, make_folder, make_idx
 
-from training.distributed import Ranks, connect, disconnect, place_from
+from training.distributed import Ranks, connect, disconnect
 from training.local import prepare_server
+from training.place import place_from
 
 
 @pytest.fixture(scope="session", autouse=True)

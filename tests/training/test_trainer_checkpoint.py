@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc.errors import TorchrelayError
-from training.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint
+from training.checkpoint import list_checkpoints, read_checkpoint, save_checkpoint, set_aside, step_of
 from training.directories import publish, sweep
 
 FILES = {"state.safetensors": b"x" * 5000, "state.json": b'{"step": 1}'}
@@ -24,20 +24,15 @@ def writing(files: dict[str, bytes]) -> Callable[[Path], None]:
     return write
 
 
-def no_rejection(path: Path, reason: str) -> None:
-    pytest.fail(f"{path} was rejected: {reason}")
-
-
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "checkpoints", 7, writing(FILES), keep=2)
-    found = newest_checkpoint(tmp_path / "checkpoints", no_rejection)
-    assert found is not None
-    assert found.path.name == "step-00000007"
-    assert found.files == FILES
+    path = save_checkpoint(tmp_path / "checkpoints", 7, writing(FILES), keep=2)
+    assert list_checkpoints(tmp_path / "checkpoints") == [path]
+    assert (path.name, step_of(path)) == ("step-00000007", 7)
+    assert read_checkpoint(path) == FILES
 
 
 def test_the_newest_ones_are_kept_whatever_the_number_of_digits(tmp_path: Path) -> None:
@@ -47,7 +42,7 @@ def test_the_newest_ones_are_kept_whatever_the_number_of_digits(tmp_path: Path) 
 
 
 def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "nothing", no_rejection) is None
+    assert list_checkpoints(tmp_path / "nothing") == []
 
 
 def truncate(path: Path) -> None:
@@ -73,37 +68,29 @@ def flip_a_bit(path: Path) -> None:
         ("manifest.json", lambda path: path.write_text("[]"), "TypeError"),
     ],
 )
-def test_a_damaged_one_is_passed_over_with_a_word(
-    tmp_path: Path, file: str, damage: Callable[[Path], object], reason: str
-) -> None:
-    for step in (10, 20):
-        save_checkpoint(tmp_path, step, writing(FILES), keep=2)
-    damage(tmp_path / "step-00000020" / file)
-    rejected: list[tuple[str, str]] = []
-    found = newest_checkpoint(tmp_path, lambda path, why: rejected.append((path.name, why)))
-    assert found is not None
-    assert found.path.name == "step-00000010"
-    assert [name for name, _ in rejected] == ["step-00000020"]
-    assert reason in rejected[0][1]
+def test_a_damaged_one_is_recognised(tmp_path: Path, file: str, damage: Callable[[Path], object], reason: str) -> None:
+    path = save_checkpoint(tmp_path, 20, writing(FILES), keep=2)
+    damage(path / file)
+    said = read_checkpoint(path)
+    assert isinstance(said, str)
+    assert reason in said
 
 
 def test_what_the_storage_does_not_give_is_not_taken_for_damaged(tmp_path: Path) -> None:
-    for step in (10, 20):
-        save_checkpoint(tmp_path, step, writing(FILES), keep=2)
-    unreadable = tmp_path / "step-00000020" / "state.json"
+    path = save_checkpoint(tmp_path, 20, writing(FILES), keep=2)
+    unreadable = path / "state.json"
     unreadable.unlink()
     unreadable.symlink_to(unreadable)  # too many levels of symbolic links, for root too
     with pytest.raises(TorchrelayError, match=r"step-00000020 cannot be read .*: start the run again when it can"):
-        newest_checkpoint(tmp_path, no_rejection)
-    assert names(tmp_path) == ["step-00000010", "step-00000020"]
+        read_checkpoint(path)
 
 
 def test_a_damaged_one_is_deleted_only_after_a_new_one_is_there(tmp_path: Path) -> None:
     for step in (10, 20):
         save_checkpoint(tmp_path, step, writing(FILES), keep=2)
-    truncate(tmp_path / "step-00000020" / "state.safetensors")
-    newest_checkpoint(tmp_path, lambda _path, _why: None)
+    set_aside(tmp_path / "step-00000020")
     assert names(tmp_path) == ["rejected-step-00000020", "step-00000010"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010"]
     save_checkpoint(tmp_path, 20, writing(FILES), keep=2)
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
 
@@ -119,8 +106,7 @@ def test_what_cannot_be_written_leaves_the_old_ones_and_nothing_else(tmp_path: P
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 10, writing(FILES), keep=2)
     shutil.copytree(tmp_path / "step-00000010", tmp_path / ".step-00000020.0123abcd.tmp")
-    found = newest_checkpoint(tmp_path, no_rejection)
-    assert found is not None
+    sweep(tmp_path, "step-*")
     assert names(tmp_path) == ["step-00000010"]
 
 

@@ -13,12 +13,13 @@ from trainer_rig import make_folder, make_idx
 
 from hpc.errors import UserError
 from training.config import (
-    CheckpointEvery,
+    Interval,
     TrainConfig,
     check_data,
     check_model,
     check_world,
-    parse_checkpoint_every,
+    flag,
+    parse_interval,
     resolve_data,
     to_argv,
     torchvision_models,
@@ -45,6 +46,11 @@ from training.config import (
         ("workers", -1, "--workers is -1: use 0 or more, or leave it out"),
         ("log_every", 0, "--log-every is 0: use 1 or more steps"),
         ("checkpoint_every", 10, "--checkpoint-every is 10: use steps such as '500', or a duration such as '10m'"),
+        (
+            "snapshot_every",
+            10,
+            "--snapshot-every is 10: use 'auto', 'off', steps such as '50', or a duration such as '2s'",
+        ),
         ("keep_checkpoints", 0, "--keep-checkpoints is 0: use 1 or more"),
         ("epochs", "five", "--epochs is 'five': use 1 or more"),
     ],
@@ -60,20 +66,35 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
 @pytest.mark.parametrize(
     ("text", "every"),
     [
-        ("500", CheckpointEvery(steps=500)),
-        ("30s", CheckpointEvery(seconds=30)),
-        ("10m", CheckpointEvery(seconds=600)),
-        ("1.5h", CheckpointEvery(seconds=5400)),
+        ("500", Interval(steps=500)),
+        ("30s", Interval(seconds=30)),
+        ("10m", Interval(seconds=600)),
+        ("1.5h", Interval(seconds=5400)),
     ],
 )
-def test_checkpoints_are_every_so_many_steps_or_seconds(text: str, every: CheckpointEvery) -> None:
-    assert parse_checkpoint_every(text) == every
+def test_checkpoints_are_every_so_many_steps_or_seconds(text: str, every: Interval) -> None:
+    assert parse_interval("checkpoint_every", text) == every
+    assert parse_interval("snapshot_every", text) == every
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "10x", "m", "-5", "1e3", "10 m", "1.5"])
 def test_any_other_text_is_no_interval(text: str) -> None:
-    with pytest.raises(UserError, match="--checkpoint-every is"):
-        parse_checkpoint_every(text)
+    for field in ("checkpoint_every", "snapshot_every"):
+        with pytest.raises(UserError, match=f"{flag(field)} is .*: use .*steps such as 500, or a duration such as 30s"):
+            parse_interval(field, text)
+
+
+def test_snapshots_alone_may_be_automatic_or_off() -> None:
+    assert parse_interval("snapshot_every", "off") == Interval()
+    auto = parse_interval("snapshot_every", "auto")
+    assert (auto.steps, auto.seconds) == (None, 1.0)
+    assert auto.largest_share is not None
+    assert auto.largest_share <= 0.01
+    for word in ("auto", "off"):
+        with pytest.raises(UserError, match=f"--checkpoint-every is '{word}': use steps such as 500"):
+            TrainConfig(data="x", checkpoint_every=word)
+    with pytest.raises(UserError, match="--snapshot-every is 'never': use auto, off, steps such as 500, or a duration"):
+        TrainConfig(data="x", snapshot_every="never")
 
 
 def parse(argv: list[str]) -> TrainConfig:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from trainer_rig import load, make_folder, make_idx, write_idx
+from trainer_rig import children, load, make_folder, make_idx, write_idx
 
 from hpc.errors import UserError
 from training.config import resolve_data
@@ -100,17 +100,13 @@ def test_gray_and_transparent_images_have_three_channels(tmp_path: Path) -> None
 
 def test_loader_workers_survive_the_signals_that_stop_a_rank(folder_data: Path) -> None:
     source = load(folder_data).train
-    before = set(children())
+    before = set(children(os.getpid()))
     requests = [Request(indices=(index % 27,), epoch=0) for index in range(200)]
     with load_ahead(source, requests, workers=2, pin_memory=False) as batches:
-        workers = set(children()) - before
+        workers = set(children(os.getpid())) - before
         assert len(workers) == 2
         for worker in workers:
             for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
                 os.kill(worker, number)
         assert len(list(batches)) == 200
-    assert not set(children()) & workers
-
-
-def children() -> list[int]:
-    return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    assert not set(children(os.getpid())) & workers

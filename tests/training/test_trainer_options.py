@@ -206,7 +206,7 @@ def test_a_step_is_mixed_in_its_own_way_each_time_in_the_same() -> None:
 
 def write_late(run_dir: Path) -> None:
     """In a rank: a disk so slow that five more steps are made before a checkpoint is written."""
-    from training.state import HostCopy
+    from training.capture import HostCopy
 
     write = HostCopy.write
 

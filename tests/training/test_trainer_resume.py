@@ -28,7 +28,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def history(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    of_the_attempt = {"time", "attempt", "images_per_second"}
+    of_the_attempt = {"time", "attempt", "images_per_second", "train_seconds"}
     records = lines(run_dir / "metrics" / f"{kind}.jsonl")
     return [{name: value for name, value in record.items() if name not in of_the_attempt} for record in records]
 

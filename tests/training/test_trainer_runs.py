@@ -45,7 +45,7 @@ def test_a_training_learns_and_leaves_everything_that_is_promised(start: Starter
     assert [line["step"] for line in train] == [7, 14, 21, 28, 35, 42, 49, 54]
     assert [line["epoch"] for line in train] == [1, 2, 3, 4, 4, 5, 6, 6]
     assert train[0].keys() == {
-        *("step", "epoch", "loss", "lr", "images_per_second", "world_size", "attempt", "time"),
+        *("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time"),
     }
     evaluations = lines(run / "metrics" / "eval.jsonl")
     assert [(line["epoch"], line["split"]) for line in evaluations] == [*((n, "val") for n in range(1, 7)), (6, "test")]
@@ -241,8 +241,8 @@ def test_a_training_that_diverges_ends_and_saves_nothing_of_it(start: Starter) -
     training = start(*SHORT, "--lr=1e30", "--checkpoint-every=1", "--warmup-epochs=0")
     assert "the training has diverged, use a smaller --lr" in refused(training)
     for checkpoint in (training.run_dir / "checkpoints").iterdir():
-        progress = json.loads((checkpoint / "state.json").read_text())["progress"]
-        assert progress["window_loss"] == progress["window_loss"] < float("inf")
+        window = json.loads((checkpoint / "state.json").read_text())["window"]
+        assert window["loss"] == window["loss"] < float("inf")
 
 
 def write_old_state(directory: Path) -> None:

@@ -23,8 +23,12 @@ from training.trainer import Trainer
 NOT_STATE = {
     "job.attempt",  # the number of this process
     "job.started",  # a clock
+    "job.heartbeat",  # what the process does at the moment
+    "pace",  # clocks
     "window._started",  # a clock
     "window._timed_images",  # for the speed alone
+    "window._earlier_seconds",  # saved, but the clock goes on
+    "snapshotter",  # when a snapshot is taken changes nothing
     "saver._saved_at",  # a clock
     "saver._copy",  # what was saved last, overwritten by the next
     "recorder._attempt",
@@ -105,7 +109,7 @@ def trained_and_restored(ranks: Ranks, config: TrainConfig, path: Path) -> tuple
     for _ in range(15):
         saved.stepper.step(saved.data.train[next(requests)], saved.window)
         saved.log_if_due()
-    saved.save()
+    saved.saver.save()
     saved.saver.wait()
     saved.recorder.close()
     restored.resume()

@@ -21,6 +21,7 @@ from training.verify_resume import compare_courses, draw_faults, samples_by_step
 
 # 203 images less 41 held out: 18 steps of 9 an epoch.
 SHORT = {"epochs": 2, "batch_size": 9, "val_fraction": 0.2, "log_every": 1, "lr": 0.02, "checkpoint_every": "5"}
+SNAPSHOTS = {"checkpoint_every": "1h", "snapshot_every": "2"}
 SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
 
 
@@ -28,9 +29,9 @@ SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
     ("ranks", "options"),
     [
         (1, {"amp": "fp16", "clip_norm": 1.0, "ema": 0.9, "mixup": 0.2}),
-        (2, {"amp": "fp16", "accumulate": 3, "clip_norm": 0.5, "log_samples": True}),
+        (2, {"amp": "fp16", "accumulate": 3, "clip_norm": 0.5, "log_samples": True, **SNAPSHOTS}),
         (2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9}),
-        (2, {**SMALL_NORM, "sync_bn": True, "ema": 0.99, "batch_size": 20}),
+        (2, {**SMALL_NORM, "sync_bn": True, "ema": 0.99, "batch_size": 20, **SNAPSHOTS}),
         (4, {"accumulate": 2, "ema": 0.99, "label_smoothing": 0.1, "workers": 1, "deterministic": True}),
     ],
 )

@@ -73,6 +73,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
     )
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, in its first thread."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     """The events of that name, of all attempts."""
     files = sorted((run_dir / "events").glob("*.jsonl"))

@@ -1,0 +1,145 @@
+"""What snapshots cost: images per second of training steps without them, with `auto`, and with one after every step.
+
+    python benchmarks/snapshots.py
+    torchrun --nproc-per-node 2 benchmarks/snapshots.py
+
+The real trainer's steps on Fashion-MNIST, on all ranks and whatever device there is. The settings take turns, window by
+window, within one training, so that a machine which slows down does so for all of them; each window is compared with
+the one without snapshots beside it. A window ends when its last snapshot is written. Prints a Markdown table: the
+speed and the CPU time of all ranks, which tells more on a machine that others use, against those without snapshots;
+what a snapshot took from the training, by the speeds, and (what the trainer measured, which `auto` goes by).
+"""
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hpc.nodedir import NodeDir
+from hpc.rundir import RunDir
+from training.agreement import Agreement
+from training.capture import Capturer
+from training.config import TrainConfig
+from training.distributed import Ranks, connect, disconnect, place_from
+from training.job import Job
+from training.launch import make_repeatable, make_trainer
+from training.plan import Request
+from training.snapshotter import Snapshotter
+from training.trainer import Trainer
+
+SETTINGS = ("off", "auto", "1")
+CASES = ({"model": "small-cnn", "batch_size": 512}, {"model": "resnet18", "image_size": 32, "batch_size": 128})
+WINDOW_SECONDS = float(os.environ.get("WINDOW_SECONDS", "10"))
+ROUNDS = int(os.environ.get("ROUNDS", "8"))
+_MEMORY = Path("/dev/shm")  # noqa: S108 - a new directory in it
+
+
+@dataclass
+class Turn:
+    """One setting's windows."""
+
+    snapshotter: Snapshotter
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    taken: int = 0
+    paused_at: float = field(default_factory=time.monotonic)
+
+    def window(self, trainer: Trainer, requests: Iterator[Request], steps: int) -> None:
+        """Train for some steps, the time of which is kept."""
+        trainer.snapshotter, trainer.agreement = self.snapshotter, Agreement(trainer.ranks.control)
+        # The other settings' windows do not count as time since the last snapshot.
+        self.snapshotter._taken_at += time.monotonic() - self.paused_at  # noqa: SLF001
+        trainer.ranks.gather(None)
+        began, began_cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            if trainer.agree().snapshot:
+                trainer.snapshotter.take()
+                self.taken += 1
+            trainer.stepper.step(trainer.data.train[next(requests)], trainer.window)
+        # Waits for the device.
+        trainer.window.total_loss(trainer.state.progress.step)
+        self.snapshotter.wait()
+        self.seconds.append(max(trainer.ranks.gather(time.perf_counter() - began)))
+        self.cpu_seconds.append(sum(trainer.ranks.gather(time.process_time() - began_cpu)))
+        trainer.agreement.settle()
+        self.paused_at = time.monotonic()
+
+    def measured_cost(self) -> float:
+        """Seconds that the last snapshot took, as the trainer sees it."""
+        return self.snapshotter._stall_seconds + self.snapshotter._writer_seconds  # noqa: SLF001
+
+
+def measure(trainer: Trainer, turns: dict[str, Turn]) -> int:
+    """Let the settings take turns, and return the steps of a window. The first windows are not counted."""
+    requests = trainer.plan.requests(0, 0, trainer.ranks.rank, trainer.ranks.world_size)
+    steps = 8
+    for _ in range(2):
+        for turn in turns.values():
+            turn.window(trainer, requests, steps)
+    steps = max(8, round(steps * WINDOW_SECONDS / turns["off"].seconds[-1]))
+    for turn in turns.values():
+        turn.seconds, turn.cpu_seconds, turn.taken = [], [], 0
+    for _ in range(ROUNDS):
+        for turn in turns.values():
+            turn.window(trainer, requests, steps)
+    return steps
+
+
+def run(case: dict[str, object], ranks: Ranks, directory: Path) -> None:
+    """Measure one model and print its rows."""
+    config = TrainConfig(data="fashion-mnist", epochs=10_000, **case)  # type: ignore[arg-type]  # any of its fields
+    node = NodeDir(directory / f"node-{case['model']}")
+    node.path.mkdir(mode=0o700, exist_ok=True)
+    job = Job(config=config, run_dir=RunDir(directory / str(case["model"])), attempt=1, started=0.0, node_dir=node)
+    trainer = make_trainer(job, ranks)
+    trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
+    capturer = Capturer(state=trainer.state, window=trainer.window, corrupt=trainer.corrupt, ranks=ranks)
+    snapshotters = {
+        setting: Snapshotter(replace(job, config=replace(config, snapshot_every=setting)), capturer, trainer.recorder)
+        for setting in SETTINGS
+    }
+    turns = {name: Turn(snapshotter) for name, snapshotter in snapshotters.items()}
+    images = measure(trainer, turns) * trainer.plan.batch_size
+    if ranks.leads:
+        size = sum(tensor.nbytes for tensor in trainer.state.tensors().values()) / 1e6
+        for setting, turn in turns.items():
+            print(f"| {case['model']} | {size:.1f} | {setting} | {row(turn, turns['off'], images)} |", flush=True)
+
+
+def row(turn: Turn, off: Turn, images: int) -> str:
+    """One setting's cells."""
+    speeds = [images / seconds for seconds in turn.seconds]
+    against = statistics.median(without / seconds for seconds, without in zip(turn.seconds, off.seconds, strict=True))
+    cpu = statistics.median(one / without for one, without in zip(turn.cpu_seconds, off.cpu_seconds, strict=True))
+    lost = [seconds - without for seconds, without in zip(turn.seconds, off.seconds, strict=True)]
+    each = statistics.median(lost) * ROUNDS / turn.taken * 1000 if turn.taken else 0.0
+    cells = (f"{statistics.median(speeds):.1f}", f"{min(speeds):.1f}", f"{max(speeds):.1f}")
+    shares = (f"{against - 1:+.2%}", f"{cpu - 1:+.2%}")
+    return " | ".join((str(turn.taken), *cells, *shares, f"{each:.0f} ({turn.measured_cost() * 1000:.0f})"))
+
+
+def main() -> None:
+    """Measure and print."""
+    make_repeatable(everything=False)
+    ranks = connect(place_from(os.environ))
+    name = tempfile.mkdtemp(prefix="torchrelay-benchmark-", dir=_MEMORY) if ranks.leads else ""
+    directory = Path(ranks.gather(name)[0])
+    if ranks.leads:
+        print(f"{ranks.world_size} ranks on {ranks.device}; {ROUNDS} windows of about {WINDOW_SECONDS:.0f} s each\n")
+        print("| model | MB | --snapshot-every | taken | images/s | least | most | against off | CPU time | ms each |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+    try:
+        for case in CASES:
+            run(case, ranks, directory)
+    finally:
+        if ranks.leads:
+            shutil.rmtree(directory)
+        disconnect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What is told of a training: in a line when it begins, and in the files of its models. Pure."""
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from training.config import TrainConfig
+from training.data import Data
+from training.distributed import Ranks
+from training.job import Job
+from training.model import Preprocess
+from training.plan import Plan
+from training.state import Progress
+
+
+def greeting(config: TrainConfig, data: Data, plan: Plan, ranks: Ranks, model: nn.Module) -> str:
+    """What is about to be trained."""
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{config.model} ({weights:,} weights) on {len(data.train):,} images of {len(data.classes)} classes, "
+        f"{plan.total_steps} steps of {plan.batch_size} images, {ranks.world_size} ranks on {ranks.device.type}"
+    )
+
+
+def describe(job: Job, data: Data, preprocess: Preprocess, progress: Progress, world_size: int) -> dict[str, Any]:
+    """What is known of the model as it is now."""
+    return {
+        "step": progress.step,
+        "epoch": progress.epoch,
+        "val_accuracy": progress.val_accuracy,
+        "val_loss": progress.val_loss,
+        "best_val_accuracy": progress.best_accuracy,
+        "weights": "moving average" if job.config.ema else "last",
+        "corrupt_images": [data.train.name(index) for index in progress.corrupt],
+        "classes": list(data.classes),
+        "input": {"channels": preprocess.channels, "size": preprocess.size, "mean": data.mean, "std": data.std},
+        "config": asdict(job.config),
+        "world_size": world_size,
+        "attempt": job.attempt,
+    }
