@@ -11,6 +11,7 @@ VERBS = {
     "status": "a table of runs",
     "logs": "what the ranks printed",
     "cancel": "end a run for good",
+    "drill": "break a run on purpose, and see what that costs",
     "testbed": "a real Slurm on this machine",
 }
 

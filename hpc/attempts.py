@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from hpc.ledger import Event
-from hpc.outcome import Cause
+from hpc.outcome import count_failures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,25 +16,44 @@ class Attempt:
     job_id: str
     restart: int
     nonce: str
+    port: int
+    """Where its head node's agent listens to the others."""
     nodes: tuple[str, ...]
     started: float
     trained_from: float | None = None
     first_step: int | None = None
     world_size: int | None = None
+    members: tuple[str, ...] = ()
+    """The nodes that train; `nodes` has the spares and the lost ones too."""
+    incidents: tuple[tuple[str, int | None], ...] = ()
+    """The interruptions inside it, each with the last step that had been done by then."""
+    interrupted: float | None = None
+    """When the last of them happened."""
     ended: float | None = None
     last_step: int | None = None
+    failed: float | None = None
+    """When what ended it happened."""
     cause: str | None = None
     detail: str | None = None
+
+    @property
+    def setbacks(self) -> tuple[tuple[str, int | None], ...]:
+        """What interrupted and what ended it, each with the last step that had been done by then."""
+        if self.cause is None:
+            return self.incidents
+        # It did not survive the last incident after all: too few nodes were left to go on.
+        same = self.failed is not None and self.failed == self.interrupted
+        return (*(self.incidents[:-1] if same else self.incidents), (self.cause, self.last_step))
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
     """All attempts, the first one first, from events in the order of their times."""
-    found: dict[int, Attempt] = {}
+    events = list(events)
+    # First the claims: by the clock of another node, what followed one may have come before it.
+    found = {event["attempt"]: _claimed(event) for event in events if event["event"] == "claimed"}
     for event in events:
         number = event.get("attempt")
-        if event["event"] == "claimed":
-            found[event["attempt"]] = _claimed(event)
-        elif isinstance(number, int) and number in found and event["event"] in _CHANGES:
+        if isinstance(number, int) and number in found and event["event"] in _CHANGES:
             found[number] = replace(found[number], **_CHANGES[event["event"]](event, found[number]))
     return [found[number] for number in sorted(found)]
 
@@ -46,7 +64,9 @@ def _claimed(event: Event) -> Attempt:
         job_id=event["job_id"],
         restart=event["restart"],
         nonce=event["nonce"],
+        port=event.get("port", 0),
         nodes=tuple(event["nodes"]),
+        members=tuple(event["nodes"]),
         started=event["time"],
     )
 
@@ -64,32 +84,34 @@ def _started(event: Event, attempt: Attempt) -> dict[str, Any]:
 def _ended(event: Event, _attempt: Attempt) -> dict[str, Any]:
     return {
         # What is written about a dead attempt later says when it was last heard of.
-        "ended": event.get("last_heard", event["time"]),
+        "ended": event.get("last_heard") or event["time"],
+        "failed": event.get("failed_at"),
         "cause": event["cause"],
         "last_step": event.get("step"),
         "detail": event.get("detail"),
     }
 
 
-_CHANGES = {"train_started": _started, "attempt_ended": _ended}
+def _regrouped(event: Event, attempt: Attempt) -> dict[str, Any]:
+    members = event.get("members", range(len(attempt.nodes)))
+    return {"members": tuple(attempt.nodes[node_rank] for node_rank in members)}
 
 
-def failures_in_a_row(attempts: list[Attempt]) -> int:
-    """Crashes at the end of a history since an attempt made a step that none before it had made."""
-    best, failures = 0, 0
-    for attempt in attempts:
-        if (attempt.last_step or 0) > best:
-            best, failures = attempt.last_step or 0, 0
-        if attempt.cause == Cause.CRASHED:
-            failures += 1
-    return failures
+def _interrupted(event: Event, attempt: Attempt) -> dict[str, Any]:
+    return {
+        "incidents": (*attempt.incidents, (event["cause"], event.get("step"))),
+        "interrupted": event.get("failed_at"),
+    }
 
 
-def steps_lost(attempts: list[Attempt]) -> int:
-    """Steps that were trained and had to be trained again, over all attempts."""
-    pairs = pairwise(attempts)
-    return sum(
-        max(0, before.last_step - after.first_step)
-        for before, after in pairs
-        if before.last_step is not None and after.first_step is not None
-    )
+_CHANGES = {
+    "rendezvous": _regrouped,
+    "train_started": _started,
+    "incident": _interrupted,
+    "attempt_ended": _ended,
+}
+
+
+def failures_in_a_row(attempts: Iterable[Attempt]) -> int:
+    """Failures in a row at the end of a history: of ranks that were restarted in place, and of whole attempts."""
+    return count_failures(setback for attempt in attempts for setback in attempt.setbacks)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc.errors import UserError
 from hpc.slurm import Partition
-from hpc.spec import Resources
+from hpc.spec import Resources, RunSpec
 from hpc.units import format_minutes, walltime_minutes
 
 _DAY_MINUTES = 24 * 60
@@ -20,7 +20,7 @@ _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused
 _LEAST_FREE_BYTES = 64 * 2**20
 
 
-def resolve_resources(asked: Resources, partitions: list[Partition]) -> Resources:
+def resolve_resources(asked: Resources, partitions: list[Partition], spares: int = 0) -> Resources:
     """Fill in the cluster's defaults, and refuse what the cluster can never give.
 
     Raises:
@@ -37,7 +37,7 @@ def resolve_resources(asked: Resources, partitions: list[Partition]) -> Resource
             f"--gpus-per-node is {asked.gpus_per_node}, but partition {name} has {most} per node: "
             f"use --gpus-per-node {most} or fewer{other}"
         )
-    _check_nodes(asked, fitting, some=len(fitting) < len(kinds))
+    _check_nodes(asked, spares, fitting, some=len(fitting) < len(kinds))
     return dataclasses.replace(
         asked,
         partition=name,
@@ -59,16 +59,16 @@ def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Par
     return chosen
 
 
-def _check_nodes(asked: Resources, kinds: list[Partition], *, some: bool) -> None:
+def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some: bool) -> None:
     """Refuse more nodes than the partition has, or gives to one job."""
     has = sum(kind.nodes for kind in kinds)
     most = min([has, *(kind.max_nodes_per_job for kind in kinds if kind.max_nodes_per_job is not None)])
-    if asked.max_nodes > most:
+    if asked.max_nodes + spares > most:
         gives = f"has {has}" if most == has else f"gives one job {most}"
         suffix = f" with {asked.gpus_per_node} GPUs" if some else ""
-        raise UserError(
-            f"--nodes is {asked.nodes}, but partition {kinds[0].name} {gives}{suffix}: use --nodes {most} or fewer"
-        )
+        given = f"--nodes is {asked.nodes}" + (f" and --spares {spares}" if spares else "")
+        advice = f"--nodes {most}" if asked.max_nodes > most else f"--spares {most - asked.max_nodes}"
+        raise UserError(f"{given}, but partition {kinds[0].name} {gives}{suffix}: use {advice} or fewer")
 
 
 def _cpus_per_gpu(asked: Resources, kinds: list[Partition]) -> int:
@@ -98,6 +98,22 @@ def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
             "(the run goes on in a new attempt when its time is over)"
         )
     return minutes
+
+
+def check_recovery(spec: RunSpec) -> None:
+    """Refuse what this cluster, or this time limit, cannot give.
+
+    Raises:
+        UserError: with the flag, and what to use.
+    """
+    if spec.recovery.spares and spec.cluster == "local":
+        raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no nodes to spare: leave it out")
+    limit = 60 * walltime_minutes(spec.resources.time or "1d")
+    if spec.recovery.stop_lead is not None and spec.stop_lead_seconds >= limit:
+        raise UserError(
+            f"--stop-lead is {spec.recovery.stop_lead}, but the time limit is {spec.resources.time}: "
+            "use a shorter --stop-lead or a longer --time"
+        )
 
 
 def local_resources(asked: Resources) -> Resources:

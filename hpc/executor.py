@@ -22,7 +22,7 @@ from hpc.rundir import RunDir
 from hpc.slurm import first_error
 from hpc.snapshot import OWN
 from hpc.spec import RunSpec
-from hpc.units import stop_lead_seconds, walltime_minutes
+from hpc.units import walltime_minutes
 
 # An srun inside the script takes these from the shell that sbatch was typed in, which may be another job's: a
 # leaked binding pins every rank to the wrong cores.
@@ -87,31 +87,37 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     extra: dict[str, Any] = dict(option.split("=", 1) for option in resources.sbatch)
     # Slurm itself requeues a job whose node died, even where the administrators switched that off by default.
     extra["requeue"] = True
-    if resources.max_nodes != resources.min_nodes:
-        extra["nodes"] = f"{resources.min_nodes}-{resources.max_nodes}"
+    fewest, most = spec.job_nodes
+    if most != fewest:
+        extra["nodes"] = f"{fewest}-{most}"
+    if most > 1:
+        # The other nodes train on when one dies. A job of one node is left to Slurm, which requeues it.
+        extra["no-kill"] = True
     optional = {key: getattr(resources, key) for key in ("mem", "partition", "account", "qos", "constraint", "exclude")}
     return {
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": spec.name,
         "time": minutes,
-        "nodes": resources.min_nodes,
+        "nodes": fewest,
         "ntasks_per_node": 1,
         "gpus_per_node": resources.gpus_per_node,
         "cpus_per_task": resources.cpus_per_node,
-        "signal_delay_s": stop_lead_seconds(minutes),
+        "signal_delay_s": spec.stop_lead_seconds,
         "stderr_to_stdout": True,
         "wckey": None,  # submitit's own default is refused where the cluster keeps a list of keys
         "setup": [_UNSET],
-        "srun_args": srun_arguments(resources.cpus_per_node),
+        "srun_args": srun_arguments(resources.cpus_per_node, most),
         "additional_parameters": extra,
     }
 
 
-def srun_arguments(cpus: int) -> list[str]:
+def srun_arguments(cpus: int, nodes: int) -> list[str]:
     """What srun is told beside submitit's own arguments. Pure."""
+    # sbatch's --no-kill keeps the allocation, but not the step: srun would end all agents with the one that is lost.
+    survive = ["--no-kill", "--kill-on-bad-exit=0"] if nodes > 1 else ["--kill-on-bad-exit=1"]
     return [
         f"--cpus-per-task={cpus}",  # since 22.05 srun no longer inherits it: every rank would sit on one core
-        "--kill-on-bad-exit=1",  # the agents of a job whose head node's agent is gone would wait for it for ever
+        *survive,
         "--mpi=none",
     ]
 
@@ -127,7 +133,7 @@ class LocalExecutor(submitit.LocalExecutor):
             tasks_per_node=nodes,
             gpus_per_node=nodes * spec.resources.gpus_per_node,
             timeout_min=minutes,
-            signal_delay_s=stop_lead_seconds(minutes),
+            signal_delay_s=spec.stop_lead_seconds,
             stderr_to_stdout=True,
         )
 

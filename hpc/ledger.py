@@ -1,28 +1,41 @@
 """The ledger: what happened to a run, as JSON lines, one file per writer. Runs everywhere.
 
 One writer per file, because appends by several hosts tear on NFS. Every record has `time` (seconds since the
-epoch) and `event`; the events and their fields:
+epoch) and `event`; all but submitted, refused and cancelled have `attempt`. The events and their other fields, of
+which a failure has those that are known:
 
 | event | by | fields |
 |---|---|---|
-| submitted | submit | job_id cluster started |
-| claimed | the head node's agent, as its file's first line | attempt job_id restart nonce nodes |
+| submitted | submit | job_id cluster started stop_lead_seconds grace_seconds (on preemption; null if unknown) |
+| claimed | the head node's agent, as its file's first line | job_id restart nonce port nodes |
 | refused | the head node's agent | job_id restart detail |
-| rendezvous | the head node's agent | attempt round port |
-| joined | every agent | attempt node |
-| staged | every agent | attempt node seconds path reused in_place |
-| node_failed | an agent that cannot go on | attempt node detail |
-| train_started | rank 0 | attempt step total_steps epoch world_size restored_from seconds |
-| checkpoint_saved | rank 0 | attempt step seconds copy_seconds |
-| checkpoint_failed | rank 0 | attempt step reason |
-| checkpoint_rejected | rank 0 | attempt path reason |
-| image_corrupt | rank 0 | attempt path |
-| train_stopped | rank 0 | attempt step signal |
-| train_completed | rank 0 | attempt step |
-| left | every agent, when its torchrun is over | attempt node_rank exit_code |
-| attempt_ended | the head node's agent | attempt cause step detail last_heard |
-| requeued | the head node's agent | attempt job_id |
+| joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
+| staged | every agent | node seconds path reused in_place |
+| node_failed | an agent that cannot go on | node detail |
+| rendezvous | the head node's agent | round port members (node ranks) |
+| preflight | rank 0 | world_size allreduce_gb_per_second seconds |
+| train_started | rank 0, at every start | step epoch total_steps world_size restored_from source and the times |
+| first_step | rank 0, at every start of the ranks | step |
+| checkpoint_saved | rank 0 | step seconds copy_seconds |
+| checkpoint_failed | rank 0 | step reason |
+| checkpoint_rejected | rank 0 | path reason |
+| flushed | the agent that saved a snapshot as a checkpoint | step seconds |
+| snapshot_off | rank 0 | reason |
+| image_corrupt | rank 0 | path |
+| slow_rank | the head node's agent | rank node busy_seconds median_seconds |
+| rank_failed | the agent of its node | round rank node exit_code signal cause detail failed_at |
+| node_lost | the head node's agent, or a surviving one if that is lost | node last_heard detail |
+| incident | the head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
+| train_stopped | rank 0 | step signal seconds (from the signal until the state was saved) |
+| train_completed | rank 0 | step |
+| attempt_ended | the head node's agent, or the next one to go on | cause step detail last_heard failed_at rank node |
+| requeued | the head node's agent | job_id |
+| relaunched | the agent that handed the run to a new job | job_id old_job_id excluded (node names) |
 | cancelled | cancel | by |
+
+`step` of a failure is the last that any rank had done; `failed_at` and `last_heard` are seconds since the epoch.
+train_started has `source` ("checkpoint", "snapshot" or null), `seconds` since the process began, of which
+`connect_seconds` went until all ranks were connected, and `restore_seconds` into reading the state and sharing it.
 """
 
 import time

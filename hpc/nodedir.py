@@ -7,12 +7,16 @@ agent makes it, holds its lock, and removes it; the ranks write into it.
 import hashlib
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.errors import TorchrelayError
 from hpc.private import open_lock, private_directory, try_lock
+from hpc.rundir import RunDir
 
+# An agent of the last attempt may still be on its way out.
+_PATIENCE_SECONDS, _POLL_SECONDS = 30.0, 0.2
 MEMORY, DISK = Path("/dev/shm"), Path("/tmp")  # noqa: S108 - the directories below them are private
 
 
@@ -57,31 +61,59 @@ def open_node_dir(run: Path, node_rank: int) -> tuple[NodeDir, int]:
     Raises:
         TorchrelayError: the directory is not ours alone, or another agent of this run is on this node.
     """
-    root = private_directory(MEMORY if os.access(MEMORY, os.W_OK) else DISK)
-    own = NodeDir(root / f"{hashlib.sha256(os.fsencode(run)).hexdigest()[:16]}-{node_rank}")
+    root = _root()
+    own = NodeDir(root / f"{_key(run)}-{node_rank}")
     _remove_abandoned(root, own)
-    for directory in (own.path, own.snapshots, own.exits, own.heartbeat(0).parent):
-        directory.mkdir(mode=0o700, exist_ok=True)
-    descriptor = open_lock(own.lock)
-    if not try_lock(descriptor):
-        os.close(descriptor)
-        raise TorchrelayError(f"{own.path} is in use: another agent of this run is on this node")
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (descriptor := _make_and_lock(own)) is None:
+        if time.monotonic() > deadline:
+            raise TorchrelayError(f"{own.path} is in use: another agent of this run is on this node")
+        time.sleep(_POLL_SECONDS)
     return own, descriptor
+
+
+def _make_and_lock(own: NodeDir) -> int | None:
+    """Make the directory and take its lock; None if another agent has it, or has just removed the directory."""
+    try:
+        for directory in (own.path, own.snapshots, own.exits, own.heartbeat(0).parent):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        descriptor = open_lock(own.lock)
+    except FileNotFoundError:
+        return None
+    if try_lock(descriptor) and own.lock.exists() and own.lock.stat().st_ino == os.fstat(descriptor).st_ino:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _root() -> Path:
+    return private_directory(MEMORY if os.access(MEMORY, os.W_OK) else DISK)
+
+
+def _key(run: Path) -> str:
+    """Another run of the same name, after the first one's directory was deleted, is another run."""
+    digest = hashlib.sha256(os.fsencode(run))
+    spec = RunDir(run).spec
+    if spec.exists():
+        digest.update(spec.read_bytes() + str(spec.stat().st_mtime_ns).encode())
+    return digest.hexdigest()[:16]
+
+
+def node_dirs(run: Path) -> list[NodeDir]:
+    """What there is of a run on this machine: one directory, or one for each pretended node."""
+    return [NodeDir(path) for path in sorted(_root().glob(f"{_key(run)}-*"))]
 
 
 def _remove_abandoned(root: Path, own: NodeDir) -> None:
     for found in root.iterdir():
         other = NodeDir(found)
         # The data that lie in /tmp, should there be no /dev/shm, have no such lock.
-        if other == own or not other.lock.exists():
+        if found.name.startswith(own.path.name.rpartition("-")[0]) or not other.lock.exists():
             continue
-        descriptor = open_lock(other.lock)
+        try:
+            descriptor = open_lock(other.lock)
+        except FileNotFoundError:
+            continue  # another agent was quicker
         if try_lock(descriptor):
             shutil.rmtree(found, ignore_errors=True)
         os.close(descriptor)
-
-
-def remove_node_dir(own: NodeDir, descriptor: int) -> None:
-    """Remove the directory, and let go of its lock."""
-    shutil.rmtree(own.path, ignore_errors=True)
-    os.close(descriptor)

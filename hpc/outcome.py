@@ -1,7 +1,10 @@
-"""How an attempt ended: the causes, and what each means for the run. Pure; runs everywhere."""
+"""How an attempt ended or was interrupted: the causes, and what each means for the run. Pure; runs everywhere."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from hpc.slurm import JobState
 
@@ -10,7 +13,7 @@ EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE = 2, 3, 4
 
 
 class Cause(StrEnum):
-    """Why an attempt ended."""
+    """Why an attempt ended, or was interrupted."""
 
     COMPLETED = "completed"
     PREEMPTED = "preempted"
@@ -41,8 +44,11 @@ class Ending:
     """Slurm's word for the job now."""
     preempted: bool
     """Slurm says that a preemption has begun."""
-    failures: int
-    """Crashes in a row, this one included, since an attempt made a step that none before it had made."""
+    failure: Cause = Cause.CRASHED
+    """What went wrong if nobody ended the attempt from outside: `cause_of_exit` of the first rank to fail, a hang, a
+    lost node."""
+    failures: int = 0
+    """Failures in a row, this ending included (`hpc.attempts.failures_in_a_row`)."""
 
 
 # Slurm's word for a job that it has ended itself, and what that means.
@@ -65,17 +71,86 @@ def cause_of(ending: Ending) -> Cause:
         (ending.signal == "SIGUSR2", Cause.TIME_LIMIT),
         (ending.signal is not None, Cause.REQUEUED),
     )
+    return next((cause for seen, cause in signs if seen), ending.failure)
+
+
+_CAUSE_OF_EXIT = {EXIT_BAD_INPUT: Cause.BAD_INPUT, EXIT_BAD_NODE: Cause.BAD_NODE, EXIT_NO_SPACE: Cause.NO_SPACE}
+# As Python, torch and the kernel say it; torch's allocator for CPUs writes "can't allocate memory".
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
+_NO_SPACE = re.compile(r"No space left on device|ENOSPC|Disk quota exceeded")
+# So torch calls the end of a loader worker, in the rank that waits for it.
+_KILLED_WORKER = "killed by signal: Killed"
+
+
+def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detail: str, *, ours: bool = True) -> Cause:
+    """Why a rank ended badly.
+
+    Args:
+        exit_code: its exit code; not looked at if a signal killed it.
+        signal: that signal's name, or None.
+        out_of_memory: whether the kernel has meanwhile killed a process of the job for want of memory.
+        detail: the last line of its log.
+        ours: whether it ran our trainer; a user's script may mean anything by its exit codes.
+    """
+    speaks = ours and signal is None and exit_code in _CAUSE_OF_EXIT
+    killed = signal == "SIGKILL" or _KILLED_WORKER in detail
+    signs = (
+        (speaks, _CAUSE_OF_EXIT.get(exit_code, Cause.CRASHED)),
+        (out_of_memory and killed, Cause.OUT_OF_MEMORY),
+        (_NO_MEMORY.search(detail) is not None, Cause.OUT_OF_MEMORY),
+        (_NO_SPACE.search(detail) is not None, Cause.NO_SPACE),
+    )
     return next((cause for seen, cause in signs if seen), Cause.CRASHED)
 
 
-# The causes after which there is no other attempt; a crash is worth one more, but not without end.
+# The causes after which the run is over without having failed.
 ENDS = frozenset({Cause.COMPLETED, Cause.CANCELLED})
 MOST_FAILURES = 2
+# Kinds of failure, and how many of a kind in a row, without a step that none before had made, end the run as failed.
+# What stands in none of them comes from outside and is free: preemptions, requeues.
+_KINDS = (
+    # No other attempt can mend it, only a person.
+    (frozenset({Cause.BAD_INPUT, Cause.NO_SPACE}), 1),
+    (frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}), MOST_FAILURES),
+    # Each is excluded and another one tried; where so many are unfit, it is not the nodes.
+    (frozenset({Cause.BAD_NODE}), 5),
+    # Nodes die; but what costs one node after the other, and no step was made, is the run's own doing.
+    (frozenset({Cause.NODE_FAILURE}), 5),
+)
 
 
-def goes_on(cause: Cause, failures: int) -> bool:
-    """Whether the run needs another attempt, after so many crashes in a row without a new step."""
-    return failures < MOST_FAILURES if cause is Cause.CRASHED else cause not in ENDS
+_RAN_WELL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
+
+
+def _kind(cause: str) -> tuple[frozenset[Cause], float]:
+    return next((kind for kind in _KINDS if cause in kind[0]), (frozenset(), inf))
+
+
+def count_failures(setbacks: Iterable[tuple[str, int | None]]) -> int:
+    """Failures of the last one's kind, itself included, since the run last made a step that none before had made.
+
+    A time limit counts only if its attempt got no further, as when staging takes longer than the limit.
+
+    Args:
+        setbacks: what interrupted or ended the attempts, in the order of time, each with the last step that had been
+            done by then. None: a user's script, whose steps nobody knows; what was ended from outside ran well by then.
+    """
+    best, row = 0, list[str]()
+    for cause, step in setbacks:
+        advanced = (step or 0) > best
+        if advanced:
+            best, row = step or 0, []
+        if step is None and cause in _RAN_WELL:
+            row = []
+            continue
+        if not (advanced and cause == Cause.TIME_LIMIT):
+            row.append(cause)
+    return sum(cause in _kind(row[-1])[0] for cause in row)
+
+
+def goes_on(cause: str, failures: int) -> bool:
+    """Whether the run goes on after a setback that is the last of so many failures in a row."""
+    return cause not in ENDS and failures < _kind(cause)[1]
 
 
 def must_requeue(cause: Cause, ending: Ending) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a process of this machine is still there: what squeue is to Slurm. Runs everywhere."""
+"""What the kernel says of a process of this machine: what squeue is to Slurm. Runs everywhere."""
 
 from pathlib import Path
 
@@ -18,6 +18,12 @@ def start_time(pid: str | int) -> int | None:
     """When a process began, in the kernel's clock ticks: with it a process id names one process for good."""
     words = _stat(pid)
     return int(words[_START_TIME]) if words else None
+
+
+def state_of(pid: str | int) -> str | None:
+    """The kernel's letter for what a process does (R, S, D, T, Z); None if there is none."""
+    words = _stat(pid)
+    return words[_STATE] if words else None
 
 
 def is_alive(pid: str | int, started: int | None) -> bool:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -103,14 +103,16 @@ def adopt_environment(environment: MutableMapping[str, str]) -> None:
             environment["SLURM_CONF"] = str(configuration)
 
 
-def _run(*command: str) -> str:
+def _run(*command: str, environment: Mapping[str, str] | None = None) -> str:
     """Run one of Slurm's binaries and return what it printed.
 
     Raises:
         TorchrelayError: it is not there, failed, or gave no answer.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS
+        )
     except FileNotFoundError as error:
         raise TorchrelayError(f"{command[0]} is not on the PATH: is this a node of a Slurm cluster?") from error
     except subprocess.TimeoutExpired as error:
@@ -118,6 +120,11 @@ def _run(*command: str) -> str:
     if done.returncode != 0:
         raise TorchrelayError(first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}")
     return done.stdout
+
+
+def call(command: Sequence[str]) -> str:
+    """Run a command that is put together elsewhere, and return what it printed; raises as all the others do."""
+    return _run(*command)
 
 
 def first_error(stderr: str) -> str:
@@ -210,6 +217,18 @@ def show_job(job_id: str) -> dict[str, str]:
         raise
 
 
+def show_partition(name: str) -> dict[str, str]:
+    """What `scontrol show partition` tells of one partition, by its names."""
+    return parse_fields(_run("scontrol", "--oneliner", "show", "partition", name))
+
+
+def grace_seconds(fields: Mapping[str, str]) -> int | None:
+    """Seconds between SIGTERM and SIGKILL on preemption, from `show_partition`; None if the partition does not say."""
+    # With 0, the default, a job gets what every ending job gets (KillWait); SUSPEND and OFF end none.
+    mode, grace = fields.get("PreemptMode"), fields.get("GraceTime", "")
+    return int(grace) or None if mode in {"CANCEL", "REQUEUE"} and grace.isdigit() else None
+
+
 def parse_fields(text: str) -> dict[str, str]:
     """Parse scontrol's `Name=value Name=value` of one line; a value ends where the next name begins."""
     return {match[1]: match[2] for match in re.finditer(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", text)}
@@ -236,11 +255,34 @@ def is_preempted(fields: Mapping[str, str]) -> bool:
 
 
 def dead_nodes(nodes: list[str]) -> list[str]:
-    """Those of the nodes that Slurm calls down or not responding."""
+    """Those of the nodes that Slurm calls down; of one that only does not respond it still holds the jobs."""
     # All nodes are asked for: the answer for a few may be minutes old.
     text = _run("sinfo", "--noheader", "--Node", "--format=%N|%T")
     states = dict(line.split("|") for line in text.splitlines())
-    return [name for name in nodes if states.get(name, "").startswith("down") or states.get(name, "").endswith("*")]
+    return [name for name in nodes if states.get(name, "").startswith("down")]
+
+
+def submit(script: Path, exclude: list[str]) -> str:
+    """Submit a script, as from a login node, and return the job's id.
+
+    Args:
+        script: whose own options hold, but for the nodes to avoid.
+        exclude: nodes, or lists of them as Slurm writes them.
+
+    Raises:
+        TorchrelayError: it was refused.
+    """
+    environment = dict(os.environ)
+    adopt_environment(environment)
+    avoid = [f"--exclude={','.join(exclude)}"] if exclude else []
+    return _run("sbatch", "--parsable", *avoid, str(script), environment=environment).strip().partition(";")[0]
+
+
+def exclude(job_id: str, nodes: list[str]) -> None:
+    """Keep a job that waits from these nodes, and from those that it avoided before."""
+    before = show_job(job_id).get("ExcNodeList", "")
+    names = [*([before] if before not in {"", "(null)"} else []), *nodes]
+    _run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
 
 
 def requeue(job_id: str) -> None:

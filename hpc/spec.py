@@ -6,7 +6,7 @@ Runs on the login node (made, checked) and on compute nodes (read back from `spe
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import tyro
@@ -14,7 +14,7 @@ import tyro
 from hpc.errors import UserError
 from hpc.files import write_json
 from hpc.rundir import RunDir
-from hpc.units import walltime_minutes
+from hpc.units import duration_seconds, stop_lead_seconds, walltime_minutes
 from training.config import TrainConfig
 
 Cluster = Literal["slurm", "local"]
@@ -25,10 +25,13 @@ MANAGED_SBATCH = {
     "cpus-per-task": "--cpus-per-gpu", "mem": "--mem", "time": "--time", "partition": "--partition",
     "account": "--account", "qos": "--qos", "constraint": "--constraint", "exclude": "--exclude",
     "job-name": "--name", "output": "--runs-dir", "error": "--runs-dir", "open-mode": None, "requeue": None,
-    "no-requeue": None, "signal": None, "array": None, "chdir": None, "export": None, "wrap": None,
+    "no-requeue": None, "no-kill": None, "signal": "--stop-lead", "array": None, "chdir": None, "export": None,
+    "wrap": None,
 }  # fmt: skip
 _NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 _LONGEST_NAME = 100
+# The requeue itself takes some of it; sbatch keeps the number in 16 bits.
+_LEAST_LEAD_SECONDS, _MOST_LEAD_SECONDS = 15, 65535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,31 @@ def _check_sbatch(option: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """How the run goes on after what interrupts it."""
+
+    elastic: bool = False
+    """Train on with the nodes that are left when some are lost: down to one, or to the MIN of `--nodes MIN:MAX`."""
+    spares: int = 0
+    """More nodes that wait in the job, to take a lost one's place."""
+    hang_timeout: str = "auto"
+    """How long ranks may show no progress before all are restarted: 90s, 5m. `auto`: by the measured time of a step."""
+    stop_lead: str | None = None
+    """How long before the time limit the run is told to save: 2m. By default a tenth of it, 30 s to 5 minutes."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a cluster."""
+        if self.spares < 0:
+            raise UserError(f"--spares is {self.spares}: use 0 or more")
+        if self.hang_timeout != "auto" and duration_seconds("--hang-timeout", self.hang_timeout) < 1:
+            raise UserError(f"--hang-timeout is {self.hang_timeout}: use 1s or more, or auto")
+        if self.stop_lead is not None:
+            seconds = duration_seconds("--stop-lead", self.stop_lead)
+            if not _LEAST_LEAD_SECONDS <= seconds <= _MOST_LEAD_SECONDS:
+                raise UserError(f"--stop-lead is {self.stop_lead}: use {_LEAST_LEAD_SECONDS}s to 18h")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """One run, resolved: what `spec.json` holds."""
 
@@ -112,6 +140,24 @@ class RunSpec:
     """The user's own torchrun script, by its path in the snapshot, and its arguments."""
     stage_dir: str
     """A directory on each node's own disk."""
+    recovery: Recovery = field(default_factory=Recovery)
+
+    @property
+    def least_nodes(self) -> int:
+        """The fewest nodes that a training which is under way goes on with."""
+        return 1 if self.recovery.elastic and ":" not in self.resources.nodes else self.resources.min_nodes
+
+    @property
+    def job_nodes(self) -> tuple[int, int]:
+        """The fewest and the most nodes of a job of this run, the spares among them."""
+        return self.resources.min_nodes + self.recovery.spares, self.resources.max_nodes + self.recovery.spares
+
+    @property
+    def stop_lead_seconds(self) -> int:
+        """Seconds before the time limit at which the run is told to save and make way."""
+        if self.recovery.stop_lead is not None:
+            return duration_seconds("--stop-lead", self.recovery.stop_lead)
+        return stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
 
     def save(self, run: RunDir) -> None:
         """Write `spec.json`."""
@@ -130,6 +176,7 @@ class RunSpec:
             raise UserError(f"{run.path} is no run directory: {run.spec.name} cannot be read ({error})") from error
         fields["resources"]["sbatch"] = tuple(fields["resources"]["sbatch"])
         fields["resources"] = Resources(**fields["resources"])
+        fields["recovery"] = Recovery(**fields.get("recovery", {}))
         fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
         fields["script"] = tuple(fields["script"])
         return cls(**fields)

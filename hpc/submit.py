@@ -19,12 +19,12 @@ import tyro
 
 from hpc import checks, cli, slurm, snapshot
 from hpc.config import with_config
-from hpc.errors import UserError
+from hpc.errors import TorchrelayError, UserError
 from hpc.executor import SlurmExecutor, agent_command, start_local
 from hpc.ledger import Writer
 from hpc.processes import start_time
 from hpc.rundir import RunDir
-from hpc.spec import Cluster, Resources, RunSpec, check_run_name
+from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
 from training.config import TrainConfig, check_data, check_model, check_world, resolve_data
 
 
@@ -33,6 +33,7 @@ class Submit(cli.Common):
     """Submit a training run to Slurm and keep it going until it is complete."""
 
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
+    recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
     name: str | None = None
     """Name of the run and its directory; by default the model's or script's with the time."""
     runs_dir: Path = Path("runs")
@@ -85,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def flag_names(options: type[Submit]) -> dict[str, bool]:
     """The flags that may stand in a file, all but the file itself; True for switches."""
-    owners = (options, Resources, *([TrainConfig] if options is SubmitTraining else []))
+    owners = (options, Resources, Recovery, *([TrainConfig] if options is SubmitTraining else []))
     fields = [field for owner in owners for field in dataclasses.fields(owner)]
-    no_flags = {"resources", "train", "config"}
+    no_flags = {"resources", "recovery", "train", "config"}
     return {field.name.replace("_", "-"): field.type is bool for field in fields if field.name not in no_flags}
 
 
@@ -99,8 +100,7 @@ def submit(options: Submit, script: tuple[str, ...]) -> int:
     with new_run_directory(run):
         fill(run, spec)
         job_id = SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)
-    started = start_time(job_id) if spec.cluster == "local" else None
-    Writer(run.events / "submit.jsonl").append("submitted", job_id=job_id, cluster=spec.cluster, started=started)
+    _record(run, spec, job_id)
     answer = _answer(run, spec, job_id)
     if not options.wait:
         cli.print_json(answer) if options.json else _print_next_steps(run, job_id, options)
@@ -108,6 +108,27 @@ def submit(options: Submit, script: tuple[str, ...]) -> int:
     from hpc import wait  # noqa: PLC0415 - draws with rich, which a mere submission need not load
 
     return wait.until_done(run, answer if options.json else None)
+
+
+def _record(run: RunDir, spec: RunSpec, job_id: str) -> None:
+    """Write down which job it is, and the times that Slurm gives it to save."""
+    Writer(run.events / "submit.jsonl").append(
+        "submitted",
+        job_id=job_id,
+        cluster=spec.cluster,
+        started=start_time(job_id) if spec.cluster == "local" else None,
+        stop_lead_seconds=spec.stop_lead_seconds,
+        grace_seconds=_grace_seconds(spec),
+    )
+
+
+def _grace_seconds(spec: RunSpec) -> int | None:
+    if spec.cluster == "local" or spec.resources.partition is None:
+        return None
+    try:
+        return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))
+    except TorchrelayError:
+        return None  # the job is in the queue: what is missing is a warning
 
 
 def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
@@ -121,7 +142,7 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     train, data = _check_work(options, script)
     cluster = choose_cluster(options.cluster)
     if cluster == "slurm":
-        resources = checks.resolve_resources(options.resources, slurm.partitions())
+        resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)
     else:
         resources = checks.local_resources(options.resources)
     if train is not None:
@@ -133,8 +154,9 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     run = _new_run(options.runs_dir, options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
-        script=script, stage_dir=str(options.stage_dir.absolute()),
+        script=script, stage_dir=str(options.stage_dir.absolute()), recovery=options.recovery,
     )  # fmt: skip
+    checks.check_recovery(spec)
     return run, spec
 
 

@@ -7,10 +7,13 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from hpc import ledger
-from hpc.attempts import Attempt, attempts_of, steps_lost
+from hpc.accounting import goodput, incidents_of, recovery_by_cause
+from hpc.advice import warnings_of
+from hpc.attempts import Attempt, attempts_of
 from hpc.files import last_json_line, read_json_lines
 from hpc.ledger import Event
 from hpc.outcome import ENDS, Cause
@@ -26,6 +29,7 @@ def summarize(run: RunDir, jobs: Mapping[str, Job] | None) -> Summary:
     """Everything that is known of a run; None for what is not. `jobs` is None when Slurm does not answer."""
     events = ledger.read(run.events)
     attempts = attempts_of(events)
+    incidents = incidents_of(events)
     job = next(iter(jobs_of(run, jobs or {})), None)
     train = last_json_line(run.train_metrics) or {}
     result = _final_result(run)
@@ -46,8 +50,11 @@ def summarize(run: RunDir, jobs: Mapping[str, Job] | None) -> Summary:
         "train_loss": train.get("loss"),
         "val_accuracy": _validation(run),
         "test_accuracy": result.get("test_accuracy"),
-        "steps_lost": steps_lost(attempts) if attempts else None,
-        "goodput": goodput(attempts, train.get("time"), time.time()),
+        "steps_lost": sum(incident.steps_lost for incident in incidents) if attempts else None,
+        "goodput": _goodput(events, attempts, train, state),
+        "incidents": [asdict(incident) for incident in incidents],
+        "recovery": recovery_by_cause(incidents),
+        "warnings": warnings_of(events),
         "reason": job.reason if job and job.state is JobState.PENDING else None,
         "detail": attempts[-1].detail if attempts else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
@@ -91,6 +98,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "attempt": attempt.attempt,
         "job_id": attempt.job_id,
         "nodes": list(attempt.nodes),
+        "members": list(attempt.members),
         "started": attempt.started,
         "ended": attempt.ended,
         "cause": attempt.cause,
@@ -113,24 +121,11 @@ def _validation(run: RunDir) -> float | None:
     return accuracies[-1] if accuracies else None
 
 
-def goodput(attempts: list[Attempt], last_logged: float | None, now: float) -> float | None:
-    """The share of the time since the first attempt began that went into steps which counted.
-
-    Waiting in the queue between attempts, staging, starting up, and steps that had to be trained again are the rest.
-    """
-    if not attempts or not last_logged:
+def _goodput(events: list[Event], attempts: list[Attempt], train: Mapping[str, Any], state: str) -> float | None:
+    if not attempts:
         return None
-    useful: float = 0.0
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
-        if attempt.trained_from is None or attempt.first_step is None:
-            continue
-        until = attempt.ended or min(last_logged, now)
-        trained = (attempt.last_step or 0) - attempt.first_step
-        lost = max(0, (attempt.last_step or 0) - (following.first_step or 0)) if following else 0
-        kept = 1.0 if trained <= 0 else max(0.0, 1 - lost / trained)
-        useful += kept * max(0.0, until - attempt.trained_from)
-    total = (attempts[-1].ended or now) - attempts[0].started
-    return round(min(1.0, useful / total), 4) if total > 0 else None
+    ended = attempts[-1].ended or events[-1]["time"]
+    return goodput(train.get("train_seconds"), attempts[0].started, ended if state in TERMINAL else time.time())
 
 
 def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:

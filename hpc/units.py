@@ -34,6 +34,18 @@ def slurm_seconds(text: str) -> int | None:
     return hours * 3600 + minutes * 60 + seconds
 
 
+def duration_seconds(flag: str, text: str) -> int:
+    """Seconds of a flag's value with its unit: `90s`, `5m`, `2h`, `1d`.
+
+    Raises:
+        UserError: it is none.
+    """
+    match = _WITH_UNIT.fullmatch(text)
+    if match is None:
+        raise UserError(f"{flag} {text!r} is no duration: write for example 90s, 5m or 2h")
+    return int(match[1]) * _UNIT_SECONDS[match[2]]
+
+
 def walltime_minutes(text: str) -> int:
     """Whole minutes of a `--time` value: Slurm's forms, or `90m`, `36h`, `2d`.
 
@@ -58,5 +70,5 @@ def format_minutes(minutes: int) -> str:
 
 
 def stop_lead_seconds(limit_minutes: int) -> int:
-    """Seconds before the time limit at which the run is told to save and make way."""
+    """Seconds before the time limit at which the run is told to save and make way, unless the user says so."""
     return min(max(limit_minutes * 60 // 10, _LEAST_LEAD_SECONDS), _MOST_LEAD_SECONDS)

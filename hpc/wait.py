@@ -44,7 +44,7 @@ def progress(row: Summary) -> str:
 
 
 def _print_result(run: RunDir, row: Summary) -> None:
-    print_table([row])
+    print_table([row], details=True)
     hpc, place = cli.own_command(), shlex.quote(str(run.path))
     if row["detail"]:
         print(f"{row['state']}: {row['detail']}", file=sys.stderr)

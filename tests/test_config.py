@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc.cli import parse
 from hpc.config import flags_of, with_config
 from hpc.errors import UserError
+from hpc.spec import Recovery
 from hpc.submit import SubmitScript, SubmitTraining, flag_names
 
 KNOWN = flag_names(SubmitTraining)
@@ -25,6 +27,14 @@ def test_switches_are_true_or_false() -> None:
     assert flags_of({"wait": "true", "dry-run": "false"}, KNOWN) == ["--wait"]
     with pytest.raises(UserError, match="wait is 'yes': write true or false"):
         flags_of({"wait": "yes"}, KNOWN)
+
+
+def test_recovery_may_be_chosen_in_the_file() -> None:
+    settings = {"elastic": "true", "spares": "1", "hang_timeout": "90s", "stop-lead": "2m"}
+    flags = flags_of(settings, KNOWN)
+    assert flags == ["--elastic", "--spares=1", "--hang-timeout=90s", "--stop-lead=2m"]
+    parsed = parse(SubmitScript, flags, "hpc submit")
+    assert parsed.recovery == Recovery(elastic=True, spares=1, hang_timeout="90s", stop_lead="2m")
 
 
 def test_training_flags_are_not_a_scripts() -> None:

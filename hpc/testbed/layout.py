@@ -33,6 +33,8 @@ class Shape:
     """CPUs that each node claims to have."""
     memory_mb_per_node: int = 32_768
     """Memory, in MiB, that each node claims to have."""
+    slurmd_timeout: int = 20
+    """Seconds after which Slurm notices a dead node; 300 unless the administrators of a cluster change it."""
     accounting: bool = False
     """Run slurmdbd on a private MariaDB, too: sacct works."""
 
@@ -44,6 +46,10 @@ class Shape:
             raise UserError(f"{self.gpus_per_node} GPUs per node: give 0 to 16; type for example --gpus-per-node 4")
         if not 1 <= self.cpus_per_node <= 256:
             raise UserError(f"{self.cpus_per_node} CPUs per node: give 1 to 256; type for example --cpus-per-node 8")
+        if not 5 <= self.slurmd_timeout <= 65_533:
+            raise UserError(
+                f"a node is noticed after {self.slurmd_timeout} s: give 5 to 65533, as --slurmd-timeout 300"
+            )
         if self.memory_mb_per_node < 1:
             raise UserError(f"{self.memory_mb_per_node} MB per node: type for example --memory-mb-per-node 32768")
 

@@ -33,8 +33,8 @@ TaskPlugin=task/none
 MpiDefault=none
 # A node that was down and registers again is used again without an admin.
 ReturnToService=2
-# A dead node is noticed within half a minute (default: 300 s, and the tests would wait for it).
-SlurmdTimeout=10
+# A dead node is noticed within a minute (Slurm's default is 300 s, and the tests would wait for it).
+SlurmdTimeout={slurmd_timeout}
 KillWait=15
 JobRequeue=1
 SelectType=select/cons_tres
@@ -132,8 +132,9 @@ def slurm_conf(shape: Shape, places: Places) -> str:
     """The whole slurm.conf."""
     slots = _slots(places)
     text = _CONTROLLER.format(
-        cluster=CLUSTER_NAME, login=LOGIN_NAME, address=LOGIN_ADDRESS, port=CONTROLLER_PORT, **slots
-    )
+        cluster=CLUSTER_NAME, login=LOGIN_NAME, address=LOGIN_ADDRESS, port=CONTROLLER_PORT,
+        slurmd_timeout=shape.slurmd_timeout, **slots,
+    )  # fmt: skip
     if shape.accounting:
         text += _ACCOUNTING.format(address=LOGIN_ADDRESS, port=DBD_PORT, **slots)
     text += "GresTypes=gpu\n" if shape.gpus_per_node else ""

@@ -1,0 +1,65 @@
+"""What a run's events tell its user to change, as one sentence each. Pure; runs on the login node."""
+
+from collections.abc import Sequence
+from math import ceil
+
+from hpc.ledger import Event
+from hpc.outcome import Cause
+
+# Of the time that there is to save. The rest is for storage that is slower on another day.
+_MOST_SHARE = 0.8
+
+
+def warnings_of(events: Sequence[Event]) -> list[str]:
+    """What to change, and how; nothing if all is well."""
+    last = {event["event"]: event for event in events}
+    attempt = last.get("claimed", {}).get("attempt")
+    now = [say(last[kind]) for kind, say in _SAYS.items() if kind in last and last[kind]["attempt"] == attempt]
+    return [*_too_little_time(last.get("submitted", {}), save_seconds(events)), *filter(None, now)]
+
+
+def save_seconds(events: Sequence[Event]) -> float | None:
+    """The longest that a save took: from the signal to stop, or of a checkpoint; None before the first."""
+    stops = [event["seconds"] for event in events if event["event"] == "train_stopped" and "seconds" in event]
+    saves = [event["seconds"] + event["copy_seconds"] for event in events if event["event"] == "checkpoint_saved"]
+    return max([*stops, *saves], default=None)
+
+
+def _too_little_time(submitted: Event, took: float | None) -> list[str]:
+    found = list[str]()
+    lead, grace = submitted.get("stop_lead_seconds"), submitted.get("grace_seconds")
+    if took is not None and lead is not None and took > _MOST_SHARE * lead:
+        found.append(
+            f"saving took {took:.1f} s, and {lead} s before the time limit the run is told to: "
+            f"submit with --stop-lead {ceil(2 * took / 60)}m"
+        )
+    if took is not None and grace is not None and took > _MOST_SHARE * grace:
+        found.append(
+            f"saving took {took:.1f} s, and on preemption Slurm ends the run after {grace} s: use a shorter "
+            f"--checkpoint-every, so that less is lost, or ask the administrators for GraceTime={ceil(2 * took)}"
+        )
+    return found
+
+
+def _slow_rank(event: Event) -> str:
+    return (
+        f"rank {event['rank']} on {event['node']} needs {event['busy_seconds']:.3g} s for its part of a step, the "
+        f"others {event['median_seconds']:.3g} s, and all wait for it: look at that node, or --exclude {event['node']}"
+    )
+
+
+def _no_snapshots(event: Event) -> str:
+    return f"no snapshots are taken: {event['reason']}"
+
+
+_AFTER = {
+    Cause.NO_SPACE: "there was no space left: make room, then `sbatch submit.sbatch` in its directory goes on",
+    Cause.BAD_INPUT: "another attempt would end alike: mend what it says, and submit it under a new name",
+}
+
+
+def _what_to_do(ended: Event) -> str | None:
+    return _AFTER.get(ended["cause"])
+
+
+_SAYS = {"slow_rank": _slow_rank, "snapshot_off": _no_snapshots, "attempt_ended": _what_to_do}
