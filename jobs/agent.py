@@ -1,48 +1,49 @@
-"""The per-node process: claim or join an attempt, stage the data, run torchrun, say how it ended, requeue.
+"""The per-node process: claim or join an attempt, stage the data, take part in its rounds, see that the run goes on.
 
-Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent decides; the others
-follow what it writes into the ledger.
+Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent decides (jobs.captain);
+the others report to it and follow its orders; when it dies, one of them hands the run to a new job.
 """
 
 import os
+import secrets
+import shutil
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
+
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc import ledger, slurm, staging
 from hpc.attempts import Attempt, attempts_of
 from hpc.errors import TorchrelayError
+from hpc.nodedir import MEMORY, open_node_dir
 from hpc.outcome import Cause
 from hpc.rundir import RunDir
 from hpc.slurm import JobState
 from hpc.spec import RunSpec
 from hpc.staging import StagingStopped
-from hpc.units import stop_lead_seconds, walltime_minutes
-from jobs import claim, script, torchrun, train
+from jobs import claim
+from jobs.captain import Captain
 from jobs.conclusion import conclude, last_step
+from jobs.formation import Limits
+from jobs.handover import save_snapshot, take_over
+from jobs.link import Hub, Link
 from jobs.node import Node
-from jobs.rendezvous import (
-    Place,
-    Rendezvous,
-    find_place,
-    interface_of,
-    is_free,
-    local_address,
-    pick_port,
-    program_argv,
-    torchrun_argv,
-)
-from jobs.torchrun import StopRequest, Watch
+from jobs.ranks import LocalRanks
+from jobs.rendezvous import Place, find_place, pick_port
+from jobs.report import Orders, Phase, Report
+from jobs.round import run_round
+from jobs.say import say
+from jobs.torchrun import StopRequest
 
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.1
+_WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 600.0
+_MEET_SECONDS = 30.0
 # KillWait, which an ending job may take to save, is seldom more than a minute.
 _ENDING_SECONDS = 120.0
-_FOLLOW_SECONDS = 60.0
-_MOST_ROUNDS = 5
-# What is left of the warning time when the ranks are given up: for the requeue itself.
-_REQUEUE_SECONDS = 10
+# A clock that is further off than this makes times in the ledger, and certificates, useless.
+_MOST_SKEW_SECONDS = 5.0
 
 
 def main(argv: list[str]) -> int:
@@ -54,63 +55,70 @@ def main(argv: list[str]) -> int:
     try:
         exit_code = _run_attempt(run, RunSpec.load(run), place, stop)
     except (TorchrelayError, OSError) as error:
-        print(f"torchrelay: {error}", flush=True)
+        say(str(error))
         exit_code = 1
-    # srun ends all agents when one fails. The head's has the last word; one that is killed has no say in it.
-    return exit_code if place.is_head else 0
+    # srun ends all agents when one fails; the head's has the last word. submitit restarts for one of any.
+    return exit_code if place.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
 
 
 def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) -> int:
     if run.final_result.exists():
-        print(f"torchrelay: run {run.name} is complete: see {run.final_result}", flush=True)
+        say(f"run {run.name} is complete: see {run.final_result}")
         return 0
-    if place.is_head:
-        attempt: Attempt | None = _claim_or_refuse(run, place)
-    else:
-        attempt = claim.join(run, place, lambda: bool(stop), _JOIN_SECONDS)
-    if attempt is None:
+    link, attempt = _lead(run, place) if place.is_head else _join(run, place, stop)
+    if attempt is None or link is None:
         return 0
-    writer = claim.event_file(run, attempt.attempt, place.node_rank)
-    node = Node(run=run, spec=spec, place=place, stop=stop, attempt=attempt, writer=writer)
-    writer.append("joined", attempt=attempt.attempt, node=place.host)
-    exit_code, detail = _work(node)
-    node.note("left", node_rank=place.node_rank, exit_code=exit_code)
-    return conclude(node, exit_code, detail) if place.is_head else exit_code
-
-
-def _claim_or_refuse(run: RunDir, place: Place) -> Attempt:
+    memory, held = open_node_dir(run.path, place.node_rank if place.cluster == "local" else 0)
     try:
-        return _claim(run, place)
+        node = Node(
+            run=run, spec=spec, place=place, stop=stop, attempt=attempt, memory=memory, link=link,
+            writer=claim.event_file(run, attempt.attempt, place.node_rank),
+            ranks=LocalRanks(memory, spec.resources.gpus_per_node, place.host, ours=spec.train is not None),
+            report=Report(node_rank=place.node_rank),
+        )  # fmt: skip
+        exit_code = _take_part(node)
+        if not node.unsaved:
+            shutil.rmtree(memory.path, ignore_errors=True)
+        return exit_code
+    finally:
+        os.close(held)
+
+
+def _lead(run: RunDir, place: Place) -> tuple[Hub, Attempt]:
+    """Claim the next attempt, or tell the other nodes' agents why not."""
+    nonce = secrets.token_hex(8)
+    hub = Hub(nonce)
+    try:
+        return hub, _claim(run, place, hub.port, nonce)
     except (TorchrelayError, OSError) as error:
         claim.refuse(run, place, str(error))
         raise
 
 
-def _claim(run: RunDir, place: Place) -> Attempt:
+def _claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
     """Claim the next attempt, after making sure that no other job works on this run.
 
     Raises:
         TorchrelayError: another job does, or the run was cancelled.
     """
+    # NFS remembers for a while what was not there, unless the directory changes under our own hands.
+    run.events.chmod(0o700)
     events = ledger.read(run.events)
     if any(event["event"] == "cancelled" for event in events):
         raise TorchrelayError(f"run {run.name} was cancelled: submit it under a new name")
     last = next(reversed(attempts_of(events)), None)
-    if last is None or last.ended is not None:
-        return claim.claim(run, place)
-    if last.job_id != place.job_id:
-        _wait_for_the_end_of(last.job_id, run, place)
-    cause, detail = _fate(last, place)
-    attempt = claim.claim(run, place)
-    claim.event_file(run, attempt.attempt, place.node_rank).append(
-        "attempt_ended", attempt=last.attempt, cause=cause, step=last_step(run), detail=detail,
-        last_heard=max(event["time"] for event in events if event.get("attempt") == last.attempt),
-    )  # fmt: skip
-    return attempt
+    if last is not None and last.ended is None:
+        if last.job_id != place.job_id:
+            _wait_for_the_end_of(last.job_id, run, place)
+        cause, detail = _fate(last, place)
+        heard = max(event["time"] for event in events if event.get("attempt") == last.attempt)
+        step = last_step(run) or (0 if RunSpec.load(run).train else None)
+        claim.end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=heard)
+    return claim.claim(run, place, port, nonce)
 
 
 def _fate(last: Attempt, place: Place) -> tuple[Cause, str]:
-    """Why an attempt ended whose head node's agent could not say it."""
+    """Why an attempt ended of which no agent could say it."""
     try:
         dead = slurm.dead_nodes(list(last.nodes)) if place.cluster == "slurm" else []
     except TorchrelayError as error:
@@ -130,21 +138,92 @@ def _wait_for_the_end_of(job_id: str, run: RunDir, place: Place) -> None:
             return
         if job.state is JobState.RUNNING or time.monotonic() > deadline:
             raise TorchrelayError(f"run {run.name} is in the hands of job {job_id}: hpc cancel, or wait")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_WAIT_SECONDS)
 
 
-def _work(node: Node) -> tuple[int, str | None]:
-    """Stage and train; the exit code of torchrun, and what to tell people if it never ran."""
+def _join(run: RunDir, place: Place, stop: StopRequest) -> tuple[Link | None, Attempt | None]:
+    """Find the head node's agent; nothing if this one was told to stop first."""
+    attempt = claim.join(run, place, lambda: bool(stop), _JOIN_SECONDS)
+    if attempt is None:
+        return None, None
+    return Link(place.head, attempt.port, attempt.nonce, Report(node_rank=place.node_rank)), attempt
+
+
+def _take_part(node: Node) -> int:
+    """This node's part in the attempt. Returns the exit code."""
+    captain = None
+    if isinstance(node.link, Hub):
+        limits = Limits(least=node.spec.least_nodes, most=node.spec.resources.max_nodes)
+        captain = Captain(node, node.link, limits)
+        node.decide = captain.tick
+    data, able = _prepare(node)
+    while able and (orders := _next_orders(node)):
+        node.tell(phase=Phase.RUNNING, round=orders.round)
+        try:
+            exit_code = run_round(node, orders, data, threads_per_rank(node.place, node.spec.resources.gpus_per_node))
+        except (TorchrelayError, OSError) as error:
+            _fail(node, error)
+            break
+        phase = Phase.READY if exit_code is None else Phase.ENDED
+        node.tell(phase=phase, exit_code=exit_code or 0, port=pick_port())
+    return _leave(node, captain)
+
+
+def _fail(node: Node, error: Exception) -> None:
+    """This node cannot take part any more, and says why."""
+    node.note("node_failed", node=node.place.host, detail=str(error))
+    say(str(error))
+    node.tell(phase=Phase.FAILED, detail=str(error))
+
+
+def _leave(node: Node, captain: Captain | None) -> int:
+    """End this node's part: for the head node's agent, that of all."""
+    if node.head_is_lost and not node.orders.over:
+        return take_over(node)
+    if isinstance(node.link, Hub) and captain is not None:
+        while not node.orders.over:
+            node.turn()
+            time.sleep(_POLL_SECONDS)
+        node.tell(phase=Phase.LEFT)
+        return conclude(node, node.link, captain)
+    if node.orders.members[:1] == (node.place.node_rank,) and not node.run.final_result.exists():
+        save_snapshot(node)  # the head node has none
+    node.tell(phase=node.report.phase if node.report.phase is Phase.FAILED else Phase.LEFT, beats=())
+    node.link.close()
+    return 0
+
+
+def _prepare(node: Node) -> tuple[Path | None, bool]:
+    """Make this node ready: where the data are, and whether it can take part."""
     try:
-        threads = threads_per_rank(node.place, node.spec.resources.gpus_per_node)
+        threads_per_rank(node.place, node.spec.resources.gpus_per_node)
+        _introduce(node)
         data = _stage(node)
-        return _train(node, data, threads), None
     except StagingStopped:
-        return 1, None
+        return None, False
     except (TorchrelayError, OSError) as error:
-        node.writer.append("node_failed", attempt=node.attempt.attempt, node=node.place.host, detail=str(error))
-        print(f"torchrelay: {error}", flush=True)
-        return 1, f"{node.place.host}: {error}"
+        _fail(node, error)
+        return None, False
+    node.tell(phase=Phase.READY, port=pick_port())
+    return data, True
+
+
+def _introduce(node: Node) -> None:
+    """Say that this node is there, and what it has."""
+    skew = node.link.meet(_MEET_SECONDS) if isinstance(node.link, Link) else 0.0
+    if skew is None:
+        raise TorchrelayError(
+            f"{node.place.host} cannot reach the agent on {node.place.head}, port {node.attempt.port}: is there a "
+            "firewall between the nodes, or does the name mean another address here?"
+        )
+    node.note(
+        "joined", node=node.place.host, node_rank=node.place.node_rank,
+        clock_skew_seconds=round(skew, 3),
+        tmp_free_bytes=shutil.disk_usage(node.spec.stage_dir).free,
+        shm_free_bytes=shutil.disk_usage(MEMORY).free if MEMORY.exists() else 0,
+    )  # fmt: skip
+    if abs(skew) > _MOST_SKEW_SECONDS:
+        say(f"the clock of {node.place.host} is {-skew:+.1f} s off that of {node.place.head}")
 
 
 def threads_per_rank(place: Place, ranks: int) -> int:
@@ -159,6 +238,8 @@ def threads_per_rank(place: Place, ranks: int) -> int:
             f"{place.host} lets the job use {usable} of the {place.cpus} CPUs it asked for: a CPU binding leaked into "
             "it; type `unset SLURM_CPU_BIND` before sbatch, or submit with hpc submit"
         )
+    # Without binding, a process may use the cores of other jobs as well.
+    usable = min(usable, place.cpus or usable)
     sharing = ranks * (place.num_nodes if place.cluster == "local" else 1)
     return max(1, usable // sharing)
 
@@ -167,93 +248,29 @@ def _stage(node: Node) -> Path | None:
     source = node.spec.data
     if source is None:
         return None
-    staged = staging.stage(Path(source), Path(node.spec.stage_dir), lambda: bool(node.stop))
-    node.writer.append(
-        "staged", attempt=node.attempt.attempt, node=node.place.host, seconds=round(staged.seconds, 3),
-        path=str(staged.path), reused=staged.reused, in_place=staged.in_place,
+
+    def stopped() -> bool:
+        node.turn()
+        return bool(node.stop) or node.orders.over or node.head_is_lost
+
+    staged = staging.stage(Path(source), Path(node.spec.stage_dir), stopped)
+    node.note(
+        "staged", node=node.place.host, seconds=round(staged.seconds, 3), path=str(staged.path),
+        reused=staged.reused, in_place=staged.in_place,
     )  # fmt: skip
     if staged.in_place:
-        print(f"torchrelay: reading {source} in place: {staged.in_place}", flush=True)
+        say(f"reading {source} in place: {staged.in_place}")
     return staged.path
 
 
-def _train(node: Node, data: Path | None, threads: int) -> int:
-    """Run torchrun, in as many rendezvous as it takes to find a port that nobody else takes first."""
-    exit_code, done_round = 0, 0
-    while not node.stop and done_round < _MOST_ROUNDS:
-        rendezvous = _announce(node, done_round + 1) if node.place.is_head else _follow(node, done_round)
-        if rendezvous is None:
-            break
-        done_round = rendezvous.round
-        exit_code = _run_torchrun(node, rendezvous, data, threads)
-        if exit_code == 0 or (node.place.is_head and is_free(rendezvous.port)):
-            break
-    return exit_code
-
-
-def _announce(node: Node, number: int) -> Rendezvous:
-    """Choose a port and tell the other nodes."""
-    port = pick_port()
-    node.writer.append("rendezvous", attempt=node.attempt.attempt, round=number, port=port)
-    return _rendezvous(node, number, port)
-
-
-def _follow(node: Node, done_round: int) -> Rendezvous | None:
-    """Wait for the head node's next rendezvous: the first one for as long as staging takes there.
-
-    None when there will be none: the attempt has ended, or the head says nothing any more.
-    """
-    deadline = time.monotonic() + _FOLLOW_SECONDS
-    while not node.stop and not any(event["node_rank"] == 0 for event in node.events("left")):
-        announced = [event for event in node.events("rendezvous") if event["round"] > done_round]
-        if announced:
-            return _rendezvous(node, announced[-1]["round"], announced[-1]["port"])
-        if done_round and time.monotonic() > deadline:
-            break
+def _next_orders(node: Node) -> Orders | None:
+    """Wait for a round that needs this node; None when there will be none."""
+    while not (node.orders.over or node.stop or node.head_is_lost):
+        node.turn()
+        if node.orders.round > node.report.round and node.place.node_rank in node.orders.members:
+            return node.orders
         time.sleep(_POLL_SECONDS)
     return None
-
-
-def _rendezvous(node: Node, number: int, port: int) -> Rendezvous:
-    return Rendezvous(
-        run=node.run.name, attempt=node.attempt.attempt, nonce=node.attempt.nonce, round=number,
-        host=node.place.head, port=port,
-    )  # fmt: skip
-
-
-def _run_torchrun(node: Node, rendezvous: Rendezvous, data: Path | None, threads: int) -> int:
-    spec, run, attempt = node.spec, node.run, node.attempt.attempt
-    logs = run.attempt_logs(attempt)
-    logs.mkdir(parents=True, exist_ok=True)
-    address = local_address(node.place)
-    environment = rank_environment(os.environ, node.place, spec.resources.gpus_per_node, address, threads)
-    if spec.train is not None and data is not None:
-        program = train.command(spec.train, run, attempt, data)
-    else:
-        program = script.command(spec.script, run)
-        environment = script.environment(environment, run, attempt, data)
-    wrapper = [sys.executable, "-S", str(Path(__file__).with_name("rank.py")), str(logs)]
-    argv = torchrun_argv(rendezvous, node.place, spec.resources.gpus_per_node, address, sys.executable)
-    lead = stop_lead_seconds(walltime_minutes(spec.resources.time or "1d"))
-
-    def superseded() -> bool:
-        return bool(node.events("node_failed")) or node.newest_round() > rendezvous.round
-
-    watch = Watch(stop=node.stop, patience_seconds=lead - _REQUEUE_SECONDS, superseded=superseded)
-    return torchrun.run([*argv, *program_argv([*wrapper, *program])], environment, run.code, watch)
-
-
-def rank_environment(base: Mapping[str, str], place: Place, ranks: int, address: str, threads: int) -> dict[str, str]:
-    """What the ranks of this node find in their environment beside torchrun's own variables."""
-    changes = {"OMP_NUM_THREADS": str(threads)}
-    # gloo publishes the address that this node's own name resolves to, and on many systems that is 127.0.1.1.
-    interface = interface_of(address)
-    if interface:
-        changes["GLOO_SOCKET_IFNAME"] = interface
-    visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if place.cluster == "local" and len(visible) == ranks * place.num_nodes:
-        changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[place.node_rank * ranks : (place.node_rank + 1) * ranks])
-    return {**base, **changes}
 
 
 if __name__ == "__main__":

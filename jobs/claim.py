@@ -1,11 +1,11 @@
-"""Who runs the next attempt: exactly one head node's agent claims it, the other nodes' agents join it.
+"""Who begins an attempt, and who ends it: exactly one agent does either, the others join and follow.
 
-Runs on compute nodes. The claim is the head's own event file, created exclusively with its first line in it.
+Runs on compute nodes. A claim, like an end, is a file of events that is created exclusively, with its line in it.
 """
 
-import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from hpc import ledger
 from hpc.attempts import Attempt, attempts_of
@@ -23,8 +23,14 @@ def event_file(run: RunDir, attempt: int, node_rank: int) -> Writer:
     return Writer(run.events / f"attempt-{attempt:03d}-node-{node_rank:02d}.jsonl")
 
 
-def claim(run: RunDir, place: Place) -> Attempt:
+def claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
     """Claim the next attempt of the run for this job.
+
+    Args:
+        run: the run.
+        place: of this agent, which is the head node's.
+        port: where it listens to the other agents.
+        nonce: what they know each other by.
 
     Raises:
         TorchrelayError: another agent was quicker.
@@ -35,12 +41,35 @@ def claim(run: RunDir, place: Place) -> Attempt:
         attempt=number,
         job_id=place.job_id,
         restart=place.restart,
-        nonce=secrets.token_hex(4),
+        nonce=nonce,
+        port=port,
         nodes=list(place.hostnames),
     )
     if not write_exclusive(event_file(run, number, place.node_rank).path, json_line(event)):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([event])[0]
+
+
+def end(run: RunDir, attempt: int, **fields: object) -> bool:
+    """Write down that an attempt has ended; False if somebody else has done so already, whose word counts.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    return write_exclusive(
+        _end_file(run, attempt), json_line(ledger.record("attempt_ended", attempt=attempt, **fields))
+    )
+
+
+def has_ended(run: RunDir, attempt: int) -> bool:
+    """Whether somebody has written down that an attempt is over."""
+    # NFS remembers for a while that a name was not there, unless the directory changes under our own hands.
+    run.events.chmod(0o700)
+    return _end_file(run, attempt).exists()
+
+
+def _end_file(run: RunDir, attempt: int) -> Path:
+    return run.events / f"attempt-{attempt:03d}-end.jsonl"
 
 
 def refuse(run: RunDir, place: Place, reason: str) -> None:

@@ -12,83 +12,78 @@ from hpc.files import last_json_line
 from hpc.outcome import Cause, Ending, cause_of, goes_on, must_requeue
 from hpc.rundir import RunDir
 from hpc.slurm import JobState
+from jobs.captain import Captain
+from jobs.handover import end, hand_over, requeue, save_snapshot
+from jobs.link import LOST_SECONDS, Hub
 from jobs.node import Node
+from jobs.report import Phase
+from jobs.say import say
 
-_POLL_SECONDS, _RETRY_SECONDS = 0.5, 3.0
-# By then Slurm has marked a node that does not answer (SlurmdTimeout is 300 s, unless the administrators changed it).
-_OTHERS_SECONDS = 400.0
-_REQUEUE_SECONDS = 600.0
+_POLL_SECONDS = 0.2
+# The others have killed their ranks within seconds; one that does not say so is stuck.
+_OTHERS_SECONDS = 60.0
+# Longer than Slurm takes to notice a dead node, unless the administrators have changed that (SlurmdTimeout, 300 s).
+_RECENT_SECONDS = 900.0
 
 
-def conclude(node: Node, exit_code: int, detail: str | None) -> int:
+def conclude(node: Node, hub: Hub, captain: Captain) -> int:
     """Write down how the attempt ended and see that the run goes on, if it should. Returns the exit code."""
-    others = [] if node.run.final_result.exists() else _wait_for_others(node)
-    ending = _look(node, exit_code == 0 and all(code == 0 for code in others))
-    cause = cause_of(ending)
-    if cause is Cause.CRASHED and detail is None:
-        detail = _why(node, exit_code)
-    node.note("attempt_ended", cause=cause, step=last_step(node.run), detail=detail)
-    print(f"torchrelay: attempt {node.attempt.attempt} ended: {cause}{f' ({detail})' if detail else ''}", flush=True)
+    # Those that were lost long ago Slurm has noticed by now, or they have come back.
+    recent = {rank for rank, heard in captain.lost.items() if time.time() - heard < _RECENT_SECONDS}
+    lost = recent | _wait_for_others(node, hub)
+    ending, fields = _look(node, captain), dict[str, object]()
+    cause, verdict = cause_of(ending), captain.verdict
+    if cause is not Cause.COMPLETED:
+        save_snapshot(node)
+    if verdict and cause is verdict.cause:
+        fields = {"detail": verdict.detail, "failed_at": verdict.failed_at, "node": verdict.node, "rank": verdict.rank}
+    if not end(node, cause=cause, step=_last_step(node, captain), **fields):
+        return 1  # other agents, which did not hear of this one, have ended it
+    said = f" ({verdict.detail})" if fields and verdict else ""
+    say(f"attempt {node.attempt.attempt} ended: {cause}{said}")
+    ending = replace(ending, failures=failures_in_a_row(attempts_of(ledger.read(node.run.events))))
     if must_requeue(cause, ending):
-        if node.place.cluster == "slurm":
-            _requeue(node.place.job_id)
-        node.note("requeued", job_id=node.place.job_id)
-        return 0 if node.place.cluster == "slurm" else LOCAL_REQUEUE_RETURN_CODE
+        return _go_on(node, [node.place.hostnames[rank] for rank in sorted(lost)], captain)
     return 0 if cause is Cause.COMPLETED or goes_on(cause, ending.failures) else 1
 
 
-def _wait_for_others(node: Node) -> list[int]:
-    """The exit codes of the other nodes' torchruns, once all have ended or Slurm calls the silent ones dead.
+def _go_on(node: Node, lost: list[str], captain: Captain) -> int:
+    """Have another attempt started."""
+    job_id = node.place.job_id
+    if node.place.cluster != "slurm":
+        node.note("requeued", job_id=job_id)
+        return LOCAL_REQUEUE_RETURN_CODE
+    unfit = [node.place.hostnames[rank] for rank in sorted(captain.unfit)]
+    if lost:
+        hand_over(node, lost, unfit)
+        return 0
+    requeue(job_id)
+    node.note("requeued", job_id=job_id)
+    if unfit:
+        slurm.exclude(job_id, unfit)
+    return 0
 
-    A requeue with a dead node that Slurm has not noticed restarts the job without its GPUs and leaks them (22.05).
-    """
+
+def _wait_for_others(node: Node, hub: Hub) -> set[int]:
+    """Until nothing of the other nodes' ranks runs any more; the node ranks that fell silent instead."""
     deadline = time.monotonic() + _OTHERS_SECONDS
-    others = range(1, node.place.num_nodes)
-    while True:
-        left = {event["node_rank"]: event["exit_code"] for event in node.events("left") if event["node_rank"]}
-        silent = [node.place.hostnames[rank] for rank in others if rank not in left]
-        if not silent or time.monotonic() > deadline or (node.place.cluster == "slurm" and _are_dead(silent)):
-            return list(left.values())
+    while time.monotonic() < deadline:
+        node.turn()
+        reports = {rank: report for rank, report in hub.reports().items() if rank != node.place.node_rank}
+        busy = {rank for rank, report in reports.items() if report.phase not in {Phase.LEFT, Phase.FAILED}}
+        silent = {rank for rank in busy if (hub.silent_seconds(rank) or 0.0) > LOST_SECONDS}
+        if busy == silent:
+            return silent
         time.sleep(_POLL_SECONDS)
+    return set()
 
 
-def _are_dead(names: list[str]) -> bool:
-    try:
-        return len(slurm.dead_nodes(names)) == len(names)
-    except TorchrelayError:
-        return False
-
-
-def _requeue(job_id: str) -> None:
-    """Ask Slurm for the requeue, for longer than a fail-over of its controller takes (SlurmctldTimeout, 120 s).
-
-    Raises:
-        TorchrelayError: it refused to the end.
-    """
-    deadline = time.monotonic() + _REQUEUE_SECONDS
-    while True:
-        try:
-            return slurm.requeue(job_id)
-        except TorchrelayError as error:
-            if time.monotonic() > deadline:
-                raise
-            print(f"torchrelay: the requeue failed, trying again: {error}", flush=True)
-            time.sleep(_RETRY_SECONDS)
-
-
-def _why(node: Node, exit_code: int) -> str:
-    failures = [f"{event['node']}: {event['detail']}" for event in node.events("node_failed")]
-    logs = node.run.attempt_logs(node.attempt.attempt)
-    return "; ".join(failures) or f"torchrun exited with {exit_code}: see {logs}"
-
-
-def _look(node: Node, clean_exit: bool) -> Ending:
+def _look(node: Node, captain: Captain) -> Ending:
     """Gather what tells how the attempt ended."""
     # NFS remembers for a while that a name was not there, unless the directory changes under our own hands.
     node.run.path.chmod(0o700)
-    finished = node.run.final_result.exists() if node.spec.train else clean_exit and not node.stop
+    finished = node.run.final_result.exists() if node.spec.train else captain.done and not node.stop
     events = ledger.read(node.run.events)
-    *earlier, this = attempts_of(events)
     fields = _show_job(node)
     return Ending(
         finished=finished,
@@ -96,7 +91,7 @@ def _look(node: Node, clean_exit: bool) -> Ending:
         signal=node.stop.signal.name if node.stop.signal else None,
         job_state=slurm.ending_state(fields, node.place.restart) if fields else JobState.RUNNING,
         preempted=slurm.is_preempted(fields),
-        failures=failures_in_a_row([*earlier, replace(this, cause=Cause.CRASHED, last_step=last_step(node.run))]),
+        failure=captain.verdict.cause if captain.verdict else Cause.CRASHED,
     )
 
 
@@ -107,8 +102,16 @@ def _show_job(node: Node) -> dict[str, str]:
     try:
         return slurm.show_job(node.place.job_id)
     except TorchrelayError as error:
-        print(f"torchrelay: Slurm does not say how it ends this job: {error}", flush=True)
+        say(f"Slurm does not say how it ends this job: {error}")
         return {}
+
+
+def _last_step(node: Node, captain: Captain) -> int | None:
+    """The last step that any rank had done: the metrics may be some steps behind."""
+    if node.spec.train is None:
+        return None
+    stopped_at = captain.verdict.step if captain.verdict else 0
+    return max(stopped_at or 0, captain.peak, last_step(node.run) or 0)
 
 
 def last_step(run: RunDir) -> int | None:

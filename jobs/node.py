@@ -1,17 +1,32 @@
 """What one agent works with during one attempt. Runs on compute nodes."""
 
-from dataclasses import dataclass
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from hpc import ledger
 from hpc.attempts import Attempt
 from hpc.ledger import Writer
+from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
+from jobs.link import LOST_SECONDS, Hub, Link
+from jobs.ranks import LocalRanks
 from jobs.rendezvous import Place
+from jobs.report import Orders, Report
+from jobs.say import say
 from jobs.torchrun import StopRequest
 
+# What is left of the warning time when the ranks are given up: for the requeue itself.
+_REQUEUE_SECONDS = 10.0
+# Slurm's default between SIGTERM and SIGKILL.
+_KILL_WAIT_SECONDS = 30.0
+_TURN_SECONDS, _AGAIN_SECONDS = 0.2, 2.0
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class Node:
     """What one agent works with during one attempt."""
 
@@ -21,20 +36,78 @@ class Node:
     stop: StopRequest
     attempt: Attempt
     writer: Writer
+    memory: NodeDir
+    ranks: LocalRanks
+    link: Hub | Link
+    report: Report
+    decide: Callable[[], None] = lambda: None
+    """What the head node's agent does at every turn."""
+    unsaved: bool = False
+    """Whether the newest snapshot is in this node's memory alone."""
+    last_step: int = 0
+    """The last step that a rank of this node has done in this attempt."""
+    _turned: float = 0.0
+
+    @property
+    def orders(self) -> Orders:
+        """What the head node's agent wants."""
+        return self.link.orders
+
+    @property
+    def head_is_lost(self) -> bool:
+        """Whether the head node's agent has been silent for too long."""
+        return isinstance(self.link, Link) and self.link.has_met and self.link.silent_seconds > LOST_SECONDS
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long ranks that were asked to stop may take: SIGTERM leaves less time than the limit's warning."""
+        if self.stop.signal is not signal.SIGTERM:
+            return self.spec.stop_lead_seconds - _REQUEUE_SECONDS
+        told = [event.get("grace_seconds") for event in self.events("submitted", of_attempt=False)]
+        grace = next(filter(None, reversed(told)), _KILL_WAIT_SECONDS)
+        return max(grace - _REQUEUE_SECONDS, grace / 2)
+
+    @property
+    def clock_skew(self) -> float:
+        """Seconds to add to this node's times, so that they compare with the head's."""
+        return (self.link.skew_seconds or 0.0) if isinstance(self.link, Link) else 0.0
+
+    @property
+    def head_heard(self) -> float:
+        """When the head node's agent was last heard of, in seconds since the epoch."""
+        return time.time() - (self.link.silent_seconds if isinstance(self.link, Link) else 0.0)
+
+    def tell(self, **changes: Any) -> None:
+        """Report something new."""
+        self.report = replace(self.report, **changes)
+        self.link.tell(self.report)
+
+    def turn(self) -> None:
+        """Look after the ranks and report, a few times a second; called from every loop that waits."""
+        if time.monotonic() - self._turned < _TURN_SECONDS:
+            return
+        self._turned = time.monotonic()
+        for failure in self.ranks.new_failures(self.clock_skew):
+            self.note("rank_failed", **asdict(failure))
+        beats = self.ranks.beats()
+        self.last_step = max([self.last_step, *(beat.step for beat in beats)])
+        self.tell(beats=beats, failures=self.ranks.failures)
+        try:
+            self.decide()
+        except OSError as error:
+            # Shared storage that does not answer for a while (ESTALE, EIO) is no reason to die of: the ranks may not
+            # need it.
+            say(f"{error}: trying again")
+            self._turned += _AGAIN_SECONDS
 
     def note(self, event: str, **fields: object) -> None:
         """Write an event of this attempt; what follows is worth more than its record, should the disk be full."""
         try:
             self.writer.append(event, attempt=self.attempt.attempt, **fields)
         except OSError as error:
-            print(f"torchrelay: {event} could not be recorded: {error}", flush=True)
+            say(f"{event} could not be recorded: {error}")
 
-    def newest_round(self) -> int:
-        """The rendezvous that the head node's agent has announced last; 0 before the first."""
-        rounds = [event["round"] for event in self.events("rendezvous")]
-        return max(rounds, default=0)
-
-    def events(self, kind: str) -> list[ledger.Event]:
-        """This attempt's events of one kind, of all nodes."""
-        events = ledger.read(self.run.events)
-        return [event for event in events if event["event"] == kind and event.get("attempt") == self.attempt.attempt]
+    def events(self, kind: str, *, of_attempt: bool = True) -> list[ledger.Event]:
+        """Events of one kind, of all nodes; by default this attempt's alone."""
+        found = [event for event in ledger.read(self.run.events) if event["event"] == kind]
+        return [event for event in found if not of_attempt or event.get("attempt") == self.attempt.attempt]

@@ -18,8 +18,8 @@ import submitit
 _LOWEST_PORT = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
-# A node that says nothing for interval x attempts is lost; torchrun's own default notices after 15 s.
 _SIOCGIFADDR = 0x8915
+# In the rendezvous, a node that says nothing for interval x attempts is lost; torchrun's own default is 15 s.
 _KEEP_ALIVE_SECONDS, _KEEP_ALIVE_ATTEMPTS = 2, 3
 
 
@@ -76,14 +76,16 @@ def find_place(environment: Mapping[str, str]) -> Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """One meeting of all nodes of an attempt."""
+    """One meeting of nodes of an attempt, as one of them sees it."""
 
     run: str
     attempt: int
     nonce: str
     round: int
-    host: str
+    members: tuple[str, ...]
+    """Host names; the first one hosts it."""
     port: int
+    is_host: bool
 
     @property
     def id(self) -> str:
@@ -91,23 +93,26 @@ class Rendezvous:
         return f"{self.run}-{self.attempt}-{self.nonce}-{self.round}"
 
 
-def torchrun_argv(rendezvous: Rendezvous, place: Place, ranks: int, address: str, python: str) -> list[str]:
+def torchrun_argv(rendezvous: Rendezvous, ranks: int, address: str, python: str) -> list[str]:
     """The command line of this node's torchrun, up to the program that it runs (see `program_argv`). Pure."""
     settings = {
         # Said, not guessed: torchrun compares names, and a second network card or an alias makes it wait for ever.
-        "is_host": int(place.is_head),
+        "is_host": int(rendezvous.is_host),
         "keep_alive_interval": _KEEP_ALIVE_SECONDS,
         "keep_alive_max_attempt": _KEEP_ALIVE_ATTEMPTS,
     }
     return [
         python, "-P", "-m", "torch.distributed.run",
-        f"--nnodes={place.num_nodes}",
+        # Exactly those that are there, as jobs.formation knows: torchrun itself does not notice that a node has fallen
+        # silent in the middle of a round.
+        f"--nnodes={len(rendezvous.members)}",
         f"--nproc-per-node={ranks}",
-        "--max-restarts=3",
+        # Whether it is worth another try is decided by who knows of all ranks and their steps (jobs.captain).
+        "--max-restarts=1000000",
         # SIGTERM stays ignored, as it was inherited; SIGINT is left as the agent's way to end torchrun in good order.
         "--signals-to-handle=SIGINT",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={rendezvous.host}:{rendezvous.port}",
+        f"--rdzv-endpoint={rendezvous.members[0]}:{rendezvous.port}",
         f"--rdzv-id={rendezvous.id}",
         f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
         f"--local-addr={address}",

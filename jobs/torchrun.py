@@ -1,28 +1,30 @@
-"""This node's torchrun: start it, watch it, pass on a request to stop. Runs on compute nodes.
+"""This node's torchrun: start it, pass on a request to stop, end it. Runs on compute nodes.
 
 Slurm delivers a step's signal to every process of the step. torchrun would answer by killing its ranks, before they
-could save; so it ignores SIGTERM and SIGUSR2 (ignoring survives exec), and so do the ranks until their own handlers
-stand. A signal that came before that is lost to them, therefore the agent sends it again as soon as a rank can take it.
+could save; so it ignores SIGTERM and SIGUSR2 (jobs.shield), and so do the ranks until their own handlers stand. A
+signal that came before that is lost to them, therefore the agent sends it again as soon as a rank can take it.
 """
 
 import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
-_POLL_SECONDS = 0.2
-_ASK_SECONDS = 1.0
-# After a request to stop, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
-_WITHOUT_RANKS_SECONDS = 5.0
-_KILL_SECONDS = 10.0
-_SHIELDED = (signal.SIGTERM, signal.SIGUSR2)
+_SHIELD = Path(__file__).with_name("shield.py")
+_ABORT_SECONDS = 3.0
+_POLL_SECONDS = 0.05
 ENVIRONMENT = {
-    # A crashed rank's peers hang in a collective and cannot obey SIGTERM: they get 5 s, not torchrun's 30.
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
+    # A crashed rank's peers hang in a collective and cannot obey SIGTERM; who is to save is told by the agent.
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1",
+    # A store of their own for the ranks of each restart. In torchrun's, which all restarts share, a rank finds the
+    # address of one that is dead (gloo: "connectFullMesh failed"), unless all nodes' torchruns have counted the same
+    # number of restarts; they have not (pytorch/pytorch#135712, #108158).
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 
@@ -47,64 +49,82 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.signal is not None
 
-
-@dataclass(frozen=True, kw_only=True)
-class Watch:
-    """What ends a torchrun that would go on by itself."""
-
-    stop: StopRequest
-    patience_seconds: float
-    """How long after a request to stop the ranks may take."""
-    superseded: Callable[[], bool]
-    """Asked from time to time while there are no ranks yet: whether waiting any longer is in vain."""
+    @property
+    def seconds(self) -> float:
+        """Since the request; 0 before it."""
+        return 0.0 if self.time is None else time.monotonic() - self.time
 
 
-def run(argv: list[str], environment: Mapping[str, str], directory: Path, watch: Watch) -> int:
-    """Run torchrun to its end and return its exit code; whatever happens, nothing of it is left."""
-    process = subprocess.Popen(
-        argv,
-        env={**environment, **ENVIRONMENT},
-        cwd=directory,
-        stdin=subprocess.DEVNULL,
-        preexec_fn=ignore_signals,  # noqa: PLW1509 - the agent has no threads
-    )
-    try:
-        _watch(process, watch)
-    finally:
-        terminate(process)
-    return process.returncode
+class Torchrun:
+    """One torchrun, its keepers (`jobs.rank`) and their ranks. Whatever happens, nothing of it is left."""
 
+    def __init__(self, argv: list[str], environment: Mapping[str, str], directory: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", str(_SHIELD), *argv],
+            env={**environment, **ENVIRONMENT},
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+        )
+        self._told: set[int] = set()
 
-def ignore_signals() -> None:
-    """Ignore what torchrun must not answer; runs in the new process, before exec."""
-    for number in _SHIELDED:
-        signal.signal(number, signal.SIG_IGN)
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
-def _watch(process: "subprocess.Popen[bytes]", watch: Watch) -> None:
-    """Return when torchrun has ended, or should be ended."""
-    told: set[int] = set()
-    ranks_seen = ask_at = time.monotonic()
-    ever_ranks = False
-    while process.poll() is None:
-        now = time.monotonic()
-        ranks = children(process.pid)
-        if ranks:
-            ranks_seen, ever_ranks = now, True
-        if watch.stop.signal and watch.stop.time is not None:
-            told |= tell(set(ranks) - told, watch.stop.signal)
-            without_ranks = now - max(ranks_seen, watch.stop.time)
-            if without_ranks > _WITHOUT_RANKS_SECONDS or now - watch.stop.time > watch.patience_seconds:
-                return
-        elif not ever_ranks and now >= ask_at:
-            ask_at = now + _ASK_SECONDS
-            if watch.superseded():
-                return
-        time.sleep(_POLL_SECONDS)
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def ranks(self) -> list[int]:
+        """The process ids of its ranks."""
+        return [rank for keeper in children(self._process.pid) for rank in children(keeper)]
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send the signal to those ranks that have a handler for it.
+
+        Once each: a Python that shuts down has taken its handlers away, and a second signal would kill it there.
+        """
+        # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
+        polite = signal.SIGTERM if number is signal.SIGINT else number
+        for pid in set(self.ranks()) - self._told:
+            if catches(pid, polite):
+                _send(pid, polite)
+                self._told.add(pid)
+
+    def abort_ranks(self) -> None:
+        """Have the ranks print where they are and die, by force if need be; torchrun starts them again.
+
+        Python's faulthandler answers SIGABRT with the stacks of all threads, also while one waits for a device or
+        another rank; a stopped process answers nothing.
+        """
+        ranks = self.ranks()
+        for pid in ranks:
+            _send(pid, signal.SIGABRT)
+        deadline = time.monotonic() + _ABORT_SECONDS
+        while time.monotonic() < deadline and set(ranks) & set(self.ranks()):
+            time.sleep(_POLL_SECONDS)
+        for pid in set(ranks) & set(self.ranks()):
+            _send(pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End all of it at once: ranks that wait for a lost one answer nothing else."""
+        if self.exit_code is not None:
+            return
+        # While it is stopped it starts no new ranks.
+        self._process.send_signal(signal.SIGSTOP)
+        for keeper in children(self._process.pid):
+            # A keeper leads a session, with its rank and the rank's loader workers in it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(keeper, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started: torchrun's are its ranks."""
+    """The processes that a process has started: torchrun's are the keepers of its ranks."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -112,19 +132,6 @@ def children(pid: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # the thread has ended since it was listed
     return found
-
-
-def tell(ranks: set[int], number: signal.Signals) -> set[int]:
-    """Send the signal to those ranks that have a handler for it, and return them.
-
-    Once each: a Python that shuts down has taken its handlers away, and a second signal would kill it there.
-    """
-    # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
-    polite = signal.SIGTERM if number is signal.SIGINT else number
-    ready = {pid for pid in ranks if catches(pid, polite)}
-    for pid in ready:
-        _send(pid, polite)
-    return ready
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
@@ -141,16 +148,3 @@ def _send(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def terminate(process: "subprocess.Popen[bytes]") -> None:
-    """End torchrun and its ranks: in good order first, by force if that takes too long."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_KILL_SECONDS)
-    except subprocess.TimeoutExpired:
-        for pid in [process.pid, *children(process.pid)]:
-            _send(pid, signal.SIGKILL)
-        process.wait()

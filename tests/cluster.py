@@ -9,7 +9,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hpc import ledger
 from hpc.files import read_json_lines
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
+from hpc.testbed import STATE_DIRECTORY
 
 ROOT = Path(__file__).parent.parent
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -95,9 +97,9 @@ class Site:
             assert time.monotonic() < deadline, "jobs that do not end"
             time.sleep(0.3)
 
-    def submit(self, *arguments: str) -> "Run":
+    def submit(self, *arguments: str, **environment: str) -> "Run":
         """Submit a run."""
-        done = self.hpc("submit", "--json", *arguments)
+        done = self.hpc("submit", "--json", *arguments, **environment)
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)
         return Run(self, RunDir(Path(answer["run_dir"])), answer["job_id"])
@@ -171,10 +173,64 @@ class Run:
     def is_alive(self) -> bool:
         """Whether its job, or on this machine alone its controller, is still there."""
         if self.directory.script.exists():
-            return bool(self.site.type("squeue", "-h", "-j", self.job_id).stdout.strip())
+            return str(self.directory.script) in self.site.slurm("squeue", "--me", "--noheader", "--format=%o")
         return is_alive(self.job_id, self.events("submitted")[0]["started"])
 
     def assert_no_gap(self) -> None:
         """The metrics hold every step once, in order."""
         steps = self.steps()
         assert steps == list(range(1, len(steps) + 1))
+
+
+@contextmanager
+def dead(site: Site, node: str) -> Iterator[None]:
+    """Cut a node's power, and switch it on again."""
+    assert site.hpc("testbed", "kill-node", node).returncode == 0
+    try:
+        yield
+    finally:
+        assert site.hpc("testbed", "revive-node", node).returncode == 0
+
+
+def commands() -> Iterator[tuple[Path, list[bytes]]]:
+    """Every process of this machine, with its command line."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            yield process, (process / "cmdline").read_bytes().split(b"\0")
+
+
+def is_on(process: Path, node: str) -> bool:
+    """Whether a process runs on a node of the testbed."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return (process / "ns" / "net").stat().st_ino == (STATE_DIRECTORY / "ns" / f"{node}.net").stat().st_ino
+    return False
+
+
+def rank_pids(run: Run, node: str) -> list[int]:
+    """The processes of the ranks that run on a node, seen from the testbed's machine."""
+    option = f"--run-dir={run.directory.path}".encode()
+    # The command lines of a rank's keeper and of torchrun end with the rank's.
+    ranks = [at for at, words in commands() if words[1:5] == [b"-u", b"-P", b"-m", b"training"] and option in words]
+    return [int(at.name) for at in ranks if is_on(at, node)]
+
+
+def agent_pids(run: Run, node: str) -> list[int]:
+    """The run's agent on a node."""
+    path = str(run.directory.path).encode()
+    agents = [at for at, words in commands() if words[3:6] == [b"-m", b"jobs.agent", path]]
+    return [int(at.name) for at in agents if is_on(at, node)]
+
+
+def assert_nothing_left(run: Run) -> None:
+    """No process of the run, and no file in any node's memory."""
+    path = str(run.directory.path).encode()
+
+    def left() -> list[bytes]:
+        return [
+            b" ".join(words) for at, words in commands() if int(at.name) != os.getpid() and path in b" ".join(words)
+        ]
+
+    run.wait("the end of all processes", lambda: not left())
+    for node in ("gpu01", "gpu02", "gpu03", "gpu04"):
+        found = run.site.slurm("srun", "--nodes=1", f"--nodelist={node}", "find", "/dev/shm", "-mindepth", "2")
+        assert not found, f"{node}: {found}"

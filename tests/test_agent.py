@@ -1,5 +1,6 @@
 """The parts of the node agent that need no cluster, against real processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,12 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cluster import ROOT
 
 from hpc.errors import TorchrelayError
-from jobs import torchrun
-from jobs.agent import rank_environment, threads_per_rank
+from hpc.nodedir import NodeDir
+from hpc.processes import state_of
+from jobs.agent import threads_per_rank
+from jobs.ranks import LocalRanks
 from jobs.rendezvous import Place
-from jobs.torchrun import StopRequest, Watch, catches, children, tell
+from jobs.round import rank_environment
+from jobs.torchrun import Torchrun, catches, children
 
 
 def place(cluster: str = "slurm", nodes: int = 2, node_rank: int = 0, cpus: int | None = 2) -> Place:
@@ -69,61 +74,142 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-# Starts two children: one that has a handler for SIGUSR2 and says when it ran, one that has none and inherits
-# ignoring, as ranks do.
-PARENT = """
-import subprocess, sys
-handling = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))"
-waiting = "import time; time.sleep(300)"
-ranks = [subprocess.Popen([sys.executable, "-c", code]) for code in (handling + "; time.sleep(300)", waiting)]
-sys.exit(max(rank.wait() for rank in ranks[:1]) + (ranks[1].kill() or 0))
-"""
+# A pretended torchrun: its child, a keeper, has a child, the rank.
+NESTED = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {code!r}], start_new_session={new}))"
 
 
-def test_only_ranks_that_can_take_a_signal_are_told() -> None:
-    command = [sys.executable, "-c", PARENT]
-    parent = subprocess.Popen(command, preexec_fn=torchrun.ignore_signals)  # noqa: PLW1509 - no threads here
-    wait_for(lambda: len(children(parent.pid)) == 2)
-    handling, ignoring = sorted(children(parent.pid))
-    wait_for(lambda: catches(handling, signal.SIGUSR2))
-    assert not catches(ignoring, signal.SIGUSR2)
-    assert tell({handling, ignoring}, signal.SIGUSR2) == {handling}
-    assert parent.wait(timeout=30) == 3
-    assert not catches(handling, signal.SIGUSR2), "a process that has ended catches nothing"
-
-
-def fake_torchrun(code: str, stop: StopRequest, *, patience_seconds: float = 60.0, superseded: bool = False) -> int:
-    watch = Watch(stop=stop, patience_seconds=patience_seconds, superseded=lambda: superseded)
-    return torchrun.run([sys.executable, "-c", code], os.environ, Path("/"), watch)
-
-
-def asked_to_stop() -> StopRequest:
-    stop = StopRequest()
-    stop.handle(signal.SIGUSR2, None)
-    return stop
-
-
-WITH_RANK = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {rank!r}]))"
+def start(rank: str) -> Torchrun:
+    keeper = NESTED.format(code=rank, new=False)
+    return Torchrun([sys.executable, "-c", NESTED.format(code=keeper, new=True)], os.environ, Path("/"))
 
 
 def test_exit_code_is_torchruns() -> None:
-    assert fake_torchrun("raise SystemExit(7)", StopRequest()) == 7
+    with start("raise SystemExit(7)") as torchrun:
+        wait_for(lambda: torchrun.exit_code is not None)
+        assert torchrun.exit_code == 7
 
 
-def test_rank_that_does_not_stop_is_ended_when_patience_is_over() -> None:
-    code = WITH_RANK.format(rank="import time; time.sleep(300)")
-    assert fake_torchrun(code, asked_to_stop(), patience_seconds=1.0) != 0
+def test_only_ranks_that_can_take_a_signal_are_told() -> None:
+    slow = "import signal, time; time.sleep(1); signal.signal(signal.SIGUSR2, lambda *_: exit(3)); time.sleep(300)"
+    with start(slow) as torchrun:
+        wait_for(torchrun.ranks)
+        [rank] = torchrun.ranks()
+        assert not catches(rank, signal.SIGUSR2)
+        torchrun.tell(signal.SIGUSR2)
+        assert torchrun.exit_code is None
+        wait_for(lambda: catches(rank, signal.SIGUSR2))
+        torchrun.tell(signal.SIGUSR2)
+        wait_for(lambda: torchrun.exit_code is not None)
+        assert torchrun.exit_code == 3
+    assert not catches(rank, signal.SIGUSR2), "a process that has ended catches nothing"
 
 
-def test_rank_gets_its_request_as_soon_as_it_can_take_it() -> None:
-    slow = "import signal, time; time.sleep(1); signal.signal(signal.SIGUSR2, lambda *_: exit(0)); time.sleep(300)"
-    assert fake_torchrun(WITH_RANK.format(rank=slow), asked_to_stop()) == 0
+def test_signals_to_all_processes_do_not_end_torchrun() -> None:
+    with start("import os, signal; [os.kill(0, n) for n in (signal.SIGTERM, signal.SIGUSR2)]; exit(5)") as torchrun:
+        wait_for(lambda: torchrun.exit_code is not None)
+        assert torchrun.exit_code == 5
 
 
-def test_torchrun_that_waits_in_vain_is_ended() -> None:
-    assert fake_torchrun("import time; time.sleep(300)", StopRequest(), superseded=True) != 0
+WAITING = "import time; time.sleep(300)"
 
 
-def test_signals_to_the_agent_do_not_reach_torchrun() -> None:
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGUSR2)"
-    assert fake_torchrun(code, StopRequest()) == 0
+def test_killed_torchrun_leaves_nothing() -> None:
+    worker = f"import subprocess, sys; subprocess.call([sys.executable, '-c', {WAITING!r}])"
+    with start(worker) as torchrun:
+        wait_for(lambda: torchrun.ranks() and children(torchrun.ranks()[0]))
+        [rank] = torchrun.ranks()
+        [loader] = children(rank)
+    for pid in (rank, loader):
+        wait_for(lambda pid=pid: state_of(pid) in {None, "Z"})
+
+
+def test_nothing_outlives_a_killed_agent() -> None:
+    code = (
+        "import os, sys, time; from pathlib import Path; from jobs.torchrun import Torchrun\n"
+        f"keeper = [sys.executable, '-c', {NESTED.format(code=WAITING, new=True)!r}]\n"
+        "with Torchrun(keeper, os.environ, Path('/')): time.sleep(300)"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    wait_for(lambda: children(agent.pid) and children(children(agent.pid)[0]))
+    [torchrun] = children(agent.pid)
+    agent.kill()
+    agent.wait()
+    wait_for(lambda: state_of(torchrun) in {None, "Z"})
+    assert not children(torchrun)
+
+
+def test_hung_rank_tells_where_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = f"import os, time; os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT), 2); time.sleep(300)"
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    nested = NESTED.format(code=NESTED.format(code=code, new=False), new=True)
+    with Torchrun([sys.executable, "-c", nested], environment, Path("/")) as torchrun:
+        wait_for(lambda: torchrun.ranks() and log.exists())
+        torchrun.abort_ranks()
+        wait_for(lambda: torchrun.exit_code is not None)
+    assert "Fatal Python error: Aborted" in log.read_text()
+
+
+def test_stopped_rank_is_killed() -> None:
+    with start("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)") as torchrun:
+        wait_for(lambda: [rank for rank in torchrun.ranks() if state_of(rank) == "T"])
+        torchrun.abort_ranks()
+        wait_for(lambda: torchrun.exit_code is not None)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> LocalRanks:
+    memory = NodeDir(tmp_path)
+    for directory in (memory.exits, memory.heartbeat(0).parent):
+        directory.mkdir()
+    return LocalRanks(memory, 2, "gpu01", ours=True)
+
+
+def keep(directory: Path, *program: str, rank: int = 5) -> int:
+    keeper = ROOT / "jobs" / "rank.py"
+    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": "1"}
+    command = [sys.executable, "-S", str(keeper), str(directory), str(directory), *program]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def test_keeper_ends_as_its_rank_and_writes_down_why(tmp_path: Path, ranks: LocalRanks) -> None:
+    assert keep(tmp_path, sys.executable, "-c", "print('fine')") == 0
+    assert ranks.new_failures() == []
+    assert keep(tmp_path, sys.executable, "-c", "raise ValueError('no luck')") == 1
+    assert keep(tmp_path, sys.executable, "-c", "import os; os.abort()") == -signal.SIGABRT
+    assert keep(tmp_path, "no-such-program") == 127
+    raised, aborted, missing = ranks.new_failures()
+    assert (raised.rank, raised.exit_code, raised.signal, raised.detail) == (5, 1, None, "ValueError: no luck")
+    assert (aborted.exit_code, aborted.signal, aborted.detail) == (-6, "SIGABRT", ""), (
+        "an older last line is not its own"
+    )
+    assert missing.detail.startswith("no-such-program cannot be started")
+    assert [failure.cause for failure in (raised, aborted, missing)] == ["crashed"] * 3
+    assert raised.started_at <= raised.failed_at <= aborted.started_at
+    assert "fine" in (tmp_path / "rank-05.log").read_text()
+
+
+def test_rank_does_not_outlive_its_keeper(tmp_path: Path, ranks: LocalRanks) -> None:
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-S", str(ROOT / "jobs" / "rank.py"), str(tmp_path), str(tmp_path)]
+    keeper = subprocess.Popen([*command, sys.executable, "-c", WAITING], env=environment)
+    wait_for(lambda: children(keeper.pid))
+    [rank] = children(keeper.pid)
+    keeper.kill()
+    keeper.wait()
+    wait_for(lambda: state_of(rank) in {None, "Z"})
+    assert ranks.new_failures() == []
+
+
+def test_heartbeats_of_living_ranks_only(tmp_path: Path, ranks: LocalRanks) -> None:
+    assert ranks.beats() == ()
+    beat = {"rank": 5, "pid": os.getpid(), "step": 3, "phase": "step", "count": 1}
+    NodeDir(tmp_path).heartbeat(1).write_text(json.dumps(beat).ljust(512))
+    NodeDir(tmp_path).heartbeat(0).write_text(json.dumps({**beat, "pid": 2**22 + 1}))
+    [seen] = ranks.beats()
+    assert (seen.rank, seen.step, seen.phase, seen.still_seconds) == (5, 3, "step", 0.0)
+    wait_for(lambda: ranks.beats()[0].still_seconds > 0.0)
+    NodeDir(tmp_path).heartbeat(1).write_text(json.dumps({**beat, "count": 2}))
+    assert ranks.beats()[0].still_seconds == 0.0
+    ranks.begin(2)
+    assert ranks.beats() == ()

@@ -1,9 +1,9 @@
 import pytest
 
-from hpc.checks import local_resources, resolve_resources
+from hpc.checks import check_recovery, local_resources, resolve_resources
 from hpc.errors import UserError
 from hpc.slurm import Partition, parse_partitions
-from hpc.spec import Resources
+from hpc.spec import Cluster, Recovery, Resources, RunSpec
 
 # As sinfo prints it: two kinds of node in one partition, one without GPUs, one that is down.
 SINFO = """\
@@ -63,3 +63,29 @@ def test_cluster_without_default_partition(partitions: list[Partition]) -> None:
 
 def test_pretended_nodes_share_the_cpus() -> None:
     assert local_resources(Resources(nodes="100", gpus_per_node=100)).cpus_per_gpu == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spares", "message"),
+    [
+        ("5", 2, "--nodes is 5 and --spares 2, but partition gpu has 6: use --spares 1 or fewer"),
+        ("7", 1, "--nodes is 7 and --spares 1, but partition gpu has 6: use --nodes 6 or fewer"),
+    ],
+)
+def test_spares_are_nodes_too(nodes: str, spares: int, message: str, partitions: list[Partition]) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_resources(Resources(nodes=nodes), partitions, spares)
+    assert resolve_resources(Resources(nodes="5"), partitions, spares=1).nodes == "5"
+
+
+def spec(recovery: Recovery, cluster: Cluster = "slurm") -> RunSpec:
+    resources = Resources(time="00:10:00")
+    return RunSpec(name="r", cluster=cluster, data=None, stage_dir="/tmp", resources=resources, recovery=recovery)
+
+
+def test_recovery_that_the_cluster_cannot_give() -> None:
+    with pytest.raises(UserError, match="--spares is 1, but --cluster local has no nodes to spare"):
+        check_recovery(spec(Recovery(spares=1), "local"))
+    with pytest.raises(UserError, match="--stop-lead is 10m, but the time limit is 00:10:00"):
+        check_recovery(spec(Recovery(stop_lead="10m")))
+    check_recovery(spec(Recovery(spares=1, stop_lead="9m")))

@@ -1,5 +1,6 @@
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -72,25 +73,25 @@ def test_no_port_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         pick_port(tries=7)
 
 
+MEETING = Rendezvous(run="r", attempt=1, nonce="n", round=1, members=("gpu02", "gpu03"), port=12345, is_host=True)
+
+
 def test_rendezvous_id_differs_by_attempt_round_and_nonce() -> None:
     ids = {
-        Rendezvous(run="r", attempt=attempt, nonce=nonce, round=number, host="h", port=1).id
+        replace(MEETING, attempt=attempt, nonce=nonce, round=number).id
         for attempt in (1, 2) for nonce in ("a", "b") for number in (1, 2)
     }  # fmt: skip
     assert len(ids) == 8
 
 
-def test_only_the_head_hosts_the_store() -> None:
-    meeting = Rendezvous(run="r", attempt=1, nonce="n", round=1, host="gpu01", port=12345)
-    places = [
-        Place(cluster="slurm", job_id="1", restart=0, node_rank=rank, hostnames=("gpu01", "gpu02"), cpus=8)
-        for rank in (0, 1)
-    ]
-    head, other = (" ".join(torchrun_argv(meeting, place, 4, "10.0.0.1", "python")) for place in places)
-    assert "is_host=1" in head
+def test_the_first_member_hosts_the_store() -> None:
+    host, other = (
+        " ".join(torchrun_argv(replace(MEETING, is_host=is_host), 4, "10.0.0.1", "python")) for is_host in (True, False)
+    )
+    assert "is_host=1" in host
     assert "is_host=0" in other
-    for argv in (head, other):
-        assert "--rdzv-endpoint=gpu01:12345" in argv
+    for argv in (host, other):
+        assert "--rdzv-endpoint=gpu02:12345" in argv
         assert "--nnodes=2" in argv
         assert "--nproc-per-node=4" in argv
 

@@ -56,6 +56,24 @@ def test_preemption_of_an_earlier_start_does_not_count(since: str, preempted: bo
     assert slurm.is_preempted({"PreemptTime": since, "StartTime": "2026-11-21T09:00:00"}) is preempted
 
 
+# As scontrol prints it, shortened.
+PARTITION = "PartitionName=gpu AllowGroups=ALL Default=YES GraceTime={grace} PreemptMode={mode} State=UP\n"
+
+
+@pytest.mark.parametrize(
+    ("grace", "mode", "seconds"),
+    [
+        ("20", "REQUEUE", 20),
+        ("60", "CANCEL", 60),
+        ("0", "REQUEUE", None),
+        ("20", "OFF", None),
+        ("20", "GANG,SUSPEND", None),
+    ],
+)
+def test_grace_of_a_preemption(grace: str, mode: str, seconds: int | None) -> None:
+    assert slurm.grace_seconds(slurm.parse_fields(PARTITION.format(grace=grace, mode=mode))) == seconds
+
+
 def test_cancelled_by_somebody_is_cancelled() -> None:
     assert slurm.job_state("CANCELLED by 1000") is JobState.CANCELLED
     assert slurm.job_state("") is JobState.UNKNOWN

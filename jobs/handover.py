@@ -1,0 +1,173 @@
+"""How a run gets away from a job that has lost a node: the fastest way that the cluster allows. Runs on compute nodes.
+
+A job with a dead node must not be requeued before Slurm has marked the node down: until then it stays COMPLETING, and
+Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the same run can start at once, elsewhere.
+"""
+
+import time
+
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+
+from hpc import ledger, slurm
+from hpc.attempts import attempts_of, failures_in_a_row
+from hpc.errors import TorchrelayError
+from hpc.outcome import Cause, goes_on
+from hpc.slurm import JobState
+from jobs import claim
+from jobs.node import Node
+from jobs.say import say
+from training.snapshot import flush
+
+_POLL_SECONDS, _RETRY_SECONDS = 0.5, 3.0
+_REQUEUE_SECONDS = 600.0
+# Who has a snapshot goes first: a spare waits this long.
+_SPARE_SECONDS = 5.0
+# A single agent that hears nothing may be cut off itself: where there are others, one of them must say the same.
+_SECOND_SECONDS = 30.0
+
+
+def take_over(node: Node) -> int:
+    """The head node's agent is silent: one of the others ends the attempt and starts the next one."""
+    lost_at, head = node.head_heard, node.place.head
+    detail = f"{head} says nothing any more"
+    say(detail)
+    node.note("node_lost", node=head, last_heard=lost_at, detail=detail)
+    if node.place.node_rank not in node.orders.members:
+        time.sleep(_SPARE_SECONDS)
+    if not _is_the_head_that_is_lost(node) or not _is_running(node):
+        return 0
+    step = node.last_step if node.spec.train else None
+    if not end(node, cause=Cause.NODE_FAILURE, step=step, detail=detail, failed_at=lost_at, node=head):
+        return 0
+    if node.place.cluster == "local":
+        return LOCAL_REQUEUE_RETURN_CODE
+    save_snapshot(node)
+    if goes_on(Cause.NODE_FAILURE, failures_in_a_row(attempts_of(ledger.read(node.run.events)))):
+        hand_over(node, [head], [])
+    else:
+        slurm.cancel(node.place.job_id)
+    return 0
+
+
+def _is_the_head_that_is_lost(node: Node) -> bool:
+    """Whether another agent has lost the head node too; with nobody else to ask, it is believed."""
+    if node.place.num_nodes <= 2 or node.place.cluster == "local":
+        return True
+    deadline = time.monotonic() + _SECOND_SECONDS
+    while time.monotonic() < deadline:
+        if claim.has_ended(node.run, node.attempt.attempt):
+            return False
+        lost = [event for event in node.events("node_lost") if event["node"] == node.place.head]
+        if len(lost) >= 2:
+            return True
+        time.sleep(_POLL_SECONDS)
+    say(f"only {node.place.host} does not hear {node.place.head}: it leaves")
+    return False
+
+
+def _is_running(node: Node) -> bool:
+    """Whether Slurm is not ending the job itself. One that does not answer ends nothing."""
+    if node.place.cluster == "local":
+        return True
+    try:
+        job = slurm.jobs().get(node.place.job_id)
+    except TorchrelayError as error:
+        say(f"Slurm does not say how the job is: {error}")
+        return True
+    return job is not None and job.state is JobState.RUNNING
+
+
+def end(agent: Node, **fields: object) -> bool:
+    """Write down that the attempt has ended; False if another agent has.
+
+    A full disk does not keep it from ending; then the first that is left decides.
+    """
+    try:
+        return claim.end(agent.run, agent.attempt.attempt, **fields)
+    except OSError as error:
+        say(f"the end of the attempt could not be recorded: {error}")
+        return agent.place.node_rank <= 1
+
+
+def save_snapshot(node: Node) -> None:
+    """Make the newest snapshot of this node a checkpoint, if it is newer than those; else it stays in memory."""
+    began = time.monotonic()
+    try:
+        step = flush(node.memory, node.run)
+    except (OSError, TorchrelayError) as error:
+        say(f"the newest snapshot stays in the memory of {node.place.host}, it could not be saved: {error}")
+        node.unsaved = True
+        return
+    if step is not None:
+        node.note("flushed", step=step, seconds=round(time.monotonic() - began, 3))
+
+
+def hand_over(node: Node, lost: list[str], unfit: list[str]) -> None:
+    """Requeue the job, if Slurm knows that the lost nodes are dead; otherwise submit a new one and end this one.
+
+    Slurm's controller may be silent for minutes, most of all when nodes die: it is asked until it answers.
+
+    Args:
+        node: this one.
+        lost: names of nodes that are silent.
+        unfit: names of other nodes to avoid.
+    """
+    while True:
+        try:
+            if _are_dead(lost):
+                slurm.requeue(node.place.job_id)
+                node.note("requeued", job_id=node.place.job_id)
+            else:
+                _relaunch(node, [*lost, *unfit])
+        except TorchrelayError as error:
+            # Some clusters take no jobs from their compute nodes: then Slurm has to notice first.
+            say(f"the run cannot go on yet, trying again: {error}")
+            time.sleep(_RETRY_SECONDS)
+        else:
+            return
+
+
+def _relaunch(node: Node, avoid: list[str]) -> None:
+    """Submit a new job for the run, and end this one.
+
+    Raises:
+        TorchrelayError: it was refused.
+    """
+    job_id, given = node.place.job_id, node.spec.resources.exclude
+    excluded = avoid if _can_spare(node, avoid) else []
+    new = slurm.submit(node.run.script, [*([given] if given else []), *excluded])
+    node.note("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
+    say(f"job {new} goes on, this one ends")
+    try:
+        slurm.cancel(job_id)
+    except TorchrelayError as error:
+        say(f"type scancel {job_id}: it does nothing any more, and could not be ended: {error}")
+
+
+def _are_dead(names: list[str]) -> bool:
+    """Whether Slurm knows it."""
+    return set(slurm.dead_nodes(names)) == set(names)
+
+
+def _can_spare(node: Node, avoid: list[str]) -> bool:
+    """Whether the partition has nodes enough without those."""
+    wanted = node.spec.resources.partition
+    found = [p for p in slurm.partitions() if (p.name in wanted.split(",") if wanted else p.default)]
+    return sum(partition.nodes for partition in found) - len(avoid) >= node.spec.job_nodes[0]
+
+
+def requeue(job_id: str) -> None:
+    """Ask Slurm for the requeue, for longer than a fail-over of its controller takes (SlurmctldTimeout, 120 s).
+
+    Raises:
+        TorchrelayError: it refused to the end.
+    """
+    deadline = time.monotonic() + _REQUEUE_SECONDS
+    while True:
+        try:
+            return slurm.requeue(job_id)
+        except TorchrelayError as error:
+            if time.monotonic() > deadline:
+                raise
+            say(f"the requeue failed, trying again: {error}")
+            time.sleep(_RETRY_SECONDS)

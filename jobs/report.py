@@ -1,0 +1,102 @@
+"""What the agents of an attempt tell each other: reports to the head node's agent, orders from it. Pure data.
+
+Both are whole states, sent again and again: one that is lost on the way does no harm.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Phase(StrEnum):
+    """What an agent is doing."""
+
+    STARTING = "starting"
+    """Staging, or not there yet."""
+    READY = "ready"
+    """Waiting for a round that needs this node."""
+    RUNNING = "running"
+    """In a round."""
+    ENDED = "ended"
+    """Its torchrun of the round is over, and it waits for what comes next."""
+    FAILED = "failed"
+    """It cannot take part in this attempt."""
+    LEFT = "left"
+    """Nothing of it runs any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """One rank, as its node's agent sees it."""
+
+    rank: int
+    step: int
+    phase: str
+    state: str
+    """The kernel's letter for the process: T is stopped, D cannot be killed."""
+    still_seconds: float
+    """Since its last sign of life, by the clock of its node."""
+    step_seconds: float | None
+    busy_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank that ended badly. Times are seconds since the epoch."""
+
+    node: str
+    round: int
+    rank: int
+    started_at: float
+    failed_at: float
+    exit_code: int
+    signal: str | None
+    cause: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the head node's agent knows of one node."""
+
+    node_rank: int
+    phase: Phase = Phase.STARTING
+    round: int = 0
+    """The round that it is in, or was in last."""
+    exit_code: int = 0
+    """Of that round's torchrun, once it has ended."""
+    port: int = 0
+    """A free port, should this node be the one to host the next round."""
+    detail: str = ""
+    """Why it failed."""
+    beats: tuple[Beat, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    """The last few, of all rounds."""
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> "Report":
+        """From JSON."""
+        beats = tuple(Beat(**beat) for beat in fields.pop("beats"))
+        failures = tuple(Failure(**failure) for failure in fields.pop("failures"))
+        phase = Phase(fields.pop("phase"))
+        return cls(**fields, phase=phase, beats=beats, failures=failures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What all agents are to do."""
+
+    round: int = 0
+    """0: wait."""
+    members: tuple[int, ...] = field(default=())
+    """Node ranks that take part in the round; the first one hosts its rendezvous."""
+    port: int = 0
+    aborts: int = 0
+    """How often all ranks were to be killed, so that torchrun starts them again."""
+    over: bool = False
+    """The attempt ends: end what runs."""
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> "Orders":
+        """From JSON."""
+        return cls(**{**fields, "members": tuple(fields["members"])})
