@@ -13,7 +13,7 @@ INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo test check format lock clean
+.PHONY: demo drill test check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -24,6 +24,11 @@ else
 	$(BIN)/python -m hpc.testbed up --nodes 4 --gpus-per-node 4
 	$(BIN)/python -m hpc.submit --nodes 2 --gpus-per-node 4 --data fashion-mnist --wait
 endif
+
+# Every kind of failure on one small run, and what each cost. Ends the testbed that is up: it builds its own.
+drill: $(READY)
+	@$(call INSTALL,$(PACKAGES))
+	$(BIN)/python benchmarks/recovery.py
 
 test: $(READY)
 ifeq ($(ROOT),)

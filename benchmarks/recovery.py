@@ -1,0 +1,121 @@
+"""What every kind of failure costs a run, on the real Slurm of the testbed: `make drill`.
+
+    .venv/bin/python benchmarks/recovery.py
+
+Plays each drill of `hpc drill` on one small run (Fashion-MNIST, 2 of 6 nodes and a spare, 1 rank each) and prints what
+it cost, as a table in Markdown. Slurm notices a dead node after 300 s here, its default.
+Nothing supervises the run: what waits in the queue after a requeue is released by this script, as its owner may.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+HPC = [sys.executable, "-m", "hpc"]
+RUN = [
+    "--data=fashion-mnist", "--name=drill", "--nodes=2", "--spares=1", "--gpus-per-node=1", "--cpus-per-gpu=1",
+    "--epochs=100000", "--batch-size=512", "--lr=0.05", "--schedule=constant", "--hang-timeout=10s", "--log-every=5",
+    "--checkpoint-every=5m",
+]  # fmt: skip
+PARTS = ("notice", "release", "start", "stage", "rendezvous", "restore", "first_step", "total")
+
+
+def hpc(*arguments: str) -> Any:
+    """Type `hpc ... --json`, and read the answer."""
+    done = subprocess.run([*HPC, *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def status(run: Path) -> dict[str, Any]:
+    """The run's entry of `hpc status`."""
+    entry: dict[str, Any] = hpc("status", str(run))[0]
+    return entry
+
+
+def wait_for_steps(run: Path, seconds: float = 15.0) -> None:
+    """Until the run has trained for a while, so that one failure is not the last one's."""
+    step = None
+    while (now := status(run))["state"] != "running" or now["step"] is None or now["step"] == step:
+        step = now["step"]
+        time.sleep(1)
+    time.sleep(seconds)
+
+
+def release(stop: threading.Event) -> None:
+    """End Slurm's wait of two minutes before a requeued job may start again, as the job's owner may."""
+    released: set[str] = set()
+    while not stop.wait(1):
+        lines = subprocess.run(
+            ["squeue", "--me", "--noheader", "--format=%A %T %r"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        waiting = {line.split()[0] for line in lines if line.endswith("PENDING BeginTime")}
+        for job_id in waiting - released:  # once: each time would put the start off again
+            subprocess.run(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], check=False)
+        released = waiting
+
+
+def play(run: Path, kind: str, *flags: str) -> list[dict[str, Any]]:
+    """One drill; the interruptions that it caused."""
+    wait_for_steps(run)
+    began = time.monotonic()
+    found: list[dict[str, Any]] = hpc("drill", str(run), kind, "--yes", *flags)["incidents"]
+    print(f"{kind}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return found
+
+
+def row(name: str, incident: dict[str, Any] | None) -> str:
+    """A line of the table."""
+    if incident is None:
+        return f"| {name} | not interrupted | " + " | ".join("-" for _ in PARTS) + " | 0 |"
+    cells = ["-" if incident["seconds"][part] is None else f"{incident['seconds'][part]:.1f}" for part in PARTS]
+    return f"| {name} | {incident['cause']} | {' | '.join(cells)} | {incident['steps_lost']} |"
+
+
+def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """All of them."""
+    found = {name: play(run, kind) for name, kind in (
+        ("worker killed", "worker-kill"), ("worker hung (--hang-timeout 10s)", "hang"), ("disk full", "disk-full"),
+        ("bare SIGTERM", "term"), ("preempted", "preempt"),
+    )}  # fmt: skip
+    attempts = len(status(run)["attempts"])
+    found["node killed, a spare takes over"] = play(run, "node-kill")
+    if len(status(run)["attempts"]) != attempts:
+        raise SystemExit("the lost node ended the attempt, in spite of the spare")
+    lost = found["node killed, a spare takes over"][0]["node"]
+    hpc("testbed", "revive-node", lost)
+    head = status(run)["attempts"][-1]["nodes"][0]
+    found["head node killed"] = play(run, "node-kill", f"--node={head}")
+    return found
+
+
+def main() -> None:
+    """Build the testbed, start the run, play, print."""
+    configuration = hpc("testbed", "up", "--nodes=6", "--gpus-per-node=4", "--slurmd-timeout=300")["slurm_conf"]
+    os.environ["SLURM_CONF"] = configuration
+    stop = threading.Event()
+    thread = threading.Thread(target=release, args=(stop,))
+    thread.start()
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-drill-") as directory:
+        try:
+            run = Path(hpc("submit", *RUN, f"--runs-dir={directory}")["run_dir"])
+            found = drills(run)
+            after = status(run)
+        finally:
+            stop.set()
+            thread.join()
+            subprocess.run([*HPC, "cancel", f"{directory}/drill"], check=False, stdout=subprocess.DEVNULL)
+    print(f"| what | cause | {' | '.join(PARTS)} | steps lost |\n|---|---|{'--:|' * (len(PARTS) + 1)}")
+    for name, incidents in found.items():
+        for incident in incidents or [None]:  # type: ignore[list-item]  # nothing happened
+            print(row(name, incident))
+    print(f"\n{after['step']} steps, goodput {after['goodput']:.0%}, {len(after['attempts'])} attempts")
+
+
+if __name__ == "__main__":
+    main()
