@@ -153,7 +153,7 @@ class Captain:
     def _abort_hung(self, beats: dict[int, Beat]) -> None:
         """Ranks without a sign of life: all are killed, and torchrun starts them again."""
         found = hung(beats, self._node.spec.recovery.hang_timeout)
-        if found is None or self._node.stop or (self._last and self._last.failed_at > time.time() - found.seconds):
+        if found is None or self._node.stop or self._victims_before > time.time() - found.seconds:
             return
         self._meet(self._setback(Cause.HANG, time.time() - found.seconds, found.detail, rank=found.rank))
         # Whoever began before now is a victim of it.
