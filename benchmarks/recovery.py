@@ -17,13 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpc.accounting import PARTS
+
 HPC = [sys.executable, "-m", "hpc"]
 RUN = [
     "--data=fashion-mnist", "--name=drill", "--nodes=2", "--spares=1", "--gpus-per-node=1", "--cpus-per-gpu=1",
     "--epochs=100000", "--batch-size=512", "--lr=0.05", "--schedule=constant", "--hang-timeout=10s", "--log-every=5",
     "--checkpoint-every=5m",
 ]  # fmt: skip
-PARTS = ("notice", "release", "start", "stage", "rendezvous", "restore", "first_step", "total")
+COLUMNS = (*PARTS, "total")
 
 
 def hpc(*arguments: str) -> Any:
@@ -72,8 +74,8 @@ def play(run: Path, kind: str, *flags: str) -> list[dict[str, Any]]:
 def row(name: str, incident: dict[str, Any] | None) -> str:
     """A line of the table."""
     if incident is None:
-        return f"| {name} | not interrupted | " + " | ".join("-" for _ in PARTS) + " | 0 |"
-    cells = ["-" if incident["seconds"][part] is None else f"{incident['seconds'][part]:.1f}" for part in PARTS]
+        return f"| {name} | not interrupted | " + " | ".join("-" for _ in COLUMNS) + " | 0 |"
+    cells = ["-" if incident["seconds"][part] is None else f"{incident['seconds'][part]:.1f}" for part in COLUMNS]
     return f"| {name} | {incident['cause']} | {' | '.join(cells)} | {incident['steps_lost']} |"
 
 
@@ -110,7 +112,7 @@ def main() -> None:
             stop.set()
             thread.join()
             subprocess.run([*HPC, "cancel", f"{directory}/drill"], check=False, stdout=subprocess.DEVNULL)
-    print(f"| what | cause | {' | '.join(PARTS)} | steps lost |\n|---|---|{'--:|' * (len(PARTS) + 1)}")
+    print(f"| what | cause | {' | '.join(COLUMNS)} | steps lost |\n|---|---|{'--:|' * (len(COLUMNS) + 1)}")
     for name, incidents in found.items():
         for incident in incidents or [None]:  # type: ignore[list-item]  # nothing happened
             print(row(name, incident))

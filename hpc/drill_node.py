@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc.nodedir import node_dirs
-from hpc.processes import start_time
+from hpc.processes import children, start_time
 
 _FULL_SECONDS = 10.0
 # More than a heartbeat and the head of a log, less than any model.
@@ -50,7 +50,7 @@ def agent_tree(run: Path) -> list[int]:
     commands = {int(path.parent.name): _arguments(path) for path in Path("/proc").glob("[0-9]*/cmdline")}
     tree = [pid for pid, command in commands.items() if _is_agent(command, os.fspath(run))]
     for pid in tree:  # grows while it is walked
-        tree += [child for child in _children(pid) if child not in tree]
+        tree += [child for child in children(pid) if child not in tree]
     return tree
 
 
@@ -63,14 +63,6 @@ def _arguments(path: Path) -> list[str]:
     with suppress(OSError):
         return path.read_text(errors="replace").split("\0")
     return []
-
-
-def _children(pid: int) -> list[int]:
-    found = list[int]()
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
 
 
 def _kill(pid: int) -> None:

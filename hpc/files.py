@@ -22,6 +22,15 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def look_again(directory: Path) -> None:
+    """See the names that a directory of our own has now.
+
+    NFS clients remember for up to a minute that a name was not there, unless the directory changes under their own
+    hands; its mode is what it was before.
+    """
+    directory.chmod(0o700)
+
+
 def _write_temporary(path: Path, data: bytes, mode: int) -> Path:
     """Put the data, durably, beside `path` under a name that nobody else uses. A failed write leaves nothing."""
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"

@@ -26,6 +26,17 @@ def state_of(pid: str | int) -> str | None:
     return words[_STATE] if words else None
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that are there; none if it has ended itself."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(child) for child in path.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the thread has ended since it was listed
+    return found
+
+
 def is_alive(pid: str | int, started: int | None) -> bool:
     """Whether this very process runs. A zombie, which only waits to be looked at by its parent, does not."""
     words = _stat(pid)

@@ -16,6 +16,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hpc import ledger, slurm, staging
 from hpc.attempts import Attempt, attempts_of
 from hpc.errors import TorchrelayError
+from hpc.files import look_again
 from hpc.nodedir import MEMORY, open_node_dir
 from hpc.outcome import Cause
 from hpc.rundir import RunDir
@@ -101,8 +102,7 @@ def _claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
     Raises:
         TorchrelayError: another job does, or the run was cancelled.
     """
-    # NFS remembers for a while what was not there, unless the directory changes under our own hands.
-    run.events.chmod(0o700)
+    look_again(run.events)
     events = ledger.read(run.events)
     if any(event["event"] == "cancelled" for event in events):
         raise TorchrelayError(f"run {run.name} was cancelled: submit it under a new name")

@@ -14,7 +14,7 @@ from jobs.formation import Limits, View, next_step
 from jobs.hang import hung
 from jobs.link import LOST_SECONDS, Hub
 from jobs.node import Node
-from jobs.report import Beat, Failure, Orders, Phase
+from jobs.report import OVER, Beat, Failure, Orders, Phase
 from jobs.say import say
 
 # Long enough that all agents have told of the ranks that ended together, and that a dead node's silence shows.
@@ -100,9 +100,8 @@ class Captain:
         members = list[str]()
         for node_rank, report in self._hub.reports().items():
             silent = self._hub.silent_seconds(node_rank) or 0.0
-            if node_rank in self.lost or report.phase in {Phase.LEFT, Phase.FAILED} or silent <= LOST_SECONDS:
-                continue
-            if node_rank == self._node.place.node_rank:
+            known = node_rank in self.lost or node_rank == self._node.place.node_rank
+            if known or report.phase in OVER or silent <= LOST_SECONDS:
                 continue
             self.lost[node_rank] = heard = time.time() - silent
             name = self._name(node_rank)
@@ -222,8 +221,7 @@ class Captain:
             self._end()
             return
         if self._node.stop:
-            busy = (rank for rank, report in reports.items() if report.phase is Phase.RUNNING and rank not in self.lost)
-            if not any(True for _ in busy):
+            if not any(reports[rank].phase is Phase.RUNNING for rank in reports.keys() - self.lost.keys()):
                 self._end()
             return
         view = View(

@@ -10,7 +10,7 @@ from pathlib import Path
 from hpc import ledger
 from hpc.attempts import Attempt, attempts_of
 from hpc.errors import TorchrelayError
-from hpc.files import json_line, write_exclusive
+from hpc.files import json_line, look_again, write_exclusive
 from hpc.ledger import Writer
 from hpc.rundir import RunDir
 from jobs.rendezvous import Place
@@ -63,8 +63,7 @@ def end(run: RunDir, attempt: int, **fields: object) -> bool:
 
 def has_ended(run: RunDir, attempt: int) -> bool:
     """Whether somebody has written down that an attempt is over."""
-    # NFS remembers for a while that a name was not there, unless the directory changes under our own hands.
-    run.events.chmod(0o700)
+    look_again(run.events)
     return _end_file(run, attempt).exists()
 
 
@@ -101,9 +100,7 @@ def join(run: RunDir, place: Place, stopped: Callable[[], bool], timeout_seconds
     """
     deadline = time.monotonic() + timeout_seconds
     while not stopped():
-        # NFS clients remember for up to a minute that a name was not there, unless the directory changes under
-        # their own hands.
-        run.events.chmod(0o700)
+        look_again(run.events)
         events = ledger.read(run.events)
         for event in events:
             if event["event"] == "refused" and (event["job_id"], event["restart"]) == _start(place):

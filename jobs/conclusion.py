@@ -8,7 +8,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hpc import ledger, slurm
 from hpc.attempts import attempts_of, failures_in_a_row
 from hpc.errors import TorchrelayError
-from hpc.files import last_json_line
+from hpc.files import last_json_line, look_again
 from hpc.outcome import Cause, Ending, cause_of, goes_on, must_requeue
 from hpc.rundir import RunDir
 from hpc.slurm import JobState
@@ -16,7 +16,7 @@ from jobs.captain import Captain
 from jobs.handover import end, hand_over, requeue, save_snapshot
 from jobs.link import LOST_SECONDS, Hub
 from jobs.node import Node
-from jobs.report import Phase
+from jobs.report import OVER
 from jobs.say import say
 
 _POLL_SECONDS = 0.2
@@ -70,7 +70,7 @@ def _wait_for_others(node: Node, hub: Hub) -> set[int]:
     while time.monotonic() < deadline:
         node.turn()
         reports = {rank: report for rank, report in hub.reports().items() if rank != node.place.node_rank}
-        busy = {rank for rank, report in reports.items() if report.phase not in {Phase.LEFT, Phase.FAILED}}
+        busy = {rank for rank, report in reports.items() if report.phase not in OVER}
         silent = {rank for rank in busy if (hub.silent_seconds(rank) or 0.0) > LOST_SECONDS}
         if busy == silent:
             return silent
@@ -80,8 +80,7 @@ def _wait_for_others(node: Node, hub: Hub) -> set[int]:
 
 def _look(node: Node, captain: Captain) -> Ending:
     """Gather what tells how the attempt ended."""
-    # NFS remembers for a while that a name was not there, unless the directory changes under our own hands.
-    node.run.path.chmod(0o700)
+    look_again(node.run.path)
     finished = node.run.final_result.exists() if node.spec.train else captain.done and not node.stop
     events = ledger.read(node.run.events)
     fields = _show_job(node)

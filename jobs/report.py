@@ -25,6 +25,10 @@ class Phase(StrEnum):
     """Nothing of it runs any more."""
 
 
+OVER = frozenset({Phase.FAILED, Phase.LEFT})
+"""Phases of an agent from which nothing more is expected."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Beat:
     """One rank, as its node's agent sees it."""

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from hpc.processes import children
+
 _SHIELD = Path(__file__).with_name("shield.py")
 _ABORT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
@@ -121,17 +123,6 @@ class Torchrun:
                 os.killpg(keeper, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started: torchrun's are the keepers of its ranks."""
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += [int(child) for child in path.read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # the thread has ended since it was listed
-    return found
 
 
 def catches(pid: int, number: signal.Signals) -> bool:

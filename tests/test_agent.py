@@ -14,12 +14,12 @@ from cluster import ROOT
 
 from hpc.errors import TorchrelayError
 from hpc.nodedir import NodeDir
-from hpc.processes import state_of
+from hpc.processes import children, state_of
 from jobs.agent import threads_per_rank
 from jobs.ranks import LocalRanks
 from jobs.rendezvous import Place
 from jobs.round import rank_environment
-from jobs.torchrun import Torchrun, catches, children
+from jobs.torchrun import Torchrun, catches
 
 
 def place(cluster: str = "slurm", nodes: int = 2, node_rank: int = 0, cpus: int | None = 2) -> Place:
