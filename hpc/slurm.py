@@ -6,6 +6,7 @@ Runs on login and compute nodes. Only squeue, sinfo, scontrol and scancel: no ac
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,10 @@ def _run(*command: str, environment: Mapping[str, str] | None = None) -> str:
     Raises:
         TorchrelayError: it is not there, failed, or gave no answer.
     """
+    # A requeue sends SIGTERM to all processes of the job, and so to the scontrol that is to say which nodes to avoid
+    # next. A blocked signal stays blocked in a child; one that is meant for this process waits, or another thread
+    # takes it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS
@@ -117,6 +122,8 @@ def _run(*command: str, environment: Mapping[str, str] | None = None) -> str:
         raise TorchrelayError(f"{command[0]} is not on the PATH: is this a node of a Slurm cluster?") from error
     except subprocess.TimeoutExpired as error:
         raise TorchrelayError(f"{command[0]} gave no answer in {_TIMEOUT_SECONDS} s: is slurmctld down?") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if done.returncode != 0:
         raise TorchrelayError(first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}")
     return done.stdout

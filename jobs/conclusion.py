@@ -57,10 +57,7 @@ def _go_on(node: Node, lost: list[str], captain: Captain) -> int:
     if lost:
         hand_over(node, lost, unfit)
         return 0
-    requeue(job_id)
-    node.note("requeued", job_id=job_id)
-    if unfit:
-        slurm.exclude(job_id, unfit)
+    requeue(node, unfit)
     return 0
 
 

@@ -5,6 +5,7 @@ Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the 
 """
 
 import time
+from collections.abc import Callable
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
@@ -19,7 +20,9 @@ from jobs.say import say
 from training.snapshot import flush
 
 _POLL_SECONDS, _RETRY_SECONDS = 0.5, 3.0
-_REQUEUE_SECONDS = 600.0
+# Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), and than Slurm takes to notice a dead node
+# (SlurmdTimeout, 300 s): a job that can do nothing more should not keep its nodes for ever.
+_PATIENCE_SECONDS = 900.0
 # Who has a snapshot goes first: a spare waits this long.
 _SPARE_SECONDS = 5.0
 # A single agent that hears nothing may be cut off itself: where there are others, one of them must say the same.
@@ -105,26 +108,54 @@ def save_snapshot(node: Node) -> None:
 def hand_over(node: Node, lost: list[str], unfit: list[str]) -> None:
     """Requeue the job, if Slurm knows that the lost nodes are dead; otherwise submit a new one and end this one.
 
-    Slurm's controller may be silent for minutes, most of all when nodes die: it is asked until it answers.
-
     Args:
         node: this one.
         lost: names of nodes that are silent.
         unfit: names of other nodes to avoid.
+
+    Raises:
+        TorchrelayError: neither was possible.
     """
+
+    def leave() -> None:
+        # Some clusters take no jobs from their compute nodes: then Slurm has to notice first.
+        if _are_dead(lost):
+            slurm.requeue(node.place.job_id)
+            node.note("requeued", job_id=node.place.job_id)
+        else:
+            _relaunch(node, [*lost, *unfit])
+
+    _persist(leave)
+
+
+def requeue(node: Node, unfit: list[str]) -> None:
+    """Requeue the job, and keep it from some nodes.
+
+    Raises:
+        TorchrelayError: it was refused.
+    """
+    job_id = node.place.job_id
+    _persist(lambda: slurm.requeue(job_id))
+    node.note("requeued", job_id=job_id)
+    if unfit:
+        _persist(lambda: slurm.exclude(job_id, unfit))  # nothing can be changed before the requeue
+
+
+def _persist(ask: Callable[[], None]) -> None:
+    """Ask Slurm until it does what it is asked for: its controller is silent for minutes when it fails over.
+
+    Raises:
+        TorchrelayError: it refused to the end.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
-            if _are_dead(lost):
-                slurm.requeue(node.place.job_id)
-                node.note("requeued", job_id=node.place.job_id)
-            else:
-                _relaunch(node, [*lost, *unfit])
+            return ask()
         except TorchrelayError as error:
-            # Some clusters take no jobs from their compute nodes: then Slurm has to notice first.
+            if time.monotonic() > deadline:
+                raise
             say(f"the run cannot go on yet, trying again: {error}")
             time.sleep(_RETRY_SECONDS)
-        else:
-            return
 
 
 def _relaunch(node: Node, avoid: list[str]) -> None:
@@ -154,20 +185,3 @@ def _can_spare(node: Node, avoid: list[str]) -> bool:
     wanted = node.spec.resources.partition
     found = [p for p in slurm.partitions() if (p.name in wanted.split(",") if wanted else p.default)]
     return sum(partition.nodes for partition in found) - len(avoid) >= node.spec.job_nodes[0]
-
-
-def requeue(job_id: str) -> None:
-    """Ask Slurm for the requeue, for longer than a fail-over of its controller takes (SlurmctldTimeout, 120 s).
-
-    Raises:
-        TorchrelayError: it refused to the end.
-    """
-    deadline = time.monotonic() + _REQUEUE_SECONDS
-    while True:
-        try:
-            return slurm.requeue(job_id)
-        except TorchrelayError as error:
-            if time.monotonic() > deadline:
-                raise
-            say(f"the requeue failed, trying again: {error}")
-            time.sleep(_RETRY_SECONDS)

@@ -1,4 +1,6 @@
 import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,12 @@ def test_complaint_is_the_line_with_the_error() -> None:
     stderr = "sbatch: lua: hello\nsbatch: error: Batch job submission failed: Invalid account\n"
     assert slurm.first_error(stderr) == "sbatch: error: Batch job submission failed: Invalid account"
     assert slurm.first_error("") == ""
+
+
+def test_clients_survive_the_signal_that_their_own_requeue_sends() -> None:
+    told = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('done')"
+    assert slurm.call([sys.executable, "-c", told]) == "done\n"
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_missing_binary_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
