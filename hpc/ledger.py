@@ -13,6 +13,7 @@ which a failure has those that are known:
 | staged | every agent | node seconds path reused in_place |
 | node_failed | an agent that cannot go on | node detail |
 | rendezvous | the head node's agent | round port members (node ranks) |
+| checked | the head node's agent: the preflight before a script was passed | nodes (names) |
 | preflight | rank 0 | world_size allreduce_gb_per_second seconds |
 | train_started | rank 0, at every start | step epoch total_steps world_size restored_from source and the times |
 | first_step | rank 0, at every start of the ranks | step |

@@ -40,6 +40,11 @@ class NodeDir:
         """What one rank did last; read by the agent, from outside."""
         return self.path / "heartbeats" / f"local-{local_rank}"
 
+    def make(self) -> None:
+        """Make what there is not: systemd empties /dev/shm when its user logs out of the node (RemoveIPC=yes)."""
+        for directory in (self.path, self.snapshots, self.exits, self.heartbeat(0).parent):
+            directory.mkdir(mode=0o700, exist_ok=True)
+
     @property
     def lock(self) -> Path:
         """Held by the run's agent on this node: a directory whose lock is free is nobody's."""
@@ -75,8 +80,7 @@ def open_node_dir(run: Path, node_rank: int) -> tuple[NodeDir, int]:
 def _make_and_lock(own: NodeDir) -> int | None:
     """Make the directory and take its lock; None if another agent has it, or has just removed the directory."""
     try:
-        for directory in (own.path, own.snapshots, own.exits, own.heartbeat(0).parent):
-            directory.mkdir(mode=0o700, exist_ok=True)
+        own.make()
         descriptor = open_lock(own.lock)
     except FileNotFoundError:
         return None

@@ -109,7 +109,8 @@ class Recovery:
     spares: int = 0
     """More nodes that wait in the job, to take a lost one's place."""
     hang_timeout: str = "auto"
-    """How long ranks may show no progress before all are restarted: 90s, 5m. `auto`: by the measured time of a step."""
+    """How long ranks may show no progress before all are restarted: 90s, 5m. `auto`: by the measured time of a step.
+    A script of your own has to give signs of life (docs/recovery.md)."""
     stop_lead: str | None = None
     """How long before the time limit the run is told to save: 2m. By default a tenth of it, 30 s to 5 minutes."""
 

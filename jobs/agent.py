@@ -74,7 +74,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) ->
         node = Node(
             run=run, spec=spec, place=place, stop=stop, attempt=attempt, memory=memory, link=link,
             writer=claim.event_file(run, attempt.attempt, place.node_rank),
-            ranks=LocalRanks(memory, spec.resources.gpus_per_node, place.host, ours=spec.train is not None),
+            ranks=LocalRanks(memory, spec.resources.gpus_per_node, place.host),
             report=Report(node_rank=place.node_rank),
         )  # fmt: skip
         exit_code = _take_part(node)

@@ -70,6 +70,15 @@ class Captain:
         self._victims_before = 0.0
         self._met = list[tuple[str, int | None]]()
         self._slow: dict[int, float] = {}
+        checked = (event["nodes"] for event in ledger.read(node.run.events) if event["event"] == "checked")
+        self._checked = {name for names in checked for name in names}
+
+    @property
+    def signal(self) -> str | None:
+        """What asked the run to stop: it may have reached other nodes than this one."""
+        own = self._node.stop.signal
+        told = (report.signal for report in self._hub.reports().values() if report.signal)
+        return own.name if own else next(told, None)
 
     def tick(self) -> None:
         """One look, and what follows from it."""
@@ -234,6 +243,9 @@ class Captain:
         step = next_step(hub.orders, view, self._limits)
         if step.failed:
             self._end(self._why(step.failed))
+        elif step.done and hub.orders.preflight:
+            self._note_checked(hub.orders)
+            self._announce(hub.orders.members, hub.orders)
         elif step.done:
             self._end(done=True)
         elif step.members:
@@ -245,9 +257,18 @@ class Captain:
         short = time.monotonic() - self._announced < _SHORT_SECONDS
         self._failed_rounds = self._failed_rounds + 1 if failed and short else 0
         self._announced = time.monotonic()
-        orders = replace(before, round=before.round + 1, members=members, port=reports[members[0]].port)
+        # Our trainer checks them itself, at every start: that takes no second import of torch.
+        preflight = not self._node.spec.train and not self._checked.issuperset(map(self._name, members))
+        orders = replace(
+            before, round=before.round + 1, members=members, port=reports[members[0]].port, preflight=preflight
+        )
         self._node.note("rendezvous", round=orders.round, port=orders.port, members=list(members))
         self._hub.orders = orders
+
+    def _note_checked(self, orders: Orders) -> None:
+        names = [self._name(rank) for rank in orders.members]
+        self._checked.update(names)
+        self._node.note("checked", nodes=names)
 
     def _why(self, failed: str) -> Setback:
         """The setback that left too few nodes, or that there never were enough."""

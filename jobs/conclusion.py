@@ -78,13 +78,14 @@ def _wait_for_others(node: Node, hub: Hub) -> set[int]:
 def _look(node: Node, captain: Captain) -> Ending:
     """Gather what tells how the attempt ended."""
     look_again(node.run.path)
-    finished = node.run.final_result.exists() if node.spec.train else captain.done and not node.stop
+    signal = captain.signal
+    finished = node.run.final_result.exists() if node.spec.train else captain.done and not signal
     events = ledger.read(node.run.events)
     fields = _show_job(node)
     return Ending(
         finished=finished,
         cancelled=any(event["event"] == "cancelled" for event in events),
-        signal=node.stop.signal.name if node.stop.signal else None,
+        signal=signal,
         job_state=slurm.ending_state(fields, node.place.restart) if fields else JobState.RUNNING,
         preempted=slurm.is_preempted(fields),
         failure=captain.verdict.cause if captain.verdict else Cause.CRASHED,

@@ -27,6 +27,8 @@ _PATIENCE_SECONDS = 900.0
 _SPARE_SECONDS = 5.0
 # A single agent that hears nothing may be cut off itself: where there are others, one of them must say the same.
 _SECOND_SECONDS = 30.0
+# Three calls of Slurm's clients take no longer, each with its timeout.
+_SUCCESSOR_SECONDS = 100.0
 
 
 def take_over(node: Node) -> int:
@@ -40,16 +42,23 @@ def take_over(node: Node) -> int:
     if not _is_the_head_that_is_lost(node) or not _is_running(node):
         return 0
     step = node.last_step if node.spec.train else None
-    if not end(node, cause=Cause.NODE_FAILURE, step=step, detail=detail, failed_at=lost_at, node=head):
-        return 0
+    first = end(node, cause=Cause.NODE_FAILURE, step=step, detail=detail, failed_at=lost_at, node=head)
     if node.place.cluster == "local":
-        return LOCAL_REQUEUE_RETURN_CODE
+        return LOCAL_REQUEUE_RETURN_CODE if first else 0
+    if not first and not _is_left_undone(node):
+        return 0
     save_snapshot(node)
-    if goes_on(Cause.NODE_FAILURE, failures_in_a_row(attempts_of(ledger.read(node.run.events)))):
+    if _goes_on(node):
         hand_over(node, [head], [])
     else:
         slurm.cancel(node.place.job_id)
     return 0
+
+
+def _goes_on(node: Node) -> bool:
+    """Whether another attempt is to follow this one, which has ended."""
+    attempts = attempts_of(ledger.read(node.run.events))
+    return goes_on(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts))
 
 
 def _is_the_head_that_is_lost(node: Node) -> bool:
@@ -66,6 +75,16 @@ def _is_the_head_that_is_lost(node: Node) -> bool:
         time.sleep(_POLL_SECONDS)
     say(f"only {node.place.host} does not hear {node.place.head}: it leaves")
     return False
+
+
+def _is_left_undone(node: Node) -> bool:
+    """Whether the agent that ended the attempt has died before it saw to the next one."""
+    deadline = time.monotonic() + _SUCCESSOR_SECONDS
+    while time.monotonic() < deadline:
+        if node.events("relaunched") or node.events("requeued") or not _goes_on(node):
+            return False
+        time.sleep(_POLL_SECONDS)
+    return _is_running(node)
 
 
 def _is_running(node: Node) -> bool:

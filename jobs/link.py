@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
@@ -26,13 +26,21 @@ _PATIENCE_SECONDS = 2.0
 # A connection that ended says more than silence: who was only interrupted is back within this.
 _ENDED_SECONDS = 1.5
 _LONGEST_LINE = 2**20
+# An agent that did not run for so long, because its job or its machine was suspended, could not listen either.
+_TICK_SECONDS, _AWAY_SECONDS = 0.1, 2.0
 
 
 class _Clock:
-    """When somebody was last heard of."""
+    """When somebody was last heard of, by one who listens all the time."""
 
     def __init__(self) -> None:
-        self._heard = time.monotonic()
+        self._heard = self._listened = time.monotonic()
+
+    def tick(self) -> None:
+        """The listener runs."""
+        before, self._listened = self._listened, time.monotonic()
+        if self._listened - before > _AWAY_SECONDS:
+            self._heard = self._listened
 
     def heard(self) -> None:
         self._heard = time.monotonic()
@@ -43,7 +51,20 @@ class _Clock:
 
     @property
     def silent_seconds(self) -> float:
-        return time.monotonic() - self._heard
+        return max(0.0, self._listened - self._heard)
+
+
+def _keep_ticking(clocks: Callable[[], Iterable[_Clock]]) -> None:
+    while True:
+        time.sleep(_TICK_SECONDS)
+        for clock in clocks():
+            clock.tick()
+
+
+def _start(target: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True, name=name)
+    thread.start()
+    return thread
 
 
 class Hub:
@@ -57,7 +78,8 @@ class Hub:
         self._clocks: dict[int, _Clock] = {}
         self._server = _Server(("", 0), _Conversation)
         self._server.hub = self
-        threading.Thread(target=self._server.serve_forever, daemon=True, name="hub").start()
+        _start(self._server.serve_forever, "hub")
+        _start(_keep_ticking, "hub-clocks", lambda: list(self._clocks.values()))
 
     @property
     def port(self) -> int:
@@ -132,8 +154,8 @@ class Link:
         self._answered = threading.Event()
         self._address, self._nonce, self._report = (host, port), nonce, report
         self._clock, self._changed, self._closed = _Clock(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._talk, daemon=True, name="link")
-        self._thread.start()
+        self._thread = _start(self._talk, "link")
+        _start(_keep_ticking, "link-clock", lambda: (self._clock,))
 
     def tell(self, report: Report) -> None:
         """Send this report from now on; now, if it says that this node does something else."""

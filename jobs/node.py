@@ -91,7 +91,8 @@ class Node:
             self.note("rank_failed", **asdict(failure))
         beats = self.ranks.beats()
         self.last_step = max([self.last_step, *(beat.step for beat in beats)])
-        self.tell(beats=beats, failures=self.ranks.failures)
+        stopped = self.stop.signal and self.stop.signal.name
+        self.tell(beats=beats, failures=self.ranks.failures, signal=stopped)
         try:
             self.decide()
         except OSError as error:

@@ -25,10 +25,7 @@ def main(log_dir: str, node_dir: str, *program: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     log = os.path.join(log_dir, f"rank-{rank:02d}.log")
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    before = os.fstat(descriptor).st_size
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    before = _write_to(log)
     os.environ["TORCHRELAY_HEARTBEAT"] = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
     started, kills = time.time(), _out_of_memory_kills()
     status = _run(program)
@@ -45,6 +42,18 @@ def main(log_dir: str, node_dir: str, *program: str) -> None:
         }
         _write(os.path.join(node_dir, "exits"), f"{time.time_ns()}-{local_rank}.json", json.dumps(record))
     _end_like(status)
+
+
+def _write_to(log: str) -> int:
+    """Send all output to a log, and return its size until now. Without a log the output is in the agent's."""
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        print(f"{log} cannot be written: {error}", flush=True)
+        return 0
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    return os.fstat(descriptor).st_size
 
 
 def _run(program: tuple[str, ...]) -> int:
@@ -88,16 +97,24 @@ def _last_words(log: str, before: int, *, killed: bool) -> str:
 
     Who is killed by a signal says nothing about it, unless Python's faulthandler does.
     """
-    with open(log, "rb") as file:
-        file.seek(max(before, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if any(map(str.isalnum, line))]
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(before, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            said = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"{log} cannot be read: {error}"
+    lines = [line for line in said.splitlines() if any(map(str.isalnum, line))]
     if killed:
         lines = [line for line in lines if line.startswith("Fatal Python error")]
     return lines[-1].strip()[:_LONGEST_DETAIL] if lines else ""
 
 
 def _write(directory: str, name: str, text: str) -> None:
-    """Write a file whole. What cannot be written is in the log at least."""
+    """Write a file whole.
+
+    A failure that nobody hears of would be repeated for ever. So if it cannot be written, torchrun ends with it: the
+    agents count that too.
+    """
     path, hidden = os.path.join(directory, name), os.path.join(directory, "." + name)
     try:
         with open(hidden, "w") as file:
@@ -105,6 +122,7 @@ def _write(directory: str, name: str, text: str) -> None:
         os.replace(hidden, path)
     except OSError as error:
         print(f"{text} could not be written: {error}", flush=True)
+        os.kill(os.getppid(), signal.SIGKILL)
 
 
 def _end_like(status: int) -> None:

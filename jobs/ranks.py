@@ -17,16 +17,22 @@ _KEPT_FAILURES = 16
 class LocalRanks:
     """Watches the ranks of one node, round after round."""
 
-    def __init__(self, memory: NodeDir, ranks: int, node: str, *, ours: bool) -> None:
-        self._memory, self._ranks, self._node, self._ours = memory, ranks, node, ours
+    def __init__(self, memory: NodeDir, ranks: int, node: str) -> None:
+        self._memory, self._ranks, self._node = memory, ranks, node
         self._counts: dict[int, tuple[Any, float]] = {}
-        self._round = 0
+        self._round, self._ours = 0, True
         self.failures: tuple[Failure, ...] = ()
         """The last few, the newest last."""
 
-    def begin(self, number: int) -> None:
-        """A round begins: what the ranks of the last one left does not count any more."""
-        self._round, self._counts = number, {}
+    def begin(self, number: int, *, ours: bool) -> None:
+        """A round begins: what the ranks of the last one left does not count any more.
+
+        Args:
+            number: of the round.
+            ours: whether the ranks run our code; the user's may mean anything by its exit codes.
+        """
+        self._round, self._ours, self._counts = number, ours, {}
+        self._memory.make()
         for path in (*self._memory.exits.iterdir(), *self._memory.heartbeat(0).parent.iterdir()):
             path.unlink(missing_ok=True)
 

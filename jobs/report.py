@@ -76,6 +76,8 @@ class Report:
     beats: tuple[Beat, ...] = ()
     failures: tuple[Failure, ...] = ()
     """The last few, of all rounds."""
+    signal: str | None = None
+    """The first signal that asked this node to stop."""
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> "Report":
@@ -95,6 +97,8 @@ class Orders:
     members: tuple[int, ...] = field(default=())
     """Node ranks that take part in the round; the first one hosts its rendezvous."""
     port: int = 0
+    preflight: bool = False
+    """The round only checks its members, before a script of the user's that would not."""
     aborts: int = 0
     """How often all ranks were to be killed, so that torchrun starts them again."""
     over: bool = False

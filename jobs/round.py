@@ -23,7 +23,7 @@ _KEEPER = Path(__file__).with_name("rank.py")
 
 def run_round(node: Node, orders: Orders, data: Path | None, threads: int) -> int | None:
     """Take part in a round. Returns torchrun's exit code, or None if it was ended because of new orders."""
-    node.ranks.begin(orders.round)
+    node.ranks.begin(orders.round, ours=orders.preflight or node.spec.train is not None)
     argv, environment = _command(node, orders, data, threads)
     aborts, patience = orders.aborts, 0.0
     with Torchrun(argv, environment, node.run.code) as torchrun:
@@ -67,6 +67,8 @@ def _command(node: Node, orders: Orders, data: Path | None, threads: int) -> tup
     environment = rank_environment(os.environ, place, ranks, address, threads)
     if spec.train is not None and data is not None:
         program = train.command(spec.train, run, attempt.attempt, data, node.memory)
+    elif orders.preflight:
+        program = script.preflight(run, attempt.attempt)
     else:
         program = script.command(spec.script, run)
         environment = script.environment(environment, run, attempt.attempt, data)

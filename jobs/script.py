@@ -17,6 +17,11 @@ def command(script: tuple[str, ...], run: RunDir) -> list[str]:
     return [sys.executable, "-u", str(run.code / script[0]), *script[1:]]
 
 
+def preflight(run: RunDir, attempt: int) -> list[str]:
+    """What looks whether the nodes can train, before the script runs on them for the first time."""
+    return [sys.executable, "-u", "-P", "-m", "training.preflight", str(run.path), str(attempt)]
+
+
 def environment(base: Mapping[str, str], run: RunDir, attempt: int, data: Path | None) -> dict[str, str]:
     """The environment of the script's ranks: the user's modules on the path, ours not."""
     own = str(run.code / OWN)

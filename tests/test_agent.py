@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,9 +161,8 @@ def test_stopped_rank_is_killed() -> None:
 @pytest.fixture
 def ranks(tmp_path: Path) -> LocalRanks:
     memory = NodeDir(tmp_path)
-    for directory in (memory.exits, memory.heartbeat(0).parent):
-        directory.mkdir()
-    return LocalRanks(memory, 2, "gpu01", ours=True)
+    memory.make()
+    return LocalRanks(memory, 2, "gpu01")
 
 
 def keep(directory: Path, *program: str, rank: int = 5) -> int:
@@ -189,6 +189,32 @@ def test_keeper_ends_as_its_rank_and_writes_down_why(tmp_path: Path, ranks: Loca
     assert "fine" in (tmp_path / "rank-05.log").read_text()
 
 
+def test_keeper_without_a_log_of_its_own(tmp_path: Path, ranks: LocalRanks) -> None:
+    keeper = [sys.executable, "-S", str(ROOT / "jobs" / "rank.py"), str(tmp_path / "gone"), str(tmp_path)]
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
+    command = [*keeper, sys.executable, "-c", "print('heard', flush=True); 1 / 0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "cannot be written" in done.stdout
+    assert "heard" in done.stdout
+    [failure] = ranks.new_failures()
+    assert "rank-00.log cannot be read" in failure.detail
+
+
+def test_failure_that_cannot_be_written_down_ends_torchrun(tmp_path: Path) -> None:
+    keeper = [sys.executable, "-S", str(ROOT / "jobs" / "rank.py"), str(tmp_path), str(tmp_path / "gone"), "false"]
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
+    torchrun = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *keeper]
+    assert subprocess.run(torchrun, env=environment, check=False).returncode == -signal.SIGKILL
+
+
+def test_memory_that_was_emptied_is_made_again(tmp_path: Path, ranks: LocalRanks) -> None:
+    shutil.rmtree(tmp_path)
+    ranks.begin(2, ours=True)
+    assert keep(tmp_path, "false") == 1
+    assert len(ranks.new_failures()) == 1
+
+
 def test_rank_does_not_outlive_its_keeper(tmp_path: Path, ranks: LocalRanks) -> None:
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
     command = [sys.executable, "-S", str(ROOT / "jobs" / "rank.py"), str(tmp_path), str(tmp_path)]
@@ -211,5 +237,5 @@ def test_heartbeats_of_living_ranks_only(tmp_path: Path, ranks: LocalRanks) -> N
     wait_for(lambda: ranks.beats()[0].still_seconds > 0.0)
     NodeDir(tmp_path).heartbeat(1).write_text(json.dumps({**beat, "count": 2}))
     assert ranks.beats()[0].still_seconds == 0.0
-    ranks.begin(2)
+    ranks.begin(2, ours=True)
     assert ranks.beats() == ()

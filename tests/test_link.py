@@ -1,5 +1,6 @@
 """The connection between agents, over real sockets."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -74,6 +75,30 @@ def test_an_agent_that_is_gone_falls_silent_at_both_ends(hub: Hub) -> None:
 
 
 HEAD = "import time; from jobs.link import Hub; print(Hub('secret').port, flush=True); time.sleep(300)"
+
+
+LISTENER = """
+import time
+from jobs.link import Hub
+hub = Hub("secret")
+print(hub.port, flush=True)
+most, until = 0.0, time.monotonic() + 8
+while time.monotonic() < until:
+    most = max(most, hub.silent_seconds(1) or 0.0)
+print(most)
+"""
+
+
+def test_who_was_suspended_does_not_take_the_others_for_silent() -> None:
+    with subprocess.Popen([sys.executable, "-c", LISTENER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
+        assert head.stdout is not None
+        link = Link("127.0.0.1", int(head.stdout.readline()), "secret", Report(node_rank=1))
+        wait_for(lambda: link.skew_seconds is not None)
+        head.send_signal(signal.SIGSTOP)
+        time.sleep(LOST_SECONDS)
+        head.send_signal(signal.SIGCONT)
+        assert float(head.stdout.readline()) < LOST_SECONDS
+        link.close()
 
 
 def test_head_that_is_killed_falls_silent() -> None:

@@ -60,7 +60,7 @@ def test_own_script_with_its_arguments_and_environment(site: Site) -> None:
     (site.path / "src" / "helper.py").write_text("WORD = 'edited after the submission'\n")
     run.wait_for_state("completed")
     for rank in (0, 1):
-        word, rest = run.directory.rank_log(1, rank).read_text().strip().split(" ", 1)
+        word, rest = run.directory.rank_log(1, rank).read_text().splitlines()[-1].split(" ", 1)
         assert word == "old", "the snapshot runs, not the edited file"
         assert rest.startswith("['a b', '--x=$HOME'] 2 /tmp/torchrelay-")
 

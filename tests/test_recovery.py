@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import LONG, Run, Site, assert_nothing_left, dead, rank_pids, tiny_data
+from cluster import LONG, Run, Site, agent_pids, assert_nothing_left, dead, rank_pids, tiny_data
 
 from hpc.files import read_json_lines
 from hpc.rundir import RunDir
@@ -196,6 +196,46 @@ def test_signals_end_in_a_saved_state_and_one_requeue(site: Site, undisturbed: R
     assert status["steps_lost"] == 0
     assert len(run.events("requeued")) == 1
     assert_equal(undisturbed, run.directory)
+
+
+STEPS = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+told = []
+signal.signal(signal.SIGUSR2, lambda *_: told.append(True))
+run, rank = Path(os.environ["TORCHRELAY_RUN_DIR"]), int(os.environ["RANK"])
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+for step in range(1, 10**9):
+    beat = {"pid": os.getpid(), "rank": rank, "step": step, "phase": "step", "step_seconds": 0.1}
+    Path(os.environ["TORCHRELAY_HEARTBEAT"]).write_text(json.dumps(beat))
+    if told:
+        (run / "stop").touch()
+    if (run / "stop").exists():
+        sys.exit(0)
+    time.sleep(1000 if first and step == 10 else 0.1)
+"""
+
+
+def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
+    (site.path / "steps.py").write_text(STEPS)
+    for command in (("git", "init", "-q"), ("git", "add", "steps.py")):
+        assert site.type(*command).returncode == 0
+    flags = ("--nodes=2", "--gpus-per-node=1", "--hang-timeout=3s", "--name=steps")
+    run = site.submit(*flags, "--", "steps.py")
+    run.wait("the incident", lambda: run.events("incident"))
+    [preflight], [checked], [hang] = (run.events(kind) for kind in ("preflight", "checked", "incident"))
+    assert preflight["world_size"] == 2
+    [attempt] = run.status()["attempts"]
+    assert checked["nodes"] == attempt["nodes"]
+    assert (hang["cause"], hang["round"]) == ("hang", 2), "the first round is the preflight's"
+    log = run.directory.rank_log(1, 1)
+    run.wait("the stacks", lambda: "Fatal Python error: Aborted" in log.read_text())
+    # A signal that only one node gets, and not the head: the script ends with 0, and is not complete.
+    [agent] = agent_pids(run, attempt["nodes"][1])
+    os.kill(agent, signal.SIGUSR2)
+    run.wait("the requeue", lambda: run.events("requeued"))
+    assert run.status()["attempts"][0]["cause"] == "time_limit"
 
 
 def test_two_failures_without_a_step_end_the_run_with_the_first_that_failed(site: Site) -> None:

@@ -1,15 +1,19 @@
 """All ranks, and what they do together. Runs on every rank."""
 
 import os
+import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # exported, but not in __all__
+from torch.distributed.rendezvous import rendezvous
 
 from hpc.errors import TorchrelayError, UserError
 from hpc.outcome import EXIT_BAD_NODE
@@ -17,6 +21,9 @@ from training.place import Place
 
 # A rank that waits this long for another one waits for a dead one.
 _TIMEOUT = timedelta(minutes=10)
+_WATCHED_TIMEOUT = timedelta(days=1)
+# There is one wherever NVIDIA's driver is loaded.
+_DRIVER = Path("/dev/nvidiactl")
 
 
 class SharedError(UserError):
@@ -120,37 +127,78 @@ class Ranks:
             raise SharedError(f"rank {rank}: {text}" if alone else text)
 
 
-def connect(place: Place) -> Ranks:
+def connect(place: Place, *, watched: bool = False) -> Ranks:
     """Join the other ranks: NCCL with a GPU per rank, gloo without GPUs.
 
     gloo binds to the address that the host's name resolves to, the one that other nodes can reach; it must not be
     pointed at the loopback interface.
 
+    Args:
+        place: of this rank.
+        watched: whether an agent ends ranks that hang. It knows better than a timeout here who still works.
+
     Raises:
-        UnfitNodeError: this node has fewer GPUs than ranks.
+        UnfitNodeError: this node has fewer GPUs than ranks, or cannot use them.
+        TorchrelayError: another node has.
     """
-    gpu = torch.cuda.is_available()
-    if gpu and place.local_rank >= torch.cuda.device_count():
-        raise UnfitNodeError(
-            f"local rank {place.local_rank} has no GPU: this node has {torch.cuda.device_count()}, "
-            f"start no more ranks than that"
-        )
-    device = torch.device("cuda", place.local_rank) if gpu else torch.device("cpu")
+    patience = _WATCHED_TIMEOUT if watched else _TIMEOUT
+    store = _meet()
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = choose_device(place, store, usable, _given_gpus())
+    gpu = device if device.type == "cuda" else None
     if gpu:
-        torch.cuda.set_device(device)
-    _join(place, "nccl" if gpu else "gloo", device if gpu else None)
-    control = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
+        torch.cuda.set_device(gpu)
+    distributed.init_process_group(
+        "nccl" if gpu else "gloo",
+        store=store, rank=place.rank, world_size=place.world_size, timeout=patience, device_id=gpu,
+    )  # fmt: skip
+    control = distributed.new_group(backend="gloo", timeout=patience)
     assert isinstance(control, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
     return Ranks(place=place, device=device, control=control, connected_at=time.monotonic())
 
 
-def _join(place: Place, backend: str, device: torch.device | None) -> None:
-    under_torchrun = "MASTER_ADDR" in os.environ
-    if under_torchrun:
-        distributed.init_process_group(backend, timeout=_TIMEOUT, device_id=device)
-    else:
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # exported, but not in __all__
-        distributed.init_process_group(backend, store=store, rank=0, world_size=place.world_size, device_id=device)
+def _meet() -> Store:
+    """Where the ranks leave word for each other: torchrun's store, or for one alone its own memory."""
+    if "MASTER_ADDR" not in os.environ:
+        return HashStore()
+    store: Store
+    store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
+    return store
+
+
+def choose_device(place: Place, store: Store, usable: int, given: str) -> torch.device:
+    """This rank's GPU, or the CPU if no rank has one. Ranks with and without could not even connect.
+
+    Args:
+        place: of this rank.
+        store: which all ranks share.
+        usable: how many GPUs torch can use on this node.
+        given: those that this node should have, if that is known: NVIDIA's driver is loaded and the job has some.
+
+    Raises:
+        UnfitNodeError: this node has fewer GPUs than ranks, or cannot use them.
+        TorchrelayError: another node has.
+    """
+    broken, able = bool(given and not usable), place.local_rank < usable
+    store.add("broken", broken)
+    store.add("able", able)
+    if store.add("seen", 1) == place.world_size:
+        store.set("all seen", "")
+    store.wait(["all seen"], _TIMEOUT)
+    some, lacking = store.add("able", 0) > 0, place.world_size - store.add("able", 0)
+    where = f"local rank {place.local_rank} on {platform.node()}"
+    if broken:
+        raise UnfitNodeError(f"{where} was given the GPUs {given}, and torch {torch.__version__} can use none of them")
+    if some and not able:
+        raise UnfitNodeError(f"{where} has no GPU: this node has {usable}, start no more ranks than that")
+    if store.add("broken", 0) or (some and lacking):
+        raise TorchrelayError(f"this rank is well, but {lacking} of the {place.world_size} ranks have no GPU")
+    return torch.device("cuda", place.local_rank) if able else torch.device("cpu")
+
+
+def _given_gpus() -> str:
+    """The GPUs that this node should have. A testbed's are given to its jobs too, but have no driver."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "") if _DRIVER.exists() else ""
 
 
 def disconnect() -> None:

@@ -31,7 +31,7 @@ def launch(job: Job, place: Place) -> None:
         TorchrelayError: the training failed.
     """
     make_repeatable(everything=job.config.deterministic)
-    ranks = connect(place)
+    ranks = connect(place, watched=job.node_dir is not None)
     job.heartbeat.beat("start")
     # After an error there is no leaving in good order: it waits for ranks that may be no more.
     if not _is_complete(job, ranks):

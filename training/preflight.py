@@ -1,6 +1,7 @@
 """Can this rank's device compute, and the ranks talk to each other? Runs on every rank, before a training.
 
-`python -m training.preflight` under torchrun is the same as a program of its own, for scripts that are not ours.
+`python -m training.preflight RUN_DIR ATTEMPT` under torchrun is the same as a program of its own, for scripts that are
+not ours.
 """
 
 import faulthandler
@@ -8,15 +9,19 @@ import os
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, distributed
 
 from hpc.errors import TorchrelayError
+from hpc.rundir import RunDir
+from training.console import Console
 from training.distributed import Ranks, UnfitNodeError, connect, disconnect
 from training.fault import NO_FAULT, Fault
 from training.place import place_from
+from training.recorder import Recorder
 
 _SIDE = 256
 _TURNS = 3
@@ -100,8 +105,8 @@ def _whereabouts(ranks: Ranks) -> str:
     return f"rank {ranks.rank} on {platform.node()} ({device})"
 
 
-def main() -> int:
-    """Check, print a line, and turn errors into one line and an exit code."""
+def main(run_dir: str, attempt: str) -> int:
+    """Check, print a line and record it, and turn errors into one line and an exit code."""
     place = place_from(os.environ)
     try:
         ranks = connect(place)
@@ -113,10 +118,12 @@ def main() -> int:
         speed = report.allreduce_gb_per_second
         told = f", all-reduce {speed} GB/s" if speed is not None else ""
         print(f"preflight: {report.world_size} ranks on {ranks.device.type}{told}, {report.seconds} s", flush=True)
+        recorder = Recorder(RunDir(Path(run_dir)), int(attempt), Console(speaks=True), writes=True)
+        recorder.event("preflight", **asdict(report))
     disconnect()
     return 0
 
 
 if __name__ == "__main__":
     faulthandler.enable()
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -3,14 +3,18 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 from trainer_rig import Starter, events
 
 from hpc.errors import TorchrelayError
 from hpc.outcome import EXIT_BAD_NODE
-from training.distributed import Ranks, UnfitNodeError
+from training.distributed import Ranks, UnfitNodeError, choose_device
 from training.fault import parse_fault
+from training.place import Place
 from training.preflight import check
 
 SHORT = ("--epochs=1", "--batch-size=64")
@@ -53,10 +57,46 @@ def test_a_complete_run_needs_no_check(start: Starter) -> None:
     assert len(events(run, "preflight")) == 1
 
 
-def test_the_check_is_a_program_of_its_own() -> None:
+def choose(usable: list[int], given: list[str]) -> list[str]:
+    """What becomes of ranks on as many nodes, one each: their device, or the end of their error."""
+    store = HashStore()
+
+    def one(rank: int) -> str:
+        place = Place(rank=rank, world_size=len(usable), local_rank=0, local_world_size=1, restarts=0)
+        try:
+            return str(choose_device(place, store, usable[rank], given[rank]))
+        except TorchrelayError as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(len(usable)) as pool:
+        return list(pool.map(one, range(len(usable))))
+
+
+def test_all_ranks_have_gpus_or_none_has() -> None:
+    assert choose([1, 4], ["0", "0,1,2,3"]) == ["cuda:0", "cuda:0"]
+    assert choose([0, 0], ["", ""]) == ["cpu", "cpu"]
+
+
+def test_a_node_whose_driver_is_not_loaded_is_unfit() -> None:
+    well, unfit = choose([1, 0], ["0", ""])
+    assert well == "TorchrelayError: this rank is well, but 1 of the 2 ranks have no GPU"
+    assert unfit.startswith("UnfitNodeError: local rank 0 on ")
+    assert "has no GPU: this node has 0" in unfit
+
+
+def test_a_node_whose_gpus_cannot_be_used_is_unfit() -> None:
+    first, second = choose([0, 0], ["0", ""])
+    assert "was given the GPUs 0, and torch" in first
+    assert first.startswith("UnfitNodeError")
+    assert second.startswith("TorchrelayError: this rank is well")
+
+
+def test_the_check_is_a_program_of_its_own(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    argv += ["--rdzv-endpoint=localhost:0", "-m", "training.preflight"]
+    argv += ["--rdzv-endpoint=localhost:0", "-m", "training.preflight", str(tmp_path / "run"), "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
     [line] = done.stdout.splitlines()
     assert line.startswith("preflight: 2 ranks on cpu, all-reduce ")
+    [preflight] = events(tmp_path / "run", "preflight")
+    assert (preflight["attempt"], preflight["world_size"]) == (3, 2)
