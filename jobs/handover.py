@@ -62,13 +62,13 @@ def _goes_on(node: Node) -> bool:
 
 
 def _is_the_head_that_is_lost(node: Node) -> bool:
-    """Whether another agent has lost the head node too; with nobody else to ask, it is believed."""
+    """Whether another agent has lost the head node too, or acted on it; with nobody else to ask, it is believed."""
     if node.place.num_nodes <= 2 or node.place.cluster == "local":
         return True
     deadline = time.monotonic() + _SECOND_SECONDS
     while time.monotonic() < deadline:
         if claim.has_ended(node.run, node.attempt.attempt):
-            return False
+            return True
         lost = [event for event in node.events("node_lost") if event["node"] == node.place.head]
         if len(lost) >= 2:
             return True
