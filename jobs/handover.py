@@ -16,6 +16,7 @@ from hpc.outcome import Cause, goes_on
 from hpc.slurm import JobState
 from jobs import claim
 from jobs.node import Node
+from jobs.rendezvous import Place
 from jobs.say import say
 from training.snapshot import flush
 
@@ -25,8 +26,8 @@ _POLL_SECONDS, _RETRY_SECONDS = 0.5, 3.0
 _PATIENCE_SECONDS = 900.0
 # Who has a snapshot goes first: a spare waits this long.
 _SPARE_SECONDS = 5.0
-# A single agent that hears nothing may be cut off itself: where there are others, one of them must say the same.
-_SECOND_SECONDS = 30.0
+# A single agent that hears nothing may be cut off itself: where there are others, one of them should say the same.
+_SECOND_SECONDS = 15.0
 # Three calls of Slurm's clients take no longer, each with its timeout.
 _SUCCESSOR_SECONDS = 100.0
 
@@ -62,19 +63,33 @@ def _goes_on(node: Node) -> bool:
 
 
 def _is_the_head_that_is_lost(node: Node) -> bool:
-    """Whether another agent has lost the head node too, or acted on it; with nobody else to ask, it is believed."""
-    if node.place.num_nodes <= 2 or node.place.cluster == "local":
-        return True
+    """Whether it is not this node that is cut off."""
     deadline = time.monotonic() + _SECOND_SECONDS
-    while time.monotonic() < deadline:
+    while node.place.cluster == "slurm" and time.monotonic() < deadline:
         if claim.has_ended(node.run, node.attempt.attempt):
             return True
-        lost = [event for event in node.events("node_lost") if event["node"] == node.place.head]
-        if len(lost) >= 2:
-            return True
+        told = head_is_lost([event["node"] for event in node.events("node_lost")], node.place)
+        if told is not None:
+            return told
         time.sleep(_POLL_SECONDS)
-    say(f"only {node.place.host} does not hear {node.place.head}: it leaves")
-    return False
+    # Nobody speaks: they have died together, as the nodes of a rack do.
+    return True
+
+
+def head_is_lost(lost: list[str], place: Place) -> bool | None:
+    """Whether the head node is lost to all that are left, or only to one that is cut off itself. Pure.
+
+    Args:
+        lost: the nodes that agents do not hear any more, a name for each who says so; this one has said it of the head.
+        place: of this agent.
+
+    Returns:
+        None if it takes another agent to tell.
+    """
+    if place.host in lost:
+        return False
+    others = set(place.hostnames) - {place.host, *lost}
+    return True if not others or lost.count(place.head) > 1 else None
 
 
 def _is_left_undone(node: Node) -> bool:
