@@ -97,7 +97,7 @@ def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Build the testbed, start the run, play, print."""
+    """Build a testbed, start the run, play, print."""
     configuration = hpc("testbed", "up", "--nodes=6", "--gpus-per-node=4", "--slurmd-timeout=300")["slurm_conf"]
     os.environ["SLURM_CONF"] = configuration
     stop = threading.Event()
@@ -111,7 +111,8 @@ def main() -> None:
         finally:
             stop.set()
             thread.join()
-            subprocess.run([*HPC, "cancel", f"{directory}/drill"], check=False, stdout=subprocess.DEVNULL)
+            # Nobody may write into the directory any more when it is removed.
+            subprocess.run([*HPC, "testbed", "down"], check=True, stdout=subprocess.DEVNULL)
     print(f"| what | cause | {' | '.join(COLUMNS)} | steps lost |\n|---|---|{'--:|' * (len(COLUMNS) + 1)}")
     for name, incidents in found.items():
         for incident in incidents or [None]:  # type: ignore[list-item]  # nothing happened
