@@ -13,7 +13,7 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc import ledger, slurm, staging
+from hpc import ledger, relaunch, slurm, staging
 from hpc.attempts import Attempt, attempts_of
 from hpc.errors import TorchrelayError
 from hpc.files import look_again
@@ -113,7 +113,7 @@ def _claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
         cause, detail = _fate(last, place)
         heard = max(event["time"] for event in events if event.get("attempt") == last.attempt)
         step = last_step(run) or (0 if RunSpec.load(run).train else None)
-        claim.end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=heard)
+        relaunch.end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=heard)
     return claim.claim(run, place, port, nonce)
 
 

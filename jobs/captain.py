@@ -6,10 +6,9 @@ Runs on compute nodes. It looks a few times a second at the reports of all agent
 import time
 from dataclasses import dataclass, replace
 
-from hpc import ledger
+from hpc import ledger, relaunch
 from hpc.attempts import attempts_of, failures_in_a_row
 from hpc.outcome import Cause, goes_on
-from jobs import claim
 from jobs.formation import Limits, View, next_step
 from jobs.hang import hung
 from jobs.link import LOST_SECONDS, Hub
@@ -284,4 +283,4 @@ class Captain:
         if time.monotonic() - self._looked < _FENCE_SECONDS:
             return False
         self._looked = time.monotonic()
-        return claim.has_ended(self._node.run, self._node.attempt.attempt)
+        return relaunch.has_ended(self._node.run, self._node.attempt.attempt)

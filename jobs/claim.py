@@ -1,11 +1,11 @@
-"""Who begins an attempt, and who ends it: exactly one agent does either, the others join and follow.
+"""Who begins an attempt: exactly one agent does, the others join and follow.
 
-Runs on compute nodes. A claim, like an end, is a file of events that is created exclusively, with its line in it.
+Runs on compute nodes. A claim, like an end (hpc.relaunch), is a file of events that is created exclusively, with its
+line in it.
 """
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from hpc import ledger
 from hpc.attempts import Attempt, attempts_of
@@ -48,27 +48,6 @@ def claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
     if not write_exclusive(event_file(run, number, place.node_rank).path, json_line(event)):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([event])[0]
-
-
-def end(run: RunDir, attempt: int, **fields: object) -> bool:
-    """Write down that an attempt has ended; False if somebody else has done so already, whose word counts.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    return write_exclusive(
-        _end_file(run, attempt), json_line(ledger.record("attempt_ended", attempt=attempt, **fields))
-    )
-
-
-def has_ended(run: RunDir, attempt: int) -> bool:
-    """Whether somebody has written down that an attempt is over."""
-    look_again(run.events)
-    return _end_file(run, attempt).exists()
-
-
-def _end_file(run: RunDir, attempt: int) -> Path:
-    return run.events / f"attempt-{attempt:03d}-end.jsonl"
 
 
 def refuse(run: RunDir, place: Place, reason: str) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc import ledger, slurm
+from hpc import ledger, relaunch, slurm
 from hpc.attempts import attempts_of, failures_in_a_row
 from hpc.errors import TorchrelayError
 from hpc.outcome import Cause, goes_on
 from hpc.slurm import JobState
-from jobs import claim
 from jobs.node import Node
 from jobs.rendezvous import Place
 from jobs.say import say
@@ -66,7 +65,7 @@ def _is_the_head_that_is_lost(node: Node) -> bool:
     """Whether it is not this node that is cut off."""
     deadline = time.monotonic() + _SECOND_SECONDS
     while node.place.cluster == "slurm" and time.monotonic() < deadline:
-        if claim.has_ended(node.run, node.attempt.attempt):
+        if relaunch.has_ended(node.run, node.attempt.attempt):
             return True
         told = head_is_lost([event["node"] for event in node.events("node_lost")], node.place)
         if told is not None:
@@ -120,7 +119,7 @@ def end(agent: Node, **fields: object) -> bool:
     A full disk does not keep it from ending; then the first that is left decides.
     """
     try:
-        return claim.end(agent.run, agent.attempt.attempt, **fields)
+        return relaunch.end(agent.run, agent.attempt.attempt, **fields)
     except OSError as error:
         say(f"the end of the attempt could not be recorded: {error}")
         return agent.place.node_rank <= 1
@@ -198,9 +197,8 @@ def _relaunch(node: Node, avoid: list[str]) -> None:
     Raises:
         TorchrelayError: it was refused.
     """
-    job_id, given = node.place.job_id, node.spec.resources.exclude
-    excluded = avoid if _can_spare(node, avoid) else []
-    new = slurm.submit(node.run.script, [*([given] if given else []), *excluded])
+    job_id = node.place.job_id
+    new, excluded = relaunch.submit(node.run, node.spec, avoid)
     node.note("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
     say(f"job {new} goes on, this one ends")
     try:
@@ -212,10 +210,3 @@ def _relaunch(node: Node, avoid: list[str]) -> None:
 def _are_dead(names: list[str]) -> bool:
     """Whether Slurm knows it."""
     return set(slurm.dead_nodes(names)) == set(names)
-
-
-def _can_spare(node: Node, avoid: list[str]) -> bool:
-    """Whether the partition has nodes enough without those."""
-    wanted = node.spec.resources.partition
-    found = [p for p in slurm.partitions() if (p.name in wanted.split(",") if wanted else p.default)]
-    return sum(partition.nodes for partition in found) - len(avoid) >= node.spec.job_nodes[0]
