@@ -10,6 +10,7 @@ VERBS = {
     "submit": "check a run, make its directory, queue it",
     "status": "a table of runs",
     "logs": "what the ranks printed",
+    "supervise": "see that runs go on: requeue, resubmit, take over from dead nodes",
     "cancel": "end a run for good",
     "drill": "break a run on purpose, and see what that costs",
     "testbed": "a real Slurm on this machine",

@@ -30,8 +30,11 @@ which a failure has those that are known:
 | train_stopped | rank 0 | step signal seconds (from the signal until the state was saved) |
 | train_completed | rank 0 | step |
 | attempt_ended | the head node's agent, or the next one to go on | cause step detail last_heard failed_at rank node |
-| requeued | the head node's agent | job_id |
-| relaunched | the agent that handed the run to a new job | job_id old_job_id excluded (node names) |
+| requeued | the head node's agent, or the supervisor | job_id |
+| relaunched | the agent, or supervisor, that handed the run to a new job | job_id old_job_id excluded (node names) |
+| released | the supervisor: Slurm's wait, or its hold, is ended | job_id |
+| relaunching | the supervisor that is about to submit a new job | attempt host pid started |
+| told | the supervisor, before it calls --on-end | state |
 | cancelled | cancel | by |
 
 `step` of a failure is the last that any rank had done; `failed_at` and `last_heard` are seconds since the epoch.

@@ -3,13 +3,19 @@
 Runs on compute nodes, in agents that outlive their head node, and on the login node, in the supervisor.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hpc import ledger, slurm
-from hpc.files import json_line, look_again, write_exclusive
+from hpc.files import json_line, last_json_line, look_again, write_exclusive
+from hpc.ledger import Event
+from hpc.outcome import Cause
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
+
+# A node that failed is rebooted or mended some time.
+_BLAME_SECONDS = 6 * 3600.0
 
 
 def end(run: RunDir, attempt: int, **fields: object) -> bool:
@@ -34,28 +40,39 @@ def _end_file(run: RunDir, attempt: int) -> Path:
     return run.events / f"attempt-{attempt:03d}-end.jsonl"
 
 
-def submit(run: RunDir, spec: RunSpec, avoid: Sequence[str]) -> tuple[str, list[str]]:
-    """Submit a new job for a run, away from some nodes.
+def last_step(run: RunDir) -> int | None:
+    """The last step in the metrics; None before the first, and for a script, which has none."""
+    record = last_json_line(run.train_metrics)
+    return None if record is None else record.get("step")
+
+
+def exclusions(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = ()) -> list[str]:
+    """What the next job of a run keeps away from: the user's --exclude, and nodes that failed the run of late.
+
+    Of those as many as its partition can do without.
 
     Args:
-        run: the run.
-        spec: what it was submitted as.
-        avoid: names of nodes; the first ones matter most, if the partition cannot do without all.
-
-    Returns:
-        The job's id, and the nodes that it keeps away from.
-
-    Raises:
-        TorchrelayError: it was refused.
+        spec: what the run was submitted as.
+        events: what happened to it.
+        failed: nodes that have failed just now.
     """
-    given = spec.resources.exclude
-    excluded = spared(spec, avoid)
-    return slurm.submit(run.script, [*([given] if given else []), *excluded]), excluded
+    given = [spec.resources.exclude] if spec.resources.exclude else []
+    names = list(dict.fromkeys([*failed, *blamed(events, time.time())]))
+    return [*given, *names[: max(0, _nodes(spec.resources.partition) - spec.job_nodes[0])]] if names else given
 
 
-def spared(spec: RunSpec, avoid: Sequence[str]) -> list[str]:
-    """As many of the nodes to avoid as the partition can do without."""
-    wanted = spec.resources.partition
-    found = [p for p in slurm.partitions() if (p.name in wanted.split(",") if wanted else p.default)]
-    most = sum(partition.nodes for partition in found) - spec.job_nodes[0]
-    return list(avoid[: max(0, most)])
+def blamed(events: Iterable[Event], now: float) -> list[str]:
+    """The nodes that failed a run within the last hours, the last one first. Pure."""
+    recent = [event for event in events if now - event["time"] < _BLAME_SECONDS and event.get("node")]
+    guilty = [event["node"] for event in recent if _is_blame(event)]
+    return list(dict.fromkeys(reversed(guilty)))
+
+
+def _is_blame(event: Event) -> bool:
+    return event["event"] == "node_lost" or event.get("cause") in {Cause.BAD_NODE, Cause.LOST}
+
+
+def _nodes(partition: str | None) -> int:
+    """How many nodes there are in the partitions that a job may go to."""
+    found = [p for p in slurm.partitions() if (p.name in partition.split(",") if partition else p.default)]
+    return sum(one.nodes for one in found)

@@ -39,6 +39,11 @@ class RunDir:
         return self.path / "events"
 
     @property
+    def alive(self) -> Path:
+        """Its time is the last sign of life of the head node's agent."""
+        return self.path / "alive"
+
+    @property
     def train_metrics(self) -> Path:
         """One JSON line per logged step."""
         return self.path / "metrics" / "train.jsonl"

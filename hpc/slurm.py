@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from hpc.units import slurm_seconds
 _TIMEOUT_SECONDS = 30
 _KEPT_IN_A_JOB = frozenset({"SLURM_CONF"})
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
+_SEPARATOR = "|"
+# `--format` of one letter each has no count of restarts. The last one may hold anything.
+_FIELDS = ("JobID", "State", "Reason", "NodeList", "RestartCnt", "EligibleTime", "StartTime", "Command")
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 
 
@@ -84,6 +88,12 @@ class Job:
     nodes: str
     command: str
     """The script: for a run, its submit.sbatch, whoever submitted it."""
+    restarts: int = 0
+    """How often Slurm has requeued it."""
+    eligible: float | None = None
+    """When it may start, if there is room; in seconds since the epoch, like the next one."""
+    started: float | None = None
+    """When it started; while it waits, when Slurm thinks that it will."""
 
 
 def adopt_environment(environment: MutableMapping[str, str]) -> None:
@@ -201,17 +211,34 @@ def gpus_in(gres: str) -> int:
 
 
 def jobs() -> dict[str, Job]:
-    """All the user's jobs that Slurm holds, by id: one call of squeue."""
-    return parse_jobs(_run("squeue", "--me", "--noheader", "--format=%A|%T|%r|%N|%o"))
+    """All the user's jobs that Slurm holds or has not yet forgotten (MinJobAge), by id: one call of squeue."""
+    fields = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
+    return parse_jobs(_run("squeue", "--me", "--states=all", "--noheader", f"--Format={fields}"))
 
 
 def parse_jobs(text: str) -> dict[str, Job]:
-    """Parse `squeue --format=%A|%T|%r|%N|%o`."""
+    """Parse what squeue prints of `_FIELDS`. A line of something else is not a job."""
     found = {}
     for line in text.splitlines():
-        job_id, state, reason, nodes, command = line.split("|", 4)
-        found[job_id] = Job(job_id=job_id, state=job_state(state), reason=reason, nodes=nodes, command=command)
+        words = line.split(_SEPARATOR, len(_FIELDS) - 1)
+        if len(words) < len(_FIELDS):
+            continue
+        job_id, state, reason, nodes, restarts, eligible, started, command = words
+        found[job_id] = Job(
+            job_id=job_id, state=job_state(state), reason=reason, nodes=nodes,
+            command=command.rstrip().removesuffix(_SEPARATOR),
+            restarts=int(restarts) if restarts.isdigit() else 0,
+            eligible=_seconds(eligible), started=_seconds(started),
+        )  # fmt: skip
     return found
+
+
+def _seconds(time: str) -> float | None:
+    """A time of Slurm's, which is ISO 8601 without a zone: that of the machine. None where there is none."""
+    try:
+        return datetime.fromisoformat(time).astimezone().timestamp()
+    except ValueError:
+        return None  # N/A, Unknown
 
 
 def show_job(job_id: str) -> dict[str, str]:
@@ -261,6 +288,27 @@ def is_preempted(fields: Mapping[str, str]) -> bool:
     return since not in {"None", "N/A", ""} and since >= fields.get("StartTime", "")
 
 
+def fates(job_ids: Sequence[str]) -> dict[str, JobState]:
+    """How jobs ended that squeue has forgotten, as far as an accounting remembers them; most clusters have one.
+
+    Raises:
+        TorchrelayError: there is none, or it does not answer.
+    """
+    words = ("--allocations", "--noheader", "--parsable2", "--format=JobIDRaw,State", f"--jobs={','.join(job_ids)}")
+    lines = [line.split("|") for line in _run("sacct", *words).splitlines()]
+    return {job_id: job_state(state) for job_id, state in lines}
+
+
+def begin_at(job_id: str, at: str) -> None:
+    """Have a job that waits begin at some time, as Slurm writes it, if there is room."""
+    _run("scontrol", "update", f"JobId={job_id}", f"StartTime={at}")
+
+
+def release(job_id: str) -> None:
+    """Let a job start that is held."""
+    _run("scontrol", "release", job_id)
+
+
 def dead_nodes(nodes: list[str]) -> list[str]:
     """Those of the nodes that Slurm calls down; of one that only does not respond it still holds the jobs."""
     # All nodes are asked for: the answer for a few may be minutes old.
@@ -285,11 +333,9 @@ def submit(script: Path, exclude: list[str]) -> str:
     return _run("sbatch", "--parsable", *avoid, str(script), environment=environment).strip().partition(";")[0]
 
 
-def exclude(job_id: str, nodes: list[str]) -> None:
-    """Keep a job that waits from these nodes, and from those that it avoided before."""
-    before = show_job(job_id).get("ExcNodeList", "")
-    names = [*([before] if before not in {"", "(null)"} else []), *nodes]
-    _run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
+def exclude(job_id: str, nodes: Sequence[str]) -> None:
+    """Keep a job that waits from these nodes, and from no others."""
+    _run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
 
 
 def requeue(job_id: str) -> None:

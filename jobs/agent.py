@@ -4,10 +4,12 @@ Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The he
 the others report to it and follow its orders; when it dies, one of them hands the run to a new job.
 """
 
+import contextlib
 import os
 import secrets
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from hpc.spec import RunSpec
 from hpc.staging import StagingStopped
 from jobs import claim
 from jobs.captain import Captain
-from jobs.conclusion import conclude, last_step
+from jobs.conclusion import conclude
 from jobs.formation import Limits
 from jobs.handover import save_snapshot, take_over
 from jobs.link import Hub, Link
@@ -40,6 +42,7 @@ from jobs.torchrun import StopRequest
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 600.0
+_ALIVE_SECONDS = 5.0
 _MEET_SECONDS = 30.0
 # KillWait, which an ending job may take to save, is seldom more than a minute.
 _ENDING_SECONDS = 120.0
@@ -77,12 +80,23 @@ def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) ->
             ranks=LocalRanks(memory, spec.resources.gpus_per_node, place.host),
             report=Report(node_rank=place.node_rank),
         )  # fmt: skip
+        if place.is_head:
+            threading.Thread(target=_keep_alive, args=(run,), daemon=True, name="alive").start()
         exit_code = _take_part(node)
         if not node.unsaved:
             shutil.rmtree(memory.path, ignore_errors=True)
         return exit_code
     finally:
         os.close(held)
+
+
+def _keep_alive(run: RunDir) -> None:
+    """Give the supervisor a sign of life, for as long as this process runs; in a thread of its own."""
+    while True:
+        # A storage that is full, or away, is not this process's death.
+        with contextlib.suppress(OSError):
+            run.alive.touch()
+        time.sleep(_ALIVE_SECONDS)
 
 
 def _lead(run: RunDir, place: Place) -> tuple[Hub, Attempt]:
@@ -112,7 +126,7 @@ def _claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
             _wait_for_the_end_of(last.job_id, run, place)
         cause, detail = _fate(last, place)
         heard = max(event["time"] for event in events if event.get("attempt") == last.attempt)
-        step = last_step(run) or (0 if RunSpec.load(run).train else None)
+        step = relaunch.last_step(run) or (0 if RunSpec.load(run).train else None)
         relaunch.end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=heard)
     return claim.claim(run, place, port, nonce)
 

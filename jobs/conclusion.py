@@ -5,12 +5,11 @@ from dataclasses import replace
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc import ledger, slurm
+from hpc import ledger, relaunch, slurm
 from hpc.attempts import attempts_of, failures_in_a_row
 from hpc.errors import TorchrelayError
-from hpc.files import last_json_line, look_again
+from hpc.files import look_again
 from hpc.outcome import Cause, Ending, cause_of, goes_on, must_requeue
-from hpc.rundir import RunDir
 from hpc.slurm import JobState
 from jobs.captain import Captain
 from jobs.handover import end, hand_over, requeue, save_snapshot
@@ -108,10 +107,4 @@ def _last_step(node: Node, captain: Captain) -> int | None:
     if node.spec.train is None:
         return None
     stopped_at = captain.verdict.step if captain.verdict else 0
-    return max(stopped_at or 0, captain.peak, last_step(node.run) or 0)
-
-
-def last_step(run: RunDir) -> int | None:
-    """The last step in the metrics; None before the first, and for a script, which has none."""
-    record = last_json_line(run.train_metrics)
-    return None if record is None else record.get("step")
+    return max(stopped_at or 0, captain.peak, relaunch.last_step(node.run) or 0)

@@ -171,7 +171,8 @@ def requeue(node: Node, unfit: list[str]) -> None:
     _persist(lambda: slurm.requeue(job_id))
     node.note("requeued", job_id=job_id)
     if unfit:
-        _persist(lambda: slurm.exclude(job_id, unfit))  # nothing can be changed before the requeue
+        excluded = relaunch.exclusions(node.spec, ledger.read(node.run.events), unfit)
+        _persist(lambda: slurm.exclude(job_id, excluded))  # nothing can be changed before the requeue
 
 
 def _persist(ask: Callable[[], None]) -> None:
@@ -198,7 +199,8 @@ def _relaunch(node: Node, avoid: list[str]) -> None:
         TorchrelayError: it was refused.
     """
     job_id = node.place.job_id
-    new, excluded = relaunch.submit(node.run, node.spec, avoid)
+    excluded = relaunch.exclusions(node.spec, ledger.read(node.run.events), avoid)
+    new = slurm.submit(node.run.script, excluded)
     node.note("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
     say(f"job {new} goes on, this one ends")
     try:

@@ -20,13 +20,19 @@ def test_gpus_in_gres(gres: str, gpus: int) -> None:
 
 def test_jobs_of_squeue() -> None:
     text = (
-        "12|PENDING|BeginTime||/s/a b/submit.sbatch\n13|RUNNING|None|gpu[01-02]|/s/x|y/submit.sbatch\n14|WEIRD|None||\n"
+        "12|PENDING|BeginTime||1|2026-11-21T18:40:34|N/A|/s/a b/submit.sbatch|\n"
+        "13|RUNNING|None|gpu[01-02]|0|2026-11-21T18:40:29|2026-11-21T18:40:31|/s/x|y/submit.sbatch|\n"
+        "slurm_load_jobs warning: something\n"
+        "14|WEIRD|None||N/A|Unknown|N/A|(null)|\n"
     )
     jobs = slurm.parse_jobs(text)
+    assert list(jobs) == ["12", "13", "14"]
     assert jobs["12"].state is JobState.PENDING
-    assert jobs["12"].reason == "BeginTime"
+    assert (jobs["12"].reason, jobs["12"].restarts, jobs["12"].started) == ("BeginTime", 1, None)
+    assert jobs["12"].command == "/s/a b/submit.sbatch"
     assert jobs["13"].nodes == "gpu[01-02]"
     assert jobs["13"].command == "/s/x|y/submit.sbatch"
+    assert (jobs["13"].started or 0) - (jobs["13"].eligible or 0) == 2
     assert jobs["14"].state is JobState.UNKNOWN
 
 

@@ -1,0 +1,182 @@
+"""`hpc supervise`: watch squeue, and see that runs go on. Runs on the login node, as a daemon or from cron.
+
+It keeps no state of its own: what it does follows from the queue and the run directories (`hpc.decide`), so it may be
+killed at any moment and started again. Two of them do no harm: a new job is submitted by who creates a file first.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc import cli, slurm
+from hpc.decide import STARTS, Action, Decision, decide
+from hpc.errors import TorchrelayError, UserError
+from hpc.files import json_line, write_exclusive
+from hpc.ledger import record
+from hpc.outcome import Cause
+from hpc.perform import perform
+from hpc.slurm import JobState
+from hpc.units import duration_seconds
+from hpc.watch import Watched, by_script, look, storage_time
+
+_MOST_BACK_OFF_SECONDS = 300.0
+# Runs that ended longer ago, before anybody was to be told, are no news.
+_NEWS_SECONDS = 3600.0
+_TELL_SECONDS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervise(cli.Common):
+    """Watch squeue, and see that runs go on: end Slurm's waits, submit lost runs anew, take over from dead nodes."""
+
+    runs_dir: Path = Path("runs")
+    """Directory of the runs."""
+    once: bool = False
+    """Look once, and leave: for cron."""
+    interval: str = "10s"
+    """Time between two looks."""
+    dry_run: bool = False
+    """Say what would be done with each run, and why, and do nothing."""
+    max_parallel_requeues: int = 20
+    """Start no more runs than this in one look: each stages its data."""
+    on_end: str = ""
+    """A command to call once when a run is complete, or is given up. It finds TORCHRELAY_RUN_DIR, TORCHRELAY_STATE and
+    TORCHRELAY_REASON in its environment."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    return cli.run(supervise, Supervise, argv, "supervise")
+
+
+def supervise(options: Supervise) -> int:
+    """Look and act until Ctrl-C; or once."""
+    interval = duration_seconds("--interval", options.interval)
+    if interval < 1 or options.max_parallel_requeues < 1:
+        raise UserError("--interval is 1s or more, --max-parallel-requeues 1 or more")
+    wait = float(interval)
+    while True:
+        try:
+            told = [_told(watched, decision, problem) for watched, decision, problem in _look_and_act(options)]
+            wait = float(interval)
+        except TorchrelayError as error:
+            if options.once or options.dry_run:
+                raise
+            wait = min(wait * 2, _MOST_BACK_OFF_SECONDS)
+            told = []
+            print(f"hpc supervise: Slurm does not answer, asking again in {wait:.0f} s: {error}", file=sys.stderr)
+        _print(told, options)
+        if options.once or options.dry_run:
+            return int(any(line["problem"] for line in told))
+        time.sleep(wait)
+
+
+def _told(watched: Watched, decision: Decision, problem: str | None) -> dict[str, str | None]:
+    return {
+        "run": watched.run.name,
+        "run_dir": str(watched.run.path),
+        "action": decision.action,
+        "reason": decision.reason,
+        "job_id": decision.job_id,
+        "problem": problem,
+    }
+
+
+def _print(told: list[dict[str, str | None]], options: Supervise) -> None:
+    """What was done; with --dry-run what would be, and why nothing is done with the others."""
+    if options.json and (options.once or options.dry_run):
+        cli.print_json(told)
+        return
+    for line in told:
+        if line["action"] == Action.KEEP and not options.dry_run:
+            continue
+        problem = f": {line['problem']}" if line["problem"] else ""
+        text = f"{time.strftime('%F %T')} {line['run']}: {line['action']} ({line['reason']}){problem}"
+        print(json.dumps(line) if options.json else text, flush=True)
+
+
+def _look_and_act(options: Supervise) -> Iterator[tuple[Watched, Decision, str | None]]:
+    """Every run, what was decided about it, and what went wrong.
+
+    Raises:
+        TorchrelayError: squeue does not answer.
+    """
+    starts = 0
+    for watched in _watched(options.runs_dir):
+        decision = decide(watched.view)
+        if decision.action in STARTS:
+            starts += 1
+            if starts > options.max_parallel_requeues:
+                decision = Decision(reason=f"{options.max_parallel_requeues} runs start at once: next time")
+        problem = None if options.dry_run else _act(watched, decision, options.on_end)
+        yield watched, decision, problem
+
+
+def _watched(runs_dir: Path) -> list[Watched]:
+    """All runs of Slurm's below a directory that are not complete, and the complete ones of the last hour."""
+    jobs = by_script(slurm.jobs().values())
+    clock = storage_time(runs_dir.expanduser())
+    found = []
+    for run in cli.all_runs(runs_dir):
+        try:
+            if run.script.exists():  # a run without is this machine's alone
+                found.append(look(run, jobs, clock))
+        except OSError as error:
+            print(f"hpc supervise: {run.path}: {error}", file=sys.stderr)
+    return _with_fates(found)
+
+
+def _with_fates(found: list[Watched]) -> list[Watched]:
+    """What Slurm's accounting knows of jobs that squeue has forgotten."""
+    gone = [one.last_job_id for one in found if not one.view.finished and not one.view.jobs]
+    known: Mapping[str, JobState] = {}
+    if job_ids := [job_id for job_id in gone if job_id]:
+        try:
+            known = slurm.fates(job_ids)
+        except TorchrelayError:
+            known = {}  # a cluster without accounting
+    return [
+        replace(one, view=replace(one.view, fates={one.last_job_id: known[one.last_job_id]}))
+        if one.last_job_id in known and not one.view.jobs
+        else one
+        for one in found
+    ]
+
+
+def _act(watched: Watched, decision: Decision, on_end: str) -> str | None:
+    """Do it; what went wrong, if something did."""
+    try:
+        if decision.action is not Action.KEEP:
+            perform(watched, decision)
+        elif on_end:
+            _tell(watched, decision, on_end)
+    except (TorchrelayError, OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return None
+
+
+def _tell(watched: Watched, decision: Decision, command: str) -> None:
+    """Call the user's command, once, for a run that has just ended."""
+    last, run = watched.view.last, watched.run
+    if watched.view.finished:
+        state, ended = "completed", run.final_result.stat().st_mtime
+    elif last and last.ended and last.cause != Cause.CANCELLED and decision.reason.startswith("given up"):
+        state, ended = "failed", last.ended
+    else:
+        return
+    marker = run.events / f"told-{state}-{last.attempt if last else 0:03d}.jsonl"
+    if time.time() - ended > _NEWS_SECONDS or marker.exists():
+        return
+    if write_exclusive(marker, json_line(record("told", state=state))):
+        told = {"TORCHRELAY_RUN_DIR": str(run.path), "TORCHRELAY_STATE": state, "TORCHRELAY_REASON": decision.reason}
+        subprocess.run(shlex.split(command), env={**os.environ, **told}, check=True, timeout=_TELL_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
