@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from hpc.files import json_line, write_exclusive
 from hpc.ledger import record
 from hpc.outcome import Cause
 from hpc.perform import perform
-from hpc.slurm import JobState
 from hpc.units import duration_seconds
 from hpc.watch import Watched, by_script, look, storage_time
 
@@ -133,20 +132,14 @@ def _watched(runs_dir: Path) -> list[Watched]:
 
 
 def _with_fates(found: list[Watched]) -> list[Watched]:
-    """What Slurm's accounting knows of jobs that squeue has forgotten."""
-    gone = [one.last_job_id for one in found if not one.view.finished and not one.view.jobs]
-    known: Mapping[str, JobState] = {}
-    if job_ids := [job_id for job_id in gone if job_id]:
-        try:
-            known = slurm.fates(job_ids)
-        except TorchrelayError:
-            known = {}  # a cluster without accounting
-    return [
-        replace(one, view=replace(one.view, fates={one.last_job_id: known[one.last_job_id]}))
-        if one.last_job_id in known and not one.view.jobs
-        else one
-        for one in found
-    ]
+    """Add what Slurm's accounting knows of jobs that squeue has forgotten."""
+    gone = {one.run: job_id for one in found if (job_id := one.last_job_id) and not one.view.jobs}
+    try:
+        known = slurm.fates(list(gone.values())) if gone else {}
+    except TorchrelayError:
+        return found  # a cluster without accounting
+    fates = {run: {job_id: known[job_id]} for run, job_id in gone.items() if job_id in known}
+    return [replace(one, view=replace(one.view, fates=fates.get(one.run, {}))) for one in found]
 
 
 def _act(watched: Watched, decision: Decision, on_end: str) -> str | None:

@@ -1,0 +1,126 @@
+"""What the supervisor decides, as a table: what is known of a run, and the one thing to do about it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpc.attempts import Attempt
+from hpc.decide import Action, Decision, View, decide
+from hpc.outcome import Cause
+from hpc.slurm import Job, JobState
+
+NOW = 1_000_000.0
+
+
+def job(state: JobState, job_id: str = "7", **fields: Any) -> Job:
+    return Job(job_id=job_id, state=state, **{"reason": "None", "nodes": "", "command": "submit.sbatch", **fields})
+
+
+def attempt(cause: Cause | None = None, **fields: Any) -> Attempt:
+    """One that began a quarter of an hour ago, and ended just now if it has a cause."""
+    usual = {
+        "attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": ("gpu01", "gpu02"),
+        "started": NOW - 900, "cause": cause, "ended": NOW - 1 if cause else None, "last_step": 50 if cause else None,
+    }  # fmt: skip
+    return Attempt(**{**usual, **fields})
+
+
+RUNNING, ENDING = job(JobState.RUNNING, started=NOW - 900), job(JobState.ENDING)
+BEGIN_TIME = job(JobState.PENDING, reason="BeginTime", restarts=1, eligible=NOW + 118)
+HELD = job(JobState.PENDING, reason="launch failed requeued held", restarts=1)
+CRASHES = [attempt(Cause.CRASHED, attempt=n, last_step=0, ended=NOW - 10) for n in (1, 2)]
+DEATHS = [attempt(Cause.NODE_FAILURE, attempt=n, last_step=0, ended=NOW - 10) for n in (1, 2, 3)]
+
+TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
+    # A run that is over is left alone.
+    ("complete", {"finished": True}, Action.KEEP, "complete"),
+    ("complete, its job still ends", {"finished": True, "jobs": [RUNNING]}, Action.KEEP, "complete"),
+    ("cancelled", {"cancelled": True, "attempts": [attempt()]}, Action.KEEP, "cancelled"),
+    ("cancelled, and requeued by Slurm", {"cancelled": True, "jobs": [BEGIN_TIME]}, Action.CANCEL, "cancelled"),
+    ("cancelled, its job is ending", {"cancelled": True, "jobs": [ENDING]}, Action.KEEP, "cancelled"),
+    ("given up", {"attempts": CRASHES}, Action.KEEP, "given up: crashed"),
+    ("bad input", {"attempts": [attempt(Cause.BAD_INPUT)]}, Action.KEEP, "given up: bad_input"),
+    ("scancelled while it ran", {"attempts": [attempt(Cause.CANCELLED)]}, Action.KEEP, "cancelled"),
+    # Jobs that are well.
+    ("waits for its turn", {"jobs": [job(JobState.PENDING, reason="Priority")]}, Action.KEEP, "waits (Priority)"),
+    ("begins", {"jobs": [job(JobState.RUNNING, started=NOW - 5)]}, Action.KEEP, "starts"),
+    ("runs", {"jobs": [RUNNING], "attempts": [attempt()], "alive_at": NOW - 4}, Action.KEEP, "runs"),
+    ("began a moment ago", {"jobs": [RUNNING], "attempts": [attempt(started=NOW - 3)]}, Action.KEEP, "runs"),
+    ("hands over", {"jobs": [RUNNING], "attempts": [attempt(Cause.NODE_FAILURE)]}, Action.KEEP, "ending"),
+    ("ends", {"jobs": [ENDING], "attempts": [attempt(Cause.PREEMPTED)]}, Action.KEEP, "ending"),
+    ("in no known state", {"jobs": [job(JobState.UNKNOWN)]}, Action.KEEP, "does not know"),
+    # Slurm's waits.
+    ("requeued", {"jobs": [BEGIN_TIME], "attempts": [attempt(Cause.PREEMPTED)]}, Action.RELEASE, "requeued"),
+    ("requeued by Slurm, without a word", {"jobs": [BEGIN_TIME], "attempts": [attempt()]}, Action.RELEASE, "requeued"),
+    ("released before", {"jobs": [replace(BEGIN_TIME, eligible=NOW + 2)]}, Action.KEEP, "waits (BeginTime)"),
+    ("to begin later, as its user wants", {"jobs": [replace(BEGIN_TIME, restarts=0)]}, Action.KEEP, "waits"),
+    ("failed for the first time", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:1]}, Action.RELEASE, "requeued"),
+    ("failed twice", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:2]}, Action.KEEP, "another try in 20 s"),
+    ("failed three times", {"jobs": [BEGIN_TIME], "attempts": DEATHS}, Action.KEEP, "another try in 50 s"),
+    ("could not be started", {"jobs": [HELD]}, Action.UNHOLD, "could not start"),
+    ("could never be started", {"jobs": [replace(HELD, restarts=5)]}, Action.KEEP, "scontrol release 7"),
+    ("held by its user", {"jobs": [job(JobState.PENDING, reason="JobHeldUser")]}, Action.KEEP, "JobHeldUser"),
+    # Nobody works in the job's nodes any more.
+    ("silent", {"jobs": [RUNNING], "attempts": [attempt()], "alive_at": NOW - 75}, Action.RELAUNCH, "75 s"),
+    ("silent from the first moment", {"jobs": [RUNNING], "attempts": [attempt()]}, Action.RELAUNCH, "900 s"),
+    ("its agents never came", {"jobs": [RUNNING]}, Action.RELAUNCH, "not begun in 900 s"),
+    ("a restart whose agents never came", {"jobs": [replace(RUNNING, restarts=1)], "attempts": [attempt(Cause.LOST)]},
+     Action.RELAUNCH, "not begun"),
+    ("its agents died when they handed over", {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST, ended=NOW - 101)]},
+     Action.RELAUNCH, "nobody saw to the next one"),
+    ("ended for good, but not its job", {"jobs": [RUNNING], "attempts": [attempt(Cause.BAD_INPUT, ended=NOW - 101)]},
+     Action.CANCEL, "nobody ended its job"),
+    ("its place is taken", {"jobs": [RUNNING, job(JobState.PENDING, "8")], "attempts": [attempt(Cause.LOST)]},
+     Action.CANCEL, "taken its place"),
+    ("its successor runs", {"jobs": [RUNNING, job(JobState.RUNNING, "8")],
+      "attempts": [attempt(Cause.LOST), attempt(attempt=2, job_id="8")]}, Action.CANCEL, "taken its place"),
+    # There is no job.
+    ("another supervisor submits one", {"attempts": [attempt()], "busy_until": NOW + 9}, Action.KEEP, "another"),
+    ("another supervisor died at it", {"attempts": [attempt()], "busy_until": NOW - 9}, Action.RELAUNCH, "gone"),
+    ("gone without a word", {"attempts": [attempt()]}, Action.RELAUNCH, "gone"),
+    ("gone a moment ago", {"attempts": [attempt()], "alive_at": NOW - 9}, Action.KEEP, "just ended"),
+    ("gone, and its requeue was refused", {"attempts": [attempt(Cause.CRASHED)]}, Action.RELAUNCH, "gone"),
+    ("gone while it waited", {"attempts": [attempt(Cause.CRASHED)], "handed_over_at": NOW - 300},
+     Action.KEEP, "sbatch submit.sbatch"),
+    ("never began", {}, Action.KEEP, "sbatch submit.sbatch"),
+    ("failed before it began", {"jobs": [job(JobState.FAILED)]}, Action.KEEP, "(failed)"),
+    ("its node failed before it began", {"jobs": [job(JobState.NODE_FAIL)]}, Action.REQUEUE, "a node failed"),
+    ("its nodes fail before it begins", {"jobs": [job(JobState.NODE_FAIL, restarts=5)]}, Action.KEEP, "never began"),
+    ("its node failed", {"jobs": [job(JobState.NODE_FAIL)], "attempts": [attempt()]}, Action.REQUEUE, "a node failed"),
+    ("its node failed, accounting says", {"attempts": [attempt()], "fates": {"7": JobState.NODE_FAIL}},
+     Action.RELAUNCH, "node_fail"),
+    ("ran out of time without a word", {"jobs": [job(JobState.TIMEOUT)], "attempts": [attempt()]},
+     Action.RELAUNCH, "timeout"),
+    ("completed without having done anything", {"jobs": [job(JobState.COMPLETED)], "attempts": [attempt()]},
+     Action.RELAUNCH, "completed"),
+    ("scancelled when its agents were dead", {"jobs": [job(JobState.CANCELLED)], "attempts": [attempt()]},
+     Action.RECORD, "scancel"),
+    ("scancelled while it waited", {"jobs": [job(JobState.CANCELLED)], "attempts": [attempt(Cause.PREEMPTED)],
+      "handed_over_at": NOW - 9}, Action.KEEP, "scancel"),
+    ("scancelled while it waited, accounting says", {"fates": {"7": JobState.CANCELLED},
+      "attempts": [attempt(Cause.PREEMPTED)], "handed_over_at": NOW - 900}, Action.KEEP, "scancel"),
+    ("gone after two deaths", {"attempts": DEATHS[:2]}, Action.KEEP, "another try in 20 s"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("known", "action", "reason"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_decision(known: dict[str, Any], action: Action, reason: str) -> None:
+    decision = decide(View(now=NOW, **known))
+    assert decision.action is action, decision.reason
+    assert reason in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("jobs", "fates", "cause"),
+    [([RUNNING], {}, Cause.LOST), ([], {}, Cause.LOST), ([job(JobState.TIMEOUT)], {}, Cause.TIME_LIMIT),
+     ([job(JobState.NODE_FAIL)], {}, Cause.NODE_FAILURE), ([], {"7": JobState.NODE_FAIL}, Cause.NODE_FAILURE)],
+)  # fmt: skip
+def test_cause_of_an_end_without_a_word(jobs: Sequence[Job], fates: dict[str, JobState], cause: Cause) -> None:
+    assert decide(View(now=NOW, jobs=jobs, fates=fates, attempts=[attempt()])).cause is cause
+
+
+def test_an_end_that_is_known_is_not_written_again() -> None:
+    decision = decide(View(now=NOW, attempts=[attempt(Cause.CRASHED)]))
+    assert decision == Decision(action=Action.RELAUNCH, reason="its job is gone (unknown)", cause=None)
