@@ -1,0 +1,237 @@
+"""The supervisor on a real Slurm: what it mends, what it leaves alone, and that it never starts a run twice."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import ROOT, Run, Site, agent_pids, dead, tiny_data
+
+from hpc import ledger
+from hpc.ledger import Writer
+from hpc.rundir import RunDir
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600\n"
+WHOLE = ("--data=data", "--batch-size=64", "--epochs=6", "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
+
+
+@pytest.fixture
+def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
+    here = Site(shared, testbed["slurm_conf"])
+    tiny_data(shared / "data")
+    yield here
+    here.end_all_jobs()
+
+
+def program(directory: Path, name: str, text: str) -> str:
+    """Put a program into a directory; what PATH has to be for it to be found before Slurm's."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(f"#!/bin/sh\n{text}\n")
+    (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def crippled(site: Site, name: str, *, holds_nodes: bool) -> Run:
+    """A run that trained a quarter of an hour ago, and of which nobody has heard since.
+
+    Its job holds nodes in which nothing works any more, or Slurm has lost it. The next one only sleeps.
+    """
+    lost = program(site.path / "lost", "sbatch", "echo Submitted batch job 999999")
+    run = site.submit("--data=data", f"--name={name}", "--nodes=1", PATH=lost)
+    run.directory.script.write_text(SLEEP)
+    job_id = site.slurm("sbatch", "--parsable", str(run.directory.script)) if holds_nodes else "999999"
+    claim = {"attempt": 1, "job_id": job_id, "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01"]}
+    line = {"time": time.time() - 900, "event": "claimed", **claim}
+    (run.directory.events / "attempt-001-node-00.jsonl").write_text(json.dumps(line) + "\n")
+    found = Run(site, run.directory, job_id)
+    if holds_nodes:
+        found.wait("the start", lambda: found.queue("%T") == "RUNNING")
+    return found
+
+
+def supervise(site: Site, *flags: str, **environment: str) -> list[dict[str, Any]]:
+    """Look once, which has to go well."""
+    done = site.hpc("supervise", "--once", "--json", *flags, **environment)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return list(json.loads(done.stdout))
+
+
+def actions(site: Site, *flags: str, **environment: str) -> dict[str, str]:
+    return {line["run"]: line["action"] for line in supervise(site, *flags, **environment)}
+
+
+def live_jobs(run: Run) -> list[str]:
+    lines = run.site.slurm("squeue", "--me", "--noheader", "--states=PENDING,RUNNING", "--format=%A %o").splitlines()
+    return [line.split()[0] for line in lines if line.endswith(str(run.directory.script))]
+
+
+def assert_one_new_job(run: Run) -> None:
+    [job_id] = live_jobs(run)
+    assert job_id != run.job_id
+    assert [event["job_id"] for event in run.events("relaunched")] in ([job_id], []), "killed before it was noted"
+    [ended] = run.events("attempt_ended")
+    assert ended["cause"] == "lost"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", ["sinfo", "sbatch", "scancel"])
+def test_killed_at_any_step_the_next_one_ends_what_was_begun(site: Site, step: str, when: str) -> None:
+    run = crippled(site, "run", holds_nodes=True)
+    real = shutil.which(step)
+    text = f'kill -9 $PPID; exec {real} "$@"' if when == "before" else f'{real} "$@"; kill -9 $PPID'
+    killed = site.hpc("supervise", "--once", PATH=program(site.path / "kills", step, text))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    supervise(site)
+    run.wait("the end of the old job", lambda: run.job_id not in live_jobs(run))
+    assert_one_new_job(run)
+    assert actions(site) == {"run": "keep"}
+    assert_one_new_job(run)
+
+
+def test_several_at_once_start_each_run_once(site: Site) -> None:
+    runs = [crippled(site, f"run-{number}", holds_nodes=number % 2 == 0) for number in range(4)]
+    command = [sys.executable, "-m", "hpc", "supervise", "--once"]
+    environment = {**os.environ, "SLURM_CONF": site.slurm_conf, "PYTHONPATH": str(ROOT)}
+    several = [subprocess.Popen(command, cwd=site.path, env=environment) for _ in range(3)]
+    assert [one.wait() for one in several] == [0, 0, 0]
+    for run in runs:
+        run.wait("one job", lambda: len(live_jobs(run)) == 1)  # noqa: B023 - it is called at once
+        assert_one_new_job(run)
+
+
+def test_dry_run_says_what_it_would_do_and_does_nothing(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=True)
+    before = sorted(path.name for path in run.directory.events.iterdir())
+    [line] = supervise(site, "--dry-run")
+    assert (line["action"], line["job_id"]) == ("relaunch", run.job_id)
+    assert "no sign of life" in line["reason"]
+    assert live_jobs(run) == [run.job_id]
+    assert sorted(path.name for path in run.directory.events.iterdir()) == before
+
+
+def test_no_more_runs_are_started_at_once_than_it_may(site: Site) -> None:
+    for number in range(3):
+        crippled(site, f"run-{number}", holds_nodes=False)
+    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "relaunch", "relaunch"]
+    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "keep", "relaunch"]
+
+
+@pytest.mark.parametrize(
+    "squeue",
+    ["echo '77|QUANTUM|None||0|N/A|N/A|$SCRIPT|'", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1", ":"],
+    ids=["an unknown state", "an error", "nothing"],
+)
+def test_squeue_that_cannot_be_trusted_starts_nothing(site: Site, squeue: str) -> None:
+    run = site.submit(*WHOLE, "--name=waits", "--nodes=1", "--sbatch", "begin=now+1hour")
+    path = program(site.path / "odd", "squeue", squeue.replace("$SCRIPT", str(run.directory.script)))
+    done = site.hpc("supervise", "--once", "--json", PATH=path)
+    if "exit 1" in squeue:
+        assert done.returncode == 1
+        assert "Unable to contact" in done.stderr
+    else:
+        assert [line["action"] for line in json.loads(done.stdout)] == ["keep"]
+    assert live_jobs(run) == [run.job_id]
+
+
+def test_run_directory_that_is_deleted_or_damaged_harms_no_other(site: Site) -> None:
+    run = crippled(site, "whole", holds_nodes=False)
+    broken = crippled(site, "broken", holds_nodes=False)
+    (broken.directory.events / "attempt-001-node-00.jsonl").write_text('{"time": 1, "event": "cla')
+    gone = crippled(site, "gone", holds_nodes=True)
+    shutil.rmtree(gone.directory.path)
+    assert actions(site) == {"whole": "relaunch", "broken": "keep"}
+    assert_one_new_job(run)
+
+
+def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
+    run = site.submit(*WHOLE, "--name=unwanted", "--nodes=1", "--sbatch", "begin=now+1hour")
+    site.slurm("scancel", run.job_id)
+    silent = crippled(site, "silent", holds_nodes=True)
+    site.slurm("scancel", silent.job_id)
+    silent.wait("the end", lambda: not live_jobs(silent))
+    assert actions(site) == {"unwanted": "keep", "silent": "record"}
+    assert silent.status()["state"] == "cancelled"
+    assert actions(site) == {"unwanted": "keep", "silent": "keep"}
+    assert not live_jobs(run) + live_jobs(silent)
+
+
+def test_the_user_is_told_once_of_an_end(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    Writer(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="bad_input", step=0)
+    tell = program(site.path / "tell", "tell", f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {site.path}/told')
+    for _ in range(2):
+        assert actions(site, "--on-end=tell Ada", PATH=tell) == {"run": "keep"}
+    assert (site.path / "told").read_text() == "Ada failed: given up: bad_input\n"
+
+
+def daemon(site: Site, *flags: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "hpc", "supervise", "--interval=2s", *flags],
+        cwd=site.path,
+        env={**os.environ, "SLURM_CONF": site.slurm_conf, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_run_of_one_node_goes_on_when_its_node_dies(site: Site) -> None:
+    """Nobody inside survives to report it: Slurm requeues the job, and the supervisor ends its wait."""
+    run = site.submit(*WHOLE, "--name=one", "--nodes=1")
+    with daemon(site) as watching:
+        run.wait_for_steps(50)
+        [node] = run.status()["attempts"][0]["nodes"]
+        with dead(site, node):
+            status = run.wait_for_state("completed")
+        watching.terminate()
+        said, _ = watching.communicate()
+    run.assert_no_gap()
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["node_failure", "completed"]
+    assert node not in status["attempts"][1]["nodes"]
+    assert "one: release" in said
+
+
+def test_zombie_is_replaced(site: Site) -> None:
+    """All agents stand still, the head's with them, and Slurm sees a job that runs."""
+    run = site.submit(*WHOLE, "--name=zombie", "--nodes=1", "--epochs=100000")
+    run.wait_for_steps(20)
+    [node] = run.status()["attempts"][0]["nodes"]
+    [agent] = agent_pids(run, node)
+    os.kill(agent, signal.SIGSTOP)
+    with daemon(site) as watching:
+        run.wait("the next attempt's steps", lambda: run.attempts_logged()[-1] == 2)
+        watching.terminate()
+    [relaunched] = run.events("relaunched")
+    assert relaunched["old_job_id"] == run.job_id
+    assert run.events("attempt_ended")[0]["cause"] == "lost"
+    run.wait("the end of the zombie", lambda: run.job_id not in live_jobs(run))
+    run.assert_no_gap()
+
+
+def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    [pid] = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if b"slurmctld\0" in p.read_bytes()]
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    os.kill(pid, signal.SIGKILL)
+    with daemon(site) as watching:
+        assert watching.stdout is not None
+        assert "Slurm does not answer, asking again in 4 s" in watching.stdout.readline()
+        subprocess.run(command, check=True)
+        run.wait("the new job", lambda: len(live_jobs(run)) == 1)
+        watching.terminate()
+    assert_one_new_job(run)
+
+
+def test_ledger_of_a_supervised_run_is_readable(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    supervise(site)
+    kinds = [event["event"] for event in ledger.read(RunDir(run.directory.path).events)]
+    assert kinds == ["claimed", "submitted", "attempt_ended", "relaunching", "relaunched"]
