@@ -58,7 +58,11 @@ def exclusions(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = (
     """
     given = [spec.resources.exclude] if spec.resources.exclude else []
     names = list(dict.fromkeys([*failed, *blamed(events, time.time())]))
-    return [*given, *names[: max(0, _nodes(spec.resources.partition) - spec.job_nodes[0])]] if names else given
+    if not names:
+        return given
+    usable = slurm.usable_nodes(spec.resources.partition)
+    # Slurm itself keeps away from those that it knows to be down.
+    return [*given, *[name for name in names if name in usable][: max(0, len(usable) - spec.job_nodes[0])]]
 
 
 def blamed(events: Iterable[Event], now: float) -> list[str]:
@@ -70,9 +74,3 @@ def blamed(events: Iterable[Event], now: float) -> list[str]:
 
 def _is_blame(event: Event) -> bool:
     return event["event"] == "node_lost" or event.get("cause") in {Cause.BAD_NODE, Cause.LOST}
-
-
-def _nodes(partition: str | None) -> int:
-    """How many nodes there are in the partitions that a job may go to."""
-    found = [p for p in slurm.partitions() if (p.name in partition.split(",") if partition else p.default)]
-    return sum(one.nodes for one in found)

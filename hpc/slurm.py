@@ -22,6 +22,7 @@ _TIMEOUT_SECONDS = 30
 _KEPT_IN_A_JOB = frozenset({"SLURM_CONF"})
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
 _SEPARATOR = "|"
+_UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
 # `--format` of one letter each has no count of restarts. The last one may hold anything.
 _FIELDS = ("JobID", "State", "Reason", "NodeList", "RestartCnt", "EligibleTime", "StartTime", "Command")
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
@@ -307,6 +308,13 @@ def begin_at(job_id: str, at: str) -> None:
 def release(job_id: str) -> None:
     """Let a job start that is held."""
     _run("scontrol", "release", job_id)
+
+
+def usable_nodes(partition: str | None) -> set[str]:
+    """The nodes of some partitions, or of the default one, on which jobs may start now or later."""
+    lines = [line.split("|") for line in _run("sinfo", "--noheader", "--Node", "--format=%N|%P|%T").splitlines()]
+    wanted = partition.split(",") if partition else [name.rstrip("*") for _, name, _ in lines if name.endswith("*")]
+    return {node for node, name, state in lines if name.rstrip("*") in wanted and not state.startswith(_UNUSABLE)}
 
 
 def dead_nodes(nodes: list[str]) -> list[str]:
