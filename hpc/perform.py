@@ -81,7 +81,8 @@ def _relaunch(watched: Watched, decision: Decision) -> None:
     events = ledger.read(run.events)
     attempts = attempts_of(events)
     if not attempts or goes_on(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts)):
-        if not _claim(run, attempt, sum(event["event"] == "relaunching" for event in events)):
+        # Of those that have decided the same, one creates the file: its name follows from what all of them have seen.
+        if not _claim(run, attempt, sum(event["event"] == "relaunching" for event in watched.events)):
             return
         excluded = relaunch.exclusions(RunSpec.load(run), events)
         new = slurm.submit(run.script, excluded)

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, Run, Site, agent_pids, dead, tiny_data
+from cluster import ROOT, Run, Site, agent_pids, commands, dead, tiny_data
 
 from hpc import ledger
 from hpc.ledger import Writer
 from hpc.rundir import RunDir
+from hpc.testbed import running_slurm_conf
+from hpc.testbed.daemons import start_slurmctld
+from hpc.testbed.lifecycle import PLACES
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600\n"
@@ -39,13 +42,13 @@ def program(directory: Path, name: str, text: str) -> str:
     return f"{directory}:{os.environ['PATH']}"
 
 
-def crippled(site: Site, name: str, *, holds_nodes: bool) -> Run:
+def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs") -> Run:
     """A run that trained a quarter of an hour ago, and of which nobody has heard since.
 
     Its job holds nodes in which nothing works any more, or Slurm has lost it. The next one only sleeps.
     """
     lost = program(site.path / "lost", "sbatch", "echo Submitted batch job 999999")
-    run = site.submit("--data=data", f"--name={name}", "--nodes=1", PATH=lost)
+    run = site.submit("--data=data", f"--name={name}", f"--runs-dir={runs_dir}", "--nodes=1", PATH=lost)
     run.directory.script.write_text(SLEEP)
     job_id = site.slurm("sbatch", "--parsable", str(run.directory.script)) if holds_nodes else "999999"
     claim = {"attempt": 1, "job_id": job_id, "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01"]}
@@ -81,19 +84,21 @@ def assert_one_new_job(run: Run) -> None:
     assert ended["cause"] == "lost"
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", ["sinfo", "sbatch", "scancel"])
-def test_killed_at_any_step_the_next_one_ends_what_was_begun(site: Site, step: str, when: str) -> None:
-    run = crippled(site, "run", holds_nodes=True)
-    real = shutil.which(step)
-    text = f'kill -9 $PPID; exec {real} "$@"' if when == "before" else f'{real} "$@"; kill -9 $PPID'
-    killed = site.hpc("supervise", "--once", PATH=program(site.path / "kills", step, text))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    supervise(site)
-    run.wait("the end of the old job", lambda: run.job_id not in live_jobs(run))
-    assert_one_new_job(run)
-    assert actions(site) == {"run": "keep"}
-    assert_one_new_job(run)
+def test_killed_at_any_step_the_next_one_ends_what_was_begun(site: Site) -> None:
+    for step in ("sinfo", "sbatch", "scancel"):
+        for when in ("before", "after"):
+            runs_dir, real = f"--runs-dir={step}-{when}", shutil.which(step)
+            run = crippled(site, "run", holds_nodes=True, runs_dir=f"{step}-{when}")
+            text = f'kill -9 $PPID; exec {real} "$@"' if when == "before" else f'{real} "$@"; kill -9 $PPID'
+            path = program(site.path / f"kills-{step}-{when}", step, text)
+            killed = site.hpc("supervise", "--once", runs_dir, PATH=path)
+            assert killed.returncode == -signal.SIGKILL, killed.stderr
+            supervise(site, runs_dir)
+            run.wait("the end of the old job", lambda run=run: run.job_id not in live_jobs(run))
+            assert_one_new_job(run)
+            assert actions(site, runs_dir) == {"run": "keep"}
+            assert_one_new_job(run)
+            site.slurm("scancel", *live_jobs(run))
 
 
 def test_several_at_once_start_each_run_once(site: Site) -> None:
@@ -183,50 +188,49 @@ def daemon(site: Site, *flags: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_run_of_one_node_goes_on_when_its_node_dies(site: Site) -> None:
-    """Nobody inside survives to report it: Slurm requeues the job, and the supervisor ends its wait."""
-    run = site.submit(*WHOLE, "--name=one", "--nodes=1")
+def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site) -> None:
+    """One's node dies, and Slurm requeues it; the other's processes stand still, and Slurm sees a job that runs."""
+    run, zombie = (site.submit(*WHOLE, f"--name={name}", "--nodes=1", *more) for name, more in RUNS.items())
+    zombie.wait_for_steps(20)
+    [agent] = agent_pids(zombie, zombie.status()["attempts"][0]["nodes"][0])
+    os.kill(agent, signal.SIGSTOP)
     with daemon(site) as watching:
         run.wait_for_steps(50)
         [node] = run.status()["attempts"][0]["nodes"]
         with dead(site, node):
             status = run.wait_for_state("completed")
+            zombie.wait("the next attempt's steps", lambda: zombie.attempts_logged()[-1] == 2)
         watching.terminate()
         said, _ = watching.communicate()
+    assert "one: release" in said
     run.assert_no_gap()
     assert [attempt["cause"] for attempt in status["attempts"]] == ["node_failure", "completed"]
     assert node not in status["attempts"][1]["nodes"]
-    assert "one: release" in said
+    zombie.assert_no_gap()
+    [relaunched] = zombie.events("relaunched")
+    assert relaunched["old_job_id"] == zombie.job_id
+    assert zombie.events("attempt_ended")[0]["cause"] == "lost"
+    zombie.wait("the end of the zombie's job", lambda: zombie.job_id not in live_jobs(zombie))
 
 
-def test_zombie_is_replaced(site: Site) -> None:
-    """All agents stand still, the head's with them, and Slurm sees a job that runs."""
-    run = site.submit(*WHOLE, "--name=zombie", "--nodes=1", "--epochs=100000")
-    run.wait_for_steps(20)
-    [node] = run.status()["attempts"][0]["nodes"]
-    [agent] = agent_pids(run, node)
-    os.kill(agent, signal.SIGSTOP)
-    with daemon(site) as watching:
-        run.wait("the next attempt's steps", lambda: run.attempts_logged()[-1] == 2)
-        watching.terminate()
-    [relaunched] = run.events("relaunched")
-    assert relaunched["old_job_id"] == run.job_id
-    assert run.events("attempt_ended")[0]["cause"] == "lost"
-    run.wait("the end of the zombie", lambda: run.job_id not in live_jobs(run))
-    run.assert_no_gap()
+RUNS = {"one": (), "zombie": ("--epochs=100000",)}
 
 
 def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
-    [pid] = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if b"slurmctld\0" in p.read_bytes()]
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    [pid] = [int(at.name) for at, words in commands() if words[0].endswith(b"slurmctld")]
     os.kill(pid, signal.SIGKILL)
-    with daemon(site) as watching:
-        assert watching.stdout is not None
-        assert "Slurm does not answer, asking again in 4 s" in watching.stdout.readline()
-        subprocess.run(command, check=True)
-        run.wait("the new job", lambda: len(live_jobs(run)) == 1)
-        watching.terminate()
+    try:
+        with daemon(site) as watching:
+            assert watching.stdout is not None
+            said = watching.stdout.readline()
+            start_slurmctld(PLACES)
+            run.wait("the new job", lambda: len(live_jobs(run)) == 1)
+            watching.terminate()
+    finally:
+        if running_slurm_conf() is None:
+            start_slurmctld(PLACES)
+    assert "Slurm does not answer, asking again in 4 s" in said
     assert_one_new_job(run)
 
 
