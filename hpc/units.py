@@ -11,6 +11,10 @@ _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 # sbatch may deliver --signal up to a minute early but never late: a tenth of the limit leaves the save its time
 # and costs little work.
 _LEAST_LEAD_SECONDS, _MOST_LEAD_SECONDS = 30, 300
+# What is left of the warning time when the ranks are given up: for the requeue itself.
+REQUEUE_SECONDS = 10.0
+# Slurm's default between SIGTERM and SIGKILL.
+KILL_WAIT_SECONDS = 30.0
 
 
 def slurm_seconds(text: str) -> int | None:
@@ -72,3 +76,8 @@ def format_minutes(minutes: int) -> str:
 def stop_lead_seconds(limit_minutes: int) -> int:
     """Seconds before the time limit at which the run is told to save and make way, unless the user says so."""
     return min(max(limit_minutes * 60 // 10, _LEAST_LEAD_SECONDS), _MOST_LEAD_SECONDS)
+
+
+def patience_seconds(grace_seconds: float) -> float:
+    """How long ranks may take to save after a SIGTERM that is followed by SIGKILL after so many seconds."""
+    return max(grace_seconds - REQUEUE_SECONDS, grace_seconds / 2)

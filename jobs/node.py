@@ -12,6 +12,7 @@ from hpc.ledger import Writer
 from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
+from hpc.units import KILL_WAIT_SECONDS, REQUEUE_SECONDS, patience_seconds
 from jobs.link import LOST_SECONDS, Hub, Link
 from jobs.ranks import LocalRanks
 from jobs.rendezvous import Place
@@ -19,10 +20,6 @@ from jobs.report import Orders, Report
 from jobs.say import say
 from jobs.torchrun import StopRequest
 
-# What is left of the warning time when the ranks are given up: for the requeue itself.
-_REQUEUE_SECONDS = 10.0
-# Slurm's default between SIGTERM and SIGKILL.
-_KILL_WAIT_SECONDS = 30.0
 _TURN_SECONDS, _AGAIN_SECONDS = 0.2, 2.0
 
 
@@ -62,10 +59,9 @@ class Node:
     def patience_seconds(self) -> float:
         """How long ranks that were asked to stop may take: SIGTERM leaves less time than the limit's warning."""
         if self.stop.signal is not signal.SIGTERM:
-            return self.spec.stop_lead_seconds - _REQUEUE_SECONDS
+            return self.spec.stop_lead_seconds - REQUEUE_SECONDS
         told = [event.get("grace_seconds") for event in self.events("submitted", of_attempt=False)]
-        grace = next(filter(None, reversed(told)), _KILL_WAIT_SECONDS)
-        return max(grace - _REQUEUE_SECONDS, grace / 2)
+        return patience_seconds(next(filter(None, reversed(told)), KILL_WAIT_SECONDS))
 
     @property
     def clock_skew(self) -> float:

@@ -3,22 +3,21 @@
 Runs on compute nodes. Everything but `pick_port`, `is_free` and `local_address` is pure.
 """
 
-import fcntl
 import os
 import random
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import submitit
 
+from hpc.machine import addresses
+
 # Below this lie the services of the system; above the other bound the kernel hands out ports to whoever connects.
-_LOWEST_PORT = 10_000
+LOWEST_PORT = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
-_SIOCGIFADDR = 0x8915
 # In the rendezvous, a node that says nothing for interval x attempts is lost; torchrun's own default is 15 s.
 _KEEP_ALIVE_SECONDS, _KEEP_ALIVE_ATTEMPTS = 2, 3
 
@@ -144,13 +143,13 @@ def pick_port(tries: int = 1000) -> int:
         OSError: none of the ports that were tried is free.
     """
     first_ephemeral = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else _DEFAULT_EPHEMERAL
-    highest = max(first_ephemeral, _LOWEST_PORT + 1000)
+    highest = max(first_ephemeral, LOWEST_PORT + 1000)
     generator = random.SystemRandom()
     for _ in range(tries):
-        port = generator.randrange(_LOWEST_PORT, highest)
+        port = generator.randrange(LOWEST_PORT, highest)
         if is_free(port):
             return port
-    raise OSError(f"none of {tries} ports tried between {_LOWEST_PORT} and {highest} is free on {os.uname().nodename}")
+    raise OSError(f"none of {tries} ports tried between {LOWEST_PORT} and {highest} is free on {os.uname().nodename}")
 
 
 def local_address(place: Place) -> str:
@@ -169,13 +168,4 @@ def local_address(place: Place) -> str:
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has an IPv4 address; None if no interface has it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+    return next((name for name, own in addresses().items() if own == address), None)
