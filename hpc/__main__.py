@@ -12,6 +12,7 @@ VERBS = {
     "logs": "what the ranks printed",
     "supervise": "see that runs go on: requeue, resubmit, take over from dead nodes",
     "cancel": "end a run for good",
+    "doctor": "what in this cluster's configuration will hurt",
     "drill": "break a run on purpose, and see what that costs",
     "testbed": "a real Slurm on this machine",
 }

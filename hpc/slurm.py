@@ -145,6 +145,15 @@ def call(command: Sequence[str]) -> str:
     return _run(*command)
 
 
+def attend(command: Sequence[str]) -> str:
+    """Run an srun, however long it waits in the queue, and return what its tasks printed, whatever became of them.
+
+    What it complains of, and that it waits, the user reads at once. Ctrl-C reaches it as well.
+    """
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        return process.communicate()[0]
+
+
 def first_error(stderr: str) -> str:
     """The line of a Slurm binary's complaint that says what is wrong."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]

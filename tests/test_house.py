@@ -48,7 +48,7 @@ def test_module_says_what_it_owns(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
-@pytest.mark.parametrize("module", ["hpc.submit", "hpc.status", "hpc.logs", "hpc.cancel", "jobs.agent"])
+@pytest.mark.parametrize("module", ["hpc.submit", "hpc.status", "hpc.logs", "hpc.cancel", "hpc.doctor", "jobs.agent"])
 def test_import_loads_neither_torch_nor_pandas(module: str) -> None:
     code = f"import sys, {module}; print(sorted(set(sys.modules) & {HEAVY!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
