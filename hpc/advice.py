@@ -5,6 +5,7 @@ from math import ceil
 
 from hpc.ledger import Event
 from hpc.outcome import Cause
+from hpc.units import REQUEUE_SECONDS, patience_seconds
 
 # Of the time that there is to save. The rest is for storage that is slower on another day.
 _MOST_SHARE = 0.8
@@ -33,10 +34,10 @@ def _too_little_time(submitted: Event, took: float | None) -> list[str]:
             f"saving took {took:.1f} s, and {lead} s before the time limit the run is told to: "
             f"submit with --stop-lead {ceil(2 * took / 60)}m"
         )
-    if took is not None and grace is not None and took > _MOST_SHARE * grace:
+    if took is not None and grace is not None and took > _MOST_SHARE * patience_seconds(grace):
         found.append(
             f"saving took {took:.1f} s, and on preemption Slurm ends the run after {grace} s: use a shorter "
-            f"--checkpoint-every, so that less is lost, or ask the administrators for GraceTime={ceil(2 * took)}"
+            f"--checkpoint-every, so that less is lost, or ask the administrators for GraceTime={ceil(took / _MOST_SHARE + REQUEUE_SECONDS)}"
         )
     return found
 

@@ -118,6 +118,8 @@ def srun_arguments(cpus: int, nodes: int) -> list[str]:
     return [
         f"--cpus-per-task={cpus}",  # since 22.05 srun no longer inherits it: every rank would sit on one core
         *survive,
+        # Some clusters end a step so many seconds after its first task has ended (WaitTime): a lost node's agent does.
+        "--wait=0",
         "--mpi=none",
     ]
 

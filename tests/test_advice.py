@@ -26,8 +26,8 @@ def test_longest_save_counts() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "flags"),
-    [(15.0, []), (17.0, ["GraceTime=34"]), (25.0, ["--stop-lead 1m", "GraceTime=50"]),
-     (100.0, ["--stop-lead 4m", "GraceTime=200"])],
+    [(7.0, []), (9.0, ["GraceTime=22"]), (25.0, ["--stop-lead 1m", "GraceTime=42"]),
+     (100.0, ["--stop-lead 4m", "GraceTime=135"])],
 )  # fmt: skip
 def test_save_that_hardly_fits_is_said_with_the_flag_to_change(seconds: float, flags: list[str]) -> None:
     warnings = warnings_of([SUBMITTED, stopped(seconds)])
