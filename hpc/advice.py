@@ -35,9 +35,10 @@ def _too_little_time(submitted: Event, took: float | None) -> list[str]:
             f"submit with --stop-lead {ceil(2 * took / 60)}m"
         )
     if took is not None and grace is not None and took > _MOST_SHARE * patience_seconds(grace):
+        enough = ceil(took / _MOST_SHARE + REQUEUE_SECONDS)
         found.append(
             f"saving took {took:.1f} s, and on preemption Slurm ends the run after {grace} s: use a shorter "
-            f"--checkpoint-every, so that less is lost, or ask the administrators for GraceTime={ceil(took / _MOST_SHARE + REQUEUE_SECONDS)}"
+            f"--checkpoint-every, so that less is lost, or ask the administrators for GraceTime={enough}"
         )
     return found
 
