@@ -216,6 +216,26 @@ def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site)
 RUNS = {"one": ("--epochs=40", "--exclude=gpu03,gpu04"), "zombie": ("--epochs=100000", "--exclude=gpu01,gpu02")}
 
 
+def test_job_that_slurm_could_not_start_is_released(site: Site) -> None:
+    program(site.path, "prolog", "exit 1")
+    configuration = Path(site.slurm_conf)
+    before = configuration.read_text()
+    configuration.write_text(f"{before}\nProlog={site.path}/prolog\n")
+    try:
+        site.slurm("scontrol", "reconfigure")
+        run = site.submit(*WHOLE, "--epochs=2", "--name=held", "--nodes=1")
+        run.wait("the hold", lambda: "held" in run.queue("%r"))
+    finally:
+        configuration.write_text(before)
+        site.slurm("scontrol", "reconfigure")
+        drained = site.slurm("sinfo", "--noheader", "--Node", "--states=drain", "--format=%N").split()
+        for node in set(drained):
+            site.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert actions(site) == {"held": "unhold"}
+    status = run.wait_for_state("completed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]
+
+
 def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
     [pid] = [int(at.name) for at, words in commands() if words[0].endswith(b"slurmctld")]
