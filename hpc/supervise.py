@@ -93,7 +93,7 @@ def _print(told: list[dict[str, str | None]], options: Supervise) -> None:
         cli.print_json(told)
         return
     for line in told:
-        if line["action"] == Action.KEEP and not options.dry_run:
+        if line["action"] == Action.KEEP and not line["problem"] and not options.dry_run:
             continue
         problem = f": {line['problem']}" if line["problem"] else ""
         text = f"{time.strftime('%F %T')} {line['run']}: {line['action']} ({line['reason']}){problem}"
