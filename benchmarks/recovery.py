@@ -4,7 +4,7 @@
 
 Plays each drill of `hpc drill` on one small run (Fashion-MNIST, 2 of 6 nodes and a spare, 1 rank each) and prints what
 it cost, as a table in Markdown. Slurm notices a dead node after 300 s here, its default.
-Nothing supervises the run: what waits in the queue after a requeue is released by this script, as its owner may.
+`hpc supervise` ends what a requeued job would wait; nothing supervises the run when its nodes are killed.
 """
 
 import json
@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +50,15 @@ def wait_for_steps(run: Path, seconds: float = 15.0) -> None:
     time.sleep(seconds)
 
 
-def release(stop: threading.Event) -> None:
-    """End Slurm's wait of two minutes before a requeued job may start again, as the job's owner may."""
-    released: set[str] = set()
-    while not stop.wait(1):
-        lines = subprocess.run(
-            ["squeue", "--me", "--noheader", "--format=%A %T %r"], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-        waiting = {line.split()[0] for line in lines if line.endswith("PENDING BeginTime")}
-        for job_id in waiting - released:  # once: each time would put the start off again
-            subprocess.run(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], check=False)
-        released = waiting
+@contextmanager
+def supervised(runs_dir: Path) -> Iterator[None]:
+    """Have Slurm's wait of two minutes before a requeued job may start again ended."""
+    flags = ["--interval=1s", f"--runs-dir={runs_dir}"]
+    with subprocess.Popen([*HPC, "supervise", *flags], stdout=subprocess.DEVNULL) as supervisor:
+        try:
+            yield
+        finally:
+            supervisor.terminate()
 
 
 def play(run: Path, kind: str, *flags: str) -> list[dict[str, Any]]:
@@ -80,11 +79,12 @@ def row(name: str, incident: dict[str, Any] | None) -> str:
 
 
 def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """All of them."""
-    found = {name: play(run, kind) for name, kind in (
-        ("worker killed", "worker-kill"), ("worker hung (--hang-timeout 10s)", "hang"), ("disk full", "disk-full"),
-        ("bare SIGTERM", "term"), ("preempted", "preempt"),
-    )}  # fmt: skip
+    """All drills; what each cost, by its name."""
+    with supervised(run.parent):
+        found = {name: play(run, kind) for name, kind in (
+            ("worker killed", "worker-kill"), ("worker hung (--hang-timeout 10s)", "hang"), ("disk full", "disk-full"),
+            ("bare SIGTERM", "term"), ("preempted", "preempt"),
+        )}  # fmt: skip
     attempts = len(status(run)["attempts"])
     found["node killed, a spare takes over"] = play(run, "node-kill")
     if len(status(run)["attempts"]) != attempts:
@@ -100,17 +100,12 @@ def main() -> None:
     """Build a testbed, start the run, play, print."""
     configuration = hpc("testbed", "up", "--nodes=6", "--gpus-per-node=4", "--slurmd-timeout=300")["slurm_conf"]
     os.environ["SLURM_CONF"] = configuration
-    stop = threading.Event()
-    thread = threading.Thread(target=release, args=(stop,))
-    thread.start()
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-drill-") as directory:
         try:
             run = Path(hpc("submit", *RUN, f"--runs-dir={directory}")["run_dir"])
             found = drills(run)
             after = status(run)
         finally:
-            stop.set()
-            thread.join()
             # Nobody may write into the directory any more when it is removed.
             subprocess.run([*HPC, "testbed", "down"], check=True, stdout=subprocess.DEVNULL)
     print(f"| what | cause | {' | '.join(COLUMNS)} | steps lost |\n|---|---|{'--:|' * (len(COLUMNS) + 1)}")

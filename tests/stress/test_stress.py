@@ -8,7 +8,8 @@ In its short form a part of every test run; by hand, as long as one likes:
 import os
 import random
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Run, Site, agent_pids, assert_nothing_left, rank_pids, tiny_data
+from cluster import ROOT, Run, Site, agent_pids, assert_nothing_left, rank_pids, tiny_data
 
 from hpc.processes import state_of
 
@@ -36,24 +37,13 @@ def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
 
 
 @pytest.fixture
-def releasing(site: Site) -> Iterator[None]:
-    """What a supervisor does: end Slurm's wait before a requeued job may start again."""
-    stop = threading.Event()
-
-    def release() -> None:
-        released: set[str] = set()
-        while not stop.wait(1):
-            lines = site.type("squeue", "--me", "--noheader", "--format=%A %T %r").stdout.splitlines()
-            waiting = {line.split()[0] for line in lines if line.endswith("PENDING BeginTime")}
-            for job_id in waiting - released:
-                site.type("scontrol", "update", f"JobId={job_id}", "StartTime=now+2")
-            released = waiting
-
-    thread = threading.Thread(target=release)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
+def supervised(site: Site) -> Iterator[None]:
+    """Have Slurm's wait before a requeued job may start again ended."""
+    command = [sys.executable, "-m", "hpc", "supervise", "--interval=1s"]
+    environment = {**os.environ, "SLURM_CONF": site.slurm_conf, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=site.path, env=environment) as supervisor:
+        yield
+        supervisor.terminate()
 
 
 class Chaos:
@@ -117,7 +107,7 @@ class Chaos:
         self.run.site.slurm(*command, "--wrap=true")
 
 
-@pytest.mark.usefixtures("releasing")
+@pytest.mark.usefixtures("supervised")
 def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
     run = site.submit(
         "--data=data", "--nodes=2", "--spares=1", "--elastic", "--gpus-per-node=1", "--cpus-per-gpu=1",
