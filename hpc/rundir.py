@@ -6,6 +6,9 @@ The run directory is the job: what is not in it is not known. DESIGN: the table 
 from dataclasses import dataclass
 from pathlib import Path
 
+# In `final/`.
+CONFUSION, SAMPLES = "confusion.csv", "samples.json"
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -86,6 +89,16 @@ class RunDir:
     def final_result(self) -> Path:
         """The test result."""
         return self.final / "result.json"
+
+    @property
+    def confusion(self) -> Path:
+        """How often the test images of each class were taken for each class."""
+        return self.final / CONFUSION
+
+    @property
+    def samples(self) -> Path:
+        """Some images of the test with what they were taken for."""
+        return self.final / SAMPLES
 
     @property
     def logs(self) -> Path:

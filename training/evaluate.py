@@ -1,7 +1,7 @@
 """Exact evaluation: every sample counts once, and the result is the same to the last digit for any number of ranks.
 
-Runs on every rank. The batches are the same whoever evaluates them, the ranks exchange whole numbers and each batch's
-loss, never averages, and the total must be the size of the data set.
+Runs on every rank. The batches are the same whoever evaluates them, the ranks exchange whole numbers, each batch's loss
+and each image's probability, never averages, and the total must be the size of the data set.
 """
 
 import csv
@@ -33,6 +33,10 @@ class Evaluation:
     """int64 [classes, classes]: images of the class of the row that were taken for that of the column."""
     corrupt: tuple[int, ...]
     """Places of the images that could not be read; others took their place."""
+    predicted: Tensor
+    """int64 [n]: the class that each image was taken for."""
+    probability: Tensor
+    """float32 [n]: that the model gave to this class."""
 
     @property
     def correct(self) -> int:
@@ -74,36 +78,47 @@ class Evaluator:
         rank, world_size, device = self.ranks.rank, self.ranks.world_size, self.ranks.device
         losses = torch.zeros(-(-len(source) // _BATCH), dtype=torch.float64, device=device)
         confusion = torch.zeros(self.classes**2, dtype=torch.int64, device=device)
+        predicted = torch.zeros(len(source), dtype=torch.int64, device=device)
+        probability = torch.zeros(len(source), dtype=torch.float32, device=device)
         corrupt: set[int] = set()
         requests = evaluation_requests(len(source), _BATCH, rank, world_size)
         with load_ahead(source, requests, self.workers, pin_memory=device.type == "cuda") as batches:
             for turn, batch in enumerate(batches):
                 before_batch()
                 if len(batch.labels):
-                    losses[turn * world_size + rank] = self._count(batch, confusion)
+                    places = batch.indices.to(device, non_blocking=True)
+                    answers = self._count(batch, confusion)
+                    losses[turn * world_size + rank], predicted[places], probability[places] = answers
                     corrupt.update(batch.corrupt.tolist())
-        return self._summed(losses, confusion, corrupt, len(source))
+        return self._summed(losses, confusion, corrupt, (predicted, probability))
 
     @torch.inference_mode()
-    def _count(self, batch: Batch, confusion: Tensor) -> Tensor:
-        """Add a batch to the confusion, and return its loss."""
+    def _count(self, batch: Batch, confusion: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a batch to the confusion, and return its loss, and for each image the class and its probability."""
         labels = batch.labels.to(self.ranks.device, non_blocking=True)
         with autocast(self.config, self.ranks.device):
             logits = self.model(self.preprocess(batch.images)).float()
-        confusion += torch.bincount(labels * self.classes + logits.argmax(1), minlength=self.classes**2)
-        return functional.cross_entropy(logits, labels, reduction="sum")
+        predicted = logits.argmax(1)
+        confusion += torch.bincount(labels * self.classes + predicted, minlength=self.classes**2)
+        return functional.cross_entropy(logits, labels, reduction="sum"), predicted, logits.softmax(1).amax(1)
 
     def _share_buffers(self) -> None:
         """All ranks evaluate rank 0's batch statistics; between steps, each rank's are its own."""
         for buffer in self.model.buffers():
             torch.distributed.broadcast(buffer, 0)
 
-    def _summed(self, losses: Tensor, confusion: Tensor, corrupt: set[int], samples: int) -> Evaluation:
+    def _summed(
+        self, losses: Tensor, confusion: Tensor, corrupt: set[int], answers: tuple[Tensor, Tensor]
+    ) -> Evaluation:
+        samples = len(answers[0])
         counts = self.ranks.sum(confusion).reshape(self.classes, self.classes)
-        # Each batch's loss comes from one rank and zeros from the others, so nothing is rounded.
+        # Each batch's loss and each image's answer come from one rank and zeros from the others: nothing is rounded.
         loss = math.fsum(self.ranks.sum(losses).tolist()) / samples
         everybodys = sorted(set().union(*self.ranks.gather(corrupt)))
-        result = Evaluation(loss=loss, confusion=counts, corrupt=tuple(everybodys))
+        predicted, probability = map(self.ranks.sum, answers)
+        result = Evaluation(
+            loss=loss, confusion=counts, corrupt=tuple(everybodys), predicted=predicted, probability=probability
+        )
         if result.total != samples:
             raise AssertionError(f"{result.total} of {samples} samples were counted")
         return result

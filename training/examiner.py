@@ -10,12 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
+from hpc.errors import UserError
+from hpc.rundir import CONFUSION, SAMPLES
 from training.corrupt import check_limit
 from training.data import Data, Source
 from training.evaluate import Evaluation, Evaluator, confusion_csv
 from training.job import Job
 from training.recorder import Recorder
 from training.result import describe
+from training.samples import samples_json
 from training.state import TrainState
 from training.window import Window
 
@@ -82,8 +85,19 @@ class Examiner:
             **self.result(),
         }
         self.job.heartbeat.beat("end")
-        confusion = confusion_csv(test.confusion, self.data.classes) if test else None
-        self.recorder.final(self.weights(), result, confusion)
+        self.recorder.final(self.weights(), result, self.told(test) if test else {})
         self.recorder.event("train_completed", step=self.state.progress.step)
         known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
         self.recorder.console.say(f"complete after {self.state.progress.step} steps: {known}")
+
+    def told(self, test: Evaluation) -> dict[str, str]:
+        """The files that tell more of a test, by their names."""
+        confusion = {CONFUSION: confusion_csv(test.confusion, self.data.classes)}
+        if self.data.test is None or not self.evaluator.ranks.leads:
+            return confusion
+        try:
+            return {**confusion, SAMPLES: samples_json(self.data.test, test, self.data.classes)}
+        except UserError as error:
+            # Another rank had read it. A finished training is worth more than its pictures.
+            self.recorder.console.warn(f"there will be no sample predictions: {error}")
+            return confusion

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from training.directories import publish, sweep
 from training.metrics import Metrics
 from training.state import Progress
 
-_RESULT, _MODEL, _CONFUSION = "result.json", "model.pt", "confusion.csv"
+_RESULT, _MODEL = "result.json", "model.pt"
 
 Weights = dict[str, Tensor]
 
@@ -91,13 +92,18 @@ class Recorder:
     def _publish_best(self, weights: Weights, result: dict[str, Any]) -> None:
         self._unpublished = None
         try:
-            publish(self._run_dir.best, partial(_write_model, weights, result, None))
+            publish(self._run_dir.best, partial(_write_model, weights, result, {}))
         except OSError as error:
             self._unpublished = (weights, result)
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
 
-    def final(self, weights: Weights, result: dict[str, Any], confusion: str | None) -> None:
+    def final(self, weights: Weights, result: dict[str, Any], texts: Mapping[str, str]) -> None:
         """Write `final/`: from now on the run is complete.
+
+        Args:
+            weights: by name.
+            result: what is known of the model.
+            texts: more files, by their names.
 
         Raises:
             NoSpaceError: the disk is full. The newest checkpoint is the end of the training.
@@ -107,7 +113,7 @@ class Recorder:
             return
         self.wait()
         try:
-            publish(self._run_dir.final, partial(_write_model, weights, result, confusion))
+            publish(self._run_dir.final, partial(_write_model, weights, result, texts))
         except OSError as error:
             full = error.errno in {errno.ENOSPC, errno.EDQUOT}
             raise (NoSpaceError if full else TorchrelayError)(
@@ -132,7 +138,7 @@ class Recorder:
             self._metrics.close()
 
 
-def _write_model(weights: Weights, result: dict[str, Any], confusion: str | None, directory: Path) -> None:
+def _write_model(weights: Weights, result: dict[str, Any], texts: Mapping[str, str], directory: Path) -> None:
     """The files of a model and its result.
 
     Raises:
@@ -143,5 +149,5 @@ def _write_model(weights: Weights, result: dict[str, Any], confusion: str | None
     torch.save(weights, buffer)
     (directory / _MODEL).write_bytes(buffer.getbuffer())
     (directory / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
-    if confusion is not None:
-        (directory / _CONFUSION).write_text(confusion)
+    for name, text in texts.items():
+        (directory / name).write_text(text)
