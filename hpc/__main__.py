@@ -12,10 +12,12 @@ VERBS = {
     "logs": "what the ranks printed",
     "supervise": "see that runs go on: requeue, resubmit, take over from dead nodes",
     "cancel": "end a run for good",
+    "report": "a page about a run, or a comparison of several",
     "doctor": "what in this cluster's configuration will hurt",
     "drill": "break a run on purpose, and see what that costs",
     "testbed": "a real Slurm on this machine",
 }
+_PACKAGES = {"report", "testbed"}
 
 
 def main() -> int:
@@ -30,7 +32,7 @@ def main() -> int:
         close = difflib.get_close_matches(verb, VERBS, n=1) or list(VERBS)
         print(f"hpc: there is no verb {verb!r}: use {' or '.join(close)}", file=sys.stderr)
         return 2
-    module = importlib.import_module("hpc.testbed.__main__" if verb == "testbed" else f"hpc.{verb}")
+    module = importlib.import_module(f"hpc.{verb}.__main__" if verb in _PACKAGES else f"hpc.{verb}")
     run: Callable[[list[str]], int] = module.main
     return run(arguments[1:])
 

@@ -175,6 +175,14 @@ class RunSpec:
             fields: dict[str, Any] = json.loads(run.spec.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{run.path} is no run directory: {run.spec.name} cannot be read ({error})") from error
+        try:
+            return cls._of(fields)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{run.spec} is damaged or of another version: {error!r}") from error
+
+    @classmethod
+    def _of(cls, fields: dict[str, Any]) -> "RunSpec":
+        """From JSON."""
         fields["resources"]["sbatch"] = tuple(fields["resources"]["sbatch"])
         fields["resources"] = Resources(**fields["resources"])
         fields["recovery"] = Recovery(**fields.get("recovery", {}))

@@ -110,10 +110,10 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 
 def _final_result(run: RunDir) -> dict[str, Any]:
     try:
-        result: dict[str, Any] = json.loads(run.final_result.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        result = json.loads(run.final_result.read_bytes())
+    except (FileNotFoundError, ValueError):
         return {}
-    return result
+    return result if isinstance(result, dict) else {}
 
 
 def _validation(run: RunDir) -> float | None:

@@ -1,0 +1,87 @@
+"""The verb: parse, read the runs, write the tables and then the page. Runs on the login node."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from hpc import cli
+from hpc.errors import UserError
+from hpc.files import write_atomic
+from hpc.report.compare import comparison_page
+from hpc.report.gather import Record, gather
+from hpc.report.page import run_page
+from hpc.report.tables import tables_of
+from hpc.rundir import RunDir
+from hpc.status import summaries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(cli.Common):
+    """Write one HTML page about a run, or a comparison of several, that needs no network, and its tables as CSV."""
+
+    run: tyro.conf.Positional[tuple[str, ...]]
+    """Run directories or names."""
+    runs_dir: Path = Path("runs")
+    """Directory of the runs."""
+    output: Path | None = None
+    """Directory for the page and the tables; by default report/ in the run, or of several in their directory."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    return cli.run(report, Report, argv, "report")
+
+
+def report(options: Report) -> int:
+    """Write everything, and say where it is."""
+    if not options.run:
+        raise UserError("no run: give the names of one or more, as in hpc report NAME; hpc status lists them")
+    runs = list({run.path: run for run in (cli.find_run(name, options.runs_dir) for name in options.run)}.values())
+    records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
+    path = (options.output.expanduser().resolve() if options.output else _directory(runs)) / "index.html"
+    tables = write(path, records)
+    if options.json:
+        cli.print_json({"report": str(path), "tables": [str(table) for table in tables]})
+    else:
+        print(f"{path}\n  beside it: {', '.join(table.name for table in tables)}")
+    return 0
+
+
+def _directory(runs: Sequence[RunDir]) -> Path:
+    return runs[0].report.parent if len(runs) == 1 else runs[0].path.parent / "report"
+
+
+def write(path: Path, records: Sequence[Record]) -> list[Path]:
+    """Write the tables and the page, each whole or not at all; returns the tables.
+
+    Raises:
+        UserError: the directory cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent} cannot be made ({error.strerror}): use another --output") from error
+    tables, now = tables_of(records), time.time()
+    if len(records) == 1:
+        page = run_page(records[0], list(tables), now)
+    else:
+        page = comparison_page(records, _links(path.parent, records), list(tables), now)
+    for name, table in tables.items():
+        write_atomic(path.with_name(name), table.to_csv(index=False))
+    write_atomic(path, page)
+    return [path.with_name(name) for name in tables]
+
+
+def _links(start: Path, records: Sequence[Record]) -> list[str | None]:
+    """From the comparison to the runs' own pages, for those that have one."""
+    pages = [record.run.report for record in records]
+    return [os.path.relpath(page, start) if page.exists() else None for page in pages]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""What the figures show: one run with its attempts and interruptions, or several runs. Pure; runs on the login node."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+from hpc.outcome import Cause
+from hpc.report.gather import Record
+from hpc.report.markup import Markup
+from hpc.report.svg import COLORS, SERIES, Size, figure
+from hpc.report.tables import labels_of
+
+_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
+# From outside, and free: the run did nothing wrong.
+MILD = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
+# A line of so many points shows its trend by itself; a longer one is smoothed over a part of it.
+_PLAIN_POINTS, _SMOOTHED_PARTS = 60, 40
+
+
+def decimate(table: pd.DataFrame, column: str, most: int) -> pd.DataFrame:
+    """At most so many rows, evenly spread, but of each stretch the lowest and the highest: no extreme is lost."""
+    known = table[table[column].notna()].reset_index(drop=True)
+    if len(known) <= most:
+        return known
+    stretches = np.arange(len(known)) * (most // 2 - 1) // len(known)
+    grouped = known[column].groupby(stretches)
+    keep = {0, len(known) - 1, *grouped.idxmin(), *grouped.idxmax()}
+    return known.loc[sorted(keep)]
+
+
+def smoothed(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The trend of a column: of many rows the mean of those around each, so that it neither lags nor leads."""
+    if len(table) <= _PLAIN_POINTS:
+        return table
+    return table.assign(
+        **{column: table[column].rolling(len(table) // _SMOOTHED_PARTS + 1, center=True, min_periods=1).mean()}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One kind of figure: a column of the metrics over the steps."""
+
+    name: str
+    title: str
+    column: str
+    split: str | None = None
+    """Of evaluations: on which part of the data; None: the column is of the training's metrics."""
+    unit: Callable[[float], str]
+    """A value as people write it."""
+
+    def table(self, record: Record) -> pd.DataFrame:
+        """The rows that it shows of a run."""
+        if self.split is None:
+            return record.train
+        return record.evaluations[record.evaluations["split"] == self.split]
+
+
+LOSS = Chart(name="loss", title="Loss", column="loss", unit="{:.3f}".format)
+ACCURACY = Chart(name="accuracy", title="Accuracy", column="accuracy", split="val", unit="{:.2%}".format)
+SPEED = Chart(name="speed", title="Images per second", column="images_per_second", unit="{:,.0f}".format)
+RATE = Chart(name="rate", title="Learning rate", column="lr", unit="{:.3g}".format)
+CHARTS = (LOSS, ACCURACY, SPEED, RATE)
+_NOISY = frozenset({LOSS, SPEED})
+# A loss that falls so far is drawn on a logarithmic scale: its beginning would hide its end.
+_LONG_FALL = 4.0
+# The part of the data, what it is called, its sign and color in the key, and how it is drawn.
+_EVALUATIONS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
+    ("val", "validation", "●", "s2", {"marker": "o", "markersize": 4, "linewidth": 1.2}),
+    ("test", "test", "◆", "s3", {"marker": "D", "markersize": 7, "linestyle": "none"}),
+)
+
+
+def charts_of(records: Sequence[Record]) -> list[Markup]:
+    """The figures of one or more runs, those for which there is anything to show."""
+    shown = [chart for chart in CHARTS if any(chart.table(record)[chart.column].notna().any() for record in records)]
+    return [_figure(chart, records) for chart in shown]
+
+
+def _figure(chart: Chart, records: Sequence[Record]) -> Markup:
+    def paint(axes: Axes, size: Size) -> None:
+        if len(records) == 1:
+            _paint_run(axes, size, chart, records[0])
+        else:
+            _paint_runs(axes, size, chart, records)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(6 if size.width > 400 else 4, integer=True))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        if _is_logarithmic(chart, records):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.yaxis.set_minor_locator(NullLocator())
+        if chart is ACCURACY:
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g}%"))
+        if chart is SPEED:
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if chart in {SPEED, RATE}:
+            axes.set_ylim(bottom=0)
+
+    key = _key(chart, records[0]) if len(records) == 1 else []
+    key += [("", "soft", "logarithmic scale")] if _is_logarithmic(chart, records) else []
+    return figure(chart.name, chart.title, key, describe(chart, records), paint)
+
+
+def _key(chart: Chart, record: Record) -> list[tuple[str, str, str]]:
+    """What the signs mean, where there are several."""
+    if chart not in {LOSS, ACCURACY}:
+        return []
+    there = set(record.evaluations["split"])
+    training = [("━", "s1", "training")] if chart is LOSS else []
+    return training + [(sign, color, name) for split, name, sign, color, _ in _EVALUATIONS if split in there]
+
+
+def _is_logarithmic(chart: Chart, records: Sequence[Record]) -> bool:
+    values = pd.concat([chart.table(record)[chart.column] for record in records])
+    return chart is LOSS and bool(values.min() > 0) and bool(values.max() > _LONG_FALL * values.min())
+
+
+def describe(chart: Chart, records: Sequence[Record]) -> str:
+    """A figure in words."""
+    told = [_told(chart, record, label) for record, label in zip(records, labels_of(records), strict=True)]
+    return f"{chart.title} by step. {' '.join(told)}"
+
+
+def _told(chart: Chart, record: Record, label: str) -> str:
+    table = chart.table(record)
+    table = table[table[chart.column].notna()]
+    if table.empty:
+        return f"{label}: not known."
+    values = table[chart.column]
+    ends = [f"{chart.unit(values.iloc[at])} at step {table['step'].iloc[at]:.0f}" for at in (0, -1)]
+    return (
+        f"{label}: from {ends[0]} to {ends[1]}, lowest {chart.unit(values.min())}, highest {chart.unit(values.max())}."
+    )
+
+
+def _paint_run(axes: Axes, size: Size, chart: Chart, record: Record) -> None:
+    """One run: the raw line faint behind its trend, the evaluations, and what happened meanwhile."""
+    color = COLORS["s1"]
+    if chart.split is None:
+        trend = smoothed(record.train, chart.column) if chart in _NOISY else record.train
+        if trend is not record.train:
+            _line(axes, decimate(record.train, chart.column, size.points), chart, color=color, alpha=0.3, linewidth=0.9)
+        _line(axes, decimate(trend, chart.column, size.points), chart, color=color)
+    if chart in {LOSS, ACCURACY}:
+        _paint_evaluations(axes, size, chart.column, record.evaluations)
+    _paint_attempts(axes, record.train)
+    _paint_interruptions(axes, record.interruptions)
+
+
+def _paint_evaluations(axes: Axes, size: Size, column: str, evaluations: pd.DataFrame) -> None:
+    for split, _, _, color, look in _EVALUATIONS:
+        rows = decimate(evaluations[evaluations["split"] == split], column, size.points // 4)
+        if not rows.empty:
+            axes.plot(rows["step"], rows[column], color=COLORS[color], zorder=3, clip_on=False, **look)
+
+
+def _line(axes: Axes, rows: pd.DataFrame, chart: Chart, **look: Any) -> None:
+    axes.plot(rows["step"].to_numpy(), rows[chart.column].to_numpy(), **look)
+
+
+def attempt_spans(train: pd.DataFrame) -> list[tuple[int, float, float]]:
+    """For each attempt that made steps which counted: its number, and its first and last step."""
+    lasts = train.groupby("attempt")["step"].max()
+    starts = [float(train["step"].min()), *lasts.tolist()]
+    return [(int(attempt), start, last) for (attempt, last), start in zip(lasts.items(), starts, strict=False)]
+
+
+def _paint_attempts(axes: Axes, train: pd.DataFrame) -> None:
+    """Every other attempt is shaded; those that are wide enough are named above."""
+    spans = attempt_spans(train)
+    if len(spans) < 2:
+        return
+    whole = spans[-1][2] - spans[0][1]
+    for place, (attempt, start, end) in enumerate(spans):
+        if place % 2:
+            axes.axvspan(start, end, color=COLORS["band"], linewidth=0, zorder=0)
+        if end - start > whole / 6:
+            _write_above(axes, (start + end) / 2, 13, f"attempt {attempt}", color=COLORS["soft"])
+
+
+def _paint_interruptions(axes: Axes, interruptions: pd.DataFrame) -> None:
+    """A line for each, with its number at the top unless that would cover the one before."""
+    marks = interruptions[interruptions["step"].notna()].sort_values("step")
+    low, high = axes.get_xlim()
+    numbered = -np.inf
+    for number, step, cause in zip(marks["number"], marks["step"], marks["cause"], strict=True):
+        color = COLORS["mild" if cause in MILD else "bad"]
+        axes.axvline(step, color=color, linewidth=1.1, linestyle=(0, (3, 2)), zorder=1)
+        if step - numbered > (high - low) / 25:
+            numbered = step
+            _write_above(axes, step, 1, str(int(number)), color=color)
+
+
+def _write_above(axes: Axes, step: float, points: float, content: str, color: str) -> None:
+    """A word so many points above the frame."""
+    top = axes.get_xaxis_transform()
+    axes.annotate(
+        content,
+        (step, 1),
+        xycoords=top,
+        xytext=(0, points),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=10,
+        color=color,
+    )
+
+
+def look_of(place: int) -> tuple[str, int]:
+    """The color and the dashes of a run in a comparison, by its place: every pair is used before one comes again."""
+    return f"s{place % SERIES + 1}", place // SERIES % len(_DASHES)
+
+
+def _paint_runs(axes: Axes, size: Size, chart: Chart, records: Sequence[Record]) -> None:
+    """Several runs, one line each. All of them together have the points of a few."""
+    most = max(100, 4 * size.points // len(records))
+    for place, record in enumerate(records):
+        color, dashes = look_of(place)
+        table = chart.table(record)
+        rows = decimate(smoothed(table, chart.column) if chart in _NOISY else table, chart.column, most)
+        dots = {"marker": "o", "markersize": 3.5} if chart.split and len(rows) < 40 else {}
+        _line(axes, rows, chart, color=COLORS[color], linestyle=_DASHES[dashes], linewidth=1.5, **dots)
