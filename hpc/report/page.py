@@ -40,14 +40,14 @@ def run_page(record: Record, tables: Sequence[str], now: float) -> str:
 
 def _header(record: Record) -> Markup:
     summary = record.summary
-    state = summary["state"] + (f" ({summary['reason']})" if summary["reason"] not in {None, "None"} else "")
+    waits = tag("span", f"({summary['reason']})", class_="soft") if summary["reason"] not in {None, "None"} else None
     # What the ranks said last is of interest if that was the end.
     words = summary["detail"] if summary["state"] == "failed" else None
     return tag(
         "header",
-        tag("div", tag("h1", record.run.name), parts.pill(summary["state"]), class_="title"),
+        tag("div", tag("h1", record.run.name), parts.pill(summary["state"]), waits, class_="title"),
         tag("p", " · ".join(_in_short(record.spec)), class_="soft") if record.spec else None,
-        tag("p", f"The run is {state}. Its last words: ", tag("code", words), class_="notes") if words else None,
+        tag("p", "The run has failed. Its last words: ", tag("code", words), class_="notes") if words else None,
     )
 
 

@@ -1,0 +1,129 @@
+"""What the tests of the report share: runs as submit, the agents and rank 0 leave them, made in a moment."""
+
+import base64
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from hpc.files import append_json_line
+from hpc.report.__main__ import main
+from hpc.rundir import RunDir
+from hpc.spec import Resources, RunSpec
+from training.config import TrainConfig
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
+CLASSES = ("cat", "dog", HOSTILE)
+STEPS, EPOCH = 400, 100
+BEGAN = 1_700_000_000.0
+# Attempt 1 crashes at step 120 and goes on, is preempted at 210; attempt 2 completes.
+EVENTS: tuple[dict[str, Any], ...] = (
+    {"time": 0, "event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30},
+    {"time": 1, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["a1", "a2"]},
+    {"time": 9, "event": "train_started", "attempt": 1, "step": 0, "total_steps": STEPS, "world_size": 2},
+    {"time": 10, "event": "first_step", "attempt": 1, "step": 1},
+    {"time": 131, "event": "incident", "attempt": 1, "cause": "crashed", "step": 120, "rank": 1, "node": "a2",
+     "detail": HOSTILE, "failed_at": BEGAN + 130},
+    {"time": 139, "event": "train_started", "attempt": 1, "step": 118, "total_steps": STEPS, "world_size": 2},
+    {"time": 140, "event": "first_step", "attempt": 1, "step": 119},
+    {"time": 234, "event": "attempt_ended", "attempt": 1, "cause": "preempted", "step": 210, "failed_at": BEGAN + 232},
+    {"time": 300, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "nonce": "b", "nodes": ["a1", "a3"]},
+    {"time": 309, "event": "train_started", "attempt": 2, "step": 210, "total_steps": STEPS, "world_size": 2},
+    {"time": 310, "event": "first_step", "attempt": 2, "step": 211},
+    {"time": 505, "event": "attempt_ended", "attempt": 2, "cause": "completed", "step": STEPS},
+)  # fmt: skip
+
+
+def spec_of(name: str, **settings: Any) -> RunSpec:
+    """Of a training on the cluster."""
+    train = TrainConfig(**{"data": "/data/pets", "epochs": 4, "batch_size": 64, **settings})
+    resources = Resources(nodes="2", gpus_per_node=1, cpus_per_gpu=4, time="1d", partition="gpu")
+    return RunSpec(name=name, cluster="slurm", resources=resources, data=train.data, train=train, stage_dir="/tmp")
+
+
+def pending_run(path: Path, spec: RunSpec | None = None) -> RunDir:
+    """A run that has been submitted, and nothing more."""
+    run = RunDir(path)
+    for directory in (run.events, run.logs):
+        directory.mkdir(parents=True)
+    (spec or spec_of(run.name)).save(run)
+    write_events(run, 1)
+    return run
+
+
+def write_events(run: RunDir, count: int) -> None:
+    """The first events of the ledger."""
+    for event in EVENTS[:count]:
+        append_json_line(run.events / "agent.jsonl", {**event, "time": BEGAN + event["time"]})
+
+
+def running_run(path: Path, loss: float = 2.0) -> RunDir:
+    """A run in its second attempt; `loss` is that of the first step."""
+    run = pending_run(path)
+    run.events.joinpath("agent.jsonl").unlink()
+    write_events(run, 11)
+    run.train_metrics.parent.mkdir()
+    for step in range(2, STEPS + 1, 2):
+        attempt = 1 if step <= 210 else 2
+        noise = 0.1 * ((7 * step) % 13) / 13
+        line = {"step": step, "epoch": (step - 1) // EPOCH + 1, "loss": loss / (1 + step / 40) + noise}
+        line |= {"lr": 0.1 * (1 - step / STEPS), "images_per_second": 900 + 300 * noise, "world_size": 2}
+        line |= {"train_seconds": 0.9 * step, "attempt": attempt, "time": BEGAN + 10 + step}
+        append_json_line(run.train_metrics, line)
+    for epoch in range(1, 5):
+        _evaluate(run, epoch, "val", 0.5 + 0.1 * epoch)
+    return run
+
+
+def _evaluate(run: RunDir, epoch: int, split: str, accuracy: float) -> None:
+    line = {"step": EPOCH * epoch, "epoch": epoch, "split": split, "loss": 1.5 / epoch, "accuracy": accuracy}
+    line |= {"correct": int(200 * accuracy), "total": 200, "corrupt": 0, "attempt": 2, "time": BEGAN + 500}
+    append_json_line(run.eval_metrics, line)
+
+
+def completed_run(path: Path, loss: float = 2.0) -> RunDir:
+    """A run with a test result."""
+    run = running_run(path, loss)
+    append_json_line(run.events / "agent.jsonl", {**EVENTS[-1], "time": BEGAN + EVENTS[-1]["time"]})
+    _evaluate(run, 4, "test", 0.85)
+    run.final.mkdir()
+    run.final_result.write_text(json.dumps({"test_accuracy": 0.85, "test_total": 60}))
+    rows = [("true class", *CLASSES), ("cat", 18, 2, 0), ("dog", 1, 19, 0), (HOSTILE, 0, 6, 14)]
+    quoted = [",".join('"' + str(cell).replace('"', '""') + '"' for cell in row) for row in rows]
+    run.confusion.write_text("\n".join(quoted) + "\n")
+    run.samples.write_text(json.dumps([_sample("even", 1.0), _sample("mistake", 0.7)]))
+    return run
+
+
+def _sample(kind: str, probability: float) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    Image.new("L", (28, 28), 128).save(buffer, "PNG")
+    predicted = "cat" if kind == "even" else HOSTILE
+    return {
+        "kind": kind, "index": 3, "name": f"/data/{HOSTILE}.png", "true": "cat", "predicted": predicted,
+        "probability": probability, "png": base64.b64encode(buffer.getvalue()).decode(),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """A report that has been written."""
+
+    path: Path
+    tables: tuple[Path, ...]
+
+    @property
+    def html(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+
+def report(capsys: Any, *arguments: object) -> Written:
+    """Type `hpc report ... --json`, which has to succeed."""
+    code = main([*map(str, arguments), "--json"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    answer = json.loads(printed.out)
+    return Written(Path(answer["report"]), tuple(Path(table) for table in answer["tables"]))
