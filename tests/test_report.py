@@ -108,8 +108,8 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path, capsys: Capture) -
 
 def test_run_that_waits_says_what_is_missing(tmp_path: Path, capsys: Capture) -> None:
     html = report(capsys, pending_run(tmp_path / "r").path).html
-    assert "No attempt has begun yet." in html
-    assert "There are no metrics yet" in html
+    assert "No attempt has begun." in html
+    assert "There are no metrics" in html
     assert headings(html) == ["r", "Reproduce it", "Tables"]
 
 
@@ -132,6 +132,7 @@ def test_failed_run_shows_its_last_words(tmp_path: Path, capsys: Capture) -> Non
     html = report(capsys, run.path).html
     assert "The run has failed. Its last words: <code>error: --lr is 9 &amp; diverged</code>" in html
     assert "Nothing interrupted this run." in html
+    assert "There is no test result: the training did not come to its end." in html
 
 
 def test_script_of_ones_own_has_attempts_and_its_command(tmp_path: Path, capsys: Capture) -> None:

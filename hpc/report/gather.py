@@ -16,7 +16,7 @@ from hpc.errors import UserError
 from hpc.files import read_json_lines
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
-from hpc.summary import Summary
+from hpc.summary import TERMINAL, Summary
 
 TRAIN = (
     *("step", "epoch", "loss", "lr", "images_per_second"),
@@ -133,11 +133,13 @@ def _table(records: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.Data
 def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_test: bool, samples: int) -> list[str]:
     """What a page cannot show, and why, in sentences."""
     script, complete = spec is not None and spec.train is None, summary["state"] == "completed"
+    over = summary["state"] in TERMINAL
     signs = (
-        (not summary["attempts"], "No attempt has begun yet."),
+        (not summary["attempts"], "No attempt has begun."),
         (not has_metrics and script, "A script of your own ran: only attempts and interruptions are known of it."),
-        (not has_metrics and not script, "There are no metrics yet: the first line comes after --log-every steps."),
-        (not script and not complete, "The test comes at the end of the training: there is no result of it yet."),
+        (not has_metrics and not script, "There are no metrics: the first ones come after --log-every steps."),
+        (not script and not over, "The test comes at the end of the training: there is no result of it yet."),
+        (not script and over and not complete, "There is no test result: the training did not come to its end."),
         (
             not script and complete and not has_test,
             "There is no confusion matrix: the data have no test set, or it is lost.",

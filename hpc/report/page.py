@@ -138,6 +138,7 @@ def _where_time_went(record: Record, now: float) -> Markup | None:
     items = [
         (color, f"{name} {duration(shares[name])}", f"({meaning})" if meaning else None)
         for name, (color, meaning) in _TIMES.items()
+        if shares[name] > 0
     ]
     return parts.card(
         parts.bar("Where the time went", shares, colors, whole), parts.legend(items), title="Where the time went"

@@ -83,11 +83,16 @@ def charts_of(records: Sequence[Record]) -> list[Markup]:
 
 
 def _figure(chart: Chart, records: Sequence[Record]) -> Markup:
+    steps = pd.concat([table["step"] for record in records for table in (record.train, record.evaluations)])
+    last = max(1.0, float(steps.max()))
+
     def paint(axes: Axes, size: Size) -> None:
         if len(records) == 1:
             _paint_run(axes, size, chart, records[0])
         else:
             _paint_runs(axes, size, chart, records)
+        # The same steps in all figures, so that what happened at one is found in the others.
+        axes.set_xlim(-0.02 * last, 1.02 * last)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6 if size.width > 400 else 4, integer=True))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -152,7 +157,7 @@ def _paint_run(axes: Axes, size: Size, chart: Chart, record: Record) -> None:
     if chart in {LOSS, ACCURACY}:
         _paint_evaluations(axes, size, chart.column, record.evaluations)
     _paint_attempts(axes, record.train)
-    _paint_interruptions(axes, record.interruptions)
+    _paint_interruptions(axes, record.interruptions, record.train["step"].max())
 
 
 def _paint_evaluations(axes: Axes, size: Size, column: str, evaluations: pd.DataFrame) -> None:
@@ -186,15 +191,14 @@ def _paint_attempts(axes: Axes, train: pd.DataFrame) -> None:
             _write_above(axes, (start + end) / 2, 13, f"attempt {attempt}", color=COLORS["soft"])
 
 
-def _paint_interruptions(axes: Axes, interruptions: pd.DataFrame) -> None:
+def _paint_interruptions(axes: Axes, interruptions: pd.DataFrame, last: float) -> None:
     """A line for each, with its number at the top unless that would cover the one before."""
     marks = interruptions[interruptions["step"].notna()].sort_values("step")
-    low, high = axes.get_xlim()
-    numbered = -np.inf
+    numbered, gap = -np.inf, last / 25
     for number, step, cause in zip(marks["number"], marks["step"], marks["cause"], strict=True):
         color = COLORS["mild" if cause in MILD else "bad"]
         axes.axvline(step, color=color, linewidth=1.1, linestyle=(0, (3, 2)), zorder=1)
-        if step - numbered > (high - low) / 25:
+        if step - numbered > gap:
             numbered = step
             _write_above(axes, step, 1, str(int(number)), color=color)
 

@@ -36,7 +36,6 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.xmargin": 0.02,
     "grid.color": COLORS["rule"],
     "grid.linewidth": 0.7,
     "xtick.color": COLORS["soft"],
