@@ -31,6 +31,8 @@ class Action(StrEnum):
     """End the wait of a job that was requeued."""
     UNHOLD = "unhold"
     """Release a job that Slurm holds because it could not be started."""
+    ADMIT = "admit"
+    """Let a job that waits have nodes again that failed the run: without them there are too few."""
     REQUEUE = "requeue"
     """Put a job that has ended back into the queue."""
     RELAUNCH = "relaunch"
@@ -62,6 +64,10 @@ class View:
     """The last sign of life of the head node's agent."""
     handed_over_at: float | None = None
     """When the last attempt's next job was requeued or submitted."""
+    excluded: Sequence[str] = ()
+    """Nodes that the last job keeps away from, because they failed the run."""
+    affordable: Sequence[str] = ()
+    """Those that it could keep away from now."""
     busy_until: float = 0.0
     """Another supervisor is at it, until then at the latest."""
     now: float
@@ -85,6 +91,12 @@ class View:
     def running(self) -> Job | None:
         """The job that has nodes."""
         return next((job for job in self.jobs if job.state is JobState.RUNNING), None)
+
+    @property
+    def waiting(self) -> Job | None:
+        """The job that waits for nodes, if none has some."""
+        waiting = next((job for job in self.jobs if job.state is JobState.PENDING), None)
+        return None if self.running else waiting
 
     @property
     def fate(self) -> JobState:
@@ -148,21 +160,38 @@ def _unknown(view: View) -> Decision | None:
     return _keep(f"job {odd.job_id} is in a state that this version does not know") if odd else None
 
 
-def _waits(view: View) -> Decision | None:
-    """A job that is in the queue."""
-    job = next((job for job in view.alive_jobs if job.state is JobState.PENDING), None)
-    if job is None or any(other.state is JobState.RUNNING for other in view.alive_jobs):
+def _held(view: View) -> Decision | None:
+    """A job that Slurm holds because it could not start it."""
+    job = view.waiting
+    if job is None or "launch" not in job.reason.lower() or "held" not in job.reason.lower():
         return None
-    if "launch" in job.reason.lower() and "held" in job.reason.lower():
-        if job.restarts >= _MOST_LAUNCHES:
-            return _keep(f"Slurm could not start job {job.job_id} {job.restarts} times: scontrol release {job.job_id}")
-        return Decision(action=Action.UNHOLD, job_id=job.job_id, reason="Slurm could not start it on a node")
+    if job.restarts >= _MOST_LAUNCHES:
+        return _keep(f"Slurm could not start job {job.job_id} {job.restarts} times: scontrol release {job.job_id}")
+    return Decision(action=Action.UNHOLD, job_id=job.job_id, reason="Slurm could not start it on a node")
+
+
+def _requeued(view: View) -> Decision | None:
+    """A job that Slurm makes wait because it was requeued."""
+    job = view.waiting
     # Without a restart, whoever submitted it wanted it to begin later.
-    if job.reason == "BeginTime" and job.restarts and (job.eligible or 0.0) > view.now + _SOON_SECONDS:
-        rest = _delay(view)
-        if rest > 0:
-            return _keep(f"it failed {view.failures} times in a row: another try in {rest:.0f} s")
-        return Decision(action=Action.RELEASE, job_id=job.job_id, reason="it was requeued and waits for nothing else")
+    if job is None or job.reason != "BeginTime" or not job.restarts:
+        return None
+    if (job.eligible or 0.0) <= view.now + _SOON_SECONDS:
+        return None
+    rest = _delay(view)
+    if rest > 0:
+        return _keep(f"it failed {view.failures} times in a row: another try in {rest:.0f} s")
+    return Decision(action=Action.RELEASE, job_id=job.job_id, reason="it was requeued and waits for nothing else")
+
+
+def _waits(view: View) -> Decision | None:
+    """A job that waits for its turn."""
+    job = view.waiting
+    if job is None:
+        return None
+    if missed := set(view.excluded) - set(view.affordable):
+        reason = f"there are too few nodes without {', '.join(sorted(missed))}"
+        return Decision(action=Action.ADMIT, job_id=job.job_id, reason=reason)
     return _keep(f"job {job.job_id} waits ({job.reason})")
 
 
@@ -270,7 +299,7 @@ def _cause(view: View) -> Cause | None:
 
 
 _RULES: tuple[Callable[[View], Decision | None], ...] = (
-    _over, _busy, _strays, _unknown, _waits, _ends, _starts, _leaves, _runs,
+    _over, _busy, _strays, _unknown, _held, _requeued, _waits, _ends, _starts, _leaves, _runs,
     # From here on there is no job.
     _given_up, _just_ended, _cancelled, _node_failed, _vanished, _ended,
 )  # fmt: skip

@@ -32,6 +32,7 @@ which a failure has those that are known:
 | attempt_ended | the head node's agent, or the next one to go on | cause step detail last_heard failed_at rank node |
 | requeued | the head node's agent, or the supervisor | job_id |
 | relaunched | the agent, or supervisor, that handed the run to a new job | job_id old_job_id excluded (node names) |
+| excluded | who changed which nodes a waiting job keeps away from: an agent, the supervisor | job_id excluded |
 | released | the supervisor: Slurm's wait, or its hold, is ended | job_id |
 | relaunching | the supervisor that is about to submit a new job | attempt host pid started |
 | told | the supervisor, before it calls --on-end | state |

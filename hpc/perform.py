@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpc import ledger, relaunch, slurm
@@ -64,7 +64,16 @@ def _unhold(watched: Watched, decision: Decision) -> None:
 def _avoid(watched: Watched, decision: Decision) -> None:
     excluded = relaunch.exclusions(RunSpec.load(watched.run), watched.events)
     if excluded:
-        slurm.exclude(str(decision.job_id), excluded)
+        _exclude(watched, decision, excluded)
+
+
+def _admit(watched: Watched, decision: Decision) -> None:
+    _exclude(watched, decision, watched.view.affordable)
+
+
+def _exclude(watched: Watched, decision: Decision, nodes: Sequence[str]) -> None:
+    slurm.exclude(str(decision.job_id), nodes)
+    _note(watched.run, "excluded", job_id=decision.job_id, excluded=list(nodes))
 
 
 def _requeue(watched: Watched, decision: Decision) -> None:
@@ -110,6 +119,7 @@ def _record(watched: Watched, decision: Decision) -> None:
 _DOES: dict[Action, Callable[[Watched, Decision], None]] = {
     Action.RELEASE: _release,
     Action.UNHOLD: _unhold,
+    Action.ADMIT: _admit,
     Action.REQUEUE: _requeue,
     Action.RELAUNCH: _relaunch,
     Action.CANCEL: _cancel,

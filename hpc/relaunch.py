@@ -60,9 +60,12 @@ def exclusions(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = (
     names = list(dict.fromkeys([*failed, *blamed(events, time.time())]))
     if not names:
         return given
-    usable = slurm.usable_nodes(spec.resources.partition)
     # Slurm itself keeps away from those that it knows to be down.
-    return [*given, *[name for name in names if name in usable][: max(0, len(usable) - spec.job_nodes[0])]]
+    usable = slurm.usable_nodes(spec.resources.partition)
+    spare = max(0, len(usable) - spec.job_nodes[0])
+    if len(usable.intersection(failed)) > spare:
+        return given  # some of them have to do, and nobody knows which of them lives
+    return [*given, *[name for name in names if name in usable][:spare]]
 
 
 def blamed(events: Iterable[Event], now: float) -> list[str]:

@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc import cli, slurm
+from hpc import cli, relaunch, slurm
 from hpc.decide import STARTS, Action, Decision, decide
 from hpc.errors import TorchrelayError, UserError
 from hpc.files import json_line, write_exclusive
 from hpc.ledger import record
 from hpc.outcome import Cause
 from hpc.perform import perform
+from hpc.slurm import JobState
+from hpc.spec import RunSpec
 from hpc.units import duration_seconds
 from hpc.watch import Watched, by_script, look, storage_time
 
@@ -128,7 +130,16 @@ def _watched(runs_dir: Path) -> list[Watched]:
                 found.append(look(run, jobs, clock))
         except OSError as error:
             print(f"hpc supervise: {run.path}: {error}", file=sys.stderr)
-    return _with_fates(found)
+    return [_with_affordable(one) for one in _with_fates(found)]
+
+
+def _with_affordable(one: Watched) -> Watched:
+    """Add which nodes a waiting job could do without: they get fewer when others go down."""
+    waits = any(job.state is JobState.PENDING for job in one.view.jobs)
+    if not one.view.excluded or not waits:
+        return one
+    affordable = relaunch.exclusions(RunSpec.load(one.run), one.events)
+    return replace(one, view=replace(one.view, affordable=affordable))
 
 
 def _with_fates(found: list[Watched]) -> list[Watched]:

@@ -68,11 +68,13 @@ def look(run: RunDir, jobs: Mapping[str, Sequence[Job]], storage_time: float) ->
     alive = _modified(run.alive)
     last = attempts[-1].attempt if attempts else 0
     handed_over = [event["time"] for event in _of(events, last, "requeued", "relaunched")]
+    excluded = [event["excluded"] for event in events if event["event"] in {"relaunched", "excluded"}]
     view = View(
         cancelled=any(event["event"] == "cancelled" for event in events),
         attempts=attempts,
         jobs=jobs.get(os.path.realpath(run.script), ()),
         alive_at=None if alive is None else now - (storage_time - alive),
+        excluded=excluded[-1] if excluded else (),
         handed_over_at=max(handed_over, default=None),
         busy_until=_busy_until(_of(events, last, "relaunching"), handed_over),
         now=now,

@@ -173,6 +173,7 @@ def requeue(node: Node, unfit: list[str]) -> None:
     if unfit:
         excluded = relaunch.exclusions(node.spec, ledger.read(node.run.events), unfit)
         _persist(lambda: slurm.exclude(job_id, excluded))  # nothing can be changed before the requeue
+        node.note("excluded", job_id=job_id, excluded=excluded)
 
 
 def _persist(ask: Callable[[], None]) -> None:

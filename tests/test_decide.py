@@ -62,6 +62,10 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("could not be started", {"jobs": [HELD]}, Action.UNHOLD, "could not start"),
     ("could never be started", {"jobs": [replace(HELD, restarts=5)]}, Action.KEEP, "scontrol release 7"),
     ("held by its user", {"jobs": [job(JobState.PENDING, reason="JobHeldUser")]}, Action.KEEP, "JobHeldUser"),
+    ("keeps away from too many nodes", {"jobs": [job(JobState.PENDING, reason="ReqNodeNotAvail")],
+      "excluded": ["gpu03", "gpu04"], "affordable": ["gpu03"]}, Action.ADMIT, "too few nodes without gpu04"),
+    ("keeps away from what it can", {"jobs": [job(JobState.PENDING, reason="Priority")],
+      "excluded": ["gpu03"], "affordable": ["gpu03", "gpu02"]}, Action.KEEP, "waits (Priority)"),
     # Nobody works in the job's nodes any more.
     ("silent", {"jobs": [RUNNING], "attempts": [attempt()], "alive_at": NOW - 75}, Action.RELAUNCH, "75 s"),
     ("silent from the first moment", {"jobs": [RUNNING], "attempts": [attempt()]}, Action.RELAUNCH, "900 s"),
