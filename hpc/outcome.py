@@ -78,8 +78,17 @@ _CAUSE_OF_EXIT = {EXIT_BAD_INPUT: Cause.BAD_INPUT, EXIT_BAD_NODE: Cause.BAD_NODE
 # As Python, torch and the kernel say it; torch's allocator for CPUs writes "can't allocate memory".
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
 _NO_SPACE = re.compile(r"No space left on device|ENOSPC|Disk quota exceeded")
+# What gloo and NCCL say in ranks whose peer has died. On a busy machine they may be written down before it.
+_PEER = re.compile(
+    r"by peer|remote (?:worker|process)|ncclRemoteError|NCCL communicator was aborted|connectFullMesh|Broken pipe"
+)
 # So torch calls the end of a loader worker, in the rank that waits for it.
 _KILLED_WORKER = "killed by signal: Killed"
+
+
+def is_consequence(detail: str) -> bool:
+    """Whether the last words of a rank tell of another one's death."""
+    return _PEER.search(detail) is not None
 
 
 def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detail: str, *, ours: bool = True) -> Cause:

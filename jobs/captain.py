@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hpc import ledger, relaunch
 from hpc.attempts import attempts_of, failures_in_a_row
-from hpc.outcome import Cause, goes_on
+from hpc.outcome import Cause, goes_on, is_consequence
 from jobs.formation import Limits, View, next_step
 from jobs.hang import hung
 from jobs.link import LOST_SECONDS, Hub
@@ -42,8 +42,9 @@ class Setback:
     node: str | None = None
 
 
-def _by_time(failure: Failure) -> float:
-    return failure.failed_at
+def _by_time(failure: Failure) -> tuple[bool, float]:
+    """The order in which ranks failed: those that died of another one's death after it."""
+    return is_consequence(failure.detail), failure.failed_at
 
 
 class Captain:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc.outcome import Cause, Ending, cause_of, cause_of_exit, count_failures, goes_on, must_requeue
+from hpc.outcome import Cause, Ending, cause_of, cause_of_exit, count_failures, goes_on, is_consequence, must_requeue
 from hpc.slurm import JobState
 
 QUIET = Ending(
@@ -71,6 +71,20 @@ def test_cause_of_a_ranks_exit(
     exit_code: int, signal: str | None, out_of_memory: bool, detail: str, cause: Cause
 ) -> None:
     assert cause_of_exit(exit_code, signal, out_of_memory, detail) is cause
+
+
+@pytest.mark.parametrize(
+    ("detail", "consequence"),
+    [
+        ("RuntimeError: [/x/pair.cc:545] Read error [10.77.0.2]:49540: Connection reset by peer.", True),
+        ("RuntimeError: Connection closed by peer [10.77.0.2]:1234", True),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process.", True),
+        ("ValueError: no luck", False),
+        ("", False),
+    ],
+)  # fmt: skip
+def test_last_words_that_tell_of_another_ranks_death(detail: str, consequence: bool) -> None:
+    assert is_consequence(detail) is consequence
 
 
 def test_exit_codes_of_a_users_script_mean_nothing_to_us() -> None:
