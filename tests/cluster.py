@@ -64,20 +64,31 @@ class Site:
 
     def type(self, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """Type a command there."""
+        return subprocess.run(
+            command, **self._as_the_user(environment), capture_output=True, text=True, check=False, timeout=240
+        )
+
+    def _as_the_user(self, environment: dict[str, str]) -> dict[str, Any]:
         account = pwd.getpwnam(self.user) if self.user else None
         own = {"HOME": str(self.path), "USER": self.user, "LOGNAME": self.user} if self.user else {}
-        return subprocess.run(
-            command,
-            cwd=self.path,
-            env={**os.environ, "SLURM_CONF": self.slurm_conf, **{k: str(v) for k, v in own.items()}, **environment},
-            user=account.pw_uid if account else None,
-            group=account.pw_gid if account else None,
-            extra_groups=[] if account else None,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
+        return {
+            "cwd": self.path,
+            "env": {**os.environ, "SLURM_CONF": self.slurm_conf, **{k: str(v) for k, v in own.items()}, **environment},
+            "user": account.pw_uid if account else None,
+            "group": account.pw_gid if account else None,
+            "extra_groups": [] if account else None,
+        }
+
+    @contextmanager
+    def supervised(self, *flags: str) -> "Iterator[subprocess.Popen[str]]":
+        """Have `hpc supervise` run there meanwhile."""
+        command = [sys.executable, "-m", "hpc", "supervise", "--interval=1s", *flags]
+        out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, **self._as_the_user({}), **out) as supervisor:
+            try:
+                yield supervisor
+            finally:
+                supervisor.terminate()
 
     def hpc(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """Type `hpc ...`."""

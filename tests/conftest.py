@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import need
+from cluster import Site, need, tiny_data
 
 ROOT = Path(__file__).parent.parent
+USER = "torchrelay-test"
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it.
 LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
 
@@ -61,3 +63,25 @@ def shared() -> Iterator[Path]:
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
+    """A directory with a small data set, on the testbed's cluster."""
+    here = Site(shared, testbed["slurm_conf"])
+    tiny_data(shared / "data")
+    yield here
+    here.end_all_jobs()
+    subprocess.run(["chown", "-R", "root", str(shared)], check=True)
+
+
+@pytest.fixture
+def ordinary_user(site: Site) -> Iterator[Site]:
+    """The same for somebody who is not root."""
+    if USER not in {entry.pw_name for entry in pwd.getpwall()}:  # a killed test run has left its user
+        subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/sh", USER], check=True)
+    subprocess.run(["chown", USER, str(site.path)], check=True)
+    own = Site(site.path, site.slurm_conf, USER)
+    yield own
+    own.end_all_jobs()
+    subprocess.run(["userdel", USER], check=True)

@@ -5,9 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import Site
@@ -195,13 +193,6 @@ def test_node_looks_at_itself(tmp_path: Path) -> None:
     assert report["job"]["sees_runs"] is True
     assert report["job"]["preflight"].startswith("preflight: 1 ranks on cpu")
     assert report["job"]["slurm"] == "sbatch: not on the PATH"
-
-
-@pytest.fixture
-def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
-    here = Site(shared, testbed["slurm_conf"])
-    yield here
-    here.end_all_jobs()
 
 
 @pytest.mark.slurm

@@ -2,43 +2,19 @@
 
 import csv
 import json
-import pwd
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cluster import LONG, Run, Site, tiny_data
+from cluster import LONG, Run, Site
 
 from hpc import ledger
 from hpc.rundir import RunDir
 from hpc.testbed import STATE_DIRECTORY
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-USER = "torchrelay-test"
-
-
-@pytest.fixture
-def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
-    here = Site(shared, testbed["slurm_conf"])
-    tiny_data(shared / "data")
-    yield here
-    here.end_all_jobs()
-    subprocess.run(["chown", "-R", "root", str(shared)], check=True)
-
-
-@pytest.fixture
-def ordinary_user(site: Site) -> Iterator[Site]:
-    if USER not in {entry.pw_name for entry in pwd.getpwall()}:  # a killed test run has left its user
-        subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/sh", USER], check=True)
-    subprocess.run(["chown", USER, str(site.path)], check=True)
-    own = Site(site.path, site.slurm_conf, USER)
-    yield own
-    own.end_all_jobs()
-    subprocess.run(["userdel", USER], check=True)
 
 
 def check_complete(site: Site, *arguments: str) -> None:
@@ -70,7 +46,7 @@ def test_main_job_as_root(site: Site) -> None:
 
 def test_main_job_as_an_ordinary_user(ordinary_user: Site) -> None:
     check_complete(ordinary_user, "--nodes=2", "--gpus-per-node=2", "--name=mine")
-    assert (ordinary_user.path / "runs" / "mine").owner() == USER
+    assert (ordinary_user.path / "runs" / "mine").owner() == ordinary_user.user
 
 
 @pytest.mark.parametrize("name", ['it\'s a "run"; $HOME & `x`'])

@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, Run, Site, agent_pids, commands, dead, tiny_data
+from cluster import ROOT, Run, Site, agent_pids, commands, dead
 
 from hpc import ledger
 from hpc.ledger import Writer
@@ -24,14 +23,6 @@ from hpc.testbed.lifecycle import PLACES
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600\n"
 WHOLE = ("--data=data", "--batch-size=64", "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
-
-
-@pytest.fixture
-def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
-    here = Site(shared, testbed["slurm_conf"])
-    tiny_data(shared / "data")
-    yield here
-    here.end_all_jobs()
 
 
 def program(directory: Path, name: str, text: str) -> str:
@@ -177,24 +168,13 @@ def test_the_user_is_told_once_of_an_end(site: Site) -> None:
     assert (site.path / "told").read_text() == "Ada failed: given up: bad_input\n"
 
 
-def daemon(site: Site, *flags: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "hpc", "supervise", "--interval=2s", *flags],
-        cwd=site.path,
-        env={**os.environ, "SLURM_CONF": site.slurm_conf, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site) -> None:
+def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site, ordinary_user: Site) -> None:
     """One's node dies, and Slurm requeues it; the other's processes stand still, and Slurm sees a job that runs."""
-    run, zombie = (site.submit(*WHOLE, f"--name={name}", "--nodes=1", *more) for name, more in RUNS.items())
+    run, zombie = (ordinary_user.submit(*WHOLE, f"--name={name}", "--nodes=1", *more) for name, more in RUNS.items())
     zombie.wait_for_steps(20)
     [agent] = agent_pids(zombie, zombie.status()["attempts"][0]["nodes"][0])
     os.kill(agent, signal.SIGSTOP)
-    with daemon(site) as watching:
+    with ordinary_user.supervised() as watching:
         run.wait_for_steps(50)
         [node] = run.status()["attempts"][0]["nodes"]
         with dead(site, node):
@@ -216,14 +196,14 @@ def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site)
 RUNS = {"one": ("--epochs=40", "--exclude=gpu03,gpu04"), "zombie": ("--epochs=100000", "--exclude=gpu01,gpu02")}
 
 
-def test_job_that_slurm_could_not_start_is_released(site: Site) -> None:
+def test_job_that_slurm_could_not_start_is_released(site: Site, ordinary_user: Site) -> None:
     program(site.path, "prolog", "exit 1")
     configuration = Path(site.slurm_conf)
     before = configuration.read_text()
     configuration.write_text(f"{before}\nProlog={site.path}/prolog\n")
     try:
         site.slurm("scontrol", "reconfigure")
-        run = site.submit(*WHOLE, "--epochs=2", "--name=held", "--nodes=1")
+        run = ordinary_user.submit(*WHOLE, "--epochs=2", "--name=held", "--nodes=1")
         run.wait("the hold", lambda: "held" in run.queue("%r"))
     finally:
         configuration.write_text(before)
@@ -231,7 +211,7 @@ def test_job_that_slurm_could_not_start_is_released(site: Site) -> None:
         drained = site.slurm("sinfo", "--noheader", "--Node", "--states=drain", "--format=%N").split()
         for node in set(drained):
             site.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
-    assert actions(site) == {"held": "unhold"}
+    assert actions(ordinary_user) == {"held": "unhold"}
     status = run.wait_for_state("completed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]
 
@@ -241,16 +221,15 @@ def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
     [pid] = [int(at.name) for at, words in commands() if words[0].endswith(b"slurmctld")]
     os.kill(pid, signal.SIGKILL)
     try:
-        with daemon(site) as watching:
+        with site.supervised() as watching:
             assert watching.stdout is not None
             said = watching.stdout.readline()
             start_slurmctld(PLACES)
             run.wait("the new job", lambda: len(live_jobs(run)) == 1)
-            watching.terminate()
     finally:
         if running_slurm_conf() is None:
             start_slurmctld(PLACES)
-    assert "Slurm does not answer, asking again in 4 s" in said
+    assert "Slurm does not answer, asking again in 2 s" in said
     assert_one_new_job(run)
 
 

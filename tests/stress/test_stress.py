@@ -8,16 +8,11 @@ In its short form a part of every test run; by hand, as long as one likes:
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
-from cluster import ROOT, Run, Site, agent_pids, assert_nothing_left, rank_pids, tiny_data
+from cluster import Run, Site, agent_pids, assert_nothing_left, rank_pids
 
 from hpc.processes import state_of
 
@@ -26,24 +21,6 @@ SEED = int(os.environ.get("TORCHRELAY_STRESS_SEED", "4"))
 # Of training, between two failures; with what it takes to recover, a failure takes ten times as long.
 EPOCHS_PER_FAILURE = 10
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240 + 90 * FAILURES)]
-
-
-@pytest.fixture
-def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
-    here = Site(shared, testbed["slurm_conf"])
-    tiny_data(shared / "data")
-    yield here
-    here.end_all_jobs()
-
-
-@pytest.fixture
-def supervised(site: Site) -> Iterator[None]:
-    """Have Slurm's wait before a requeued job may start again ended."""
-    command = [sys.executable, "-m", "hpc", "supervise", "--interval=1s"]
-    environment = {**os.environ, "SLURM_CONF": site.slurm_conf, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=site.path, env=environment) as supervisor:
-        yield
-        supervisor.terminate()
 
 
 class Chaos:
@@ -107,7 +84,6 @@ class Chaos:
         self.run.site.slurm(*command, "--wrap=true")
 
 
-@pytest.mark.usefixtures("supervised")
 def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
     run = site.submit(
         "--data=data", "--nodes=2", "--spares=1", "--elastic", "--gpus-per-node=1", "--cpus-per-gpu=1",
@@ -115,17 +91,18 @@ def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
         "--log-every=1", "--hang-timeout=8s", f"--name=stress-{SEED}",
     )  # fmt: skip
     chaos = Chaos(run, SEED)
-    try:
-        while len(chaos.done) < FAILURES:
-            # Two failures without a step in between end a run, so it gets its step; where within it, chance decides.
-            done = max(run.steps(), default=0)
-            run.wait("a step", lambda done=done: max(run.steps(), default=0) > done, seconds=300)
-            time.sleep(chaos.random.uniform(0, 3))
-            assert run.status()["state"] == "running", run.evidence()
-            chaos.strike()
-    finally:
-        chaos.revive()
-    run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=300)
+    with site.supervised():
+        try:
+            while len(chaos.done) < FAILURES:
+                # Two failures without a step in between end a run, so it gets its step; where in it, chance decides.
+                done = max(run.steps(), default=0)
+                run.wait("a step", lambda done=done: max(run.steps(), default=0) > done, seconds=300)
+                time.sleep(chaos.random.uniform(0, 3))
+                assert run.status()["state"] == "running", run.evidence()
+                chaos.strike()
+        finally:
+            chaos.revive()
+        run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=300)
     status = run.status()
     assert status["state"] == "completed", run.evidence()
     run.assert_no_gap()
