@@ -52,9 +52,9 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
     # First the claims: by the clock of another node, what followed one may have come before it.
     found = {event["attempt"]: _claimed(event) for event in events if event["event"] == "claimed"}
     for event in events:
-        number = event.get("attempt")
-        if isinstance(number, int) and number in found and event["event"] in _CHANGES:
-            found[number] = replace(found[number], **_CHANGES[event["event"]](event, found[number]))
+        change, number = _CHANGES.get(event["event"]), event.get("attempt")
+        if change and isinstance(number, int) and number in found:
+            found[number] = replace(found[number], **change(event, found[number]))
     return [found[number] for number in sorted(found)]
 
 

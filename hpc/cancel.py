@@ -14,12 +14,12 @@ from pathlib import Path
 import tyro
 
 from hpc import cli, ledger, slurm
+from hpc.board import Board
 from hpc.errors import TorchrelayError
 from hpc.ledger import Writer
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
-from hpc.status import summaries
 from hpc.summary import TERMINAL, jobs_of
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def cancel(options: Cancel) -> int:
     """Write it down, then end the job. A run that has ended already stays as it is."""
     run = cli.find_run(options.run, options.runs_dir)
-    before = str(summaries([run])[0]["state"])
+    before = str(Board().look_at(run)["state"])
     if before not in TERMINAL:
         Writer(run.events / "cancel.jsonl").append("cancelled", by=getpass.getuser())
     if RunSpec.load(run).cluster == "slurm":

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hpc.attempts import Attempt, failures_in_a_row
+from hpc.job import Job, JobState
 from hpc.outcome import Cause, goes_on
-from hpc.slurm import Job, JobState
 
 # The head node's agent gives a sign of life every few seconds; storage that fails over is silent for a minute.
 STALE_SECONDS = 60.0

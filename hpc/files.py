@@ -4,13 +4,18 @@ A whole file is written under a temporary name in the same directory, flushed to
 log of JSON lines is appended to with one `write` per line, by one process per file.
 """
 
+import contextlib
 import errno
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+# Of a log, how much is read to find its last record: a little, and more if it is not there.
+_TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
+_TOGETHER = 1000
 
 
 def fsync_directory(path: Path) -> None:
@@ -113,21 +118,40 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _records(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The records on some lines, without the torn ones."""
+    try:
+        # In one go it takes a third of the time. A torn line spoils that, or joins with its neighbours.
+        records = json.loads(b"[%b]" % b",".join(lines))
+    except ValueError:
+        records = []
+    if len(records) == len(lines) and all(type(record) is dict for record in records):
+        return list(records)
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
     """Every whole record of a log, the oldest first; none if there is no log."""
     try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return
-    yield from (record for line in lines if (record := _record(line)) is not None)
-
-
-def last_json_line(path: Path, tail_bytes: int = 65536) -> dict[str, Any] | None:
-    """The newest whole record of a log; reads its tail alone."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - tail_bytes))
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a poll reads thousands: a Path's open is slower
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return None
-    return next((record for line in reversed(lines) if (record := _record(line)) is not None), None)
+        return
+    for first in range(0, len(lines), _TOGETHER):
+        yield from _records(lines[first : first + _TOGETHER])
+
+
+def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:
+    """The newest whole record of a log, of those that are wanted; reads of its tail no more than is needed.
+
+    One that lies more than a megabyte before the end is not found.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for tail_bytes in _TAILS_BYTES:
+            file.seek(max(0, size - tail_bytes))
+            records = (_record(line) for line in reversed(file.read().splitlines()))
+            found = next((record for record in records if record is not None and wanted(record)), None)
+            if found is not None or tail_bytes >= size:
+                return found
+    return None

@@ -43,6 +43,7 @@ train_started has `source` ("checkpoint", "snapshot" or null), `seconds` since t
 `connect_seconds` went until all ranks were connected, and `restore_seconds` into reading the state and sharing it.
 """
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,5 +72,10 @@ def record(event: str, **fields: Any) -> Event:
 
 def read(events: Path) -> list[Event]:
     """All events of all writers of a run, in the order of their times."""
-    found = [event for path in sorted(events.glob("*.jsonl")) for event in read_json_lines(path)]
-    return sorted(found, key=lambda event: event.get("time", 0.0))
+    try:
+        with os.scandir(events) as entries:
+            paths = sorted(entry.path for entry in entries if entry.name.endswith(".jsonl"))
+    except FileNotFoundError:
+        return []
+    found = [event for path in paths for event in read_json_lines(path)]
+    return sorted((event for event in found if "event" in event), key=lambda event: event.get("time", 0.0))

@@ -10,8 +10,8 @@ from pathlib import Path
 import tyro
 
 from hpc import cli
+from hpc.board import Board
 from hpc.rundir import RunDir
-from hpc.status import summaries
 from hpc.summary import TERMINAL
 
 _POLL_SECONDS = 0.5
@@ -81,7 +81,7 @@ def _follow(options: Logs, run: RunDir, reader: Reader) -> None:
     ended = False
     while not ended:
         if time.monotonic() - asked > _STATE_SECONDS:
-            ended = summaries([run])[0]["state"] in TERMINAL
+            ended = Board().look_at(run)["state"] in TERMINAL
             asked = time.monotonic()
         for line in new_lines(options, run, reader):
             print(json.dumps(line) if options.json else _for_people(line), flush=True)

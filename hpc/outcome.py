@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from hpc.slurm import JobState
+from hpc.job import JobState
 
 # What the exit code of a rank says, beside 0 (done, or stopped and saved) and 1 (it failed).
 EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE = 2, 3, 4

@@ -10,59 +10,20 @@ import signal
 import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
 
 from hpc.errors import TorchrelayError, UserError
+from hpc.job import QUEUE_FORMAT, Job, JobState, job_state, parse_jobs
 from hpc.units import slurm_seconds
 
 # A controller that is down makes each client try for tens of seconds; nobody should wait longer for an answer.
 _TIMEOUT_SECONDS = 30
 _KEPT_IN_A_JOB = frozenset({"SLURM_CONF"})
+# squeue and its like take defaults from there too: a SQUEUE_PARTITION would hide the jobs in all others.
+_LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
-_SEPARATOR = "|"
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
-# `--format` of one letter each has no count of restarts. The last one may hold anything.
-_FIELDS = ("JobID", "State", "Reason", "NodeList", "RestartCnt", "EligibleTime", "StartTime", "Command")
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
-
-
-class JobState(StrEnum):
-    """Slurm's words for a job, as far as they matter to a run."""
-
-    PENDING = "PENDING"
-    RUNNING = "RUNNING"
-    ENDING = "ENDING"
-    CANCELLED = "CANCELLED"
-    TIMEOUT = "TIMEOUT"
-    PREEMPTED = "PREEMPTED"
-    NODE_FAIL = "NODE_FAIL"
-    COMPLETED = "COMPLETED"
-    FAILED = "FAILED"
-    UNKNOWN = "UNKNOWN"
-
-    @property
-    def alive(self) -> bool:
-        """Slurm still holds the job: it runs, ends, or waits to run."""
-        return self in {JobState.PENDING, JobState.RUNNING, JobState.ENDING}
-
-
-_STATES = {
-    "PENDING": JobState.PENDING, "CONFIGURING": JobState.PENDING, "REQUEUED": JobState.PENDING,
-    "REQUEUE_FED": JobState.PENDING, "REQUEUE_HOLD": JobState.PENDING, "SPECIAL_EXIT": JobState.PENDING,
-    "RESV_DEL_HOLD": JobState.PENDING, "RUNNING": JobState.RUNNING, "SUSPENDED": JobState.RUNNING,
-    "RESIZING": JobState.RUNNING, "SIGNALING": JobState.RUNNING, "STOPPED": JobState.RUNNING,
-    "COMPLETING": JobState.ENDING, "STAGE_OUT": JobState.ENDING, "CANCELLED": JobState.CANCELLED,
-    "REVOKED": JobState.CANCELLED, "TIMEOUT": JobState.TIMEOUT, "DEADLINE": JobState.TIMEOUT,
-    "PREEMPTED": JobState.PREEMPTED, "NODE_FAIL": JobState.NODE_FAIL, "BOOT_FAIL": JobState.NODE_FAIL,
-    "COMPLETED": JobState.COMPLETED, "FAILED": JobState.FAILED, "OUT_OF_MEMORY": JobState.FAILED,
-}  # fmt: skip
-
-
-def job_state(word: str) -> JobState:
-    """Our word for Slurm's; a word that we do not know is UNKNOWN."""
-    return _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +40,6 @@ class Partition:
     gpus: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One of the user's jobs, as a line of squeue tells it."""
-
-    job_id: str
-    state: JobState
-    reason: str
-    nodes: str
-    command: str
-    """The script: for a run, its submit.sbatch, whoever submitted it."""
-    restarts: int = 0
-    """How often Slurm has requeued it."""
-    eligible: float | None = None
-    """When it may start, if there is room; in seconds since the epoch, like the next one."""
-    started: float | None = None
-    """When it started; while it waits, when Slurm thinks that it will."""
-
-
 def adopt_environment(environment: MutableMapping[str, str]) -> None:
     """Make an environment fit for submitting, in place: once per process, at its edge.
 
@@ -105,7 +48,7 @@ def adopt_environment(environment: MutableMapping[str, str]) -> None:
     cluster this is, and who pays, stays. Without a cluster's configuration the running testbed's is used.
     """
     kept = _KEPT_IN_A_JOB if "SLURM_JOB_ID" in environment else _KEPT
-    for key in [key for key in environment if key.startswith(("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_"))]:
+    for key in [key for key in environment if key.startswith(_LEAKING)]:
         if key not in kept:
             del environment[key]
     if not configured(environment):
@@ -222,33 +165,8 @@ def gpus_in(gres: str) -> int:
 
 def jobs() -> dict[str, Job]:
     """All the user's jobs that Slurm holds or has not yet forgotten (MinJobAge), by id: one call of squeue."""
-    fields = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
-    return parse_jobs(_run("squeue", "--me", "--states=all", "--noheader", f"--Format={fields}"))
-
-
-def parse_jobs(text: str) -> dict[str, Job]:
-    """Parse what squeue prints of `_FIELDS`. A line of something else is not a job."""
-    found = {}
-    for line in text.splitlines():
-        words = line.split(_SEPARATOR, len(_FIELDS) - 1)
-        if len(words) < len(_FIELDS):
-            continue
-        job_id, state, reason, nodes, restarts, eligible, started, command = words
-        found[job_id] = Job(
-            job_id=job_id, state=job_state(state), reason=reason, nodes=nodes,
-            command=command.rstrip().removesuffix(_SEPARATOR),
-            restarts=int(restarts) if restarts.isdigit() else 0,
-            eligible=_seconds(eligible), started=_seconds(started),
-        )  # fmt: skip
-    return found
-
-
-def _seconds(time: str) -> float | None:
-    """A time of Slurm's, which is ISO 8601 without a zone: that of the machine. None where there is none."""
-    try:
-        return datetime.fromisoformat(time).astimezone().timestamp()
-    except ValueError:
-        return None  # N/A, Unknown
+    # Without --all a job in a hidden partition, or in one that was closed to its user meanwhile, seems to be gone.
+    return parse_jobs(_run("squeue", "--me", "--all", "--states=all", "--noheader", f"--Format={QUEUE_FORMAT}"))
 
 
 def show_job(job_id: str) -> dict[str, str]:

@@ -6,34 +6,71 @@ Runs on the login node. Reads the tails of files, so it is quick for long runs.
 import json
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hpc import ledger
 from hpc.accounting import goodput, incidents_of, recovery_by_cause
 from hpc.advice import warnings_of
-from hpc.attempts import Attempt, attempts_of
-from hpc.files import last_json_line, read_json_lines
+from hpc.attempts import Attempt, attempts_of, failures_in_a_row
+from hpc.files import last_json_line
+from hpc.job import Job, JobState, by_script
 from hpc.ledger import Event
-from hpc.outcome import ENDS, Cause
+from hpc.outcome import Cause, goes_on
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
-from hpc.slurm import Job, JobState
 
 Summary = dict[str, Any]
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 
 
-def summarize(run: RunDir, jobs: Mapping[str, Job] | None) -> Summary:
-    """Everything that is known of a run; None for what is not. `jobs` is None when Slurm does not answer."""
-    events = ledger.read(run.events)
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """What the files of a run hold, as far as the views need it."""
+
+    events: Sequence[Event] = ()
+    train: Mapping[str, Any] = field(default_factory=dict)
+    """The last logged step."""
+    val_accuracy: float | None = None
+    final: Mapping[str, Any] | None = None
+    """The test result; None before there is a final model."""
+    problem: str | None = None
+    """Why there may be more than this."""
+
+
+def summarize(run: RunDir, jobs: Sequence[Job] | None) -> Summary:
+    """Everything that is known of a run; None for what is not.
+
+    Args:
+        run: the run. What is damaged in its directory is a warning, not an error: it must not hide the other runs.
+        jobs: its own in the queue (`jobs_by_run`); None when Slurm does not answer.
+    """
+    try:
+        return _told(run, _read(run), jobs)
+    except (LookupError, OSError, TypeError, ValueError) as error:
+        problem = f"what is recorded in {run.path} cannot be read: {type(error).__name__}: {error}"
+        return _told(run, Records(problem=problem), jobs)
+
+
+def _read(run: RunDir) -> Records:
+    validated = last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {}
+    return Records(
+        events=ledger.read(run.events),
+        train=last_json_line(run.train_metrics) or {},
+        val_accuracy=validated.get("accuracy"),
+        final=_final_result(run),
+    )
+
+
+def _told(run: RunDir, records: Records, jobs: Sequence[Job] | None) -> Summary:
+    events, train = records.events, records.train
     attempts = attempts_of(events)
     incidents = incidents_of(events)
-    job = next(iter(jobs_of(run, jobs or {})), None)
-    train = last_json_line(run.train_metrics) or {}
-    result = _final_result(run)
-    state = state_of(run, events, attempts, job, slurm_answers=jobs is not None)
+    job = next(iter(jobs or ()), None)
+    waiting = job if job and job.state is JobState.PENDING else None
+    state = state_of(records, attempts, job, slurm_answers=jobs is not None)
     started = [event for event in events if event["event"] == "train_started"]
     return {
         "run": run.name,
@@ -48,49 +85,65 @@ def summarize(run: RunDir, jobs: Mapping[str, Job] | None) -> Summary:
         "world_size": train.get("world_size"),
         "images_per_second": train.get("images_per_second"),
         "train_loss": train.get("loss"),
-        "val_accuracy": _validation(run),
-        "test_accuracy": result.get("test_accuracy"),
+        "val_accuracy": records.val_accuracy,
+        "test_accuracy": (records.final or {}).get("test_accuracy"),
         "steps_lost": sum(incident.steps_lost for incident in incidents) if attempts else None,
         "goodput": _goodput(events, attempts, train, state),
-        "incidents": [asdict(incident) for incident in incidents],
+        "incidents": [dict(vars(incident)) for incident in incidents],
         "recovery": recovery_by_cause(incidents),
-        "warnings": warnings_of(events),
-        "reason": job.reason if job and job.state is JobState.PENDING else None,
+        "warnings": [*warnings_of(events), *filter(None, [records.problem])],
+        "reason": waiting.reason if waiting else None,
+        "starts_at": waiting.started if waiting else None,
         "detail": attempts[-1].detail if attempts else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
     }
 
 
+def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, Job]) -> dict[Path, list[Job]]:
+    """The jobs in the queue of each run, by its directory, also those that were submitted by hand.
+
+    One that runs comes first. A job in a state that we do not know may be alive.
+    """
+    scripts = by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
+    found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
+    return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}
+
+
 def jobs_of(run: RunDir, jobs: Mapping[str, Job]) -> list[Job]:
-    """The run's jobs in the queue, also those that were submitted by hand; one that runs comes first."""
-    script = os.path.realpath(run.script)
-    alive = [job for job in jobs.values() if job.state.alive and os.path.realpath(job.command) == script]
-    return sorted(alive, key=lambda job: job.state is not JobState.RUNNING)
+    """The jobs in the queue of one run, as `jobs_by_run` has them."""
+    return jobs_by_run([run], jobs)[run.path]
 
 
-def _last_job_id(events: list[Event]) -> str | None:
+def _last_job_id(events: Sequence[Event]) -> str | None:
     ids = [event["job_id"] for event in events if event["event"] in {"submitted", "claimed"}]
     return ids[-1] if ids else None
 
 
-def state_of(run: RunDir, events: list[Event], attempts: list[Attempt], job: Job | None, *, slurm_answers: bool) -> str:
+def state_of(records: Records, attempts: Sequence[Attempt], job: Job | None, *, slurm_answers: bool) -> str:
     """One of pending, running, completed, failed, cancelled."""
     causes = [attempt.cause for attempt in attempts]
     # Between the final model and the agent's last word the job still runs: whoever waits would look too early.
-    last_word_due = causes[-1:] == [None] and job is not None and job.state.alive
-    if causes[-1:] == [Cause.COMPLETED] or (run.final_result.exists() and not last_word_due):
+    last_word_due = causes[-1:] == [None] and job is not None
+    if causes[-1:] == [Cause.COMPLETED] or (records.final is not None and not last_word_due):
         return "completed"
-    if any(event["event"] == "cancelled" for event in events):
+    if any(event["event"] == "cancelled" for event in records.events):
         return "cancelled"
-    local = any(event.get("cluster") == "local" for event in events)
+    local = any(event.get("cluster") == "local" for event in records.events)
     if local:
-        if any(is_alive(event["job_id"], event["started"]) for event in events if event["event"] == "submitted"):
+        submitted = (event for event in records.events if event["event"] == "submitted")
+        if any(is_alive(event["job_id"], event["started"]) for event in submitted):
             return "running"
-    elif job is not None and job.state.alive:
+    elif job is not None and job.state is not JobState.UNKNOWN:
         return "running" if job.state is JobState.RUNNING else "pending"
-    elif not slurm_answers and not (causes and causes[-1] in ENDS):
+    elif (job is not None or not slurm_answers) and _may_go_on(attempts):
         return "running" if causes[-1:] == [None] else "pending"
     return "cancelled" if causes[-1:] == [Cause.CANCELLED] else "failed"
+
+
+def _may_go_on(attempts: Sequence[Attempt]) -> bool:
+    """Whether the ledger leaves it open: no attempt yet, one that has not ended, or one that another follows."""
+    cause = attempts[-1].cause if attempts else None
+    return cause is None or goes_on(cause, failures_in_a_row(attempts))
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:
@@ -108,20 +161,19 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _final_result(run: RunDir) -> dict[str, Any]:
+def _final_result(run: RunDir) -> dict[str, Any] | None:
     try:
         result = json.loads(run.final_result.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        result = None  # damaged, but there: the run is complete
     return result if isinstance(result, dict) else {}
 
 
-def _validation(run: RunDir) -> float | None:
-    accuracies = [line["accuracy"] for line in read_json_lines(run.eval_metrics) if line.get("split") == "val"]
-    return accuracies[-1] if accuracies else None
-
-
-def _goodput(events: list[Event], attempts: list[Attempt], train: Mapping[str, Any], state: str) -> float | None:
+def _goodput(
+    events: Sequence[Event], attempts: Sequence[Attempt], train: Mapping[str, Any], state: str
+) -> float | None:
     if not attempts:
         return None
     ended = attempts[-1].ended or events[-1]["time"]

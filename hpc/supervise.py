@@ -18,13 +18,13 @@ from hpc import cli, relaunch, slurm
 from hpc.decide import STARTS, Action, Decision, decide
 from hpc.errors import TorchrelayError, UserError
 from hpc.files import json_line, write_exclusive
+from hpc.job import JobState, by_script
 from hpc.ledger import record
 from hpc.outcome import Cause
 from hpc.perform import perform
-from hpc.slurm import JobState
 from hpc.spec import RunSpec
 from hpc.units import duration_seconds
-from hpc.watch import Watched, by_script, look, storage_time
+from hpc.watch import Watched, look, storage_time
 
 _MOST_BACK_OFF_SECONDS = 300.0
 # Runs that ended longer ago, before anybody was to be told, are no news.

@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 from hpc import cli
+from hpc.board import Board
 from hpc.rundir import RunDir
-from hpc.status import print_table, restarts, summaries
+from hpc.status import print_table
 from hpc.summary import TERMINAL, Summary
+from hpc.table import restarts, waiting
 
 _POLL_SECONDS = 1.0
 
@@ -20,8 +22,8 @@ def until_done(run: RunDir, answer: dict[str, Any] | None) -> int:
     """
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C stops the waiting, not the run.", flush=True)
-    seen = ""
-    while (row := summaries([run])[0])["state"] not in TERMINAL:
+    seen, board = "", Board()
+    while (row := board.look_at(run))["state"] not in TERMINAL:
         now = progress(row)
         if answer is None and now != seen:
             print(f"{time.strftime('%H:%M:%S')} {now}", flush=True)
@@ -37,7 +39,7 @@ def until_done(run: RunDir, answer: dict[str, Any] | None) -> int:
 def progress(row: Summary) -> str:
     """One line: where the run is now."""
     if row["state"] == "pending":
-        return "pending" + (f": {row['reason']}" if row["reason"] not in {None, "None"} else "")
+        return ": ".join(filter(None, ["pending", waiting(row)]))
     if row["step"] is None:
         return f"attempt {row['attempt'] or 1}: starting"
     return f"attempt {row['attempt']}: epoch {row['epoch']} step {row['step']} loss {row['train_loss']:.4f}"

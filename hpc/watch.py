@@ -11,10 +11,10 @@ from pathlib import Path
 from hpc import ledger
 from hpc.attempts import attempts_of
 from hpc.decide import BUSY_SECONDS, View
+from hpc.job import Job
 from hpc.ledger import Event
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
-from hpc.slurm import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,29 +32,12 @@ class Watched:
         return ids[-1] if ids else None
 
 
-def by_script(jobs: Iterable[Job]) -> dict[str, list[Job]]:
-    """The jobs of each script of a run, the oldest first."""
-    found: dict[str, list[Job]] = {}
-    for job in jobs:
-        if job.command.rpartition("/")[2] == _SCRIPT:
-            found.setdefault(os.path.realpath(job.command), []).append(job)
-    return {script: sorted(alike, key=_number) for script, alike in found.items()}
-
-
-_SCRIPT = RunDir(Path()).script.name
-
-
-def _number(job: Job) -> int:
-    digits = job.job_id.partition("_")[0]
-    return int(digits) if digits.isdigit() else 0
-
-
 def look(run: RunDir, jobs: Mapping[str, Sequence[Job]], storage_time: float) -> Watched:
     """See how a run is.
 
     Args:
         run: the run.
-        jobs: by script, as `by_script` tells.
+        jobs: by script, as `hpc.job.by_script` tells.
         storage_time: `storage_time` of the directory of the runs.
 
     Raises:

@@ -19,10 +19,10 @@ from hpc import ledger, relaunch, slurm, staging
 from hpc.attempts import Attempt, attempts_of
 from hpc.errors import TorchrelayError
 from hpc.files import look_again
+from hpc.job import JobState
 from hpc.nodedir import MEMORY, open_node_dir
 from hpc.outcome import Cause
 from hpc.rundir import RunDir
-from hpc.slurm import JobState
 from hpc.spec import RunSpec
 from hpc.staging import StagingStopped
 from jobs import claim

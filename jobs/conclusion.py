@@ -9,8 +9,8 @@ from hpc import ledger, relaunch, slurm
 from hpc.attempts import attempts_of, failures_in_a_row
 from hpc.errors import TorchrelayError
 from hpc.files import look_again
+from hpc.job import JobState
 from hpc.outcome import Cause, Ending, cause_of, goes_on, must_requeue
-from hpc.slurm import JobState
 from jobs.captain import Captain
 from jobs.handover import end, hand_over, requeue, save_snapshot
 from jobs.link import LOST_SECONDS, Hub

@@ -12,8 +12,8 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hpc import ledger, relaunch, slurm
 from hpc.attempts import attempts_of, failures_in_a_row
 from hpc.errors import TorchrelayError
+from hpc.job import JobState
 from hpc.outcome import Cause, goes_on
-from hpc.slurm import JobState
 from jobs.node import Node
 from jobs.rendezvous import Place
 from jobs.say import say

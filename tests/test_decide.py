@@ -8,8 +8,8 @@ import pytest
 
 from hpc.attempts import Attempt
 from hpc.decide import Action, Decision, View, decide
+from hpc.job import Job, JobState
 from hpc.outcome import Cause
-from hpc.slurm import Job, JobState
 
 NOW = 1_000_000.0
 

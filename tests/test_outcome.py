@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from hpc.job import JobState
 from hpc.outcome import Cause, Ending, cause_of, cause_of_exit, count_failures, goes_on, is_consequence, must_requeue
-from hpc.slurm import JobState
 
 QUIET = Ending(
     finished=False, cancelled=False, signal=None, job_state=JobState.RUNNING, preempted=False,

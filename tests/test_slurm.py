@@ -1,12 +1,13 @@
 import os
 import signal
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from hpc import slurm
-from hpc.slurm import JobState
+from hpc.job import JobState, job_state, parse_jobs, why
 
 
 @pytest.mark.parametrize(
@@ -24,16 +25,36 @@ def test_jobs_of_squeue() -> None:
         "13|RUNNING|None|gpu[01-02]|0|2026-11-21T18:40:29|2026-11-21T18:40:31|/s/x|y/submit.sbatch|\n"
         "slurm_load_jobs warning: something\n"
         "14|WEIRD|None||N/A|Unknown|N/A|(null)|\n"
+        "15|PEND\n\n/submit.sbatch||||||||\n"
     )
-    jobs = slurm.parse_jobs(text)
-    assert list(jobs) == ["12", "13", "14"]
+    jobs = parse_jobs(text)
+    assert list(jobs) == ["12", "13", "14"], "what is no line of a job's is passed over"
     assert jobs["12"].state is JobState.PENDING
     assert (jobs["12"].reason, jobs["12"].restarts, jobs["12"].started) == ("BeginTime", 1, None)
     assert jobs["12"].command == "/s/a b/submit.sbatch"
     assert jobs["13"].nodes == "gpu[01-02]"
     assert jobs["13"].command == "/s/x|y/submit.sbatch"
+    assert jobs["13"].started == datetime(2026, 11, 21, 18, 40, 31).timestamp()  # noqa: DTZ001 - as Slurm means it
     assert (jobs["13"].started or 0) - (jobs["13"].eligible or 0) == 2
     assert jobs["14"].state is JobState.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("Priority", "jobs of higher priority come first"),
+        ("ReqNodeNotAvail, UnavailableNodes:gpu[01-03]", "nodes that it needs are down or reserved"),
+        ("DependencyNeverSatisfied", "it will never start: the job that it depends on has failed"),
+        ("QOSMaxGRESPerUser", "its user has reached a limit of the quality of service"),
+        ("AssocGrpGRESMinutes", "all jobs of its account have reached a limit"),
+        ("launch failed requeued held", "held, because it could not be started: `scontrol release` lets it go"),
+        ("launch_failed_requeued_held", "held, because it could not be started: `scontrol release` lets it go"),
+        ("None", ""),
+        ("SomethingNew", "SomethingNew"),
+    ],
+)
+def test_reason_of_a_wait_in_words(reason: str, words: str) -> None:
+    assert why(reason) == words
 
 
 def test_fields_of_scontrol() -> None:
@@ -83,12 +104,12 @@ def test_grace_of_a_preemption(grace: str, mode: str, seconds: int | None) -> No
 
 
 def test_cancelled_by_somebody_is_cancelled() -> None:
-    assert slurm.job_state("CANCELLED by 1000") is JobState.CANCELLED
-    assert slurm.job_state("") is JobState.UNKNOWN
+    assert job_state("CANCELLED by 1000") is JobState.CANCELLED
+    assert job_state("") is JobState.UNKNOWN
 
 
 def test_outside_of_a_job_what_says_who_pays_stays() -> None:
-    environment = {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SBATCH_PARTITION": "p", "SLURM_JWT": "t"}
+    environment = {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SQUEUE_STATES": "PENDING", "SLURM_JWT": "t"}
     slurm.adopt_environment(environment)
     assert environment == {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SLURM_JWT": "t"}
 

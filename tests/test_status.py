@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc import status
+from hpc import status, table
 from hpc.files import append_json_line
 from hpc.rundir import RunDir
 from hpc.spec import Resources, RunSpec
@@ -87,4 +87,4 @@ def test_largest_parts_come_first() -> None:
         "restore": None,
         "total": 99.0,
     }
-    assert status.largest_parts(parts) == "start 120.0, rendezvous 9.0, stage 4.0"
+    assert table.largest_parts(parts) == "start 120.0, rendezvous 9.0, stage 4.0"

@@ -1,0 +1,171 @@
+"""What `hpc status` costs with many runs and a full queue: seconds of CPU, and the peak of memory.
+
+    .venv/bin/python benchmarks/views.py --runs 1000 --jobs 10000
+
+Makes that many run directories in a temporary one: four attempts each, with the events of two nodes and rank 0; every
+tenth run has logged 100,000 steps (one file, by many names: only its tail is read). An executable `squeue` on the PATH
+prints as many jobs of the user, a few of which are the runs'. Prints a Markdown table: the command as it is typed, and
+what each poll costs a process that goes on, as `--watch` does.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from hpc.files import json_line
+from hpc.rundir import RunDir
+
+ATTEMPTS, SAVES, STEPS = 4, 30, 10_000
+NODES = ["gpu01", "gpu02"]
+# Of ten runs, six are complete, two train, one waits and one has failed.
+STATES = ("completed",) * 6 + ("RUNNING",) * 2 + ("PENDING", "failed")
+START, TIME = 1_790_000_000.0, "2026-11-21T09:00:05"
+POLL = """
+import json, resource, sys, time
+from pathlib import Path
+from hpc import cli, status
+polls = []
+for _ in range(3):
+    before = time.process_time(), time.perf_counter()
+    rows = status.summaries(cli.all_runs(Path(sys.argv[1])))
+    polls.append([time.process_time() - before[0], time.perf_counter() - before[1]])
+print(json.dumps([*polls, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How much there is."""
+
+    runs: int = 1000
+    jobs: int = 10_000
+
+
+def attempt_events(number: int, state: str) -> dict[str, list[dict[str, Any]]]:
+    """The events of one attempt, by the writer's file."""
+    began, first = START + 7200 * number, STEPS * (number - 1) // ATTEMPTS
+    last = STEPS * number // ATTEMPTS
+    head = f"attempt-{number:03d}-node-00"
+    files: dict[str, list[dict[str, Any]]] = {
+        head: [{"event": "claimed", "job_id": "7", "restart": number, "nonce": "a1b2", "port": 9, "nodes": NODES}]
+    }
+    for rank, node in enumerate(NODES):
+        joined = {"event": "joined", "node": node, "node_rank": rank, "clock_skew_seconds": 0.001}
+        free = {"tmp_free_bytes": 10**12, "shm_free_bytes": 10**11}
+        staged = {"event": "staged", "node": node, "seconds": 4.2, "path": "/local/torchrelay-1/x", "reused": True}
+        files.setdefault(f"attempt-{number:03d}-node-{rank:02d}", []).extend([{**joined, **free}, staged])
+    files[head].append({"event": "rendezvous", "round": 1, "port": 9, "members": [0, 1]})
+    restored = {"restored_from": first, "source": "checkpoint", "connect_seconds": 8.0, "restore_seconds": 1.0}
+    files[f"attempt-{number:03d}-trainer"] = [
+        {"event": "train_started", "step": first, "total_steps": STEPS, "world_size": 8, "seconds": 9.0, **restored},
+        {"event": "first_step", "step": first + 1},
+        *({"event": "checkpoint_saved", "step": first + i, "seconds": 2.0, "copy_seconds": 0.1} for i in range(SAVES)),
+    ]
+    if number < ATTEMPTS or state in {"completed", "failed"}:
+        cause = "preempted" if number < ATTEMPTS else {"failed": "bad_input"}.get(state, state)
+        ended = {"event": "attempt_ended", "cause": cause, "step": last, "detail": None}
+        files[f"attempt-{number:03d}-end"] = [ended]
+        files[head] += [{"event": "requeued", "job_id": "7"}] if number < ATTEMPTS else []
+    for events in files.values():
+        for i, event in enumerate(events):
+            event |= {"time": began + i, "attempt": number}
+    return files
+
+
+def train_line(step: int) -> str:
+    """One line of train.jsonl."""
+    numbers = {"loss": 1.234567, "lr": 0.1, "images_per_second": 4321.0, "world_size": 8, "train_seconds": step * 0.5}
+    return json_line({"step": step, "epoch": step // 100, **numbers, "attempt": 4, "time": START + step})
+
+
+def make_run(run: RunDir, index: int, logs: tuple[Path, Path]) -> None:
+    """One run directory, as a run leaves it."""
+    state = STATES[index % len(STATES)]
+    run.events.mkdir(parents=True)
+    run.train_metrics.parent.mkdir()
+    run.spec.write_text("{}")
+    run.script.write_text("#!/bin/bash\n")
+    submitted = {"time": START, "event": "submitted", "job_id": str(index), "cluster": "slurm", "started": None}
+    (run.events / "submit.jsonl").write_text(json_line({**submitted, "stop_lead_seconds": 300, "grace_seconds": 60}))
+    for number in range(1, ATTEMPTS + 1):
+        for name, events in attempt_events(number, state).items():
+            (run.events / f"{name}.jsonl").write_text("".join(map(json_line, events)))
+    # A name more for the same data: a gigabyte of them would measure the disk.
+    os.link(logs[index % 10 == 0], run.train_metrics)
+    validation = {"split": "val", "loss": 1.0, "accuracy": 0.7, "time": START}
+    run.eval_metrics.write_text("".join(json_line({**validation, "epoch": i, "step": 100 * i}) for i in range(90)))
+    if state == "completed":
+        run.final.mkdir()
+        run.final_result.write_text(json.dumps({"test_accuracy": 0.8, "test_loss": 1.0}))
+
+
+def queue_lines(runs: list[RunDir], jobs: int) -> list[str]:
+    """What squeue prints: the jobs of the runs that are alive, among others of the user's."""
+    words = {"RUNNING": ("RUNNING", "None", "gpu[01-02]"), "PENDING": ("PENDING", "Priority", "")}
+    alive = [(i, run) for i, run in enumerate(runs) if STATES[i % len(STATES)] in words]
+    ours = [(*words[STATES[i % len(STATES)]], str(run.script)) for i, run in alive]
+    other = [("PENDING", "Resources", "", f"/home/me/sweep/{i}/run.sh") for i in range(jobs - len(ours))]
+    # In the order of the fields that hpc.job asks for.
+    form = f"{{}}|{{}}|{{}}|{{}}|0|{TIME}|{TIME}|{{}}|"
+    return [form.format(i, *job) for i, job in enumerate([*ours, *other])]
+
+
+def make(root: Path, options: Options) -> None:
+    """All runs, and the executables of a Slurm whose queue is full."""
+    logs = root / "short.jsonl", root / "long.jsonl"
+    for log, lines in zip(logs, (200, 100_000), strict=True):
+        log.write_text("".join(map(train_line, range(1, lines + 1))))
+    runs = [RunDir(root / "runs" / f"resnet50-{i:04d}") for i in range(options.runs)]
+    for i, run in enumerate(runs):
+        make_run(run, i, logs)
+    (root / "queue").write_text("\n".join(queue_lines(runs, options.jobs)) + "\n")
+    (root / "slurm.conf").touch()
+    for name in ("squeue", "sbatch"):
+        program = root / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\nexec cat {root}/queue\n")
+        program.chmod(0o755)
+
+
+def measured(command: list[str], root: Path) -> tuple[str, float, float]:
+    """What a command prints, its seconds of CPU with its children's, and its peak of memory in MB."""
+    environment = {**os.environ, "PATH": f"{root}/bin:{os.environ['PATH']}", "SLURM_CONF": f"{root}/slurm.conf"}
+    with tempfile.TemporaryFile("w+") as out:
+        child = subprocess.Popen(command, env=environment, stdout=out)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        if child.returncode:
+            sys.exit(f"{command} failed")
+        return out.read(), usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+
+
+def main() -> None:
+    """Make it, measure, print."""
+    options = tyro.cli(Options)
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory).resolve()
+        make(root, options)
+        runs = str(root / "runs")
+        print(f"{options.runs} runs, {options.jobs} jobs; {platform.processor() or platform.machine()}\n")
+        print("| what | CPU, s | peak memory, MB |\n|---|---|---|")
+        for name, arguments in (("`hpc status`", []), ("`hpc status --json`", ["--json"]), ("`hpc status RUN`", None)):
+            chosen = ["--runs-dir", runs, *arguments] if arguments is not None else [f"{runs}/resnet50-0000"]
+            _, cpu, peak = measured([sys.executable, "-m", "hpc.status", *chosen], root)
+            print(f"| {name} | {cpu:.2f} | {peak:.0f} |")
+        printed, _, peak = measured([sys.executable, "-c", POLL, runs], root)
+        first, *_, last, _ = json.loads(printed)
+        print(f"| the first poll of a process | {first[0]:.2f} | {peak:.0f} |")
+        print(f"| each later one | {last[0]:.2f} | {peak:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

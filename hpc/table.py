@@ -1,0 +1,163 @@
+"""What `hpc status` draws for people: runs as a table, and what interrupted one. Pure; runs on the login node."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from hpc.job import why
+from hpc.summary import TERMINAL, Summary
+
+_STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed": "red", "cancelled": "magenta"}
+_PARTS_SHOWN = 3
+_NODES_SHOWN = 4
+_DAY_SECONDS = 86400
+
+
+def view(rows: Sequence[Summary], *, details: bool) -> Group:
+    """The table for people; with `details`, and a single run, what interrupted it and what to change."""
+    parts: list[Table | str] = [table(rows)]
+    if details and len(rows) == 1:
+        parts += ["", incident_table(rows[0]["incidents"])] if rows[0]["incidents"] else []
+        parts += [f"[yellow]warning:[/] {escape(warning)}" for warning in rows[0]["warnings"]]
+    return Group(*parts)
+
+
+def fitting(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
+    """The view, cut to the height of a terminal: more than that cannot be drawn over again."""
+    most = console.height
+    while True:
+        shown = _most_telling(rows, most)
+        left_out = len(rows) - len(shown)
+        notes = [f"and {left_out} more, which have ended or are older: hpc status shows all"] if left_out else []
+        notes += [f"[yellow]warning:[/] {escape(problem)}"] if problem else []
+        drawn = Group(view(shown, details=details), *notes)
+        excess = len(console.render_lines(drawn)) - (console.height - 1)
+        if excess <= 0 or most == 1:
+            return drawn
+        most = max(1, most - excess)
+
+
+def _most_telling(rows: Sequence[Summary], most: int) -> Sequence[Summary]:
+    """Those runs, in their order, that have not ended, and then the newest; of a single one the last interruptions."""
+    if len(rows) == 1:
+        return [{**rows[0], "incidents": rows[0]["incidents"][-most:]}]
+    ranked = sorted(range(len(rows)), key=lambda i: (rows[i]["state"] in TERMINAL, -i))
+    return [rows[i] for i in sorted(ranked[:most])]
+
+
+def _empty_table() -> Table:
+    return Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1), header_style="bold")
+
+
+def incident_table(incidents: list[dict[str, Any]]) -> Table:
+    """What interrupted a run, the first one first, and what each cost."""
+    drawn = _empty_table()
+    for title in ("interrupted", "cause", "where"):
+        drawn.add_column(title, no_wrap=True)
+    for title in ("steps lost", "seconds"):
+        drawn.add_column(title, justify="right", no_wrap=True)
+    drawn.add_column("of which", overflow="fold")
+    drawn.add_column("what it said", overflow="fold")
+    for incident in incidents:
+        drawn.add_row(*(escape(cell) for cell in _incident_cells(incident)))
+    return drawn
+
+
+def _incident_cells(incident: dict[str, Any]) -> list[str]:
+    when = time.localtime(incident["failed_at"] or incident["noted"])
+    rank = [] if incident["rank"] is None else [f"rank {incident['rank']}"]
+    return [
+        time.strftime("%m-%d %H:%M:%S", when),
+        incident["cause"],
+        " ".join([*filter(None, [incident["node"]]), *rank]) or "-",
+        str(incident["steps_lost"]),
+        _or_dash(incident["seconds"]["total"], "{:.1f}"),
+        largest_parts(incident["seconds"]) or "-",
+        incident["detail"] or "-",
+    ]
+
+
+def largest_parts(seconds: Mapping[str, float | None]) -> str:
+    """The parts of a recovery that took longest."""
+    known = [(name, part) for name, part in seconds.items() if name != "total" and part]
+    longest = sorted(known, key=lambda part: -part[1])[:_PARTS_SHOWN]
+    return ", ".join(f"{name} {part:.1f}" for name, part in longest)
+
+
+def table(rows: Sequence[Summary]) -> Table:
+    """The runs, one a line."""
+    drawn = _empty_table()
+    drawn.add_column("run", overflow="fold", min_width=8)
+    drawn.add_column("state", overflow="fold", min_width=9)
+    drawn.add_column("nodes", overflow="fold", min_width=5)
+    drawn.add_column("restarts", overflow="fold", min_width=7)
+    for title in ("try", "epoch", "step", "img/s", "loss", "accuracy", "ETA"):
+        drawn.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*_cells(row), style=None)
+    return drawn
+
+
+def _cells(row: Summary) -> list[str]:
+    waits = waiting(row)
+    state = f"[{_STYLES[row['state']]}]{row['state']}[/]" + (f": {escape(waits)}" if waits else "")
+    steps = _or_dash(row["step"]) + (f"/{row['total_steps']}" if row["step"] and row["total_steps"] else "")
+    return [
+        escape(row["run"]),
+        state,
+        escape(_nodes(row)),
+        restarts(row),
+        _or_dash(row["attempt"]),
+        _or_dash(row["epoch"]),
+        steps,
+        _or_dash(row["images_per_second"], "{:.0f}"),
+        _or_dash(row["train_loss"], "{:.4f}"),
+        _accuracy(row),
+        _duration(row["eta_seconds"]),
+    ]
+
+
+def waiting(row: Summary) -> str:
+    """Why a pending run waits, and when Slurm expects it to start; empty where neither is known."""
+    starts_at = row["starts_at"]
+    return ", ".join(filter(None, [why(row["reason"] or ""), starts_at and f"may start {_moment(starts_at)}"]))
+
+
+def _moment(seconds: float) -> str:
+    """A time that is near: without its date if that goes without saying."""
+    form = "%H:%M" if abs(seconds - time.time()) < _DAY_SECONDS / 2 else "%m-%d %H:%M"
+    return time.strftime(form, time.localtime(seconds))
+
+
+def _nodes(row: Summary) -> str:
+    names = list(dict.fromkeys(row["attempts"][-1]["members"])) if row["attempts"] else []
+    many = len(names) > _NODES_SHOWN
+    return f"{names[0]} ... {names[-1]} ({len(names)})" if many else " ".join(names) or "-"
+
+
+def _accuracy(row: Summary) -> str:
+    """On the test set, once it is known; until then in validation."""
+    if row["test_accuracy"] is not None:
+        return f"{row['test_accuracy']:.2%}"
+    return "-" if row["val_accuracy"] is None else f"{row['val_accuracy']:.1%} val"
+
+
+def restarts(row: Summary) -> str:
+    """How often the run was interrupted, by cause."""
+    return ", ".join(f"{cost['count']} {cause}" for cause, cost in row["recovery"].items()) or "-"
+
+
+def _or_dash(value: object, form: str = "{}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
