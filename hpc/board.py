@@ -13,6 +13,8 @@ from hpc.summary import TERMINAL, Summary, jobs_by_run, summarize
 
 # Whoever looks every second must not be a burden to the controller.
 _QUEUE_SECONDS = 5.0
+# One that is down makes each question take half a minute.
+_AWAY_SECONDS = 30.0
 
 
 @dataclass
@@ -55,7 +57,8 @@ class Board:
 
     def _queue(self, runs: Sequence[RunDir]) -> Mapping[str, Job] | None:
         """The user's jobs, or None where there is no Slurm or it does not answer."""
-        if self._asked is None or time.monotonic() - self._asked > _QUEUE_SECONDS:
+        patience = _AWAY_SECONDS if self.problem else _QUEUE_SECONDS
+        if self._asked is None or time.monotonic() - self._asked > patience:
             self._jobs = self._ask(runs)
             self._asked = time.monotonic()
         return self._jobs

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 
 from hpc import cli
@@ -61,18 +61,19 @@ def _runs(options: Status) -> list[RunDir]:
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
     """Print the table; into a file or pipe as wide as it needs to be."""
-    _print(view(rows, details=details))
+    console = _console()
+    console.print(view(rows, console.width, details=details))
 
 
 def print_incidents(incidents: list[dict[str, Any]]) -> None:
     """Print what interrupted a run, and what each cost."""
-    _print(incident_table(incidents))
+    _console().print(incident_table(incidents))
 
 
-def _print(drawn: RenderableType) -> None:
+def _console() -> Console:
     console = Console()
     console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
-    console.print(drawn)
+    return console
 
 
 def summaries(runs: Sequence[RunDir]) -> list[Summary]:

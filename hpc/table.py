@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from hpc.job import why
 from hpc.summary import TERMINAL, Summary
@@ -15,11 +16,14 @@ _STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed
 _PARTS_SHOWN = 3
 _NODES_SHOWN = 4
 _DAY_SECONDS = 86400
+# Columns that may fold, and how many characters they should have; and those that go first where there is no room.
+_FOLDED = {"run": 24, "state": 24, "nodes": 24, "restarts": 16}
+_DISPENSABLE = ("nodes", "epoch", "restarts", "img/s", "try", "accuracy", "loss", "step")
 
 
-def view(rows: Sequence[Summary], *, details: bool) -> Group:
-    """The table for people; with `details`, and a single run, what interrupted it and what to change."""
-    parts: list[Table | str] = [table(rows)]
+def view(rows: Sequence[Summary], width: int, *, details: bool) -> Group:
+    """The table for people, as wide as their terminal; with `details`, of a single run also what interrupted it."""
+    parts: list[Table | str] = [table(rows, width)]
     if details and len(rows) == 1:
         parts += ["", incident_table(rows[0]["incidents"])] if rows[0]["incidents"] else []
         parts += [f"[yellow]warning:[/] {escape(warning)}" for warning in rows[0]["warnings"]]
@@ -28,17 +32,19 @@ def view(rows: Sequence[Summary], *, details: bool) -> Group:
 
 def fitting(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
     """The view, cut to the height of a terminal: more than that cannot be drawn over again."""
-    most = console.height
+    most = min(console.height, max(len(rows), *(len(row["incidents"]) for row in rows), 1))
     while True:
         shown = _most_telling(rows, most)
         left_out = len(rows) - len(shown)
         notes = [f"and {left_out} more, which have ended or are older: hpc status shows all"] if left_out else []
         notes += [f"[yellow]warning:[/] {escape(problem)}"] if problem else []
-        drawn = Group(view(shown, details=details), *notes)
-        excess = len(console.render_lines(drawn)) - (console.height - 1)
+        drawn = Group(view(shown, console.width, details=details), *notes)
+        lines = len(console.render_lines(drawn))
+        excess = lines - (console.height - 1)
         if excess <= 0 or most == 1:
             return drawn
-        most = max(1, most - excess)
+        # A run may take several lines, so not all that are in excess.
+        most -= max(1, most * excess // (2 * lines))
 
 
 def _most_telling(rows: Sequence[Summary], most: int) -> Sequence[Summary]:
@@ -88,37 +94,46 @@ def largest_parts(seconds: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {part:.1f}" for name, part in longest)
 
 
-def table(rows: Sequence[Summary]) -> Table:
-    """The runs, one a line."""
+def table(rows: Sequence[Summary], width: int) -> Table:
+    """The runs, one a line, with the columns for which there is room."""
+    cells = [_cells(row) for row in rows]
     drawn = _empty_table()
-    drawn.add_column("run", overflow="fold", min_width=8)
-    drawn.add_column("state", overflow="fold", min_width=9)
-    drawn.add_column("nodes", overflow="fold", min_width=5)
-    drawn.add_column("restarts", overflow="fold", min_width=7)
-    for title in ("try", "epoch", "step", "img/s", "loss", "accuracy", "ETA"):
-        drawn.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        drawn.add_row(*_cells(row), style=None)
+    titles = _titles_that_fit(cells, width)
+    for title in titles:
+        folds = title in _FOLDED
+        drawn.add_column(title, justify="left" if folds else "right", overflow="fold", no_wrap=not folds)
+    for row in cells:
+        drawn.add_row(*(row[title] for title in titles))
     return drawn
 
 
-def _cells(row: Summary) -> list[str]:
+def _titles_that_fit(cells: Sequence[Mapping[str, Text]], width: int) -> list[str]:
+    needed = {title: max(len(title), *(len(row[title]) for row in cells)) for title in (cells[0] if cells else ())}
+    needed = {title: min(chars, _FOLDED.get(title, chars)) for title, chars in needed.items()}
+    titles = list(needed)
+    for title in _DISPENSABLE:
+        if sum(needed[title] + 1 for title in titles) > width + 1:
+            titles.remove(title)
+    return titles
+
+
+def _cells(row: Summary) -> dict[str, Text]:
+    """By title; as Text, because rich would take the brackets of a list of nodes for its own."""
     waits = waiting(row)
-    state = f"[{_STYLES[row['state']]}]{row['state']}[/]" + (f": {escape(waits)}" if waits else "")
     steps = _or_dash(row["step"]) + (f"/{row['total_steps']}" if row["step"] and row["total_steps"] else "")
-    return [
-        escape(row["run"]),
-        state,
-        escape(_nodes(row)),
-        restarts(row),
-        _or_dash(row["attempt"]),
-        _or_dash(row["epoch"]),
-        steps,
-        _or_dash(row["images_per_second"], "{:.0f}"),
-        _or_dash(row["train_loss"], "{:.4f}"),
-        _accuracy(row),
-        _duration(row["eta_seconds"]),
-    ]
+    return {
+        "run": Text(row["run"]),
+        "state": Text.assemble((row["state"], _STYLES[row["state"]]), f": {waits}" if waits else ""),
+        "nodes": Text(_nodes(row)),
+        "restarts": Text(restarts(row)),
+        "try": Text(_or_dash(row["attempt"])),
+        "epoch": Text(_or_dash(row["epoch"])),
+        "step": Text(steps),
+        "img/s": Text(_or_dash(row["images_per_second"], "{:.0f}")),
+        "loss": Text(_or_dash(row["train_loss"], "{:.4f}")),
+        "accuracy": Text(_accuracy(row)),
+        "ETA": Text(_duration(row["eta_seconds"])),
+    }
 
 
 def waiting(row: Summary) -> str:
