@@ -28,16 +28,19 @@ NODES = ["gpu01", "gpu02"]
 # Of ten runs, six are complete, two train, one waits and one has failed.
 STATES = ("completed",) * 6 + ("RUNNING",) * 2 + ("PENDING", "failed")
 START, TIME = 1_790_000_000.0, "2026-11-21T09:00:05"
-POLL = """
-import json, resource, sys, time
+# A process that looks three times, and asks squeue each time.
+WATCH = """
+import json, sys, time
 from pathlib import Path
-from hpc import cli, status
-polls = []
+from hpc import board, cli
+board._QUEUE_SECONDS = 0
+watched = board.Board()
+seconds = []
 for _ in range(3):
-    before = time.process_time(), time.perf_counter()
-    rows = status.summaries(cli.all_runs(Path(sys.argv[1])))
-    polls.append([time.process_time() - before[0], time.perf_counter() - before[1]])
-print(json.dumps([*polls, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+    before = time.process_time()
+    watched.look(cli.all_runs(Path(sys.argv[1])))
+    seconds.append(time.process_time() - before)
+print(json.dumps(seconds))
 """
 
 
@@ -157,14 +160,14 @@ def main() -> None:
         runs = str(root / "runs")
         print(f"{options.runs} runs, {options.jobs} jobs; {platform.processor() or platform.machine()}\n")
         print("| what | CPU, s | peak memory, MB |\n|---|---|---|")
-        for name, arguments in (("`hpc status`", []), ("`hpc status --json`", ["--json"]), ("`hpc status RUN`", None)):
-            chosen = ["--runs-dir", runs, *arguments] if arguments is not None else [f"{runs}/resnet50-0000"]
-            _, cpu, peak = measured([sys.executable, "-m", "hpc.status", *chosen], root)
-            print(f"| {name} | {cpu:.2f} | {peak:.0f} |")
-        printed, _, peak = measured([sys.executable, "-c", POLL, runs], root)
-        first, *_, last, _ = json.loads(printed)
-        print(f"| the first poll of a process | {first[0]:.2f} | {peak:.0f} |")
-        print(f"| each later one | {last[0]:.2f} | {peak:.0f} |")
+        for name in ("status", "status --json", "supervise --once --dry-run"):
+            command = [sys.executable, "-m", "hpc", *name.split(), "--runs-dir", runs]
+            _, cpu, peak = measured(command, root)
+            print(f"| `hpc {name}` | {cpu:.2f} | {peak:.0f} |")
+        printed, _, peak = measured([sys.executable, "-c", WATCH, runs], root)
+        first, *_, last = json.loads(printed)
+        print(f"| `hpc status --watch`, the first look | {first:.2f} | {peak:.0f} |")
+        print(f"| `hpc status --watch`, each later one | {last:.2f} | {peak:.0f} |")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def test_two_crashes_without_progress_fail_the_run(site: Site) -> None:
     assert status["detail"].endswith("exit code 1: no luck")
     assert [event["cause"] for event in run.events("incident")] == ["crashed"], "torchrun tried once more"
     assert not run.events("requeued")
-    logs = site.hpc("logs", "crash").stdout.splitlines()
+    logs = site.hpc("logs", "crash", "--all").stdout.splitlines()
     assert logs.count("[1:0] no luck") == 2
 
 
