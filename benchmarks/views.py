@@ -4,8 +4,19 @@
 
 Makes that many run directories in a temporary one: four attempts each, with the events of two nodes and rank 0; every
 tenth run has logged 100,000 steps (one file, by many names: only its tail is read). An executable `squeue` on the PATH
-prints as many jobs of the user, a few of which are the runs'. Prints a Markdown table: the command as it is typed, and
-what each poll costs a process that goes on, as `--watch` does.
+prints as many jobs of the user, a few of which are the runs'. Prints a Markdown table: the command as it is typed, with
+Python's start, and what each look costs a process that goes on. A real squeue's own time comes on top.
+
+Measured on 2 cores of an Intel Xeon (model 167), Python 3.11, local disk. Before, each run walked all jobs:
+
+| what | CPU before, s | CPU, s | peak memory before, MB | peak memory, MB |
+|---|---|---|---|---|
+| `hpc status` | 89.19 | 1.64 | 54 | 53 |
+| `hpc status --json` | 93.39 | 1.19 | 62 | 62 |
+| `hpc status RUN` | 0.39 | 0.25 | 54 | 53 |
+| `hpc status --watch`, the first look | 91.76 | 0.82 | 54 | 53 |
+| `hpc status --watch`, each later one | 94.17 | 0.30 | 54 | 53 |
+| a supervisor's poll | - | 0.24 | - | 53 |
 """
 
 import json
