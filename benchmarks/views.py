@@ -11,12 +11,11 @@ Measured on 2 cores of an Intel Xeon (model 167), Python 3.11, local disk. Befor
 
 | what | CPU before, s | CPU, s | peak memory before, MB | peak memory, MB |
 |---|---|---|---|---|
-| `hpc status` | 89.19 | 1.64 | 54 | 53 |
-| `hpc status --json` | 93.39 | 1.19 | 62 | 62 |
-| `hpc status RUN` | 0.39 | 0.25 | 54 | 53 |
-| `hpc status --watch`, the first look | 91.76 | 0.82 | 54 | 53 |
-| `hpc status --watch`, each later one | 94.17 | 0.30 | 54 | 53 |
-| a supervisor's poll | - | 0.24 | - | 53 |
+| `hpc status` | 89.19 | 1.80 | 54 | 54 |
+| `hpc status --json` | 93.39 | 1.19 | 62 | 63 |
+| `hpc status --watch`, the first look | 91.76 | 0.94 | 54 | 54 |
+| `hpc status --watch`, each later one | 94.17 | 0.33 | 54 | 54 |
+| `hpc supervise --once --dry-run` | - | 0.60 | - | 56 |
 """
 
 import json
