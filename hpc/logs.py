@@ -15,7 +15,7 @@ from hpc import cli, ledger
 from hpc.attempts import attempts_of, failures_in_a_row
 from hpc.board import Board
 from hpc.ledger import Event
-from hpc.outcome import ENDS, goes_on
+from hpc.outcome import ENDS, goes_on, is_consequence
 from hpc.rundir import RunDir
 from hpc.summary import TERMINAL
 from hpc.tail import Tail, lines_before, merged, offset_of_last
@@ -166,7 +166,12 @@ def first_error(events: Sequence[Event]) -> Event | None:
     last = [event for event in failed if event["round"] == failed[-1]["round"]]
     named = [event for event in failed if event["rank"] == ended.get("rank")][-1:]
     told = [ended] if ended.get("rank") is not None else []
-    return next(iter(named or sorted(last, key=lambda event: event["failed_at"]) or told), None)
+    return next(iter(named or sorted(last, key=_order) or told), None)
+
+
+def _order(failed: Event) -> tuple[bool, float]:
+    """Who dies of another rank's death may be seen first."""
+    return is_consequence(failed.get("detail") or ""), failed["failed_at"]
 
 
 def _follow(options: Logs, reader: Reader) -> None:

@@ -80,19 +80,23 @@ def test_line_is_shown_as_a_terminal_would(run: RunDir, capsys: pytest.CaptureFi
     assert printed(capsys, run) == ["[1:0] 100%", "[1:0] windows", "[1:0] \ufffd\ufffd", "[1:0] no line break"]
 
 
-def fail(run: RunDir, *, detail: str = "KeyError: 'x'") -> None:
+def fail(run: RunDir, *, detail: str = "KeyError: 'x'", named: int | None = 5) -> None:
     """Rank 3 fails and is restarted; then rank 5 fails, rank 3 because of it, and the run has ended."""
-    failures = ((1, 3, 10.0, "Connection reset"), (2, 3, 20.5, "Connection reset"), (2, 5, 20.0, detail))
+    peer = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
+    failures = ((1, 3, 10.0, peer), (2, 3, 19.5, peer), (2, 5, 20.0, detail))
     for round_, rank, at, said in failures:
         fields = {"attempt": 2, "round": round_, "rank": rank, "node": "gpu02", "failed_at": at, "detail": said}
         happened(run, "rank_failed", **fields, **CRASH)
         if round_ == 1:
             happened(run, "incident", attempt=2, cause="crashed", step=0, rank=3, node="gpu02", failed_at=at)
-    happened(run, "attempt_ended", attempt=2, cause="crashed", step=0, failed_at=20.0, rank=5, node="gpu02")
+    happened(run, "attempt_ended", attempt=2, cause="crashed", step=0, failed_at=20.0, rank=named, node="gpu02")
 
 
-def test_failed_run_starts_before_its_first_error(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    fail(run)
+@pytest.mark.parametrize("named", [5, None])
+def test_failed_run_starts_before_its_first_error(
+    named: int | None, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail(run, named=named)
     for rank in (3, 5):
         run.rank_log(2, rank).write_text("".join(f"step {i}\n" for i in range(500)) + "KeyError: 'x'\nthe end\n")
     assert logs.main([str(run.path)]) == 0
