@@ -42,6 +42,7 @@ check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/*.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix

@@ -67,7 +67,7 @@ def images_per_second(options: Options, setting: str, device: torch.device) -> f
             began = time.perf_counter()
         with autocast(config, device):
             logits = model(images)
-        functional.cross_entropy(logits.float(), labels).backward()
+        functional.cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
         optimizer.zero_grad()
     synchronise(device)

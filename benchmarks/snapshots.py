@@ -24,9 +24,10 @@ from hpc.rundir import RunDir
 from training.agreement import Agreement
 from training.capture import Capturer
 from training.config import TrainConfig
-from training.distributed import Ranks, connect, disconnect, place_from
+from training.distributed import Ranks, connect, disconnect
 from training.job import Job
 from training.launch import make_repeatable, make_trainer
+from training.place import place_from
 from training.plan import Request
 from training.snapshotter import Snapshotter
 from training.trainer import Trainer

@@ -112,6 +112,12 @@ _CHANGES = {
 }
 
 
+def last_job_id(events: Iterable[Event]) -> str | None:
+    """The job that Slurm was given last for a run."""
+    kinds = {"submitted", "claimed", "requeued", "relaunched"}
+    return next((event["job_id"] for event in reversed(list(events)) if event["event"] in kinds), None)
+
+
 def failures_in_a_row(attempts: Iterable[Attempt]) -> int:
     """Failures in a row at the end of a history: of ranks that were restarted in place, and of whole attempts."""
     return count_failures(setback for attempt in attempts for setback in attempt.setbacks)

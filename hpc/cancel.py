@@ -20,7 +20,9 @@ from hpc.ledger import Writer
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
-from hpc.summary import TERMINAL, jobs_of
+from hpc.summary import jobs_of
+
+_OVER = frozenset({"completed", "cancelled"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,8 @@ def cancel(options: Cancel) -> int:
     """Write it down, then end the job. A run that has ended already stays as it is."""
     run = cli.find_run(options.run, options.runs_dir)
     before = str(Board().look_at(run)["state"])
-    if before not in TERMINAL:
+    # What has failed may be about to go on: its next job is submitted by the supervisor.
+    if before not in _OVER:
         Writer(run.events / "cancel.jsonl").append("cancelled", by=getpass.getuser())
     if RunSpec.load(run).cluster == "slurm":
         _cancel_jobs(run)
@@ -73,10 +76,10 @@ def _cancel_local(run: RunDir) -> None:
 
 
 def _answer(options: Cancel, run: RunDir, before: str) -> int:
-    state = before if before in TERMINAL else "cancelled"
+    state = before if before in _OVER else "cancelled"
     if options.json:
         cli.print_json({"run": run.name, "run_dir": str(run.path), "state": state})
-    elif before in TERMINAL:
+    elif before in _OVER:
         print(f"run {run.name} had ended already: {before}")
     else:
         print(f"run {run.name} is cancelled: nothing requeues it")

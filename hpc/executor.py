@@ -7,6 +7,7 @@ pickled.
 
 import contextlib
 import io
+import json
 import os
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ import submitit
 from submitit.core.utils import FailedJobError
 
 from hpc.errors import UserError
+from hpc.files import write_atomic
 from hpc.rundir import RunDir
 from hpc.slurm import first_error
 from hpc.snapshot import OWN
@@ -69,6 +71,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
         """
         if self.spec.resources.account:
             os.environ.pop("SBATCH_ACCOUNT", None)  # sbatch lets it win over the script
+        write_atomic(self.run.environment, json.dumps(dict(os.environ)), mode=0o600)
         try:
             # submitit prints sbatch's complaint and raises it; once is enough.
             with contextlib.redirect_stderr(io.StringIO()):

@@ -21,6 +21,7 @@ class JobState(StrEnum):
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
     ENDING = "ENDING"
     CANCELLED = "CANCELLED"
     TIMEOUT = "TIMEOUT"
@@ -33,17 +34,17 @@ class JobState(StrEnum):
     @property
     def alive(self) -> bool:
         """Slurm still holds the job: it runs, ends, or waits to run."""
-        return self in {JobState.PENDING, JobState.RUNNING, JobState.ENDING}
+        return self in {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.ENDING}
 
 
 _STATES = {
     "PENDING": JobState.PENDING, "CONFIGURING": JobState.PENDING, "REQUEUED": JobState.PENDING,
     "REQUEUE_FED": JobState.PENDING, "REQUEUE_HOLD": JobState.PENDING, "SPECIAL_EXIT": JobState.PENDING,
     "RESV_DEL_HOLD": JobState.PENDING, "LAUNCH_FAILED": JobState.PENDING, "RECONFIG_FAIL": JobState.PENDING,
-    "POWER_UP_NODE": JobState.PENDING, "RUNNING": JobState.RUNNING, "SUSPENDED": JobState.RUNNING,
-    "RESIZING": JobState.RUNNING, "SIGNALING": JobState.RUNNING, "STOPPED": JobState.RUNNING,
+    "POWER_UP_NODE": JobState.PENDING, "RUNNING": JobState.RUNNING, "SUSPENDED": JobState.SUSPENDED,
+    "RESIZING": JobState.RUNNING, "SIGNALING": JobState.RUNNING, "STOPPED": JobState.SUSPENDED,
     "COMPLETING": JobState.ENDING, "STAGE_OUT": JobState.ENDING, "CANCELLED": JobState.CANCELLED,
-    "REVOKED": JobState.CANCELLED, "TIMEOUT": JobState.TIMEOUT, "DEADLINE": JobState.TIMEOUT,
+    "TIMEOUT": JobState.TIMEOUT, "DEADLINE": JobState.TIMEOUT,
     "PREEMPTED": JobState.PREEMPTED, "NODE_FAIL": JobState.NODE_FAIL, "BOOT_FAIL": JobState.NODE_FAIL,
     "COMPLETED": JobState.COMPLETED, "FAILED": JobState.FAILED, "OUT_OF_MEMORY": JobState.FAILED,
 }  # fmt: skip

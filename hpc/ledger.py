@@ -29,12 +29,13 @@ which a failure has those that are known:
 | incident | the head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
 | train_stopped | rank 0 | step signal seconds (from the signal until the state was saved) |
 | train_completed | rank 0 | step |
-| attempt_ended | the head node's agent, or the next one to go on | cause step detail last_heard failed_at rank node |
+| attempt_ended | head's agent, next to go on, or supervisor | cause step detail last_heard failed_at rank node |
 | requeued | the head node's agent, or the supervisor | job_id |
 | relaunched | the agent, or supervisor, that handed the run to a new job | job_id old_job_id excluded (node names) |
 | excluded | who changed which nodes a waiting job keeps away from: an agent, the supervisor | job_id excluded |
-| released | the supervisor: Slurm's wait, or its hold, is ended | job_id |
-| relaunching | the supervisor that is about to submit a new job | attempt host pid started |
+| released | the supervisor: Slurm's wait, or its hold, is ended | attempt job_id |
+| relaunching | the agent, or supervisor, that is about to submit a new job | attempt host pid started |
+| dropped | the supervisor: somebody cancelled the last job with scancel | attempt job_id |
 | told | the supervisor, before it calls --on-end | state |
 | cancelled | cancel | by |
 

@@ -2,17 +2,17 @@
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpc import ledger, relaunch, slurm
-from hpc.attempts import attempts_of, failures_in_a_row
-from hpc.decide import Action, Decision
-from hpc.files import json_line, write_exclusive
-from hpc.ledger import Writer
+from hpc.attempts import attempts_of, failures_in_a_row, last_job_id
+from hpc.decision import STARTS, Action, Decision
+from hpc.errors import TorchrelayError
+from hpc.job import JobState, job_state
+from hpc.ledger import Event, Writer
 from hpc.outcome import Cause, goes_on
-from hpc.processes import start_time
-from hpc.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.watch import Watched
 
@@ -24,14 +24,19 @@ def perform(watched: Watched, decision: Decision) -> None:
     """Do what was decided.
 
     Raises:
-        TorchrelayError: Slurm refused it, or does not answer.
+        TorchrelayError: Slurm refused it, or does not answer; or the run is a copy.
         OSError: the run directory is gone, or its storage is full.
     """
+    run = watched.run
+    if decision.action in STARTS and str(run.path) not in run.script.read_text(encoding="utf-8"):
+        # Its jobs would work on the run that it was copied from.
+        raise TorchrelayError(f"{run.script} belongs to another run directory: is this one a copy, or was it moved?")
     _DOES[decision.action](watched, decision)
 
 
-def _note(run: RunDir, event: str, **fields: Any) -> None:
-    Writer(run.events / f"supervisor-{socket.gethostname()}-{os.getpid()}.jsonl").append(event, **fields)
+def _note(watched: Watched, event: str, **fields: Any) -> None:
+    writer = Writer(watched.run.events / f"supervisor-{socket.gethostname()}-{os.getpid()}.jsonl")
+    writer.append(event, attempt=_attempt(watched), **fields)
 
 
 def _attempt(watched: Watched) -> int:
@@ -40,31 +45,39 @@ def _attempt(watched: Watched) -> int:
 
 
 def _end(watched: Watched, cause: Cause, reason: str) -> bool:
-    """Write down the end of an attempt that has none; False if somebody else was quicker."""
+    """Write down the end of the attempt; False if somebody else was quicker."""
     last, run = watched.view.last, watched.run
-    if last is None or last.ended is not None:
+    if last is None:
         return True
+    node: dict[str, str] = {}
+    if cause in {Cause.LOST, Cause.NODE_FAILURE}:
+        dead = slurm.dead_nodes(list(last.nodes))
+        cause, node = (Cause.NODE_FAILURE if dead else cause), {"node": [*dead, last.nodes[0]][0]}
     step = relaunch.last_step(run) or (0 if RunSpec.load(run).train else None)
     heard = max(last.started, watched.view.alive_at or 0.0)
-    return relaunch.end(run, last.attempt, cause=cause, step=step, detail=reason, last_heard=heard, node=last.nodes[0])
+    return relaunch.end(run, last.attempt, cause=cause, step=step, detail=reason, last_heard=heard, **node)
 
 
 def _release(watched: Watched, decision: Decision) -> None:
     _avoid(watched, decision)
     slurm.begin_at(str(decision.job_id), _SOON)
-    _note(watched.run, "released", job_id=decision.job_id)
+    _note(watched, "released", job_id=decision.job_id)
 
 
 def _unhold(watched: Watched, decision: Decision) -> None:
     _avoid(watched, decision)
     slurm.release(str(decision.job_id))
-    _note(watched.run, "released", job_id=decision.job_id)
+    _note(watched, "released", job_id=decision.job_id)
 
 
 def _avoid(watched: Watched, decision: Decision) -> None:
-    excluded = relaunch.exclusions(RunSpec.load(watched.run), watched.events)
-    if excluded:
-        _exclude(watched, decision, excluded)
+    """Keep the job away from nodes that failed the run; without that it starts all the same."""
+    try:
+        excluded = relaunch.exclusions(RunSpec.load(watched.run), watched.events)
+        if set(excluded) != set(watched.view.excluded):
+            _exclude(watched, decision, excluded)
+    except TorchrelayError as error:
+        print(f"hpc supervise: {watched.run.name} may get nodes that failed it: {error}", file=sys.stderr)
 
 
 def _admit(watched: Watched, decision: Decision) -> None:
@@ -73,39 +86,51 @@ def _admit(watched: Watched, decision: Decision) -> None:
 
 def _exclude(watched: Watched, decision: Decision, nodes: Sequence[str]) -> None:
     slurm.exclude(str(decision.job_id), nodes)
-    _note(watched.run, "excluded", job_id=decision.job_id, excluded=list(nodes))
+    _note(watched, "excluded", job_id=decision.job_id, excluded=list(nodes))
 
 
 def _requeue(watched: Watched, decision: Decision) -> None:
     if decision.cause is not None and not _end(watched, decision.cause, decision.reason):
         return
     slurm.requeue(str(decision.job_id))
-    _note(watched.run, "requeued", attempt=_attempt(watched), job_id=decision.job_id)
+    _note(watched, "requeued", job_id=decision.job_id)
 
 
 def _relaunch(watched: Watched, decision: Decision) -> None:
-    run, attempt = watched.run, _attempt(watched)
+    if decision.job_id is None and _is_there(watched):
+        return
     if decision.cause is not None and not _end(watched, decision.cause, decision.reason):
         return
-    events = ledger.read(run.events)
+    events = ledger.read(watched.run.events)
     attempts = attempts_of(events)
+    if len(attempts) != len(watched.view.attempts) or any(event["event"] == "cancelled" for event in events):
+        return  # it has gone on, or is not to
     if not attempts or goes_on(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts)):
-        # Of those that have decided the same, one creates the file: its name follows from what all of them have seen.
-        if not _claim(run, attempt, sum(event["event"] == "relaunching" for event in watched.events)):
+        if not relaunch.claim(watched.run, _attempt(watched), watched.events):
             return
-        excluded = relaunch.exclusions(RunSpec.load(run), events)
-        new = slurm.submit(run.script, excluded)
-        _note(run, "relaunched", attempt=attempt, job_id=new, old_job_id=decision.job_id, excluded=excluded)
+        _submit(watched, decision, events)
     if decision.job_id:
         slurm.cancel(decision.job_id)
 
 
-def _claim(run: RunDir, attempt: int, before: int) -> bool:
-    """Be the one that submits the next job; False if another supervisor is."""
-    claim = ledger.record(
-        "relaunching", attempt=attempt, host=socket.gethostname(), pid=os.getpid(), started=start_time(os.getpid())
-    )
-    return write_exclusive(run.events / f"next-{before + 1:03d}.jsonl", json_line(claim))
+def _is_there(watched: Watched) -> bool:
+    """Whether Slurm does know the job that squeue has left out."""
+    job_id = last_job_id(watched.events)
+    state = job_state(slurm.show_job(job_id).get("JobState", "")) if job_id else JobState.UNKNOWN
+    return state.alive and state is not JobState.ENDING
+
+
+def _submit(watched: Watched, decision: Decision, events: Sequence[Event]) -> None:
+    run, spec, old = watched.run, RunSpec.load(watched.run), decision.job_id
+    excluded = relaunch.exclusions(spec, events)
+    known = {*(attempt.job_id for attempt in watched.view.attempts), *([old] if old else [])}
+    try:
+        new = relaunch.next_job(run, spec, excluded, known)
+    except TorchrelayError:
+        if old:  # it may be in the way of the new one, where users may have only so many jobs
+            slurm.cancel(old)
+        raise
+    _note(watched, "relaunched", job_id=new, old_job_id=old, excluded=excluded)
 
 
 def _cancel(_watched: Watched, decision: Decision) -> None:
@@ -113,7 +138,10 @@ def _cancel(_watched: Watched, decision: Decision) -> None:
 
 
 def _record(watched: Watched, decision: Decision) -> None:
-    _end(watched, Cause.CANCELLED, decision.reason)
+    if watched.view.open:
+        _end(watched, Cause.CANCELLED, decision.reason)
+    else:
+        _note(watched, "dropped", job_id=last_job_id(watched.events))
 
 
 _DOES: dict[Action, Callable[[Watched, Decision], None]] = {

@@ -3,14 +3,20 @@
 Runs on compute nodes, in agents that outlive their head node, and on the login node, in the supervisor.
 """
 
+import json
+import os
+import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from hpc import ledger, slurm
+from hpc.errors import TorchrelayError
 from hpc.files import json_line, last_json_line, look_again, write_exclusive
+from hpc.job import Job, JobState
 from hpc.ledger import Event
 from hpc.outcome import Cause
+from hpc.processes import start_time
 from hpc.rundir import RunDir
 from hpc.spec import RunSpec
 
@@ -46,6 +52,54 @@ def last_step(run: RunDir) -> int | None:
     return None if record is None else record.get("step")
 
 
+def claim(run: RunDir, attempt: int, seen: Iterable[Event]) -> bool:
+    """Be the one that submits the next job; False if another agent or supervisor is.
+
+    Args:
+        run: the run.
+        attempt: its last one.
+        seen: the events on which it was decided. Of those who have seen the same, one creates the file.
+    """
+    number = sum(event["event"] == "relaunching" for event in seen) + 1
+    pid = os.getpid()
+    event = ledger.record("relaunching", attempt=attempt, host=socket.gethostname(), pid=pid, started=start_time(pid))
+    return write_exclusive(run.events / f"next-{number:03d}.jsonl", json_line(event))
+
+
+def next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
+    """The run's next job: a new one, unless one waits already. An answer of sbatch may have been lost.
+
+    Args:
+        run: the run.
+        spec: what it was submitted as.
+        excluded: nodes to keep away from, from `exclusions`.
+        old: its jobs so far.
+
+    Raises:
+        TorchrelayError: it was refused.
+    """
+    for job in slurm.jobs().values():
+        if job.state is JobState.PENDING and job.job_id not in old and _is_of(job, run):
+            return job.job_id
+    environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
+    try:
+        return slurm.submit(run.script, excluded, environment)
+    except TorchrelayError as error:
+        given = _given(spec)
+        # A constraint, or the kind of GPU, can make a partition smaller than it looks.
+        if excluded == given or "not available" not in str(error):
+            raise
+        return slurm.submit(run.script, given, environment)
+
+
+def _is_of(job: Job, run: RunDir) -> bool:
+    return os.path.realpath(job.command) == os.path.realpath(run.script)
+
+
+def _given(spec: RunSpec) -> list[str]:
+    return [spec.resources.exclude] if spec.resources.exclude else []
+
+
 def exclusions(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = ()) -> list[str]:
     """What the next job of a run keeps away from: the user's --exclude, and nodes that failed the run of late.
 
@@ -56,12 +110,13 @@ def exclusions(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = (
         events: what happened to it.
         failed: nodes that have failed just now.
     """
-    given = [spec.resources.exclude] if spec.resources.exclude else []
+    given = _given(spec)
     names = list(dict.fromkeys([*failed, *blamed(events, time.time())]))
     if not names:
         return given
     # Slurm itself keeps away from those that it knows to be down.
     usable = slurm.usable_nodes(spec.resources.partition)
+    usable -= {name for nodes in given for name in slurm.hostnames(nodes)}
     spare = max(0, len(usable) - spec.job_nodes[0])
     if len(usable.intersection(failed)) > spare:
         return given  # some of them have to do, and nobody knows which of them lives
@@ -76,4 +131,4 @@ def blamed(events: Iterable[Event], now: float) -> list[str]:
 
 
 def _is_blame(event: Event) -> bool:
-    return event["event"] == "node_lost" or event.get("cause") in {Cause.BAD_NODE, Cause.LOST}
+    return event["event"] == "node_lost" or event.get("cause") in {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}

@@ -32,6 +32,11 @@ class RunDir:
         return self.path / "submit.sbatch"
 
     @property
+    def environment(self) -> Path:
+        """The environment that it was submitted in: its next jobs are, too."""
+        return self.path / "environment.json"
+
+    @property
     def code(self) -> Path:
         """The snapshot of the code that the run executes."""
         return self.path / "code"

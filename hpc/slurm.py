@@ -22,6 +22,7 @@ _KEPT_IN_A_JOB = frozenset({"SLURM_CONF"})
 # squeue and its like take defaults from there too: a SQUEUE_PARTITION would hide the jobs in all others.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
+_FATE_FIELDS = ("JobIDRaw", "State")
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 
@@ -222,9 +223,9 @@ def fates(job_ids: Sequence[str]) -> dict[str, JobState]:
     Raises:
         TorchrelayError: there is none, or it does not answer.
     """
-    words = ("--allocations", "--noheader", "--parsable2", "--format=JobIDRaw,State", f"--jobs={','.join(job_ids)}")
-    lines = [line.split("|") for line in _run("sacct", *words).splitlines()]
-    return {job_id: job_state(state) for job_id, state in lines}
+    options = ("--allocations", "--noheader", "--parsable2", f"--format={','.join(_FATE_FIELDS)}")
+    lines = [line.split("|") for line in _run("sacct", *options, f"--jobs={','.join(job_ids)}").splitlines()]
+    return {line[0]: job_state(line[1]) for line in lines if len(line) == len(_FATE_FIELDS)}
 
 
 def begin_at(job_id: str, at: str) -> None:
@@ -252,20 +253,28 @@ def dead_nodes(nodes: list[str]) -> list[str]:
     return [name for name in nodes if states.get(name, "").startswith("down")]
 
 
-def submit(script: Path, exclude: list[str]) -> str:
-    """Submit a script, as from a login node, and return the job's id.
+def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None = None) -> str:
+    """Submit a script, as from a login node and to begin at once, and return the job's id.
 
     Args:
-        script: whose own options hold, but for the nodes to avoid.
+        script: whose own options hold, but for the nodes to avoid and the time to begin.
         exclude: nodes, or lists of them as Slurm writes them.
+        given: the environment of the job; by default this process's.
 
     Raises:
         TorchrelayError: it was refused.
     """
-    environment = dict(os.environ)
+    environment = dict(os.environ if given is None else given)
     adopt_environment(environment)
-    avoid = [f"--exclude={','.join(exclude)}"] if exclude else []
-    return _run("sbatch", "--parsable", *avoid, str(script), environment=environment).strip().partition(";")[0]
+    options = ["--parsable", "--begin=now", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+    # Where it is, is known by this process's PATH.
+    command = [shutil.which("sbatch") or "sbatch", *options, str(script)]
+    return _run(*command, environment=environment).strip().partition(";")[0]
+
+
+def hostnames(nodes: str) -> list[str]:
+    """The single names of a list of nodes as Slurm writes it: gpu[01-03]."""
+    return _run("scontrol", "show", "hostnames", nodes).split()
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from hpc import ledger
 from hpc.accounting import goodput, incidents_of, recovery_by_cause
 from hpc.advice import warnings_of
-from hpc.attempts import Attempt, attempts_of, failures_in_a_row
+from hpc.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id
 from hpc.files import last_json_line
 from hpc.job import Job, JobState, by_script
 from hpc.ledger import Event
@@ -75,7 +75,7 @@ def _told(run: RunDir, records: Records, jobs: Sequence[Job] | None) -> Summary:
     return {
         "run": run.name,
         "run_dir": str(run.path),
-        "job_id": job.job_id if job else _last_job_id(events),
+        "job_id": job.job_id if job else last_job_id(events),
         "state": state,
         "attempt": attempts[-1].attempt if attempts else None,
         "attempts": [_attempt(attempt) for attempt in attempts],
@@ -112,11 +112,6 @@ def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, Job]) -> dict[Path, l
 def jobs_of(run: RunDir, jobs: Mapping[str, Job]) -> list[Job]:
     """The jobs in the queue of one run, as `jobs_by_run` has them."""
     return jobs_by_run([run], jobs)[run.path]
-
-
-def _last_job_id(events: Sequence[Event]) -> str | None:
-    ids = [event["job_id"] for event in events if event["event"] in {"submitted", "claimed"}]
-    return ids[-1] if ids else None
 
 
 def state_of(records: Records, attempts: Sequence[Attempt], job: Job | None, *, slurm_answers: bool) -> str:

@@ -15,21 +15,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc import cli, relaunch, slurm
-from hpc.decide import STARTS, Action, Decision, decide
+from hpc.decide import decide
+from hpc.decision import STARTS, Action, Decision
 from hpc.errors import TorchrelayError, UserError
 from hpc.files import json_line, write_exclusive
 from hpc.job import JobState, by_script
 from hpc.ledger import record
-from hpc.outcome import Cause
 from hpc.perform import perform
 from hpc.spec import RunSpec
 from hpc.units import duration_seconds
-from hpc.watch import Watched, look, storage_time
+from hpc.watch import Watched, look, modified, storage_time
 
 _MOST_BACK_OFF_SECONDS = 300.0
 # Runs that ended longer ago, before anybody was to be told, are no news.
 _NEWS_SECONDS = 3600.0
 _TELL_SECONDS = 60
+# Two signs of life of an agent, and a little more.
+_SURE_SECONDS = 12.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +63,29 @@ def supervise(options: Supervise) -> int:
     interval = duration_seconds("--interval", options.interval)
     if interval < 1 or options.max_parallel_requeues < 1:
         raise UserError("--interval is 1s or more, --max-parallel-requeues 1 or more")
+    _command(options.on_end)
     wait = float(interval)
     while True:
         try:
             told = [_told(watched, decision, problem) for watched, decision, problem in _look_and_act(options)]
             wait = float(interval)
-        except TorchrelayError as error:
+        except (TorchrelayError, OSError) as error:
             if options.once or options.dry_run:
                 raise
             wait = min(wait * 2, _MOST_BACK_OFF_SECONDS)
             told = []
-            print(f"hpc supervise: Slurm does not answer, asking again in {wait:.0f} s: {error}", file=sys.stderr)
+            print(f"hpc supervise: looking again in {wait:.0f} s: {error}", file=sys.stderr, flush=True)
         _print(told, options)
         if options.once or options.dry_run:
             return int(any(line["problem"] for line in told))
         time.sleep(wait)
+
+
+def _command(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--on-end is {text!r}: {error}") from error
 
 
 def _told(watched: Watched, decision: Decision, problem: str | None) -> dict[str, str | None]:
@@ -108,19 +118,31 @@ def _look_and_act(options: Supervise) -> Iterator[tuple[Watched, Decision, str |
     Raises:
         TorchrelayError: squeue does not answer.
     """
-    starts = 0
-    for watched in _watched(options.runs_dir):
-        decision = decide(watched.view)
-        if decision.action in STARTS:
-            starts += 1
-            if starts > options.max_parallel_requeues:
-                decision = Decision(reason=f"{options.max_parallel_requeues} runs start at once: next time")
-        problem = None if options.dry_run else _act(watched, decision, options.on_end)
+    started = 0
+    for watched, decision in _decided(options):
+        starts, problem = decision.action in STARTS, None
+        if starts and started >= options.max_parallel_requeues:
+            decision = Decision(reason=f"{started} runs start at once: next time")  # noqa: PLW2901 - in its place
+        elif not options.dry_run:
+            problem = _act(watched, decision, options.on_end)
+        started += starts and problem is None
         yield watched, decision, problem
 
 
+def _decided(options: Supervise) -> list[tuple[Watched, Decision]]:
+    """What to do about every run. Those that seem dead get the time to give another sign of life."""
+    found = [(one, decide(one.view)) for one in _watched(options.runs_dir)]
+    silent = {one.run for one, decision in found if decision.action is Action.RELAUNCH and decision.job_id}
+    if silent and not options.dry_run:
+        # A clock may be wrong, and storage that comes back is back for this machine first.
+        time.sleep(_SURE_SECONDS)
+    spoke = {one.run for one, _ in found if one.run in silent and modified(one.run.alive) != one.touched}
+    again = Decision(reason="its agents give signs of life again")
+    return [(one, again if one.run in spoke else decision) for one, decision in found]
+
+
 def _watched(runs_dir: Path) -> list[Watched]:
-    """All runs of Slurm's below a directory that are not complete, and the complete ones of the last hour."""
+    """All runs of Slurm's below a directory."""
     jobs = by_script(slurm.jobs().values())
     clock = storage_time(runs_dir.expanduser())
     found = []
@@ -128,8 +150,8 @@ def _watched(runs_dir: Path) -> list[Watched]:
         try:
             if run.script.exists():  # a run without is this machine's alone
                 found.append(look(run, jobs, clock))
-        except OSError as error:
-            print(f"hpc supervise: {run.path}: {error}", file=sys.stderr)
+        except Exception as error:  # noqa: BLE001 - a run that is damaged, in whatever way, is no reason to leave others
+            print(f"hpc supervise: {run.path}: {error!r}", file=sys.stderr, flush=True)
     return [_with_affordable(one) for one in _with_fates(found)]
 
 
@@ -144,13 +166,13 @@ def _with_affordable(one: Watched) -> Watched:
 
 def _with_fates(found: list[Watched]) -> list[Watched]:
     """Add what Slurm's accounting knows of jobs that squeue has forgotten."""
-    gone = {one.run: job_id for one in found if (job_id := one.last_job_id) and not one.view.jobs}
+    asked = {one.run: job_id for one in found if not one.view.over and (job_id := one.forgotten_job_id)}
     try:
-        known = slurm.fates(list(gone.values())) if gone else {}
+        known = slurm.fates(list(asked.values())) if asked else {}
     except TorchrelayError:
         return found  # a cluster without accounting
-    fates = {run: {job_id: known[job_id]} for run, job_id in gone.items() if job_id in known}
-    return [replace(one, view=replace(one.view, fates=fates.get(one.run, {}))) for one in found]
+    fates = {run: known[job_id] for run, job_id in asked.items() if job_id in known}
+    return [replace(one, view=replace(one.view, fate=fates.get(one.run, one.view.fate))) for one in found]
 
 
 def _act(watched: Watched, decision: Decision, on_end: str) -> str | None:
@@ -158,28 +180,27 @@ def _act(watched: Watched, decision: Decision, on_end: str) -> str | None:
     try:
         if decision.action is not Action.KEEP:
             perform(watched, decision)
-        elif on_end:
-            _tell(watched, decision, on_end)
+        elif on_end and decision.news:
+            _tell(watched, decision.news, decision.reason, _command(on_end))
     except (TorchrelayError, OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None
 
 
-def _tell(watched: Watched, decision: Decision, command: str) -> None:
+def _tell(watched: Watched, state: str, reason: str, command: list[str]) -> None:
     """Call the user's command, once, for a run that has just ended."""
     last, run = watched.view.last, watched.run
-    if watched.view.finished:
-        state, ended = "completed", run.final_result.stat().st_mtime
-    elif last and last.ended and last.cause != Cause.CANCELLED and decision.reason.startswith("given up"):
-        state, ended = "failed", last.ended
-    else:
-        return
+    ended = run.final_result.stat().st_mtime if watched.view.finished else (last.ended if last else None)
     marker = run.events / f"told-{state}-{last.attempt if last else 0:03d}.jsonl"
-    if time.time() - ended > _NEWS_SECONDS or marker.exists():
+    if (ended is not None and time.time() - ended > _NEWS_SECONDS) or marker.exists():
         return
+    told = {"TORCHRELAY_RUN_DIR": str(run.path), "TORCHRELAY_STATE": state, "TORCHRELAY_REASON": reason}
     if write_exclusive(marker, json_line(record("told", state=state))):
-        told = {"TORCHRELAY_RUN_DIR": str(run.path), "TORCHRELAY_STATE": state, "TORCHRELAY_REASON": decision.reason}
-        subprocess.run(shlex.split(command), env={**os.environ, **told}, check=True, timeout=_TELL_SECONDS)
+        try:
+            subprocess.run(command, env={**os.environ, **told}, check=True, timeout=_TELL_SECONDS)
+        except (OSError, subprocess.SubprocessError):
+            marker.unlink()  # nobody was told
+            raise
 
 
 if __name__ == "__main__":

@@ -4,14 +4,15 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc import ledger
-from hpc.attempts import attempts_of
-from hpc.decide import BUSY_SECONDS, View
-from hpc.job import Job
+from hpc.attempts import attempts_of, last_job_id
+from hpc.decide import BUSY_SECONDS
+from hpc.decision import View
+from hpc.job import Job, JobState
 from hpc.ledger import Event
 from hpc.processes import is_alive
 from hpc.rundir import RunDir
@@ -24,12 +25,14 @@ class Watched:
     run: RunDir
     view: View
     events: Sequence[Event]
+    touched: float | None
+    """When `alive` was changed, by its storage's clock."""
 
     @property
-    def last_job_id(self) -> str | None:
-        """The job that Slurm was given last."""
-        ids = [event["job_id"] for event in self.events if "job_id" in event]
-        return ids[-1] if ids else None
+    def forgotten_job_id(self) -> str | None:
+        """The job that Slurm was given last, if squeue does not tell of it."""
+        job_id = last_job_id(self.events)
+        return None if any(job.job_id == job_id for job in self.view.jobs) else job_id
 
 
 def look(run: RunDir, jobs: Mapping[str, Sequence[Job]], storage_time: float) -> Watched:
@@ -43,44 +46,50 @@ def look(run: RunDir, jobs: Mapping[str, Sequence[Job]], storage_time: float) ->
     Raises:
         OSError: its directory is gone, or closed.
     """
-    now = time.time()
+    now, touched = time.time(), modified(run.alive)
+    own = jobs.get(os.path.realpath(run.script), ())
+    alive_at = None if touched is None else now - (storage_time - touched)
     if run.final_result.exists():
-        return Watched(run=run, events=(), view=View(finished=True, now=now))
+        view = View(finished=True, jobs=own, alive_at=alive_at, now=now)
+        return Watched(run=run, events=(), view=view, touched=touched)
     events = ledger.read(run.events)
+    view = _view(events, View(jobs=own, alive_at=alive_at, now=now))
+    return Watched(run=run, events=events, view=view, touched=touched)
+
+
+def _view(events: Sequence[Event], known: View) -> View:
+    """What the ledger tells, beside what is known already."""
     attempts = attempts_of(events)
-    alive = _modified(run.alive)
-    last = attempts[-1].attempt if attempts else 0
-    handed_over = [event["time"] for event in _of(events, last, "requeued", "relaunched")]
+    own = [event for event in events if event.get("attempt") == (attempts[-1].attempt if attempts else 0)]
+    queued = [event["time"] for event in own if event["event"] in {"requeued", "relaunched"}]
+    handed_over = [*queued, *(event["time"] for event in own if event["event"] == "released")]
+    claims = [event for event in own if event["event"] == "relaunching"]
+    half_done = bool(claims) and claims[-1]["time"] > max(queued, default=0.0)
     excluded = [event["excluded"] for event in events if event["event"] in {"relaunched", "excluded"}]
-    view = View(
+    job_id = last_job_id(events)
+    return replace(
+        known,
         cancelled=any(event["event"] == "cancelled" for event in events),
+        dropped=any(event["event"] == "dropped" and event["job_id"] == job_id for event in events),
         attempts=attempts,
-        jobs=jobs.get(os.path.realpath(run.script), ()),
-        alive_at=None if alive is None else now - (storage_time - alive),
-        excluded=excluded[-1] if excluded else (),
+        fate=next((job.state for job in known.jobs if job.job_id == job_id), JobState.UNKNOWN),
+        launches=len(queued),
         handed_over_at=max(handed_over, default=None),
-        busy_until=_busy_until(_of(events, last, "relaunching"), handed_over),
-        now=now,
+        half_done=half_done,
+        busy_until=_busy_until(claims[-1]) if half_done else 0.0,
+        excluded=excluded[-1] if excluded else (),
     )
-    return Watched(run=run, events=events, view=view)
 
 
-def _of(events: Iterable[Event], attempt: int, *kinds: str) -> list[Event]:
-    return [event for event in events if event["event"] in kinds and event.get("attempt") == attempt]
-
-
-def _busy_until(claims: Sequence[Event], done: Sequence[float]) -> float:
-    """Until when another supervisor should be left to submit the job that it has claimed; 0: there is none."""
-    if not claims or (done and max(done) >= claims[-1]["time"]):
-        return 0.0
-    claim = claims[-1]
+def _busy_until(claim: Event) -> float:
+    """Until when who claimed the next job should be left to submit it; 0: that process is no more."""
     here = claim["host"] == socket.gethostname()
     if here and not is_alive(claim["pid"], claim["started"]):
         return 0.0
     return float(claim["time"] + BUSY_SECONDS)
 
 
-def _modified(path: Path) -> float | None:
+def modified(path: Path) -> float | None:
     """When a file was changed, by its storage's clock. NFS knows it for sure only after an open."""
     try:
         with path.open("rb") as file:

@@ -148,7 +148,7 @@ def _wait_for_the_end_of(job_id: str, run: RunDir, place: Place) -> None:
     """
     deadline = time.monotonic() + _ENDING_SECONDS
     while place.cluster == "slurm" and (job := slurm.jobs().get(job_id)) and job.state is not JobState.PENDING:
-        if not job.state.alive:
+        if not job.state.alive and job.state is not JobState.UNKNOWN:
             return
         if job.state is JobState.RUNNING or time.monotonic() > deadline:
             raise TorchrelayError(f"run {run.name} is in the hands of job {job_id}: hpc cancel, or wait")

@@ -158,7 +158,8 @@ def hand_over(node: Node, lost: list[str], unfit: list[str]) -> None:
         else:
             _relaunch(node, [*lost, *unfit])
 
-    _persist(leave)
+    if relaunch.claim(node.run, node.attempt.attempt, ledger.read(node.run.events)):
+        _persist(leave)
 
 
 def requeue(node: Node, unfit: list[str]) -> None:
@@ -199,9 +200,9 @@ def _relaunch(node: Node, avoid: list[str]) -> None:
     Raises:
         TorchrelayError: it was refused.
     """
-    job_id = node.place.job_id
-    excluded = relaunch.exclusions(node.spec, ledger.read(node.run.events), avoid)
-    new = slurm.submit(node.run.script, excluded)
+    job_id, events = node.place.job_id, ledger.read(node.run.events)
+    excluded = relaunch.exclusions(node.spec, events, avoid)
+    new = relaunch.next_job(node.run, node.spec, excluded, {attempt.job_id for attempt in attempts_of(events)})
     node.note("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
     say(f"job {new} goes on, this one ends")
     try:

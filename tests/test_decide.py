@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hpc.attempts import Attempt
-from hpc.decide import Action, Decision, View, decide
+from hpc.decide import decide
+from hpc.decision import Action, Decision, View
 from hpc.job import Job, JobState
 from hpc.outcome import Cause
 
@@ -36,7 +37,12 @@ DEATHS = [attempt(Cause.NODE_FAILURE, attempt=n, last_step=0, ended=NOW - 10) fo
 TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     # A run that is over is left alone.
     ("complete", {"finished": True}, Action.KEEP, "complete"),
-    ("complete, its job still ends", {"finished": True, "jobs": [RUNNING]}, Action.KEEP, "complete"),
+    ("complete, its job still ends", {"finished": True, "jobs": [RUNNING], "alive_at": NOW}, Action.KEEP, "complete"),
+    ("complete, but not its job", {"finished": True, "jobs": [RUNNING], "alive_at": NOW - 200},
+     Action.CANCEL, "complete"),
+    ("complete, and another job waits", {"finished": True, "jobs": [BEGIN_TIME]}, Action.CANCEL, "complete"),
+    ("a script that is complete", {"attempts": [attempt(Cause.COMPLETED)]}, Action.KEEP, "complete"),
+    ("cancelled, and still runs", {"cancelled": True, "jobs": [RUNNING]}, Action.CANCEL, "cancelled"),
     ("cancelled", {"cancelled": True, "attempts": [attempt()]}, Action.KEEP, "cancelled"),
     ("cancelled, and requeued by Slurm", {"cancelled": True, "jobs": [BEGIN_TIME]}, Action.CANCEL, "cancelled"),
     ("cancelled, its job is ending", {"cancelled": True, "jobs": [ENDING]}, Action.KEEP, "cancelled"),
@@ -55,12 +61,17 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("requeued", {"jobs": [BEGIN_TIME], "attempts": [attempt(Cause.PREEMPTED)]}, Action.RELEASE, "requeued"),
     ("requeued by Slurm, without a word", {"jobs": [BEGIN_TIME], "attempts": [attempt()]}, Action.RELEASE, "requeued"),
     ("released before", {"jobs": [replace(BEGIN_TIME, eligible=NOW + 2)]}, Action.KEEP, "waits (BeginTime)"),
+    ("to begin tomorrow, as its user wants after a requeue",
+     {"jobs": [replace(BEGIN_TIME, eligible=NOW + 86400)]}, Action.KEEP, "waits"),
     ("to begin later, as its user wants", {"jobs": [replace(BEGIN_TIME, restarts=0)]}, Action.KEEP, "waits"),
     ("failed for the first time", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:1]}, Action.RELEASE, "requeued"),
     ("failed twice", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:2]}, Action.KEEP, "another try in 20 s"),
     ("failed three times", {"jobs": [BEGIN_TIME], "attempts": DEATHS}, Action.KEEP, "another try in 50 s"),
     ("could not be started", {"jobs": [HELD]}, Action.UNHOLD, "could not start"),
     ("could never be started", {"jobs": [replace(HELD, restarts=5)]}, Action.KEEP, "scontrol release 7"),
+    ("could not be started after preemptions", {"jobs": [replace(HELD, restarts=6)], "attempts": [attempt(restart=4)]},
+     Action.UNHOLD, "could not start"),
+    ("suspended", {"jobs": [job(JobState.SUSPENDED)], "attempts": [attempt()]}, Action.KEEP, "suspended"),
     ("held by its user", {"jobs": [job(JobState.PENDING, reason="JobHeldUser")]}, Action.KEEP, "JobHeldUser"),
     ("keeps away from too many nodes", {"jobs": [job(JobState.PENDING, reason="ReqNodeNotAvail")],
       "excluded": ["gpu03", "gpu04"], "affordable": ["gpu03"]}, Action.ADMIT, "too few nodes without gpu04"),
@@ -76,6 +87,16 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
      Action.RELAUNCH, "nobody saw to the next one"),
     ("ended for good, but not its job", {"jobs": [RUNNING], "attempts": [attempt(Cause.BAD_INPUT, ended=NOW - 101)]},
      Action.CANCEL, "nobody ended its job"),
+    ("an old listing of a job that began anew", {"jobs": [RUNNING], "attempts": [attempt(restart=1)], "alive_at": NOW},
+     Action.KEEP, "starts"),
+    ("ended, and its agents still ask Slurm", {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST, ended=NOW - 101)],
+      "alive_at": NOW - 1}, Action.KEEP, "ending"),
+    ("never began, and another job is there", {"jobs": [RUNNING, job(JobState.PENDING, "8")]}, Action.CANCEL, "place"),
+    ("never began, and another one trains", {"jobs": [RUNNING, job(JobState.RUNNING, "8")],
+      "attempts": [attempt(job_id="8")], "alive_at": NOW}, Action.CANCEL, "place"),
+    ("an old one is ending, and the new one is silent", {"jobs": [ENDING, job(JobState.RUNNING, "8")],
+      "attempts": [attempt(attempt=2, job_id="8")]}, Action.RELAUNCH, "no sign of life"),
+    ("ends for hours", {"jobs": [ENDING], "attempts": [attempt(Cause.LOST, ended=NOW - 700)]}, Action.RELAUNCH, "gone"),
     ("its place is taken", {"jobs": [RUNNING, job(JobState.PENDING, "8")], "attempts": [attempt(Cause.LOST)]},
      Action.CANCEL, "taken its place"),
     ("its successor runs", {"jobs": [RUNNING, job(JobState.RUNNING, "8")],
@@ -91,9 +112,9 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("never began", {}, Action.KEEP, "sbatch submit.sbatch"),
     ("failed before it began", {"jobs": [job(JobState.FAILED)]}, Action.KEEP, "(failed)"),
     ("its node failed before it began", {"jobs": [job(JobState.NODE_FAIL)]}, Action.REQUEUE, "a node failed"),
-    ("its nodes fail before it begins", {"jobs": [job(JobState.NODE_FAIL, restarts=5)]}, Action.KEEP, "never began"),
+    ("its nodes fail before it begins", {"jobs": [job(JobState.NODE_FAIL, restarts=5)]}, Action.KEEP, "5 times before"),
     ("its node failed", {"jobs": [job(JobState.NODE_FAIL)], "attempts": [attempt()]}, Action.REQUEUE, "a node failed"),
-    ("its node failed, accounting says", {"attempts": [attempt()], "fates": {"7": JobState.NODE_FAIL}},
+    ("its node failed, accounting says", {"attempts": [attempt()], "fate": JobState.NODE_FAIL},
      Action.RELAUNCH, "node_fail"),
     ("ran out of time without a word", {"jobs": [job(JobState.TIMEOUT)], "attempts": [attempt()]},
      Action.RELAUNCH, "timeout"),
@@ -102,29 +123,62 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("scancelled when its agents were dead", {"jobs": [job(JobState.CANCELLED)], "attempts": [attempt()]},
      Action.RECORD, "scancel"),
     ("scancelled while it waited", {"jobs": [job(JobState.CANCELLED)], "attempts": [attempt(Cause.PREEMPTED)],
-      "handed_over_at": NOW - 9}, Action.KEEP, "scancel"),
-    ("scancelled while it waited, accounting says", {"fates": {"7": JobState.CANCELLED},
-      "attempts": [attempt(Cause.PREEMPTED)], "handed_over_at": NOW - 900}, Action.KEEP, "scancel"),
+      "handed_over_at": NOW - 9}, Action.RECORD, "scancel"),
+    ("scancelled while it waited, for good", {"dropped": True, "attempts": [attempt(Cause.PREEMPTED)]},
+     Action.KEEP, "scancel"),
+    ("scancelled by who could not submit the next one", {"fate": JobState.CANCELLED, "half_done": True,
+      "attempts": [attempt(Cause.LOST)]}, Action.RELAUNCH, "cancelled"),
+    ("squeue leaves it out", {"fate": JobState.RUNNING, "attempts": [attempt()]}, Action.KEEP, "accounting does"),
+    ("its jobs end before they begin", {"attempts": [attempt(Cause.LOST)], "fate": JobState.FAILED, "launches": 5},
+     Action.KEEP, "ended 5 times before it began"),
+    ("its job ended before it began", {"attempts": [attempt(Cause.LOST, ended=NOW - 20)], "fate": JobState.FAILED,
+      "launches": 1, "handed_over_at": NOW - 10}, Action.KEEP, "another try in 20 s"),
+    ("its node failed before it began, accounting says", {"fate": JobState.NODE_FAIL}, Action.RELAUNCH, "node_fail"),
+    ("scancelled while it waited, accounting says", {"fate": JobState.CANCELLED,
+      "attempts": [attempt(Cause.PREEMPTED)], "handed_over_at": NOW - 900}, Action.RECORD, "scancel"),
     ("gone after two deaths", {"attempts": DEATHS[:2]}, Action.KEEP, "another try in 20 s"),
 ]  # fmt: skip
 
 
+def view(**known: Any) -> View:
+    """What is known; the last job is the last that Slurm tells of."""
+    told = {"fate": known["jobs"][-1].state} if known.get("jobs") else {}
+    return View(now=NOW, **{**told, **known})
+
+
 @pytest.mark.parametrize(("known", "action", "reason"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_decision(known: dict[str, Any], action: Action, reason: str) -> None:
-    decision = decide(View(now=NOW, **known))
+    decision = decide(view(**known))
     assert decision.action is action, decision.reason
     assert reason in decision.reason
 
 
 @pytest.mark.parametrize(
-    ("jobs", "fates", "cause"),
-    [([RUNNING], {}, Cause.LOST), ([], {}, Cause.LOST), ([job(JobState.TIMEOUT)], {}, Cause.TIME_LIMIT),
-     ([job(JobState.NODE_FAIL)], {}, Cause.NODE_FAILURE), ([], {"7": JobState.NODE_FAIL}, Cause.NODE_FAILURE)],
+    ("jobs", "fate", "cause"),
+    [([RUNNING], JobState.RUNNING, Cause.LOST), ([], JobState.UNKNOWN, Cause.LOST),
+     ([job(JobState.TIMEOUT)], JobState.TIMEOUT, Cause.TIME_LIMIT), ([], JobState.PREEMPTED, Cause.PREEMPTED),
+     ([job(JobState.NODE_FAIL)], JobState.NODE_FAIL, Cause.NODE_FAILURE),
+     ([], JobState.NODE_FAIL, Cause.NODE_FAILURE)],
 )  # fmt: skip
-def test_cause_of_an_end_without_a_word(jobs: Sequence[Job], fates: dict[str, JobState], cause: Cause) -> None:
-    assert decide(View(now=NOW, jobs=jobs, fates=fates, attempts=[attempt()])).cause is cause
+def test_cause_of_an_end_without_a_word(jobs: Sequence[Job], fate: JobState, cause: Cause) -> None:
+    assert decide(view(jobs=jobs, fate=fate, attempts=[attempt()])).cause is cause
 
 
 def test_an_end_that_is_known_is_not_written_again() -> None:
-    decision = decide(View(now=NOW, attempts=[attempt(Cause.CRASHED)]))
+    decision = decide(view(attempts=[attempt(Cause.CRASHED)]))
     assert decision == Decision(action=Action.RELAUNCH, reason="its job is gone (unknown)", cause=None)
+
+
+def test_another_job_that_never_began_says_nothing_of_the_end_of_the_last_attempt() -> None:
+    decision = decide(view(jobs=[replace(RUNNING, restarts=1)], attempts=[attempt()]))
+    assert (decision.action, decision.cause) == (Action.RELAUNCH, None)
+
+
+@pytest.mark.parametrize(
+    ("known", "news"),
+    [({"finished": True}, "completed"), ({"attempts": [attempt(Cause.COMPLETED)]}, "completed"),
+     ({"attempts": CRASHES}, "failed"), ({"attempts": [attempt(Cause.CANCELLED)]}, None), ({"cancelled": True}, None),
+     ({"jobs": [RUNNING], "attempts": [attempt()], "alive_at": NOW}, None)],
+)  # fmt: skip
+def test_news_are_ends(known: dict[str, Any], news: str | None) -> None:
+    assert decide(view(**known)).news == news

@@ -21,7 +21,7 @@ from hpc.testbed.daemons import start_slurmctld
 from hpc.testbed.lifecycle import PLACES
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600\n"
+SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600  # {}\n"
 WHOLE = ("--data=data", "--batch-size=64", "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
 
 
@@ -40,7 +40,7 @@ def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs"
     """
     lost = program(site.path / "lost", "sbatch", "echo Submitted batch job 999999")
     run = site.submit("--data=data", f"--name={name}", f"--runs-dir={runs_dir}", "--nodes=1", PATH=lost)
-    run.directory.script.write_text(SLEEP)
+    run.directory.script.write_text(SLEEP.format(run.directory.path))
     job_id = site.slurm("sbatch", "--parsable", str(run.directory.script)) if holds_nodes else "999999"
     claim = {"attempt": 1, "job_id": job_id, "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01"]}
     line = {"time": time.time() - 900, "event": "claimed", **claim}
@@ -78,16 +78,17 @@ def assert_one_new_job(run: Run) -> None:
 def test_killed_at_any_step_the_next_one_ends_what_was_begun(site: Site) -> None:
     for step in ("sinfo", "sbatch", "scancel"):
         for when in ("before", "after"):
-            runs_dir, real = f"--runs-dir={step}-{when}", shutil.which(step)
-            run = crippled(site, "run", holds_nodes=True, runs_dir=f"{step}-{when}")
+            name, real = f"{step}-{when}", shutil.which(step)
+            # Only what holds nodes has a job that is to be ended.
+            run = crippled(site, "run", holds_nodes=step == "scancel", runs_dir=name)
             text = f'kill -9 $PPID; exec {real} "$@"' if when == "before" else f'{real} "$@"; kill -9 $PPID'
-            path = program(site.path / f"kills-{step}-{when}", step, text)
-            killed = site.hpc("supervise", "--once", runs_dir, PATH=path)
+            path = program(site.path / f"kills-{name}", step, text)
+            killed = site.hpc("supervise", "--once", f"--runs-dir={name}", PATH=path)
             assert killed.returncode == -signal.SIGKILL, killed.stderr
-            supervise(site, runs_dir)
+            supervise(site, f"--runs-dir={name}")
             run.wait("the end of the old job", lambda run=run: run.job_id not in live_jobs(run))
             assert_one_new_job(run)
-            assert actions(site, runs_dir) == {"run": "keep"}
+            assert actions(site, f"--runs-dir={name}") == {"run": "keep"}
             assert_one_new_job(run)
             site.slurm("scancel", *live_jobs(run))
 
@@ -147,13 +148,48 @@ def test_run_directory_that_is_deleted_or_damaged_harms_no_other(site: Site) -> 
     assert_one_new_job(run)
 
 
+def test_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    Writer(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed", step=0)
+    assert actions(site, "--dry-run") == {"run": "relaunch"}
+    run.site.hpc("cancel", str(run.directory.path))
+    assert actions(site) == {"run": "keep"}
+    assert run.status()["state"] == "cancelled"
+
+
+def test_copy_of_a_run_directory_does_not_bring_the_run_back(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    shutil.copytree(run.directory.path, site.path / "copies" / "run")
+    done = site.hpc("supervise", "--once", "--json", "--runs-dir=copies")
+    [line] = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert "is this one a copy" in line["problem"]
+    assert not live_jobs(run)
+
+
+def test_answer_of_sbatch_that_was_lost_costs_no_second_job(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    site.slurm("sbatch", "--begin=now+1hour", str(run.directory.script))
+    taken = {**os.environ, "SLURM_CONF": site.slurm_conf}
+    code = (
+        "import sys; from pathlib import Path; from hpc import relaunch; from hpc.rundir import RunDir; "
+        "from hpc.spec import RunSpec; run = RunDir(Path(sys.argv[1])); "
+        "print(relaunch.next_job(run, RunSpec.load(run), [], {'999999'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.directory.path)], env=taken, cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert [done.stdout.strip()] == live_jobs(run)
+
+
 def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
     run = site.submit(*WHOLE, "--name=unwanted", "--nodes=1", "--sbatch", "begin=now+1hour")
     site.slurm("scancel", run.job_id)
     silent = crippled(site, "silent", holds_nodes=True)
     site.slurm("scancel", silent.job_id)
     silent.wait("the end", lambda: not live_jobs(silent))
-    assert actions(site) == {"unwanted": "keep", "silent": "record"}
+    assert actions(site) == {"unwanted": "record", "silent": "record"}
     assert silent.status()["state"] == "cancelled"
     assert actions(site) == {"unwanted": "keep", "silent": "keep"}
     assert not live_jobs(run) + live_jobs(silent)
