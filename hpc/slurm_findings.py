@@ -132,7 +132,7 @@ def _slurmd_timeout(site: Site) -> Verdict | None:
         value,
         f"Slurm notices a dead node after {seconds} s; the agents of a run notice after 5 s, so only a run of one "
         "node, which nobody survives, waits for it",
-        f"for a run of one node --spares 1, whose agent notices, or {ask}",
+        f"hpc supervise notices after a minute; or {ask}",
     )
 
 
@@ -149,7 +149,7 @@ def _cred_expire(site: Site) -> Verdict | None:
     return say(
         value,
         f"a run that was requeued, as at its time limit or by a preemption, waits {seconds} s before it may start",
-        "scontrol update JobId=J StartTime=now+2 ends the wait of your job J; or ask the administrators for "
+        "hpc supervise ends the wait of your jobs; or ask the administrators for "
         "cred_expire=30 in AuthInfo= of slurm.conf, if their prologue takes less",
     )
 
