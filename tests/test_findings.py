@@ -133,7 +133,7 @@ TEXTS = {
         ("SlurmdTimeout", {}, {}, None, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
         ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, None, "ok", []),
         ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, None, "cost", ["never"]),
-        ("cred_expire", {}, {}, None, "note", ["120 s, Slurm's default", "StartTime=now+2"]),
+        ("cred_expire", {}, {}, None, "note", ["120 s, Slurm's default", "hpc supervise"]),
         ("cred_expire", TEXTS["expire"], {}, None, "cost", ["waits 600 s"]),
         ("cred_expire", TEXTS["short"], {}, None, "ok", []),
         ("AllocNodes", {}, {}, None, "ok", []),
