@@ -67,6 +67,7 @@ def _release(watched: Watched, decision: Decision) -> None:
 def _unhold(watched: Watched, decision: Decision) -> None:
     _avoid(watched, decision)
     slurm.release(str(decision.job_id))
+    slurm.begin_at(str(decision.job_id), _SOON)
     _note(watched, "released", job_id=decision.job_id)
 
 
