@@ -20,6 +20,7 @@ USER = "torchrelay-test"
 LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
 
 
+@pytest.hookimpl(tryfirst=True)  # the plugin looks at the groups next
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """There is one Slurm: where several processes run the tests, one of them has all those that need it."""
     for item in items:
