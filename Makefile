@@ -36,7 +36,7 @@ ifeq ($(ROOT),)
 else
 	@$(call INSTALL,$(TEST_PACKAGES))
 endif
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -20,14 +20,6 @@ USER = "torchrelay-test"
 LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
 
 
-@pytest.hookimpl(tryfirst=True)  # the plugin looks at the groups next
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """There is one Slurm: where several processes run the tests, one of them has all those that need it."""
-    for item in items:
-        if item.get_closest_marker("slurm"):
-            item.add_marker(pytest.mark.xdist_group("slurm"))
-
-
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(LEAKS)]:
