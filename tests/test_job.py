@@ -187,7 +187,9 @@ def test_taken_port_is_retried(site: Site) -> None:
         if thief is not None:
             thief.send_signal(signal.SIGKILL)
             thief.wait()
-    assert [event["round"] for event in run.events("rendezvous")] == [1, 2]
+    # The preflight, once more on another port, and the script.
+    assert [event["round"] for event in run.events("rendezvous")] == [1, 2, 3]
+    assert len(run.events("checked")) == 1
 
 
 def test_logs_of_one_rank_and_attempt(site: Site) -> None:
