@@ -17,7 +17,7 @@ from hpc import ledger
 from hpc.ledger import Writer
 from hpc.rundir import RunDir
 from hpc.testbed import running_slurm_conf
-from hpc.testbed.daemons import start_slurmctld
+from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
 from hpc.testbed.lifecycle import PLACES
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -267,6 +267,8 @@ def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
     finally:
         if running_slurm_conf() is None:
             start_slurmctld(PLACES)
+        # It has forgotten which nodes answer.
+        run.wait("all nodes", lambda: set(node_states(PLACES).values()) <= USABLE_STATES)
     assert "looking again in 2 s: slurm_load_jobs error: Unable to contact" in said
     assert_one_new_job(run)
 
