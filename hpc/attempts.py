@@ -1,11 +1,11 @@
 """The attempts of a run, read from its ledger. Pure; runs everywhere."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc.ledger import Event
-from hpc.outcome import count_failures
+from hpc.outcome import Cause, count_failures, goes_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +121,8 @@ def last_job_id(events: Iterable[Event]) -> str | None:
 def failures_in_a_row(attempts: Iterable[Attempt]) -> int:
     """Failures in a row at the end of a history: of ranks that were restarted in place, and of whole attempts."""
     return count_failures(setback for attempt in attempts for setback in attempt.setbacks)
+
+
+def goes_on_after(attempts: Sequence[Attempt]) -> bool:
+    """Whether another attempt is to follow the last one; what left no word is lost."""
+    return not attempts or goes_on(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts))

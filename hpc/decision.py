@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hpc.attempts import Attempt, failures_in_a_row
+from hpc.attempts import Attempt, failures_in_a_row, goes_on_after
 from hpc.job import Job, JobState
-from hpc.outcome import Cause, goes_on
+from hpc.outcome import Cause
 
 
 class Action(StrEnum):
@@ -78,9 +78,8 @@ class View:
     @property
     def over(self) -> bool:
         """Whether nothing will follow."""
-        last = self.last
-        given_up = last and last.ended is not None and not goes_on(last.cause or Cause.LOST, self.failures)
-        return self.finished or self.cancelled or bool(given_up)
+        given_up = not self.open and not goes_on_after(self.attempts)
+        return self.finished or self.cancelled or given_up
 
     @property
     def failures(self) -> int:

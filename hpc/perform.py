@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpc import ledger, relaunch, slurm
-from hpc.attempts import attempts_of, failures_in_a_row, last_job_id
+from hpc.attempts import attempts_of, goes_on_after, last_job_id
 from hpc.decision import STARTS, Action, Decision
 from hpc.errors import TorchrelayError
 from hpc.job import JobState, job_state
 from hpc.ledger import Event, Writer
-from hpc.outcome import Cause, goes_on
+from hpc.outcome import Cause
 from hpc.spec import RunSpec
 from hpc.watch import Watched
 
@@ -106,7 +106,7 @@ def _relaunch(watched: Watched, decision: Decision) -> None:
     attempts = attempts_of(events)
     if len(attempts) != len(watched.view.attempts) or any(event["event"] == "cancelled" for event in events):
         return  # it has gone on, or is not to
-    if not attempts or goes_on(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts)):
+    if goes_on_after(attempts):
         if not relaunch.claim(watched.run, _attempt(watched), watched.events):
             return
         _submit(watched, decision, events)

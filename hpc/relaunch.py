@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc import ledger, slurm
 from hpc.errors import TorchrelayError
 from hpc.files import json_line, last_json_line, look_again, write_exclusive
-from hpc.job import Job, JobState
+from hpc.job import JobState, by_script
 from hpc.ledger import Event
 from hpc.outcome import Cause
 from hpc.processes import start_time
@@ -78,8 +78,8 @@ def next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collectio
     Raises:
         TorchrelayError: it was refused.
     """
-    for job in slurm.jobs().values():
-        if job.state is JobState.PENDING and job.job_id not in old and _is_of(job, run):
+    for job in by_script(slurm.jobs().values()).get(os.path.realpath(run.script), []):
+        if job.state is JobState.PENDING and job.job_id not in old:
             return job.job_id
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
     try:
@@ -90,10 +90,6 @@ def next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collectio
         if excluded == given or "not available" not in str(error):
             raise
         return slurm.submit(run.script, given, environment)
-
-
-def _is_of(job: Job, run: RunDir) -> bool:
-    return os.path.realpath(job.command) == os.path.realpath(run.script)
 
 
 def _given(spec: RunSpec) -> list[str]:

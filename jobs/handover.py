@@ -10,10 +10,10 @@ from collections.abc import Callable
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc import ledger, relaunch, slurm
-from hpc.attempts import attempts_of, failures_in_a_row
+from hpc.attempts import attempts_of, goes_on_after
 from hpc.errors import TorchrelayError
 from hpc.job import JobState
-from hpc.outcome import Cause, goes_on
+from hpc.outcome import Cause
 from jobs.node import Node
 from jobs.rendezvous import Place
 from jobs.say import say
@@ -48,17 +48,11 @@ def take_over(node: Node) -> int:
     if not first and not _is_left_undone(node):
         return 0
     save_snapshot(node)
-    if _goes_on(node):
+    if goes_on_after(attempts_of(ledger.read(node.run.events))):
         hand_over(node, [head], [])
     else:
         slurm.cancel(node.place.job_id)
     return 0
-
-
-def _goes_on(node: Node) -> bool:
-    """Whether another attempt is to follow this one, which has ended."""
-    attempts = attempts_of(ledger.read(node.run.events))
-    return goes_on(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts))
 
 
 def _is_the_head_that_is_lost(node: Node) -> bool:
@@ -95,7 +89,11 @@ def _is_left_undone(node: Node) -> bool:
     """Whether the agent that ended the attempt has died before it saw to the next one."""
     deadline = time.monotonic() + _SUCCESSOR_SECONDS
     while time.monotonic() < deadline:
-        if node.events("relaunched") or node.events("requeued") or not _goes_on(node):
+        if (
+            node.events("relaunched")
+            or node.events("requeued")
+            or not goes_on_after(attempts_of(ledger.read(node.run.events)))
+        ):
             return False
         time.sleep(_POLL_SECONDS)
     return _is_running(node)
