@@ -151,7 +151,10 @@ class Captain:
             self.unfit |= {rank for rank in range(self._node.place.num_nodes) if self._name(rank) == first.node}
         what = f"signal {first.signal}" if first.signal else f"exit code {first.exit_code}"
         detail = f"rank {first.rank} on {first.node}: {what}" + (f": {first.detail}" if first.detail else "")
-        self._meet(self._setback(Cause(first.cause), first.failed_at, detail, rank=first.rank, node=first.node))
+        met = self._setback(Cause(first.cause), first.failed_at, detail, rank=first.rank, node=first.node)
+        # Its own step, not the furthest rank's: what fails at the same step every time makes no progress, though the
+        # others may have finished that step, or not.
+        self._meet(met if met.step is None or first.step is None else replace(met, step=first.step))
 
     def _all_heard(self) -> bool:
         """Whether every member has spoken since: one that has not may be the dead node that the others fail of."""

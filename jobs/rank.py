@@ -26,9 +26,9 @@ def main(log_dir: str, node_dir: str, *program: str) -> None:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     log = os.path.join(log_dir, f"rank-{rank:02d}.log")
     before = _write_to(log)
-    os.environ["TORCHRELAY_HEARTBEAT"] = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
+    os.environ["TORCHRELAY_HEARTBEAT"] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
     started, kills = time.time(), _out_of_memory_kills()
-    status = _run(program)
+    pid, status = _run(program)
     if status:
         by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         record = {
@@ -38,6 +38,7 @@ def main(log_dir: str, node_dir: str, *program: str) -> None:
             "exit_code": -by_signal if by_signal else os.waitstatus_to_exitcode(status),
             "signal": _name(by_signal) if by_signal else None,
             "out_of_memory": by_signal == signal.SIGKILL and _out_of_memory_kills() > kills,
+            "step": _last_step(heartbeat, pid),
             "detail": _last_words(log, before, killed=by_signal is not None),
         }
         _write(os.path.join(node_dir, "exits"), f"{time.time_ns()}-{local_rank}.json", json.dumps(record))
@@ -56,8 +57,8 @@ def _write_to(log: str) -> int:
     return os.fstat(descriptor).st_size
 
 
-def _run(program: tuple[str, ...]) -> int:
-    """Run the program to its end and return what waitpid says of it. It does not outlive this process."""
+def _run(program: tuple[str, ...]) -> tuple[int, int]:
+    """Run the program to its end and return its pid and wait status. It does not outlive this process."""
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -68,7 +69,7 @@ def _run(program: tuple[str, ...]) -> int:
         except OSError as error:
             os.write(2, f"{program[0]} cannot be started: {error}\n".encode())
         os._exit(127)
-    return os.waitpid(pid, 0)[1]
+    return os.waitpid(pid, 0)
 
 
 def _name(number: int) -> str:
@@ -90,6 +91,16 @@ def _out_of_memory_kills() -> int:
             return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
     except OSError:
         return 0
+
+
+def _last_step(heartbeat: str, pid: int) -> int | None:
+    """The last step that the rank had done: the agent, which looks a few times a second, may have seen an older one."""
+    try:
+        with open(heartbeat) as file:
+            fields = json.load(file)
+        return fields.get("step") if fields["pid"] == pid else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # a program without heartbeats, or one that writes what it likes
 
 
 def _last_words(log: str, before: int, *, killed: bool) -> str:

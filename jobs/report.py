@@ -56,6 +56,8 @@ class Failure:
     exit_code: int
     signal: str | None
     cause: str
+    step: int | None
+    """The last step that it had done; None if nobody knows."""
     detail: str
 
 

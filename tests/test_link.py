@@ -39,6 +39,7 @@ FAILURE = Failure(
     exit_code=-9,
     signal="SIGKILL",
     cause="crashed",
+    step=7,
     detail="x",
 )
 
