@@ -2,10 +2,13 @@
 
 import fcntl
 import os
+import pwd
 import stat
 from pathlib import Path
 
 from hpc.errors import TorchrelayError
+
+_MOST_LINKS = 10
 
 
 def private_directory(place: Path) -> Path:
@@ -14,6 +17,7 @@ def private_directory(place: Path) -> Path:
     Raises:
         TorchrelayError: something is there that others could have put there, or can write to.
     """
+    _check_path(place.absolute())
     root = place / f"torchrelay-{os.getuid()}"
     try:
         root.mkdir(mode=0o700)
@@ -21,10 +25,42 @@ def private_directory(place: Path) -> Path:
         status = root.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise TorchrelayError(
-                f"{root} is not a directory that only you can use, so someone else may have put it there: "
-                "remove it, or use another --stage-dir"
+                f"{root} belongs to {owner(status.st_uid)} and is {stat.filemode(status.st_mode)}, not a directory "
+                "that only you can use, so someone else may have put it there: remove it, or use another --stage-dir"
             ) from None
     return root
+
+
+def _check_path(path: Path, links: int = 0) -> None:
+    """Refuse a way on which somebody else could put another directory in the place of ours.
+
+    Who owns `/` administers the machine; inside a user namespace that need not be user 0.
+    """
+    trusted = {0, os.getuid(), Path("/").stat().st_uid}
+    for part in (*reversed(path.parents), path):
+        status = part.lstat()
+        if status.st_uid not in trusted:
+            raise TorchrelayError(
+                f"{part} on the way to {path} belongs to {owner(status.st_uid)}, who could put anything there: "
+                "use another --stage-dir"
+            )
+        if stat.S_ISLNK(status.st_mode):
+            if links > _MOST_LINKS:
+                raise TorchrelayError(f"{path} is a link that leads to links without end: use another --stage-dir")
+            _check_path(Path(os.path.normpath(part.parent / part.readlink())), links + 1)
+        elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            raise TorchrelayError(
+                f"{part} is {stat.filemode(status.st_mode)}: everybody may rename what is in it, so it is no place for "
+                "data that nobody else is to change: use another --stage-dir, or have the admins set its sticky bit"
+            )
+
+
+def owner(uid: int) -> str:
+    """The name of a user, or the number of one without a name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 def open_lock(path: Path) -> int:
@@ -32,10 +68,15 @@ def open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def try_lock(descriptor: int) -> bool:
-    """Take the lock, unless another process holds it. The kernel releases the lock of one that is killed."""
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Take the lock, unless another process holds it. The kernel releases the lock of one that is killed.
+
+    Args:
+        descriptor: of the open lock file.
+        shared: with others who share it; by default alone.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

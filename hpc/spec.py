@@ -141,6 +141,8 @@ class RunSpec:
     """The user's own torchrun script, by its path in the snapshot, and its arguments."""
     stage_dir: str
     """A directory on each node's own disk."""
+    stage_keep: str = "7d"
+    """How long a copy there is kept that nobody uses."""
     recovery: Recovery = field(default_factory=Recovery)
 
     @property

@@ -25,6 +25,7 @@ from hpc.ledger import Writer
 from hpc.processes import start_time
 from hpc.rundir import RunDir
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
+from hpc.units import duration_seconds
 from training.config import TrainConfig, check_data, check_model, check_world, resolve_data
 
 
@@ -44,6 +45,9 @@ class Submit(cli.Common):
     """YAML file with flags and their values; flags on the command line win."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
     """Directory on each node's own disk for the copy of the data."""
+    stage_keep: str = "7d"
+    """How long copies there that no run uses are kept, for the next attempt: 0s, 12h, 30d. The least recently used go
+    earlier when the disk is full."""
     dry_run: bool = False
     """Check everything and print the script, but submit nothing."""
     wait: bool = False
@@ -154,9 +158,11 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     run = _new_run(options.runs_dir, options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
-        script=script, stage_dir=str(options.stage_dir.absolute()), recovery=options.recovery,
+        script=script, stage_dir=str(options.stage_dir.absolute()),
+        stage_keep=options.stage_keep, recovery=options.recovery,
     )  # fmt: skip
     checks.check_recovery(spec)
+    duration_seconds("--stage-keep", spec.stage_keep)
     return run, spec
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc import ledger, relaunch, slurm, staging
+from hpc import ledger, relaunch, slurm
 from hpc.attempts import Attempt, attempts_of
 from hpc.errors import TorchrelayError
 from hpc.files import look_again
@@ -28,6 +28,7 @@ from hpc.staging import StagingStopped
 from jobs import claim
 from jobs.captain import Captain
 from jobs.conclusion import conclude
+from jobs.data import stage_data
 from jobs.formation import Limits
 from jobs.handover import save_snapshot, take_over
 from jobs.link import Hub, Link
@@ -82,7 +83,8 @@ def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) ->
         )  # fmt: skip
         if place.is_head:
             threading.Thread(target=_keep_alive, args=(run,), daemon=True, name="alive").start()
-        exit_code = _take_part(node)
+        with node.held:
+            exit_code = _take_part(node)
         if not node.unsaved:
             shutil.rmtree(memory.path, ignore_errors=True)
         return exit_code
@@ -169,7 +171,7 @@ def _take_part(node: Node) -> int:
     if isinstance(node.link, Hub):
         limits = Limits(least=node.spec.least_nodes, most=node.spec.resources.max_nodes)
         captain = Captain(node, node.link, limits)
-        node.decide = captain.tick
+        node.duties.append(captain.tick)
     data, able = _prepare(node)
     while able and (orders := _next_orders(node)):
         node.tell(phase=Phase.RUNNING, round=orders.round)
@@ -212,7 +214,7 @@ def _prepare(node: Node) -> tuple[Path | None, bool]:
     try:
         threads_per_rank(node.place, node.spec.resources.gpus_per_node)
         _introduce(node)
-        data = _stage(node)
+        data = stage_data(node)
     except StagingStopped:
         return None, False
     except (TorchrelayError, OSError) as error:
@@ -256,25 +258,6 @@ def threads_per_rank(place: Place, ranks: int) -> int:
     usable = min(usable, place.cpus or usable)
     sharing = ranks * (place.num_nodes if place.cluster == "local" else 1)
     return max(1, usable // sharing)
-
-
-def _stage(node: Node) -> Path | None:
-    source = node.spec.data
-    if source is None:
-        return None
-
-    def stopped() -> bool:
-        node.turn()
-        return bool(node.stop) or node.orders.over or node.head_is_lost
-
-    staged = staging.stage(Path(source), Path(node.spec.stage_dir), stopped)
-    node.note(
-        "staged", node=node.place.host, seconds=round(staged.seconds, 3), path=str(staged.path),
-        reused=staged.reused, in_place=staged.in_place,
-    )  # fmt: skip
-    if staged.in_place:
-        say(f"reading {source} in place: {staged.in_place}")
-    return staged.path
 
 
 def _next_orders(node: Node) -> Orders | None:

@@ -17,11 +17,13 @@ from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 from hpc.files import json_line
-from jobs.report import Orders, Report
+from jobs.report import Orders, Phase, Report
 
 # Five seconds of silence are a dead node; a busy machine or a switch that reboots a port may be silent for two.
 LOST_SECONDS = 5.0
 _BEAT_SECONDS = 0.5
+# While a node stages, the others wait for its word, and it for the head's.
+_STARTING_BEAT_SECONDS = 0.2
 _PATIENCE_SECONDS = 2.0
 # A connection that ended says more than silence: who was only interrupted is back within this.
 _ENDED_SECONDS = 1.5
@@ -70,13 +72,19 @@ def _start(target: Callable[..., None], name: str, *arguments: object) -> thread
 class Hub:
     """The head node's end: everybody's last report, and the orders for all."""
 
-    def __init__(self, nonce: str) -> None:
+    def __init__(self, nonce: str, port: int = 0) -> None:
+        """Listen.
+
+        Args:
+            nonce: what an agent of this attempt knows.
+            port: where to; by default the kernel chooses.
+        """
         self.orders = Orders()
         """Assigned as a whole, so that no lock is needed."""
         self._nonce = nonce
         self._reports: dict[int, Report] = {}
         self._clocks: dict[int, _Clock] = {}
-        self._server = _Server(("", 0), _Conversation)
+        self._server = _Server(("", port), _Conversation)
         self._server.hub = self
         _start(self._server.serve_forever, "hub")
         _start(_keep_ticking, "hub-clocks", lambda: list(self._clocks.values()))
@@ -158,8 +166,9 @@ class Link:
         _start(_keep_ticking, "link-clock", lambda: (self._clock,))
 
     def tell(self, report: Report) -> None:
-        """Send this report from now on; now, if it says that this node does something else."""
-        news = (report.phase, report.round) != (self._report.phase, self._report.round)
+        """Send this report from now on; now, if it says that this node does or has something else."""
+        before = self._report
+        news = (report.phase, report.round, report.standings) != (before.phase, before.round, before.standings)
         self._report = report
         if news:
             self._changed.set()
@@ -216,7 +225,8 @@ class Link:
             self._hear(json.loads(line), (asked + time.time()) / 2)
             if closing:
                 return
-            self._changed.wait(_BEAT_SECONDS)
+            starting = self._report.phase is Phase.STARTING
+            self._changed.wait(_STARTING_BEAT_SECONDS if starting else _BEAT_SECONDS)
 
     def _hear(self, answer: dict[str, Any], asked: float) -> None:
         self._clock.heard()

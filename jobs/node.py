@@ -3,7 +3,8 @@
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hpc import ledger
@@ -37,8 +38,10 @@ class Node:
     ranks: LocalRanks
     link: Hub | Link
     report: Report
-    decide: Callable[[], None] = lambda: None
+    duties: list[Callable[[], None]] = field(default_factory=list)
     """What the head node's agent does at every turn."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """What is given back when the attempt is over."""
     unsaved: bool = False
     """Whether the newest snapshot is in this node's memory alone."""
     last_step: int = 0
@@ -90,7 +93,8 @@ class Node:
         stopped = self.stop.signal and self.stop.signal.name
         self.tell(beats=beats, failures=self.ranks.failures, signal=stopped)
         try:
-            self.decide()
+            for duty in self.duties:
+                duty()
         except OSError as error:
             # Shared storage that does not answer for a while (ESTALE, EIO) is no reason to die of: the ranks may not
             # need it.

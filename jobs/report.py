@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from hpc.staging.team import Need, Plan, Standing, read_plan
+
 
 class Phase(StrEnum):
     """What an agent is doing."""
@@ -80,6 +82,8 @@ class Report:
     """The last few, of all rounds."""
     signal: str | None = None
     """The first signal that asked this node to stop."""
+    standings: tuple[Standing, ...] = ()
+    """What it has of the data, by data set."""
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> "Report":
@@ -87,7 +91,10 @@ class Report:
         beats = tuple(Beat(**beat) for beat in fields.pop("beats"))
         failures = tuple(Failure(**failure) for failure in fields.pop("failures"))
         phase = Phase(fields.pop("phase"))
-        return cls(**fields, phase=phase, beats=beats, failures=failures)
+        standings = tuple(
+            Standing(**{**standing, "need": Need(standing["need"])}) for standing in fields.pop("standings")
+        )
+        return cls(**fields, phase=phase, beats=beats, failures=failures, standings=standings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +112,11 @@ class Orders:
     """How often all ranks were to be killed, so that torchrun starts them again."""
     over: bool = False
     """The attempt ends: end what runs."""
+    plans: tuple[Plan, ...] = ()
+    """Who reads what of the data, by data set."""
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> "Orders":
         """From JSON."""
-        return cls(**{**fields, "members": tuple(fields["members"])})
+        plans = tuple(map(read_plan, fields["plans"]))
+        return cls(**{**fields, "members": tuple(fields["members"]), "plans": plans})

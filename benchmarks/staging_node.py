@@ -1,0 +1,114 @@
+"""One node's staging, as an agent does it, without Slurm: for benchmarks/staging.py and the tests.
+
+    python benchmarks/staging_node.py --rank 1 --nodes 4 --port 17777 --run DIR --source DIR --stage-dir DIR
+
+The nodes are 127.0.0.1, 127.0.0.2 and so on; node 0 listens on the port. Waits until all nodes are there, stages,
+prints a JSON object, and gives to the others until all have what they need.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+
+from hpc.attempts import Attempt
+from hpc.ledger import Writer
+from hpc.nodedir import NodeDir
+from hpc.rundir import RunDir
+from hpc.spec import Resources, RunSpec
+from jobs.data import stage
+from jobs.link import Hub, Link
+from jobs.node import Node
+from jobs.ranks import LocalRanks
+from jobs.rendezvous import Place
+from jobs.report import Phase, Report
+from jobs.torchrun import StopRequest
+
+NONCE = "not-a-secret"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One node."""
+
+    rank: int = 0
+    nodes: int = 1
+    port: int
+    """Where node 0 listens."""
+    run: Path
+    """Directory for the events."""
+    source: Path
+    stage_dir: Path
+    keep: str = "7d"
+
+
+def main(options: Options) -> None:
+    """Stage on one node."""
+    node = make_node(options)
+    wait(node, lambda: len(all_reports(node)) == options.nodes)
+    began = time.monotonic()
+    staged = stage(node, options.source)
+    print(json.dumps({**asdict(staged), "path": str(staged.path), "wall": time.monotonic() - began}), flush=True)
+    node.tell(phase=Phase.READY)
+    # An agent trains now, and gives to the others meanwhile.
+    wait(node, lambda: bool(node.orders.plans) and node.orders.plans[-1].done)
+    if isinstance(node.link, Link):
+        node.tell(phase=Phase.LEFT)
+        node.link.close()
+    else:
+        wait(node, lambda: all(report.phase is Phase.LEFT for rank, report in all_reports(node).items() if rank))
+    node.held.close()
+
+
+def make_node(options: Options) -> Node:
+    """What an agent works with."""
+    hosts = tuple(f"127.0.0.{number + 1}" for number in range(options.nodes))
+    place = Place(cluster="slurm", job_id="1", restart=0, node_rank=options.rank, hostnames=hosts, cpus=None)
+    run, memory = RunDir(options.run), NodeDir(options.run / f"memory-{options.rank}")
+    run.events.mkdir(parents=True, exist_ok=True)
+    memory.make()
+    report = Report(node_rank=options.rank)
+    node = Node(
+        run=run,
+        spec=RunSpec(
+            name=run.name, cluster="slurm", resources=Resources(nodes=str(options.nodes)), data=str(options.source),
+            stage_dir=str(options.stage_dir), stage_keep=options.keep,
+        ),
+        place=place,
+        stop=StopRequest(),
+        attempt=Attempt(
+            attempt=1, job_id="1", restart=0, nonce=NONCE, port=options.port, nodes=hosts, started=time.time()
+        ),
+        writer=Writer(run.events / f"node-{options.rank}.jsonl"),
+        memory=memory,
+        ranks=LocalRanks(memory, 0, place.host),
+        link=Hub(NONCE, options.port) if options.rank == 0 else Link(place.head, options.port, NONCE, report),
+        report=report,
+    )  # fmt: skip
+    node.stop.install()
+    node.tell()
+    return node
+
+
+def all_reports(node: Node) -> dict[int, Report]:
+    """What the head node knows; the others only see that it is there."""
+    if isinstance(node.link, Hub):
+        return node.link.reports()
+    return dict.fromkeys(range(node.place.num_nodes), node.report) if node.link.has_met else {}
+
+
+def wait(node: Node, condition: Callable[[], bool]) -> None:
+    """Turn until something is so."""
+    while not condition():
+        if node.stop or node.head_is_lost:
+            sys.exit("stopped")
+        node.turn()
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,19 @@
+"""Staging: the data on every node's own disk, once, verified, at the speed of the hardware. Runs on compute nodes.
+
+Once per node, before torchrun starts and so outside any collective.
+
+    source.py   what is to be copied: the list of files, cut into batches
+    store.py    the copies on this node: names, locks, manifests, eviction
+    space.py    room for them
+    copy.py     the copying, from shared storage and from other nodes
+    peers.py    data from node to node
+    team.py     what the nodes tell each other
+    archive.py  unpacking
+    stage.py    all of it together
+"""
+
+from hpc.staging.source import StagingStopped
+from hpc.staging.stage import Staged, stage
+from hpc.staging.team import Alone
+
+__all__ = ["Alone", "Staged", "StagingStopped", "stage"]

@@ -1,0 +1,316 @@
+"""The copying itself: batches from the source and from other nodes, in threads. Runs on compute nodes.
+
+Each batch is read from shared storage by one node, its owner; the others get it from there. What an owner does not
+give is read from the source after all.
+"""
+
+import hashlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpc.errors import TorchrelayError
+from hpc.staging.peers import Peer, PeerError, Received, Shelf
+from hpc.staging.source import Listing, Piece, stop_if
+from hpc.staging.store import Copied
+from hpc.staging.team import Address
+
+# Shared storage answers several requests at a time; hashing and writing use a core each.
+_SOURCE_THREADS, _MOST_PEER_THREADS = 4, 8
+_POLL_SECONDS = 0.1
+_END_SECONDS = 30.0
+# A server that restarts, or a stale handle, is over in seconds.
+_RETRY_SECONDS = (0.5, 2.0, 5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a copy is."""
+
+    what: str = "copying"
+    bytes_done: int
+    bytes_total: int | None = None
+    """None: nobody knows yet."""
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, so far."""
+        return self.bytes_done / self.seconds if self.seconds else 0.0
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds until it is whole at this rate; None if that cannot be said."""
+        if not self.rate or self.bytes_total is None:
+            return None
+        return (self.bytes_total - self.bytes_done) / self.rate
+
+
+Watch = Callable[[Progress | None], bool]
+"""Is told how far a copy is, several times a second (None: it waits for others), and says whether to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Which batches a node reads itself, and whom it asks for the others."""
+
+    own: tuple[int, ...]
+    others: tuple[tuple[Address, tuple[int, ...]], ...] = ()
+    nonce: str = ""
+
+
+def share(batches: Sequence[int], owners: tuple[Address, ...], own: Address, nonce: str) -> Parts:
+    """Divide batches among their owners; without owners this node reads all of them.
+
+    Args:
+        batches: the numbers of those that are wanted.
+        owners: batch b belongs to owner b modulo their number.
+        own: this node, which may be none of them.
+        nonce: what the others want to see.
+    """
+    if not owners:
+        return Parts(own=tuple(batches))
+    of = {
+        owner: tuple(batch for batch in batches if batch % len(owners) == place) for place, owner in enumerate(owners)
+    }
+    mine = of.pop(own, ())
+    return Parts(own=mine, others=tuple((owner, part) for owner, part in of.items() if part), nonce=nonce)
+
+
+@dataclass
+class Tally:
+    """What came from where."""
+
+    from_source: int = 0
+    from_peers: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    """Why batches that others were to send were read from the source, and how many."""
+
+    @property
+    def bytes(self) -> int:
+        """Together."""
+        return self.from_source + self.from_peers
+
+
+class Copy:
+    """One copy under way."""
+
+    def __init__(self, listing: Listing, parts: Parts, target: Path, shelf: Shelf) -> None:
+        self._listing, self._parts, self._target, self._shelf = listing, parts, target, shelf
+        self.tally = Tally()
+        self.checksums: dict[int, tuple[str, ...]] = {}
+        """Of the pieces of each batch that is there."""
+        self._mine: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._cancelled = threading.Event()
+        self._peers = set[Peer]()
+
+    def run(self, watch: Watch) -> None:
+        """Copy everything.
+
+        Raises:
+            StagingStopped: `watch` says so.
+            TorchrelayError: a file could not be read, or has changed.
+            OSError: the copy could not be written.
+        """
+        began = time.monotonic()
+        batches = [*self._parts.own, *(number for _, part in self._parts.others for number in part)]
+        total = sum(piece.length for number in batches for piece in self._listing.batches[number])
+        self._make_directories(batches)
+        for number in self._parts.own:
+            self._mine.put(number)
+        readers = [self._start(self._read, "stage-source") for _ in range(_SOURCE_THREADS)]
+        askers = [self._start(self._ask, "stage-peer", group) for group in self._groups()]
+        told = False
+        try:
+            while any(thread.is_alive() for thread in readers):
+                if not told and not any(thread.is_alive() for thread in askers):
+                    told = True
+                    for _ in readers:
+                        self._mine.put(None)
+                seconds = time.monotonic() - began
+                stop_if(watch(Progress(bytes_done=self.tally.bytes, bytes_total=total, seconds=seconds)))
+                readers[-1].join(_POLL_SECONDS)
+        except BaseException as error:
+            self._cancel(error)
+            raise
+        finally:
+            # A thread that went on would write into a directory that is being removed.
+            for thread in (*readers, *askers):
+                thread.join(_END_SECONDS)
+        if self._error is not None:
+            raise self._error
+
+    def _make_directories(self, batches: Sequence[int]) -> None:
+        files = {piece.file for number in batches for piece in self._listing.batches[number]}
+        for directory in {os.path.dirname(self._listing.files[file].name) for file in files}:  # noqa: PTH120
+            (self._target / directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _groups(self) -> list[list[tuple[Address, tuple[int, ...]]]]:
+        """The owners that one thread each asks."""
+        others = self._parts.others
+        threads = min(len(others), _MOST_PEER_THREADS)
+        return [list(others[first::threads]) for first in range(threads)]
+
+    def _start(self, work: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:  # noqa: BLE001 - it is raised again where the copy was asked for
+                self._cancel(error)
+
+        thread = threading.Thread(target=guarded, daemon=True, name=name)
+        thread.start()
+        return thread
+
+    def _cancel(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+        self._cancelled.set()
+        self._shelf.fail(f"it gave up ({error or type(error).__name__})")
+        for peer in tuple(self._peers):
+            peer.close()
+        for _ in range(_SOURCE_THREADS):
+            self._mine.put(None)
+
+    def _read(self) -> None:
+        """Read batches from the source until there are none."""
+        while (number := self._mine.get()) is not None and not self._cancelled.is_set():
+            batch = self._listing.batches[number]
+            pieces = [memoryview(_read_piece(self._listing, piece, self._cancelled)) for piece in batch]
+            self._keep(number, Received(pieces, tuple(hashlib.sha256(piece).hexdigest() for piece in pieces)))
+            with self._lock:
+                self.tally.from_source += sum(map(len, pieces))
+
+    def _ask(self, group: list[tuple[Address, tuple[int, ...]]]) -> None:
+        """Get the batches of some owners, in turn; what one does not give is read from the source."""
+        waiting = {address: list(reversed(part)) for address, part in group}
+        peers = dict[Address, Peer]()
+        while waiting and not self._cancelled.is_set():
+            for address in tuple(waiting):
+                try:
+                    if address not in peers:
+                        peers[address] = Peer(address, self._parts.nonce, self._listing.entry)
+                        self._peers.add(peers[address])
+                    self._get(peers[address], waiting[address][-1])
+                    waiting[address].pop()
+                except PeerError as error:
+                    self._fall_back(waiting.pop(address), str(error))
+                    continue
+                if not waiting[address]:
+                    del waiting[address]
+        for peer in peers.values():
+            peer.close()
+
+    def _get(self, peer: Peer, number: int) -> None:
+        received = peer.batch(number, self._listing.batches[number])
+        self._keep(number, received)
+        with self._lock:
+            self.tally.from_peers += sum(map(len, received.pieces))
+
+    def _fall_back(self, numbers: list[int], reason: str) -> None:
+        if self._cancelled.is_set():
+            return
+        with self._lock:
+            self.tally.fallbacks[reason] = self.tally.fallbacks.get(reason, 0) + len(numbers)
+        for number in reversed(numbers):
+            self._mine.put(number)
+
+    def _keep(self, number: int, received: Received) -> None:
+        """Write a batch, and hand it out from now on."""
+        for piece, content in zip(self._listing.batches[number], received.pieces, strict=True):
+            file = self._listing.files[piece.file]
+            _write_piece(self._target / file.name, piece.offset, content, 0o700 if file.executable else 0o600)
+        with self._lock:
+            self.checksums[number] = received.checksums
+        self._shelf.put(number, received.checksums)
+
+    def copied(self) -> tuple[Copied, ...]:
+        """What a whole copy consists of."""
+        return copied_files(self._listing, self.checksums)
+
+
+def copied_files(listing: Listing, checksums: dict[int, tuple[str, ...]]) -> tuple[Copied, ...]:
+    """The files of a listing with their checksums.
+
+    Args:
+        listing: the files.
+        checksums: of the pieces of each batch.
+    """
+    by_file: list[list[str]] = [[] for _ in listing.files]
+    for number, batch in enumerate(listing.batches):
+        for piece, checksum in zip(batch, checksums[number], strict=True):
+            by_file[piece.file].append(checksum)
+    longest = max((piece.length for batch in listing.batches for piece in batch), default=0)
+    return tuple(
+        Copied(file.name, file.size, longest, tuple(sums)) for file, sums in zip(listing.files, by_file, strict=True)
+    )
+
+
+def checksums_by_batch(listing: Listing, files: Sequence[Copied]) -> dict[int, tuple[str, ...]]:
+    """The inverse of `copied_files`."""
+    remaining = [iter(file.checksums) for file in files]
+    return {
+        number: tuple(next(remaining[piece.file]) for piece in batch) for number, batch in enumerate(listing.batches)
+    }
+
+
+def _write_piece(path: Path, offset: int, content: memoryview, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        while content:
+            written = os.pwrite(descriptor, content, offset)
+            content, offset = content[written:], offset + written
+    finally:
+        os.close(descriptor)
+
+
+def _read_piece(listing: Listing, piece: Piece, cancelled: threading.Event) -> bytearray:
+    """Read a piece from the source, several times if need be.
+
+    Raises:
+        TorchrelayError: it cannot be read, or the file is not what it was when it was listed.
+    """
+    file = listing.files[piece.file]
+    path = listing.base / file.name
+    for pause in (*_RETRY_SECONDS, None):
+        try:
+            return _read_once(path, piece, file.size, file.modified_ns)
+        except OSError as error:
+            if pause is None or cancelled.wait(pause):
+                raise TorchrelayError(
+                    f"{path} could not be read on {os.uname().nodename} ({error.strerror or error}), "
+                    f"{len(_RETRY_SECONDS) + 1} times: restore it, or leave that node out with --exclude"
+                ) from error
+    raise AssertionError
+
+
+def _read_once(path: Path, piece: Piece, size: int, modified_ns: int) -> bytearray:
+    content = bytearray(piece.length)
+    view, have = memoryview(content), 0
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check_unchanged(path, descriptor, size, modified_ns)
+        while have < piece.length:
+            got = os.preadv(descriptor, [view[have:]], piece.offset + have)
+            if not got:
+                break  # it has become shorter: the check says so
+            have += got
+        _check_unchanged(path, descriptor, size, modified_ns)
+    finally:
+        os.close(descriptor)
+    return content
+
+
+def _check_unchanged(path: Path, descriptor: int, size: int, modified_ns: int) -> None:
+    status = os.fstat(descriptor)
+    if (status.st_size, status.st_mtime_ns) != (size, modified_ns):
+        raise TorchrelayError(
+            f"{path} was changed while the data were being copied: wait until nobody writes to them any more, "
+            "then submit again"
+        )

@@ -1,0 +1,268 @@
+"""Data from node to node: a server of this node's batches, and a client of another's. Runs on compute nodes.
+
+A request is one JSON line, `{"nonce", "entry", "want"}` with a batch's number or `list`. The answer is one JSON line,
+with the bytes after it if it has `bytes`. Who does not know the job's nonce, which stands in the run directory, gets
+nothing. What comes is checked against the checksums of what its owner had read from the source.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import io
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from typing import Any, NamedTuple, Self
+
+from hpc.files import json_line
+from hpc.staging.source import Batch, Listing
+from hpc.staging.team import Address
+
+_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20.0
+# The owner answers "later" this often while its storage lets it wait, and is given up when nothing comes for so long.
+_LATER_SECONDS, _PATIENCE_SECONDS = 5.0, 60.0
+_LONGEST_LINE = 2**26
+_LIST = "list"
+
+
+class PeerError(Exception):
+    """Another node did not give what it was asked for."""
+
+
+class Shelf:
+    """What this node has of one data set: batch after batch while it copies, everything afterwards."""
+
+    def __init__(self, listing: Listing, data: Path) -> None:
+        self.listing = listing
+        # Survives that the directory gets another name.
+        self._directory = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._checksums: dict[int, tuple[str, ...]] = {}
+        self._changed = threading.Condition()
+        self._failed: str | None = None
+
+    def put(self, number: int, checksums: tuple[str, ...]) -> None:
+        """A batch is there."""
+        with self._changed:
+            self._checksums[number] = checksums
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """What is not there will not come."""
+        with self._changed:
+            self._failed = reason
+            self._changed.notify_all()
+
+    def get(self, number: int) -> tuple[str, ...] | None:
+        """The checksums of a batch's pieces, as soon as it is there; None if that takes longer.
+
+        Raises:
+            PeerError: it will not come.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._checksums or self._failed, _LATER_SECONDS)
+            if number in self._checksums:
+                return self._checksums[number]
+            if self._failed:
+                raise PeerError(self._failed)
+            return None
+
+    @property
+    def count(self) -> int:
+        """How many batches are there."""
+        return len(self._checksums)
+
+    def send(self, number: int, connection: socket.socket) -> None:
+        """Send the bytes of a batch that is there."""
+        for piece in self.listing.batches[number]:
+            descriptor = os.open(
+                self.listing.files[piece.file].name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._directory
+            )
+            with open(descriptor, "rb", buffering=0) as file:
+                if connection.sendfile(file, piece.offset, piece.length) != piece.length:
+                    raise OSError("the file has become shorter")
+
+    def close(self) -> None:
+        """Nothing is to be had here any more."""
+        self.fail("it has left")
+        descriptor, self._directory = self._directory, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class Server:
+    """Hands out what is on the shelves, in threads of its own."""
+
+    def __init__(self, nonce: str) -> None:
+        self.nonce = nonce
+        self.listings: dict[str, bytes] = {}
+        self.shelves: dict[str, Shelf] = {}
+        """Both by entry."""
+        self._server = _TcpServer(("", 0), _Conversation)
+        self._server.owner = self
+        threading.Thread(target=self._server.serve_forever, daemon=True, name="peers").start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _TcpServer(ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+    allow_reuse_address = True
+    owner: Server
+
+
+class _Conversation(StreamRequestHandler):
+    timeout = _PATIENCE_SECONDS
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        # Whatever is wrong with a request or a connection: the other node reads the batch itself.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+            while line := self.rfile.readline(_LONGEST_LINE):
+                self._answer(json.loads(line))
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        assert isinstance(self.server, _TcpServer)  # noqa: S101 - for the type checker
+        owner, want = self.server.owner, request["want"]
+        if not hmac.compare_digest(str(request["nonce"]), owner.nonce):
+            raise ValueError("nonce")
+        if want == _LIST:
+            content = owner.listings[request["entry"]]
+            self._say(bytes=len(content))
+            self.wfile.write(content)
+            return
+        shelf = owner.shelves.get(request["entry"])
+        if shelf is None:
+            self._say(failed="it has no copy")
+            return
+        try:
+            checksums = shelf.get(int(want))
+        except PeerError as error:
+            self._say(failed=str(error))
+            return
+        if checksums is None:
+            self._say(later=shelf.count)
+            return
+        batch = shelf.listing.batches[int(want)]
+        self._say(bytes=sum(piece.length for piece in batch), checksums=checksums)
+        shelf.send(int(want), self.connection)
+
+    def _say(self, **answer: object) -> None:
+        self.wfile.write(json_line(answer).encode())
+
+
+class Received(NamedTuple):
+    """A batch from another node."""
+
+    pieces: list[memoryview]
+    checksums: tuple[str, ...]
+
+
+class Peer:
+    """A connection to one other node's server."""
+
+    def __init__(self, address: Address, nonce: str, entry: str) -> None:
+        self._name, self._nonce, self._entry = address[0], nonce, entry
+        try:
+            self._connection = socket.create_connection(address, _CONNECT_SECONDS)
+        except OSError as error:
+            raise PeerError(f"{self._name} cannot be reached ({error})") from error
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection.settimeout(_ANSWER_SECONDS)
+        self._answers = io.BufferedReader(self._connection.makefile("rb", buffering=0), 2**16)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it; who waits for an answer in another thread gets an error."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def listing(self) -> Listing:
+        """The list of files.
+
+        Raises:
+            PeerError: it does not come.
+        """
+        try:
+            return Listing.unpack(bytes(self._bytes(int(self._ask(_LIST)["bytes"]))))
+        except (OSError, ValueError, KeyError) as error:
+            raise PeerError(f"{self._name} does not send the list of files ({error!r})") from error
+
+    def batch(self, number: int, pieces: Batch) -> Received:
+        """The bytes of a batch, as soon as the other node has them.
+
+        Raises:
+            PeerError: they do not come, or are not what they must be.
+        """
+        try:
+            answer = self._patiently(number)
+            content = memoryview(self._bytes(sum(piece.length for piece in pieces)))
+        except (OSError, ValueError, KeyError) as error:
+            raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
+        received = Received(_split(content, pieces), tuple(answer["checksums"]))
+        if checksums_of(received.pieces) != received.checksums:
+            raise PeerError(f"what {self._name} sent is not what it had read")
+        return received
+
+    def _patiently(self, number: int) -> dict[str, Any]:
+        count, deadline = -1, 0.0
+        while True:
+            answer = self._ask(number)
+            if "later" not in answer:
+                return answer
+            if answer["later"] != count:
+                count, deadline = answer["later"], time.monotonic() + _PATIENCE_SECONDS
+            if time.monotonic() > deadline:
+                raise PeerError(f"{self._name} has read nothing for {_PATIENCE_SECONDS:.0f} s")
+
+    def _ask(self, want: int | str) -> dict[str, Any]:
+        self._connection.sendall(json_line({"nonce": self._nonce, "entry": self._entry, "want": want}).encode())
+        line = self._answers.readline(_LONGEST_LINE)
+        if not line:
+            raise PeerError(f"{self._name} has closed the connection")
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            raise PeerError(f"{self._name}: {answer['failed']}")
+        return answer
+
+    def _bytes(self, count: int) -> bytearray:
+        content = bytearray(count)
+        view, have = memoryview(content), 0
+        while have < count:
+            got = self._answers.readinto(view[have:])
+            if not got:
+                raise PeerError(f"{self._name} has closed the connection")
+            have += got
+        return content
+
+
+def _split(content: memoryview, pieces: Batch) -> list[memoryview]:
+    parts, begin = [], 0
+    for piece in pieces:
+        parts.append(content[begin : begin + piece.length])
+        begin += piece.length
+    return parts
+
+
+def checksums_of(pieces: Sequence[memoryview]) -> tuple[str, ...]:
+    """SHA-256 of each piece."""
+    return tuple(hashlib.sha256(piece).hexdigest() for piece in pieces)

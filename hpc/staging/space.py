@@ -1,0 +1,49 @@
+"""Room for a copy on this node's disk. Runs on compute nodes."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from hpc.machine import type_of
+
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+# Beside the copy the node's disk has to hold other people's files, and what the job itself writes to /tmp.
+_RESERVE_SHARE = 0.05
+# Of the memory that is free: a copy in memory counts as the job's, and the ranks need some, too.
+_MEMORY_SHARE = 0.5
+# A file takes whole blocks, and an inode.
+_FILE_BYTES = 4096 + 512
+_MEMORY = Path("/proc/meminfo")
+_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
+
+
+def is_memory(directory: Path) -> bool:
+    """Whether files there take memory, not disk."""
+    return type_of(directory) in IN_MEMORY
+
+
+def room(directory: Path) -> int:
+    """Bytes that a copy may take."""
+    usage = shutil.disk_usage(directory)
+    free = usage.free - int(usage.total * _RESERVE_SHARE)
+    if is_memory(directory) and (match := _AVAILABLE.search(_MEMORY.read_text())):
+        free = min(free, int(int(match[1]) * 1024 * _MEMORY_SHARE))
+    return max(0, free)
+
+
+def needed(size: int, files: int) -> int:
+    """Bytes that so many files of so many bytes together take on a disk."""
+    return size + files * _FILE_BYTES
+
+
+def shortage(directory: Path, size: int, files: int) -> str | None:
+    """Why a copy would not fit, or None."""
+    bytes_needed, bytes_free = needed(size, files), room(directory)
+    inodes = os.statvfs(directory)
+    if inodes.f_files and files > inodes.f_favail:
+        return f"{directory} has {inodes.f_favail} inodes left, and the data are {files} files"
+    if bytes_needed <= bytes_free:
+        return None
+    kind = ", which is memory," if is_memory(directory) else ""
+    return f"{directory}{kind} has room for {bytes_free // 2**20} MB, and the data need {bytes_needed // 2**20} MB"

@@ -1,0 +1,317 @@
+"""Make sure that a copy of the data lies on this node's disk: one that is there already, or a new one."""
+
+import errno
+import os
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from hpc.errors import TorchrelayError
+from hpc.staging import space
+from hpc.staging.archive import unpack
+from hpc.staging.copy import Copy, Progress, Tally, Watch, checksums_by_batch, share
+from hpc.staging.peers import Peer, PeerError, Server, Shelf
+from hpc.staging.source import Listing, list_source, stop_if
+from hpc.staging.store import Copied, Entry, Manifest, Store, boot_id, open_store
+from hpc.staging.team import Address, Alone, Need, Team
+
+_POLL_SECONDS = 0.1
+# The leading node decides who reads what within seconds; without its word this node reads everything.
+_PLAN_SECONDS = 60.0
+# How long a node that has unpacked its archive keeps it for those that still copy it from here.
+_KEEP_ARCHIVE_SECONDS = 60.0
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Archives of images unpack to about their own size; what has less room than this is not even tried.
+_UNPACKED_FACTOR = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Where the data are to be read on this node."""
+
+    path: Path
+    reused: bool = False
+    in_place: str | None = None
+    """Why they are read from shared storage after all; None if they were staged."""
+    seconds: float = 0.0
+    bytes_from_source: int = 0
+    bytes_from_peers: int = 0
+    fallback: str | None = None
+    """Why this node read from shared storage what another one was to send."""
+    repaired: int = 0
+    """Files that were damaged."""
+    evicted: tuple[str, ...] = ()
+    """Copies that were deleted to make room."""
+    in_memory: bool = False
+    """Whether the copy takes memory, not disk."""
+
+
+class Stager:
+    """One staging, and what lives on after it: the claim on the copy in use, and the server for the other nodes."""
+
+    def __init__(
+        self,
+        stage_dir: Path,
+        *,
+        team: Team | None = None,
+        watch: Watch = lambda _: False,
+        keep_seconds: float = float("inf"),
+    ) -> None:
+        """Prepare.
+
+        Args:
+            stage_dir: a directory on this node's disk.
+            team: the other nodes of the job; by default there are none.
+            watch: is told how far it is, several times a second, and says whether to stop.
+            keep_seconds: copies that were not used for so long are deleted; with 0, this one too when it is closed.
+        """
+        self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
+        self._team, self._watch = team or Alone(), watch
+        self._held = ExitStack()
+        self._server: Server | None = None
+        self._store: Store | None = None
+        self._notes = list[str]()
+        self._evicted = list[str]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The data are not read any more, and no other node needs them from here."""
+        self._held.close()
+        if self._store is not None and not self._keep_seconds:
+            self._store.expire(0)
+
+    def stage(self, source: Path, *, read: bool = False) -> Staged:
+        """Make sure that a whole copy is there.
+
+        Args:
+            source: a directory, or an archive to unpack.
+            read: of a copy that is there, read everything and compare.
+
+        Raises:
+            StagingStopped: `watch` said so.
+            TorchrelayError: the source cannot be read, or our directory is not safe to use.
+        """
+        began = time.monotonic()
+        self._store = store = open_store(self._stage_dir)
+        self._server = self._serve()
+        listing = self._list(source)
+        entry = store.entry(listing.entry)
+        self._use(entry)
+        with entry.copying(self._wait_for_a_copy):
+            staged = self._stage(store, entry, listing, read=read)
+        if listing.is_archive and not staged.reused:
+            self._keep_for_others()
+        return replace(
+            staged,
+            seconds=time.monotonic() - began,
+            fallback="; ".join(self._notes) or None,
+            evicted=tuple(self._evicted),
+            in_memory=space.is_memory(store.root) and staged.in_place is None,
+        )
+
+    def _stopped(self) -> bool:
+        return self._watch(None)
+
+    def _wait(self) -> None:
+        stop_if(self._stopped())
+        time.sleep(_POLL_SECONDS)
+
+    def _serve(self) -> Server | None:
+        if isinstance(self._team, Alone):
+            return None
+        server = Server(self._team.nonce)
+        self._held.callback(server.close)
+        return server
+
+    def _port(self) -> int:
+        return self._server.port if self._server else 0
+
+    # --- what it is ---
+
+    def _list(self, source: Path) -> Listing:
+        """The files of the source: listed by the leading node, told to the others."""
+        if not self._team.leads:
+            try:
+                return self._told(source)
+            except PeerError as error:
+                self._notes.append(str(error))
+        listing = list_source(source, self._stopped)
+        if self._team.leads:
+            if self._server:
+                self._server.listings[listing.entry] = listing.pack()
+            self._team.offer(listing.entry, self._port())
+        return listing
+
+    def _told(self, source: Path) -> Listing:
+        # A source of a million files takes minutes; should the leading node die, `watch` says so.
+        while (plan := self._team.plan()) is None:
+            self._wait()
+        with Peer(plan.lister, self._team.nonce, plan.entry) as peer:
+            listing = peer.listing()
+        if listing.source != source or listing.entry != plan.entry:
+            raise PeerError(f"{plan.lister[0]} sent the list of something else")
+        return listing
+
+    # --- the copy that may be there ---
+
+    def _use(self, entry: Entry) -> None:
+        """Keep it from being deleted from now on."""
+        while (descriptor := entry.begin_use()) is None:
+            self._wait()
+        self._held.callback(os.close, descriptor)
+
+    def _wait_for_a_copy(self) -> None:
+        """Another job on this node makes the same copy."""
+        self._team.stand(Need.WAITS, 0)
+        self._wait()
+
+    def _stage(self, store: Store, entry: Entry, listing: Listing, *, read: bool) -> Staged:
+        manifest = entry.manifest()
+        damaged = entry.damaged(manifest, self._stopped, read=read) if manifest else None
+        if manifest and not damaged:
+            entry.touch()
+            self._offer_whole(entry, listing, manifest.files)
+            return Staged(path=entry.data, reused=True)
+        store.sweep(entry.name)
+        self._evicted += store.expire(self._keep_seconds)
+        shortage = self._make_room(store, listing)
+        if shortage:
+            return self._in_place(listing, shortage)
+        partial = entry.new_partial()
+        try:
+            tally, files = self._copy(partial, listing, damaged)
+            merged = {file.name: file for file in (*(manifest.files if manifest and damaged else ()), *files)}
+            new = Manifest(source=str(listing.source), boot=boot_id(), files=tuple(merged.values()))
+            entry.commit(partial, new, damaged)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if error.errno not in _FULL:
+                raise
+            return self._in_place(listing, f"{store.root} was full before the copy was whole")
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        entry.touch()
+        self._team.stand(Need.NOTHING, self._port() if self._is_shared(damaged) else 0)
+        self._notes += [f"{why}: {count} parts" for why, count in tally.fallbacks.items()]
+        return Staged(
+            path=entry.data,
+            bytes_from_source=tally.from_source,
+            bytes_from_peers=tally.from_peers,
+            repaired=len(damaged or ()),
+        )
+
+    def _is_shared(self, damaged: list[str] | None) -> bool:
+        """Whether the other nodes get this node's copy from it; a copy that is only mended is not handed out."""
+        return self._server is not None and damaged is None
+
+    def _offer_whole(self, entry: Entry, listing: Listing, files: tuple[Copied, ...]) -> None:
+        """Hand out a copy that is there; of an archive, what was unpacked is no help to those who have to unpack it."""
+        if self._server is None or listing.is_archive:
+            self._team.stand(Need.NOTHING, 0)
+            return
+        shelf = Shelf(listing, entry.data)
+        self._held.callback(shelf.close)
+        for number, checksums in checksums_by_batch(listing, files).items():
+            shelf.put(number, checksums)
+        self._server.shelves[listing.entry] = shelf
+        self._team.stand(Need.NOTHING, self._server.port)
+
+    def _in_place(self, listing: Listing, why: str) -> Staged:
+        """Read from shared storage.
+
+        Raises:
+            TorchrelayError: an archive cannot be read without unpacking.
+        """
+        if listing.is_archive:
+            raise TorchrelayError(
+                f"{why}: unpack {listing.source} on shared storage and give that directory as --data, or use "
+                "--stage-dir with a larger disk"
+            )
+        self._team.stand(Need.ABSENT, 0)
+        return Staged(path=listing.source, in_place=why)
+
+    def _make_room(self, store: Store, listing: Listing) -> str | None:
+        """Delete old copies if that helps. Returns why there is no room after all."""
+        size = int(listing.size * (1 + _UNPACKED_FACTOR)) if listing.is_archive else listing.size
+        wanted = space.needed(size, len(listing.files))
+
+        def missing() -> int:
+            return wanted - space.room(store.root)
+
+        if 0 < missing() <= sum(entry.size() for entry in store.entries() if not entry.in_use()):
+            self._evicted += store.make_room(missing)
+        return space.shortage(store.root, size, len(listing.files))
+
+    # --- a new copy ---
+
+    def _copy(self, partial: Path, listing: Listing, damaged: list[str] | None) -> tuple[Tally, tuple[Copied, ...]]:
+        """Fill a directory with what is missing: everything, or the damaged files."""
+        shelf = Shelf(listing, partial / "data")
+        self._held.callback(shelf.close)
+        if self._server and self._is_shared(damaged):
+            self._server.shelves[listing.entry] = shelf
+        # Who only mends reads no part for the others.
+        self._team.stand(Need.ALL if damaged is None else Need.WAITS, self._port())
+        owners = self._owners()
+        copy = Copy(
+            listing,
+            share(_wanted(listing, damaged), owners, (self._team.host, self._port()), self._team.nonce),
+            partial / "data",
+            shelf,
+        )
+        copy.run(self._watch)
+        if not listing.is_archive:
+            return copy.tally, copy.copied()
+        # Out of the way of what is in it; its name says how it is packed.
+        archive = (partial / "data" / listing.source.name).rename(partial / listing.source.name)
+        began = time.monotonic()
+
+        def progress(done: int) -> bool:
+            return self._watch(Progress(what="unpacking", bytes_done=done, seconds=time.monotonic() - began))
+
+        files = unpack(archive, partial / "data", space.room(partial), progress)
+        archive.unlink()
+        return copy.tally, files
+
+    def _owners(self) -> tuple[Address, ...]:
+        deadline = time.monotonic() + _PLAN_SECONDS
+        while time.monotonic() < deadline:
+            plan = self._team.plan()
+            if plan is not None and plan.owners is not None:
+                return plan.owners
+            self._wait()
+        self._notes.append(f"the leading node did not say who reads what within {_PLAN_SECONDS:.0f} s")
+        return ()
+
+    def _keep_for_others(self) -> None:
+        """Wait until the others have copied the archive, too: then its space is free again, though they had it open."""
+        deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
+        while time.monotonic() < deadline and (plan := self._team.plan()) and not plan.done:
+            self._wait()
+
+
+def _wanted(listing: Listing, damaged: list[str] | None) -> list[int]:
+    """The batches to copy."""
+    if damaged is None or listing.is_archive:
+        return list(range(len(listing.batches)))
+    names = set(damaged)
+    return [
+        number
+        for number, batch in enumerate(listing.batches)
+        if any(listing.files[piece.file].name in names for piece in batch)
+    ]
+
+
+def stage(source: Path, stage_dir: Path) -> Staged:
+    """Stage on this node alone, for whoever comes later."""
+    with Stager(stage_dir) as stager:
+        return stager.stage(source)

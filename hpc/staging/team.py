@@ -1,0 +1,114 @@
+"""What the nodes of a job tell each other while they stage: where the list of files is, and who reads what.
+
+Pure data, and the node that is alone. The nodes of a job are `jobs.team`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+Address = tuple[str, int]
+"""Host and port of a node's server (`hpc.staging.peers`)."""
+
+
+class Need(StrEnum):
+    """What a node has of the data."""
+
+    ALL = "all"
+    """Nothing: it is about to copy."""
+    NOTHING = "nothing"
+    """A whole copy."""
+    WAITS = "waits"
+    """Another job on this node copies the same at the moment."""
+    ABSENT = "absent"
+    """It will have no copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What one node tells of one data set."""
+
+    source: str
+    need: Need
+    port: int = 0
+    """Of its server; 0: it gives nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the leading node says about one data set."""
+
+    source: str
+    entry: str
+    """The version of the data set."""
+    lister: Address
+    """Who has the list of files."""
+    owners: tuple[Address, ...] | None = None
+    """Who has the data, or reads them: of n owners, batch b is the part of owner b modulo n. None: not yet decided."""
+    done: bool = False
+    """Whether no node copies any more."""
+
+
+def read_plan(fields: dict[str, Any]) -> Plan:
+    """From JSON."""
+    owners = fields["owners"]
+    places = None if owners is None else tuple((host, port) for host, port in owners)
+    return Plan(**{**fields, "lister": tuple(fields["lister"]), "owners": places})
+
+
+class Team(Protocol):
+    """The other nodes of the job."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the node that lists the files."""
+
+    @property
+    def host(self) -> str:
+        """This node's name."""
+
+    @property
+    def nonce(self) -> str:
+        """What proves to the others that one belongs to the job."""
+
+    def offer(self, entry: str, port: int) -> None:
+        """The leading node: this is the version, and here is the list."""
+
+    def plan(self) -> Plan | None:
+        """What the leading node says, as far as it is known here."""
+
+    def stand(self, need: Need, port: int) -> None:
+        """Say what this node needs."""
+
+
+class Alone:
+    """A node without others."""
+
+    leads = True
+    host = "localhost"
+    nonce = ""
+
+    def offer(self, entry: str, port: int) -> None:
+        """Nobody listens."""
+
+    def plan(self) -> Plan | None:
+        """There is none to make: this node reads everything."""
+        return Plan(source="", entry="", lister=("", 0), owners=(), done=True)
+
+    def stand(self, need: Need, port: int) -> None:
+        """Nobody listens."""
+
+
+def choose_owners(told: Iterable[tuple[str, Standing]]) -> tuple[Address, ...]:
+    """Who has the data already, or, if nobody does, those who are about to read them.
+
+    Args:
+        told: hosts with what they have told.
+    """
+    standings = list(told)
+    for need in (Need.NOTHING, Need.ALL):
+        found = tuple((host, standing.port) for host, standing in standings if standing.need is need and standing.port)
+        if found:
+            return found
+    return ()
