@@ -21,7 +21,7 @@ from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
 from hpc.spec import Resources, RunSpec
 from jobs.data import stage
-from jobs.link import Hub, Link
+from jobs.link import LOST_SECONDS, Hub, Link
 from jobs.node import Node
 from jobs.ranks import LocalRanks
 from jobs.rendezvous import Place
@@ -60,7 +60,7 @@ def main(options: Options) -> None:
         node.tell(phase=Phase.LEFT)
         node.link.close()
     else:
-        wait(node, lambda: all(report.phase is Phase.LEFT for rank, report in all_reports(node).items() if rank))
+        wait(node, lambda: all(has_left(node, rank) for rank in range(1, options.nodes)))
     node.held.close()
 
 
@@ -99,6 +99,13 @@ def all_reports(node: Node) -> dict[int, Report]:
     if isinstance(node.link, Hub):
         return node.link.reports()
     return dict.fromkeys(range(node.place.num_nodes), node.report) if node.link.has_met else {}
+
+
+def has_left(node: Node, rank: int) -> bool:
+    """Whether the head node need not wait for another one any more."""
+    assert isinstance(node.link, Hub)  # noqa: S101 - for the type checker
+    silent = (node.link.silent_seconds(rank) or 0.0) > LOST_SECONDS
+    return silent or node.link.reports()[rank].phase is Phase.LEFT
 
 
 def wait(node: Node, condition: Callable[[], bool]) -> None:

@@ -231,24 +231,26 @@ class Copy:
         self._shelf.put(number, received.checksums)
 
     def copied(self) -> tuple[Copied, ...]:
-        """What a whole copy consists of."""
+        """The files that are there."""
         return copied_files(self._listing, self.checksums)
 
 
 def copied_files(listing: Listing, checksums: dict[int, tuple[str, ...]]) -> tuple[Copied, ...]:
-    """The files of a listing with their checksums.
+    """The files of a listing of which every piece was copied.
 
     Args:
         listing: the files.
-        checksums: of the pieces of each batch.
+        checksums: of the pieces of each batch that was copied.
     """
-    by_file: list[list[str]] = [[] for _ in listing.files]
+    by_file: list[list[str | None]] = [[] for _ in listing.files]
     for number, batch in enumerate(listing.batches):
-        for piece, checksum in zip(batch, checksums[number], strict=True):
-            by_file[piece.file].append(checksum)
+        for place, piece in enumerate(batch):
+            by_file[piece.file].append(checksums[number][place] if number in checksums else None)
     longest = max((piece.length for batch in listing.batches for piece in batch), default=0)
     return tuple(
-        Copied(file.name, file.size, longest, tuple(sums)) for file, sums in zip(listing.files, by_file, strict=True)
+        Copied(file.name, file.size, longest, tuple(filter(None, sums)))
+        for file, sums in zip(listing.files, by_file, strict=True)
+        if None not in sums
     )
 
 

@@ -82,7 +82,7 @@ class Shelf:
             descriptor = os.open(
                 self.listing.files[piece.file].name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._directory
             )
-            with open(descriptor, "rb", buffering=0) as file:
+            with os.fdopen(descriptor, "rb", buffering=0) as file:
                 if connection.sendfile(file, piece.offset, piece.length) != piece.length:
                     raise OSError("the file has become shorter")
 
