@@ -13,6 +13,7 @@ VERBS = {
     "supervise": "see that runs go on: requeue, resubmit, take over from dead nodes",
     "cancel": "end a run for good",
     "report": "a page about a run, or a comparison of several",
+    "stage": "the copies of data sets on this machine",
     "doctor": "what in this cluster's configuration will hurt",
     "drill": "break a run on purpose, and see what that costs",
     "testbed": "a real Slurm on this machine",

@@ -16,7 +16,9 @@ def warnings_of(events: Sequence[Event]) -> list[str]:
     last = {event["event"]: event for event in events}
     attempt = last.get("claimed", {}).get("attempt")
     now = [say(last[kind]) for kind, say in _SAYS.items() if kind in last and last[kind]["attempt"] == attempt]
-    return [*_too_little_time(last.get("submitted", {}), save_seconds(events)), *filter(None, now)]
+    staged = [event for event in events if event["event"] == "staged" and event["attempt"] == attempt]
+    told = list(filter(None, map(_not_as_wished, staged)))
+    return [*_too_little_time(last.get("submitted", {}), save_seconds(events)), *told[:1], *filter(None, now)]
 
 
 def save_seconds(events: Sequence[Event]) -> float | None:
@@ -52,6 +54,17 @@ def _slow_rank(event: Event) -> str:
 
 def _no_snapshots(event: Event) -> str:
     return f"no snapshots are taken: {event['reason']}"
+
+
+def _not_as_wished(event: Event) -> str | None:
+    if event.get("in_place"):
+        return (
+            f"{event['node']} reads the data from shared storage, all the time: {event['in_place']}; use --stage-dir "
+            "with a larger disk of the nodes, or hpc stage --clean there"
+        )
+    if event.get("in_memory"):
+        return f"the copy of the data on {event['node']} is in memory: ask for so much more with --mem"
+    return None
 
 
 _AFTER = {

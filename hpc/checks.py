@@ -9,9 +9,10 @@ import os
 import shutil
 from pathlib import Path
 
-from hpc.errors import UserError
+from hpc.errors import TorchrelayError, UserError
 from hpc.slurm import Partition
 from hpc.spec import Resources, RunSpec
+from hpc.staging import archive
 from hpc.units import format_minutes, walltime_minutes
 
 _DAY_MINUTES = 24 * 60
@@ -154,6 +155,19 @@ def check_data_is_shared(data: Path) -> None:
     """
     if any(data.resolve().is_relative_to(local) for local in _NODE_LOCAL):
         raise UserError(f"--data {data} is on this node's own disk: use a directory that all nodes share")
+
+
+def check_archive(path: Path) -> Path:
+    """Refuse an archive that is none. Returns its absolute path.
+
+    Raises:
+        UserError: it cannot be read, or is damaged at its beginning.
+    """
+    try:
+        archive.check(path)
+    except (TorchrelayError, OSError) as error:
+        raise UserError(f"--data is {path}: {error}") from error
+    return path.absolute()
 
 
 def check_script(script: tuple[str, ...]) -> None:

@@ -10,7 +10,8 @@ which a failure has those that are known:
 | claimed | the head node's agent, as its file's first line | job_id restart nonce port nodes |
 | refused | the head node's agent | job_id restart detail |
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
-| staged | every agent | node seconds path reused in_place |
+| staging | every agent whose copy takes longer | node source what bytes_done bytes_total bytes_per_second eta_seconds |
+| staged | every agent | node source and what hpc.staging.Staged has |
 | node_failed | an agent that cannot go on | node detail |
 | rendezvous | the head node's agent | round port members (node ranks) |
 | checked | the head node's agent: the preflight before a script was passed | nodes (names) |

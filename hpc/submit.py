@@ -25,6 +25,7 @@ from hpc.ledger import Writer
 from hpc.processes import start_time
 from hpc.rundir import RunDir
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
+from hpc.staging.source import ARCHIVES, is_archive
 from hpc.units import duration_seconds
 from training.config import TrainConfig, check_data, check_model, check_world, resolve_data
 
@@ -66,7 +67,7 @@ class SubmitScript(Submit):
     """Submit your own torchrun script (`-- script.py ARGS`) to Slurm and keep it going until it has exited with 0."""
 
     data: Path | None = None
-    """Directory to stage on every node; the script finds it in TORCHRELAY_DATA."""
+    """Directory or archive to stage on every node; the script finds it, unpacked, in TORCHRELAY_DATA."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,13 +171,20 @@ def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig |
     """The trainer's flags, if it is the trainer that runs, and where the data are."""
     if isinstance(options, SubmitTraining):
         check_model(options.train.model)
-        # Where the files are: of a data set below the directory, nothing else is to be staged.
-        data = check_data(resolve_data(options.train.data)).path
+        data = resolve_data(options.train.data)
+        # Where the files are: of a data set below the directory, nothing else is to be staged. What is in an archive
+        # is seen when it has been unpacked.
+        data = checks.check_archive(data) if is_archive(data) else check_data(data).path
         return dataclasses.replace(options.train, data=str(data)), data
     checks.check_script(script)
     given = options.data if isinstance(options, SubmitScript) else None
-    if given is not None and not given.is_dir():
-        raise UserError(f"--data is {given}, which is no directory: give the directory to stage, or leave it out")
+    if given is not None and is_archive(given):
+        checks.check_archive(given)
+    elif given is not None and not given.is_dir():
+        raise UserError(
+            f"--data is {given}, which is no directory and no archive ({', '.join(ARCHIVES)}): give one to stage, or "
+            "leave it out"
+        )
     return None, given.absolute() if given else None
 
 

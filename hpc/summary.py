@@ -92,6 +92,7 @@ def _told(run: RunDir, records: Records, jobs: Sequence[Job] | None) -> Summary:
         "incidents": [dict(vars(incident)) for incident in incidents],
         "recovery": recovery_by_cause(incidents),
         "warnings": [*warnings_of(events), *filter(None, [records.problem])],
+        "staging": _staging(events) if state == "running" else None,
         "reason": waiting.reason if waiting else None,
         "starts_at": waiting.started if waiting else None,
         "detail": attempts[-1].detail if attempts else None,
@@ -139,6 +140,22 @@ def _may_go_on(attempts: Sequence[Attempt]) -> bool:
     """Whether the ledger leaves it open: no attempt yet, one that has not ended, or one that another follows."""
     cause = attempts[-1].cause if attempts else None
     return cause is None or goes_on(cause, failures_in_a_row(attempts))
+
+
+def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
+    """How far the slowest copy of the data is; None if no node copies."""
+    last: dict[str, Event] = {}
+    for event in events:
+        if event["event"] == "claimed":
+            last = {}
+        elif event["event"] in {"staging", "staged", "node_failed"}:
+            last[event["node"]] = event
+    under_way = [event for event in last.values() if event["event"] == "staging"]
+    if not under_way:
+        return None
+    slowest = max(under_way, key=lambda event: event["eta_seconds"] or 0.0)
+    wanted = ("node", "what", "bytes_done", "bytes_total", "bytes_per_second", "eta_seconds")
+    return {key: slowest[key] for key in wanted}
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:

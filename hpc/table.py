@@ -137,9 +137,24 @@ def _cells(row: Summary) -> dict[str, Text]:
 
 
 def waiting(row: Summary) -> str:
-    """Why a pending run waits, and when Slurm expects it to start; empty where neither is known."""
+    """Why a run does not train yet: what it waits for, or how far its data are; empty where nothing is known."""
+    if row["staging"]:
+        return _copying(row["staging"])
     starts_at = row["starts_at"]
     return ", ".join(filter(None, [why(row["reason"] or ""), starts_at and f"may start {_moment(starts_at)}"]))
+
+
+def _copying(staging: Mapping[str, Any]) -> str:
+    """`copying data, 34 %, 120 MB/s, 2:10 left`."""
+    done, total, rate = (staging[key] for key in ("bytes_done", "bytes_total", "bytes_per_second"))
+    left = staging["eta_seconds"]
+    parts = [
+        f"{staging['what']} data",
+        f"{done / total:.0%}" if total else f"{done / 1e6:.0f} MB",
+        f"{rate / 1e6:.0f} MB/s",
+        f"{_duration(left)} left" if left is not None else None,
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _moment(seconds: float) -> str:

@@ -1,16 +1,28 @@
-"""The job kind `train`: what each rank runs. Runs on compute nodes; pure."""
+"""The job kind `train`: what each rank runs. Runs on compute nodes."""
 
 import dataclasses
 import sys
 from pathlib import Path
 
+from hpc.errors import UserError
 from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
-from training.config import TrainConfig, to_argv
+from training.config import TrainConfig, check_data, to_argv
 
 
 def command(config: TrainConfig, run: RunDir, attempt: int, data: Path, memory: NodeDir) -> list[str]:
     """Our trainer, with the data and the memory where this node has them."""
-    flags = to_argv(dataclasses.replace(config, data=str(data)))
+    flags = to_argv(dataclasses.replace(config, data=str(find_data(data))))
     where = [f"--run-dir={run.path}", f"--attempt={attempt}", f"--node-dir={memory.path}"]
     return [sys.executable, "-u", "-P", "-m", "training", *flags, *where]
+
+
+def find_data(staged: Path) -> Path:
+    """Where the data are in what was staged: archives often hold one directory with everything in it."""
+    inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
+    if len(inside) != 1 or not inside[0].is_dir():
+        return staged
+    try:
+        return check_data(staged).path
+    except UserError:
+        return inside[0]

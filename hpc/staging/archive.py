@@ -68,6 +68,20 @@ def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], boo
         raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole? Make it again") from error
 
 
+def check(archive: Path) -> None:
+    """See that it can be opened and begins as it should.
+
+    Raises:
+        TorchrelayError: it does not.
+        OSError: it cannot be read.
+    """
+    try:
+        with _opened(archive) as members:
+            next(members, None)
+    except _CANNOT_UNPACK as error:
+        raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole?") from error
+
+
 class _Unpacker:
     def __init__(self, archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> None:
         self._archive, self._target, self._room, self._progress = archive, target, room, progress
@@ -175,14 +189,15 @@ class _Unpacker:
             if member.kind == "symlink":
                 path.symlink_to(member.target)
                 return
-            source = self._target / inside_name(member.target)
-            if source.is_symlink() or not source.is_file():
+            original = inside_name(member.target)
+            # Only what was unpacked from this archive: the way to anything else may lead through a link.
+            if original not in self._checksums:
                 raise self._refuse(member, f"is a link to {member.target!r}, which is no file in it")
-            self._grow(member, source.stat().st_size)
-            shutil.copyfile(source, path)
+            self._grow(member, self._sizes[original])
+            shutil.copyfile(self._target / original, path)
         except FileExistsError:
             raise self._refuse(member, "is in it twice") from None
-        name, original = inside_name(member.name), inside_name(member.target)
+        name = inside_name(member.name)
         self._checksums[name], self._sizes[name] = self._checksums[original], self._sizes[original]
 
     def _check_link(self, member: _Member) -> None:

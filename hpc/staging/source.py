@@ -26,6 +26,11 @@ _POLL_SECONDS = 0.2
 _LARGEST_BATCH, _LEAST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
 
 
+def is_archive(path: Path) -> bool:
+    """Whether it is a file that is to be unpacked, by its name."""
+    return path.name.endswith(ARCHIVES) and path.is_file()
+
+
 class StagingStopped(Exception):  # noqa: N818 - no error: somebody asked for it
     """Staging was asked to stop. What it had copied is not used; the next one removes it."""
 
@@ -149,7 +154,7 @@ def list_source(source: Path, stopped: Callable[[], bool] = lambda: False) -> Li
         TorchrelayError: it is not there, or holds what cannot be copied.
     """
     try:
-        if source.is_file() and source.name.endswith(ARCHIVES):
+        if is_archive(source):
             return Listing(source=source, files=(_file(source.name, source),))
         if not source.is_dir():
             raise TorchrelayError(f"the data, {source}, are not to be seen on this node: keep them on shared storage")

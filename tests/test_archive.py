@@ -1,0 +1,211 @@
+"""Unpacking: what data sets have in them, and what only somebody hostile would put there."""
+
+import io
+import os
+import stat
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from hpc.errors import TorchrelayError
+from hpc.staging import StagingStopped, stage
+from hpc.staging.archive import check, unpack
+from hpc.staging.store import open_store
+
+MB = 2**20
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    path = tmp_path / "photos"
+    (path / "train" / "ä b").mkdir(parents=True)
+    (path / "train" / "ä b" / "1.jpg").write_bytes(os.urandom(1000))
+    (path / "train" / "empty").write_bytes(b"")
+    (path / "large").write_bytes(os.urandom(17 * MB))
+    (path / "run.sh").write_bytes(b"#!")
+    (path / "run.sh").chmod(0o755)
+    (path / "nothing in it").mkdir()
+    return path
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def make(archive: Path, tree: Path) -> Path:
+    """As people make them."""
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+            for path in sorted(tree.rglob("*")):
+                file.write(path, path.relative_to(tree))
+    elif archive.suffix == ".zst":
+        plain = archive.with_suffix("")
+        subprocess.run(["tar", "cf", plain, "-C", tree, "."], check=True)
+        archive.write_bytes(zstandard.compress(plain.read_bytes()))
+    else:
+        flags = "czf" if archive.suffix in {".gz", ".tgz"} else "cf"
+        subprocess.run(["tar", flags, archive, "-C", tree, "."], check=True)
+    return archive
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    path = tmp_path / "local"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tgz", "tar.zst", "zip"])
+def test_what_is_unpacked_equals_what_was_packed(tree: Path, tmp_path: Path, local: Path, suffix: str) -> None:
+    archive = make(tmp_path / f"photos.{suffix}", tree)
+    check(archive)
+    staged = stage(archive, local)
+    assert contents(staged.path) == contents(tree)
+    assert (staged.path / "nothing in it").is_dir()
+    assert (staged.path / "run.sh").stat().st_mode & stat.S_IXUSR
+    assert not (staged.path / "large").stat().st_mode & 0o077
+    assert stage(archive, local).reused
+    # What was unpacked is known file by file.
+    [entry] = open_store(local).entries()
+    manifest = entry.manifest()
+    assert manifest is not None
+    assert entry.damaged(manifest, lambda: False, read=True) == []
+    (staged.path / "large").write_bytes(bytes(17 * MB))
+    assert entry.damaged(manifest, lambda: False, read=True) == ["large"]
+    (staged.path / "run.sh").unlink()
+    assert stage(archive, local).repaired == 1, "by size"
+
+
+def test_links_inside_are_kept_and_hard_ones_become_files(tree: Path, tmp_path: Path) -> None:
+    (tree / "link").symlink_to("train/ä b")
+    os.link(tree / "run.sh", tree / "zz-again")
+    target = tmp_path / "target"
+    target.mkdir()
+    unpack(make(tmp_path / "a.tar", tree), target, 2**40, lambda _: False)
+    assert contents(target) == contents(tree)
+    assert (target / "link").is_symlink()
+    assert (target / "zz-again").stat().st_nlink == 1
+
+
+def member(name: str, content: bytes = b"x", **fields: object) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info, content
+
+
+def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tuple[tarfile.TarInfo, bytes]:
+    return member(name, b"", type=kind, linkname=target)
+
+
+def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> Callable[[Path], Path]:
+    def build(directory: Path) -> Path:
+        path = directory / "hostile.tar"
+        with tarfile.open(path, "w") as file:
+            for info, content in members:
+                file.addfile(info, io.BytesIO(content))
+        return path
+
+    return build
+
+
+def zip_of(*members: tuple[str | zipfile.ZipInfo, bytes]) -> Callable[[Path], Path]:
+    def build(directory: Path) -> Path:
+        path = directory / "hostile.zip"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, content in members:
+                file.writestr(name, content)
+        return path
+
+    return build
+
+
+def zip_link(name: str, target: str) -> tuple[zipfile.ZipInfo, bytes]:
+    info = zipfile.ZipInfo(name)
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return info, target.encode()
+
+
+def zip_that_lies(directory: Path) -> Path:
+    """Says that its file has 10 bytes, and unpacks to 10 MB."""
+    path = zip_of(("bomb", bytes(10 * MB)))(directory)
+    content = path.read_bytes()
+    lie = content.replace((10 * MB).to_bytes(4, "little"), (10).to_bytes(4, "little"))
+    assert lie != content
+    path.write_bytes(lie)
+    return path
+
+
+HOSTILE = {
+    "absolute": (tar_of(member("/etc/evil")), "leads out of the archive"),
+    "upwards": (tar_of(member("a/../../evil")), "leads out of the archive"),
+    "absolute zip": (zip_of(("/etc/evil", b"x")), "leads out of the archive"),
+    "upwards zip": (zip_of(("../evil", b"x")), "leads out of the archive"),
+    "device": (tar_of(member("null", b"", type=tarfile.CHRTYPE)), "is a device"),
+    "pipe": (tar_of(member("pipe", b"", type=tarfile.FIFOTYPE)), "is a named pipe"),
+    "link out": (tar_of(link("out", "/etc")), "is a link to '/etc', out of the archive"),
+    "link upwards": (tar_of(link("a/out", "../../..")), "out of the archive"),
+    "link by a link": (tar_of(link("d/e/a", "../.."), link("b", "d/e/a/..")), "out of the archive"),
+    "file through a link": (tar_of(link("d", "/tmp"), member("d/evil")), "is in it twice"),
+    "link zip": (zip_of(zip_link("out", "/etc")), "out of the archive"),
+    "hard link out": (tar_of(link("evil", "../../secret", tarfile.LNKTYPE)), "leads out of its directory"),
+    "hard link to nothing": (tar_of(link("evil", "nothing", tarfile.LNKTYPE)), "which is no file in it"),
+    "hard link by a link": (
+        tar_of(link("way", "/etc"), link("evil", "way/passwd", tarfile.LNKTYPE)),
+        "no file in it",
+    ),
+    "twice": (tar_of(member("a"), member("a")), "is in it twice"),
+    "file and directory": (tar_of(member("a"), member("a/b")), "is a file and a directory at once"),
+    "bomb": (zip_of(("bomb", bytes(50 * MB))), "larger than the 20 MB that there is room for"),
+    "bomb that lies": (zip_that_lies, "cannot be unpacked"),
+    "sparse": (
+        tar_of(member("sparse", b"", type=tarfile.GNUTYPE_SPARSE, size=0)),
+        "sparse file|cannot be unpacked",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_archives_are_refused(tmp_path: Path, kind: str) -> None:
+    build, why = HOSTILE[kind]
+    target = tmp_path / "outer" / "target"
+    target.mkdir(parents=True)
+    (tmp_path / "secret").write_text("s")
+    with pytest.raises(TorchrelayError, match=why):
+        unpack(build(tmp_path), target, 20 * MB, lambda _: False)
+    assert sorted(path.name for path in tmp_path.iterdir() if "hostile" not in path.name) == ["outer", "secret"]
+    assert list(target.parent.iterdir()) == [target]
+    assert not Path("/etc/evil").exists()
+    assert not Path("/tmp/evil").exists()
+
+
+def test_nothing_of_a_refused_archive_is_kept(tmp_path: Path, local: Path) -> None:
+    archive = tar_of(member("good"), member("../evil"))(tmp_path)
+    with pytest.raises(TorchrelayError, match=r"hostile\.tar is refused: '\.\./evil' leads out"):
+        stage(archive, local)
+    assert open_store(local).entries() == []
+    assert [path.name for path in (local / f"torchrelay-{os.getuid()}").iterdir()] == ["locks"]
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.zst", "zip"])
+def test_damaged_archive_is_said(tree: Path, tmp_path: Path, local: Path, suffix: str) -> None:
+    archive = make(tmp_path / f"photos.{suffix}", tree)
+    os.truncate(archive, archive.stat().st_size // 2)
+    with pytest.raises(TorchrelayError, match=rf"photos\.{suffix} cannot be unpacked|bytes, where the archive says"):
+        stage(archive, local)
+    archive.write_bytes(b"no archive at all")
+    with pytest.raises(TorchrelayError, match="cannot be unpacked"):
+        check(archive)
+
+
+def test_stop_in_the_middle(tree: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(StagingStopped):
+        unpack(make(tmp_path / "a.tar", tree), target, 2**40, lambda done: done > 16 * MB)

@@ -1,0 +1,78 @@
+"""`hpc stage` as it is typed."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import hpc
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "photos"
+    path.mkdir()
+    (path / "1.jpg").write_bytes(os.urandom(1000))
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> str:
+    (tmp_path / "disk").mkdir()
+    return f"--stage-dir={tmp_path / 'disk'}"
+
+
+def answer(*arguments: str, code: int = 0) -> Any:
+    done = hpc("stage", *arguments, "--json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_copy_list_verify_clean(source: Path, here: str) -> None:
+    copy = answer(str(source), here)
+    assert (Path(copy["path"]) / "1.jpg").read_bytes() == (source / "1.jpg").read_bytes()
+    assert "was there already" in hpc("stage", str(source), here).stdout
+    [known] = answer("--list", here)
+    assert (known["source"], known["files"], known["bytes"], known["in_use"]) == (str(source), 1, 1000, False)
+    assert "photos" in hpc("stage", "--list", here).stdout
+    assert hpc("stage", "--verify", here).stdout == f"{source}: whole\n"
+    (Path(copy["path"]) / "1.jpg").write_bytes(bytes(1000))
+    [check] = answer("--verify", str(source), here, code=1)
+    assert (check["damaged"], check["mended"]) == (["1.jpg"], True)
+    assert hpc("stage", "--verify", here).stdout == f"{source}: whole\n"
+    assert len(answer("--clean", here)["deleted"]) == 1
+    assert answer("--list", here) == []
+    assert "no copies of yours" in hpc("stage", "--list", here).stdout
+
+
+@pytest.mark.parametrize("fate", ["changed", "gone"])
+def test_damaged_copy_that_cannot_be_mended_is_deleted(source: Path, here: str, fate: str) -> None:
+    copy = answer(str(source), here)
+    (Path(copy["path"]) / "1.jpg").write_bytes(bytes(1000))
+    (source / "1.jpg").unlink()
+    (source / "2.jpg").write_bytes(b"another") if fate == "changed" else source.rmdir()
+    done = hpc("stage", "--verify", here)
+    assert (done.returncode, done.stdout) == (
+        1,
+        f"{source}: damaged: 1.jpg; deleted, because its source is gone or another one by now\n",
+    )
+    assert answer("--list", here) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "what is to be copied? Give a directory or an archive"),
+        (("--list", "--clean"), "give one of them"),
+        (("/nowhere",), "/nowhere, are not to be seen on this node"),
+        (("--verify", "/nowhere"), "there is no copy of /nowhere"),
+        (("--list", "--stage-dir=/nowhere"), "/nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(here: str, arguments: tuple[str, ...], says: str) -> None:
+    done = hpc("stage", here, *arguments)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
