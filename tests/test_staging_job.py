@@ -1,0 +1,116 @@
+"""Staging in jobs on a real Slurm, where each node has a /tmp of its own."""
+
+import os
+import pwd
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Run, Site
+
+pytestmark = pytest.mark.slurm
+
+MB = 2**20
+# Looks at every byte, and waits until it is told to end.
+SCRIPT = """
+import os, pathlib, time
+copy = pathlib.Path(os.environ["TORCHRELAY_DATA"])
+run = pathlib.Path(os.environ["TORCHRELAY_RUN_DIR"])
+assert copy.is_relative_to("/tmp") and copy.stat().st_mode & 0o777 == 0o700, copy
+for path in pathlib.Path(os.environ["PHOTOS"]).iterdir():
+    assert (copy / path.name).read_bytes() == path.read_bytes(), path
+(run / f"looked-{os.environ['TORCHRELAY_ATTEMPT']}-{os.environ['RANK']}").touch()
+while not (run / f"end-{os.environ['TORCHRELAY_ATTEMPT']}").exists():
+    time.sleep(0.2)
+"""
+
+
+def photos(site: Site, name: str = "photos") -> Path:
+    """Small files, and one that is read in parts."""
+    path = site.path / name
+    path.mkdir()
+    for number in range(40):
+        (path / f"{number}.jpg").write_bytes(os.urandom(50_000))
+    (path / "large.bin").write_bytes(os.urandom(20 * MB))
+    (site.path / "look.py").write_text(SCRIPT)
+    return path
+
+
+def size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def submit(site: Site, data: Path, *flags: str) -> Run:
+    return site.submit(f"--data={data}", "--gpus-per-node=1", *flags, "--", "look.py", PHOTOS=str(data))
+
+
+def wait_until_looked_at(run: Run, ranks: int, attempt: int = 1) -> dict[str, dict[str, Any]]:
+    """What the nodes of the attempt say of their copies, once every rank has seen that its copy is right."""
+    looked = f"looked-{attempt}-*"
+    run.wait("the look at all copies", lambda: len(list(run.directory.path.glob(looked))) == ranks)
+    return {event["node"]: event for event in run.events("staged") if event["attempt"] == attempt}
+
+
+def end(run: Run, attempt: int = 1) -> None:
+    (run.directory.path / f"end-{attempt}").touch()
+    run.wait_for_state("completed")
+
+
+def test_nodes_stage_once_each_and_shared_storage_is_read_once(site: Site) -> None:
+    data = photos(site)
+    run = submit(site, data, "--nodes=4", "--name=first")
+    staged = wait_until_looked_at(run, 4)
+    assert sorted(staged) == ["gpu01", "gpu02", "gpu03", "gpu04"]
+    assert sum(event["bytes_from_source"] for event in staged.values()) == size(data)
+    assert not any(event["reused"] or event["in_place"] or event["fallback"] for event in staged.values())
+    # Nothing is copied again on the same nodes.
+    site.slurm("scontrol", "requeue", run.job_id)
+    run.wait_for_release()
+    again = wait_until_looked_at(run, 4, attempt=2)
+    assert all(event["reused"] for event in again.values())
+    assert {event["path"] for event in again.values()} == {event["path"] for event in staged.values()}
+    end(run, 2)
+    # A node that has lost its copy gets it from the others.
+    lost = Path(staged["gpu03"]["path"]).parent
+    site.slurm("srun", "--nodes=1", "--nodelist=gpu03", "rm", "-r", str(lost))
+    run = submit(site, data, "--nodes=4", "--name=second")
+    third = wait_until_looked_at(run, 4)
+    assert [node for node, event in third.items() if not event["reused"]] == ["gpu03"]
+    assert third["gpu03"]["bytes_from_peers"] == size(data)
+    end(run)
+
+
+def test_two_jobs_that_start_together_on_the_same_nodes_copy_once(site: Site) -> None:
+    data = photos(site)
+    runs = [submit(site, data, "--nodes=2", f"--name={name}", "--sbatch=nodelist=gpu01,gpu02") for name in ("a", "b")]
+    first, second = (wait_until_looked_at(run, 2) for run in runs)
+    for node in ("gpu01", "gpu02"):
+        assert sorted([first[node]["reused"], second[node]["reused"]]) == [False, True]
+    assert sum(event["bytes_from_source"] for event in (*first.values(), *second.values())) <= 2 * size(data)
+    for run in runs:
+        end(run)
+
+
+def test_directory_that_another_user_has_planted_is_refused_by_name(ordinary_user: Site, site: Site) -> None:
+    data = photos(ordinary_user)
+    planted = f"/tmp/torchrelay-{pwd.getpwnam(str(ordinary_user.user)).pw_uid}"
+    on_the_node = ("srun", "--nodes=1", "--nodelist=gpu02")
+    site.slurm(*on_the_node, "install", "-d", "-m", "700", "-o", "nobody", planted)
+    try:
+        run = submit(ordinary_user, data, "--nodes=1", "--name=planted", "--sbatch=nodelist=gpu02")
+        run.wait("the refusal", lambda: run.events("node_failed"))
+        [refused, *_] = run.events("node_failed")
+        assert f"{planted} belongs to nobody and is drwx------" in refused["detail"]
+        run.cancel()
+        assert not site.slurm(*on_the_node, "ls", "-A", planted)
+    finally:
+        site.slurm(*on_the_node, "rmdir", planted)
+
+
+def test_trainer_reads_what_was_in_an_archive(site: Site) -> None:
+    subprocess.run(["tar", "czf", site.path / "data.tar.gz", "-C", site.path, "data"], check=True)
+    run = site.submit("--data=data.tar.gz", "--nodes=2", "--gpus-per-node=1", "--batch-size=64", "--epochs=1")
+    status = run.wait_for_state("completed")
+    assert status["test_accuracy"] is not None
+    assert all(event["path"].endswith("/data") for event in run.events("staged"))
