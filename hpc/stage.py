@@ -21,7 +21,8 @@ from hpc import cli
 from hpc.errors import TorchrelayError, UserError
 from hpc.staging import copy, space
 from hpc.staging.source import list_source
-from hpc.staging.stage import Staged, Stager
+from hpc.staging.stage import Stager
+from hpc.staging.staged import Staged
 from hpc.staging.store import Entry, Store, open_store
 
 

@@ -5,7 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpc.staging.copy import Progress
-from hpc.staging.stage import Staged, Stager
+from hpc.staging.stage import Stager
+from hpc.staging.staged import Staged
 from hpc.units import duration_seconds
 from jobs.node import Node
 from jobs.say import say

@@ -5,7 +5,6 @@ import pwd
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,11 @@ import pytest
 from cluster import need
 
 from hpc.errors import TorchrelayError
-from hpc.staging import Staged, StagingStopped, stage
+from hpc.staging import Alone, Staged, StagingStopped, stage
 from hpc.staging.copy import Progress, Watch
 from hpc.staging.stage import Stager
 from hpc.staging.store import Store, open_store, write_manifest
+from hpc.staging.team import Plan
 
 MB = 2**20
 ROOT = Path(__file__).parent.parent
@@ -271,47 +271,54 @@ def test_source_that_is_not_there_is_said(tmp_path: Path, local: Path) -> None:
         stage(tmp_path / "nowhere", local)
 
 
+class Between(Alone):
+    """Does something between the listing and the reading."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def plan(self) -> Plan | None:
+        self._act()
+        return super().plan()
+
+
 def test_source_that_changes_during_the_copy_is_refused(source: Path, local: Path) -> None:
-    (source / "later").write_bytes(os.urandom(40 * MB))
+    def change() -> None:
+        (source / "large").write_bytes(os.urandom(5 * MB + 1))
 
-    def change() -> bool:
-        for path in source.rglob("*"):
-            os.utime(path, ns=(1, time.time_ns()))
-        return False
-
-    with pytest.raises(TorchrelayError, match=r"later was changed while the data were being copied: wait until"):
-        stage_watched(source, local, at_first_byte(change))
+    with (
+        pytest.raises(TorchrelayError, match=r"large was changed while the data were being copied: wait until"),
+        Stager(local, team=Between(change)) as stager,
+    ):
+        stager.stage(source)
     assert leftovers(local) == []
     assert open_store(local).entries() == []
+    assert contents(stage(source, local).path) == contents(source)
 
 
 def test_source_that_vanishes_is_tried_again_and_then_named(
     source: Path, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpc.staging.copy._RETRY_SECONDS", (0.2, 0.2))
-    (source / "later").write_bytes(os.urandom(40 * MB))
+    monkeypatch.setattr("hpc.staging.pieces._RETRY_SECONDS", (0.3, 0.3))
     hidden = source.parent / "hidden"
 
-    def hide() -> bool:
-        if (source / "later").exists():
-            (source / "later").rename(hidden)
+    def hide() -> None:
+        (source / "large").rename(hidden)
+
+    with (
+        pytest.raises(TorchrelayError, match=r"large could not be read .*No such file or directory\), 3 times"),
+        Stager(local, team=Between(hide)) as stager,
+    ):
+        stager.stage(source)
+    hidden.rename(source / "large")
+
+    def bring_back(progress: Progress | None) -> bool:
+        if progress is not None and progress.seconds > 0.1 and hidden.exists():
+            hidden.rename(source / "large")
         return False
 
-    with pytest.raises(TorchrelayError, match=r"later could not be read .*No such file or directory\), 3 times"):
-        stage_watched(source, local, at_first_byte(hide))
-    hidden.rename(source / "later")
-    asked = 0
-
-    def hide_for_a_while() -> bool:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            hide()
-        elif hidden.exists():
-            hidden.rename(source / "later")
-        return False
-
-    assert contents(stage_watched(source, local, at_first_byte(hide_for_a_while)).path) == contents(source)
+    with Stager(local, team=Between(hide), watch=bring_back) as stager:
+        assert contents(stager.stage(source).path) == contents(source)
 
 
 CHILD = """

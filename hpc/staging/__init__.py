@@ -6,14 +6,17 @@ Once per node, before torchrun starts and so outside any collective.
     store.py    the copies on this node: names, locks, manifests, eviction
     space.py    room for them
     copy.py     the copying, from shared storage and from other nodes
+    pieces.py   reading and writing parts of files
     peers.py    data from node to node
     team.py     what the nodes tell each other
     archive.py  unpacking
     stage.py    all of it together
+    staged.py   what it came to
 """
 
 from hpc.staging.source import StagingStopped
-from hpc.staging.stage import Staged, stage
+from hpc.staging.stage import stage
+from hpc.staging.staged import Staged
 from hpc.staging.team import Alone
 
 __all__ = ["Alone", "Staged", "StagingStopped", "stage"]

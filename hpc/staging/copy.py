@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc.errors import TorchrelayError
 from hpc.staging.peers import Peer, PeerError, Received, Shelf
-from hpc.staging.source import Listing, Piece, stop_if
+from hpc.staging.pieces import read_piece, write_piece
+from hpc.staging.source import Listing, stop_if
 from hpc.staging.store import Copied
 from hpc.staging.team import Address
 
@@ -23,8 +23,6 @@ from hpc.staging.team import Address
 _SOURCE_THREADS, _MOST_PEER_THREADS = 4, 8
 _POLL_SECONDS = 0.1
 _END_SECONDS = 30.0
-# A server that restarts, or a stale handle, is over in seconds.
-_RETRY_SECONDS = (0.5, 2.0, 5.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,24 +116,14 @@ class Copy:
             TorchrelayError: a file could not be read, or has changed.
             OSError: the copy could not be written.
         """
-        began = time.monotonic()
         batches = [*self._parts.own, *(number for _, part in self._parts.others for number in part)]
-        total = sum(piece.length for number in batches for piece in self._listing.batches[number])
         self._make_directories(batches)
         for number in self._parts.own:
             self._mine.put(number)
         readers = [self._start(self._read, "stage-source") for _ in range(_SOURCE_THREADS)]
         askers = [self._start(self._ask, "stage-peer", group) for group in self._groups()]
-        told = False
         try:
-            while any(thread.is_alive() for thread in readers):
-                if not told and not any(thread.is_alive() for thread in askers):
-                    told = True
-                    for _ in readers:
-                        self._mine.put(None)
-                seconds = time.monotonic() - began
-                stop_if(watch(Progress(bytes_done=self.tally.bytes, bytes_total=total, seconds=seconds)))
-                readers[-1].join(_POLL_SECONDS)
+            self._look_on(readers, askers, watch, batches)
         except BaseException as error:
             self._cancel(error)
             raise
@@ -143,8 +131,31 @@ class Copy:
             # A thread that went on would write into a directory that is being removed.
             for thread in (*readers, *askers):
                 thread.join(_END_SECONDS)
+
+    def _look_on(
+        self, readers: list[threading.Thread], askers: list[threading.Thread], watch: Watch, batches: Sequence[int]
+    ) -> None:
+        """Tell how far it is until all threads are done."""
+        began = time.monotonic()
+        total = sum(piece.length for number in batches for piece in self._listing.batches[number])
+
+        def tell() -> None:
+            seconds = time.monotonic() - began
+            stop_if(watch(Progress(bytes_done=self.tally.bytes, bytes_total=total, seconds=seconds)))
+
+        # What an owner does not give is read here: until all have been asked, there may be more to read.
+        for threads in (askers, readers):
+            while any(thread.is_alive() for thread in threads):
+                tell()
+                threads[-1].join(_POLL_SECONDS)
+            self._end_readers()
         if self._error is not None:
             raise self._error
+        tell()
+
+    def _end_readers(self) -> None:
+        for _ in range(_SOURCE_THREADS):
+            self._mine.put(None)
 
     def _make_directories(self, batches: Sequence[int]) -> None:
         files = {piece.file for number in batches for piece in self._listing.batches[number]}
@@ -175,14 +186,13 @@ class Copy:
         self._shelf.fail(f"it gave up ({error or type(error).__name__})")
         for peer in tuple(self._peers):
             peer.close()
-        for _ in range(_SOURCE_THREADS):
-            self._mine.put(None)
+        self._end_readers()
 
     def _read(self) -> None:
         """Read batches from the source until there are none."""
         while (number := self._mine.get()) is not None and not self._cancelled.is_set():
             batch = self._listing.batches[number]
-            pieces = [memoryview(_read_piece(self._listing, piece, self._cancelled)) for piece in batch]
+            pieces = [memoryview(read_piece(self._listing, piece, self._cancelled)) for piece in batch]
             self._keep(number, Received(pieces, tuple(hashlib.sha256(piece).hexdigest() for piece in pieces)))
             with self._lock:
                 self.tally.from_source += sum(map(len, pieces))
@@ -225,7 +235,7 @@ class Copy:
         """Write a batch, and hand it out from now on."""
         for piece, content in zip(self._listing.batches[number], received.pieces, strict=True):
             file = self._listing.files[piece.file]
-            _write_piece(self._target / file.name, piece.offset, content, 0o700 if file.executable else 0o600)
+            write_piece(self._target / file.name, piece.offset, content, 0o700 if file.executable else 0o600)
         with self._lock:
             self.checksums[number] = received.checksums
         self._shelf.put(number, received.checksums)
@@ -260,59 +270,3 @@ def checksums_by_batch(listing: Listing, files: Sequence[Copied]) -> dict[int, t
     return {
         number: tuple(next(remaining[piece.file]) for piece in batch) for number, batch in enumerate(listing.batches)
     }
-
-
-def _write_piece(path: Path, offset: int, content: memoryview, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    try:
-        while content:
-            written = os.pwrite(descriptor, content, offset)
-            content, offset = content[written:], offset + written
-    finally:
-        os.close(descriptor)
-
-
-def _read_piece(listing: Listing, piece: Piece, cancelled: threading.Event) -> bytearray:
-    """Read a piece from the source, several times if need be.
-
-    Raises:
-        TorchrelayError: it cannot be read, or the file is not what it was when it was listed.
-    """
-    file = listing.files[piece.file]
-    path = listing.base / file.name
-    for pause in (*_RETRY_SECONDS, None):
-        try:
-            return _read_once(path, piece, file.size, file.modified_ns)
-        except OSError as error:
-            if pause is None or cancelled.wait(pause):
-                raise TorchrelayError(
-                    f"{path} could not be read on {os.uname().nodename} ({error.strerror or error}), "
-                    f"{len(_RETRY_SECONDS) + 1} times: restore it, or leave that node out with --exclude"
-                ) from error
-    raise AssertionError
-
-
-def _read_once(path: Path, piece: Piece, size: int, modified_ns: int) -> bytearray:
-    content = bytearray(piece.length)
-    view, have = memoryview(content), 0
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _check_unchanged(path, descriptor, size, modified_ns)
-        while have < piece.length:
-            got = os.preadv(descriptor, [view[have:]], piece.offset + have)
-            if not got:
-                break  # it has become shorter: the check says so
-            have += got
-        _check_unchanged(path, descriptor, size, modified_ns)
-    finally:
-        os.close(descriptor)
-    return content
-
-
-def _check_unchanged(path: Path, descriptor: int, size: int, modified_ns: int) -> None:
-    status = os.fstat(descriptor)
-    if (status.st_size, status.st_mtime_ns) != (size, modified_ns):
-        raise TorchrelayError(
-            f"{path} was changed while the data were being copied: wait until nobody writes to them any more, "
-            "then submit again"
-        )

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from hpc.machine import type_of
+from hpc.staging.store import Store
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 # Beside the copy the node's disk has to hold other people's files, and what the job itself writes to /tmp.
@@ -47,3 +48,21 @@ def shortage(directory: Path, size: int, files: int) -> str | None:
         return None
     kind = ", which is memory," if is_memory(directory) else ""
     return f"{directory}{kind} has room for {bytes_free // 2**20} MB, and the data need {bytes_needed // 2**20} MB"
+
+
+def make_room(store: Store, size: int, files: int) -> tuple[list[str], str | None]:
+    """Delete old copies, if that helps. Returns their names, and why there is no room after all.
+
+    Args:
+        store: the copies that are there.
+        size: bytes of the new one.
+        files: how many these are.
+    """
+
+    def missing() -> int:
+        return needed(size, files) - room(store.root)
+
+    deleted = list[str]()
+    if 0 < missing() <= sum(entry.size() for entry in store.entries() if not entry.in_use()):
+        deleted = store.make_room(missing)
+    return deleted, shortage(store.root, size, files)

@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +15,7 @@ from hpc.staging.archive import unpack
 from hpc.staging.copy import Copy, Progress, Tally, Watch, checksums_by_batch, share
 from hpc.staging.peers import Peer, PeerError, Server, Shelf
 from hpc.staging.source import Listing, list_source, stop_if
+from hpc.staging.staged import Staged
 from hpc.staging.store import Copied, Entry, Manifest, Store, boot_id, open_store
 from hpc.staging.team import Address, Alone, Need, Team
 
@@ -26,27 +27,6 @@ _KEEP_ARCHIVE_SECONDS = 60.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Archives of images unpack to about their own size; what has less room than this is not even tried.
 _UNPACKED_FACTOR = 1.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staged:
-    """Where the data are to be read on this node."""
-
-    path: Path
-    reused: bool = False
-    in_place: str | None = None
-    """Why they are read from shared storage after all; None if they were staged."""
-    seconds: float = 0.0
-    bytes_from_source: int = 0
-    bytes_from_peers: int = 0
-    fallback: str | None = None
-    """Why this node read from shared storage what another one was to send."""
-    repaired: int = 0
-    """Files that were damaged."""
-    evicted: tuple[str, ...] = ()
-    """Copies that were deleted to make room."""
-    in_memory: bool = False
-    """Whether the copy takes memory, not disk."""
 
 
 class Stager:
@@ -73,6 +53,7 @@ class Stager:
         self._held = ExitStack()
         self._server: Server | None = None
         self._store: Store | None = None
+        self._archive: Path | None = None
         self._notes = list[str]()
         self._evicted = list[str]()
 
@@ -182,12 +163,17 @@ class Stager:
             return Staged(path=entry.data, reused=True)
         store.sweep(entry.name)
         self._evicted += store.expire(self._keep_seconds)
-        shortage = self._make_room(store, listing)
+        size = int(listing.size * (1 + _UNPACKED_FACTOR)) if listing.is_archive else listing.size
+        evicted, shortage = space.make_room(store, size, len(listing.files))
+        self._evicted += evicted
         if shortage:
             return self._in_place(listing, shortage)
         partial = entry.new_partial()
         try:
-            tally, files = self._copy(partial, listing, damaged)
+            if listing.is_archive:
+                tally, files = self._copy_and_unpack(entry, partial, listing, damaged)
+            else:
+                tally, files = self._copy(partial, listing, damaged)
             merged = {file.name: file for file in (*(manifest.files if manifest and damaged else ()), *files)}
             new = Manifest(source=str(listing.source), boot=boot_id(), files=tuple(merged.values()))
             entry.commit(partial, new, damaged)
@@ -239,18 +225,6 @@ class Stager:
         self._team.stand(Need.ABSENT, 0)
         return Staged(path=listing.source, in_place=why)
 
-    def _make_room(self, store: Store, listing: Listing) -> str | None:
-        """Delete old copies if that helps. Returns why there is no room after all."""
-        size = int(listing.size * (1 + _UNPACKED_FACTOR)) if listing.is_archive else listing.size
-        wanted = space.needed(size, len(listing.files))
-
-        def missing() -> int:
-            return wanted - space.room(store.root)
-
-        if 0 < missing() <= sum(entry.size() for entry in store.entries() if not entry.in_use()):
-            self._evicted += store.make_room(missing)
-        return space.shortage(store.root, size, len(listing.files))
-
     # --- a new copy ---
 
     def _copy(self, partial: Path, listing: Listing, damaged: list[str] | None) -> tuple[Tally, tuple[Copied, ...]]:
@@ -269,18 +243,22 @@ class Stager:
             shelf,
         )
         copy.run(self._watch)
-        if not listing.is_archive:
-            return copy.tally, copy.copied()
-        # Out of the way of what is in it; its name says how it is packed.
-        archive = (partial / "data" / listing.source.name).rename(partial / listing.source.name)
+        return copy.tally, copy.copied()
+
+    def _copy_and_unpack(
+        self, entry: Entry, partial: Path, listing: Listing, damaged: list[str] | None
+    ) -> tuple[Tally, tuple[Copied, ...]]:
+        """Fill a directory with what is in an archive. That is kept aside, for the nodes that get it from here."""
+        aside = entry.new_partial()
+        self._held.callback(shutil.rmtree, aside, ignore_errors=True)
+        self._archive = aside
+        tally, _ = self._copy(aside, listing, damaged)
         began = time.monotonic()
 
         def progress(done: int) -> bool:
             return self._watch(Progress(what="unpacking", bytes_done=done, seconds=time.monotonic() - began))
 
-        files = unpack(archive, partial / "data", space.room(partial), progress)
-        archive.unlink()
-        return copy.tally, files
+        return tally, unpack(aside / "data" / listing.source.name, partial / "data", space.room(partial), progress)
 
     def _owners(self) -> tuple[Address, ...]:
         deadline = time.monotonic() + _PLAN_SECONDS
@@ -293,10 +271,12 @@ class Stager:
         return ()
 
     def _keep_for_others(self) -> None:
-        """Wait until the others have copied the archive, too: then its space is free again, though they had it open."""
+        """Delete the archive as soon as the others have copied it, too."""
         deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
         while time.monotonic() < deadline and (plan := self._team.plan()) and not plan.done:
             self._wait()
+        if self._archive is not None:
+            shutil.rmtree(self._archive, ignore_errors=True)
 
 
 def _wanted(listing: Listing, damaged: list[str] | None) -> list[int]:
@@ -312,6 +292,6 @@ def _wanted(listing: Listing, damaged: list[str] | None) -> list[int]:
 
 
 def stage(source: Path, stage_dir: Path) -> Staged:
-    """Stage on this node alone, for whoever comes later."""
+    """Stage on this node alone."""
     with Stager(stage_dir) as stager:
         return stager.stage(source)
