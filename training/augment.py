@@ -1,28 +1,30 @@
 """Augmentation as a function of (seed, epoch, index of the image): the same whoever computes it, and whenever.
 
-Runs on every rank and in its loader workers. Random numbers are counted in two ways. Shifting and mirroring images in
-memory takes them from the epoch's stream, at places that belong to the image: whole batches at once, without
-torchvision. Everything else is torchvision's, which draws from torch's own generator: that one begins anew for every
+Runs on every rank and in its loader workers. Random numbers are counted in two ways. Shifting, mirroring and the
+random crops of photographs take them from the epoch's stream, at places that belong to the image, without torchvision.
+Everything else is torchvision's, which draws from torch's own generator: that one begins anew for every
 image, at the number of its stream, and is put back afterwards.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hpc.errors import UserError
+from training.box import center_box, random_box
 from training.config import TrainConfig
-from training.counted import Purpose, below, stream
+from training.counted import Purpose, below, number, stream
+from training.crop import cut
 from training.layout import Kind
 
 # The random numbers that one image may take from the stream of an epoch.
 _DRAWS = 32
-_ROW, _COLUMN, _FLIP = 0, 1, 2
+_ROW, _COLUMN, _FLIP, _BOX = 0, 1, 2, 3
 
 # Random resized crops: Szegedy et al., "Going deeper with convolutions" (2015), with the larger least area that short
 # trainings do better with.
@@ -45,7 +47,13 @@ _PHOTOS = Usual(crop="resized", flip=True, padding=1 / 8, autoaugment="IMAGENET"
 # He et al., "Deep residual learning for image recognition" (2015): 4 pixels of 32.
 _CIFAR = Usual(crop="padded", flip=True, padding=4 / 32, autoaugment="CIFAR10")
 _DIGITS = Usual(crop="padded", flip=False, padding=1 / 28, autoaugment="CIFAR10")
-_USUAL: dict[Kind, Usual] = {"idx": _DIGITS, "cifar10": _CIFAR, "cifar100": _CIFAR, "image-folder": _PHOTOS}
+_USUAL: dict[Kind, Usual] = {
+    "idx": _DIGITS,
+    "cifar10": _CIFAR,
+    "cifar100": _CIFAR,
+    "image-folder": _PHOTOS,
+    "packed": _PHOTOS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +102,33 @@ def _drawing(key: int) -> Iterator[None]:
         torch.default_generator.set_state(before)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PhotoAugmentation:
+    """What is done to photographs of any size: a part of each becomes a square, then the same as in memory."""
+
+    size: int
+    """Side of the squares."""
+    resized: bool
+    """Random resized crops; else the square in the middle."""
+    flip: bool
+    """Mirror half of the images."""
+    rest: Augmentation
+    """What is done to the squares."""
+
+    def one(self, epoch: int, index: int, image: Tensor) -> Tensor:
+        """What becomes of an image (uint8 [h, w, 3]) in an epoch: uint8 [3, size, size]."""
+        key = stream(self.rest.seed, Purpose.AUGMENTATION, epoch)
+        places = (number(key, index * _DRAWS + place) for place in range(_BOX, _DRAWS))
+        height, width = image.shape[:2]
+        box = random_box(places, height, width, _AREA) if self.resized else center_box(height, width)
+        square = cut(image, box, self.size)
+        if self.flip and number(key, index * _DRAWS + _FLIP) < 1 / 2:
+            square = square.flip(2)
+        if self.rest.padding or self.rest.transform:
+            square = self.rest.batch(epoch, torch.tensor([index]), square[None])[0]
+        return square
+
+
 def memory_augmentation(
     config: TrainConfig, kind: Kind, shape: tuple[int, int, int], mean: tuple[float, ...]
 ) -> Augmentation:
@@ -117,26 +152,29 @@ def memory_augmentation(
     return Augmentation(seed=config.seed, padding=padding, flip=flip, transform=transform)
 
 
-def photo_augmentation(config: TrainConfig, size: int, mean: tuple[float, ...]) -> Augmentation:
-    """For Pillow's images of any size, which become [3, size, size].
-
-    Before a policy they stay Pillow's, else they become tensors at once. Crop and mirror of 500 x 375 pixels take
-    0.8 ms as a tensor and 1.0 ms in Pillow (Pillow's own `resize` with a box too), with RandAugment 2.2 and 1.5 ms.
-    """
-    from torchvision.transforms import v2  # noqa: PLC0415  # takes two seconds: only who needs it waits
-
-    square = [v2.Resize(size), v2.CenterCrop(size)]
-    padding = max(1, round(size * _USUAL["image-folder"].padding))
-    crops = {
-        "none": square,
-        "padded": [*square, v2.RandomCrop(size, padding=padding)],
-        "resized": [v2.RandomResizedCrop(size, scale=_AREA)],
-    }
+def photo_augmentation(config: TrainConfig, size: int, mean: tuple[float, ...]) -> PhotoAugmentation:
+    """For photographs of any size, which become [3, size, size]."""
     crop, flip = _crop_and_flip(config, "image-folder")
-    cropped = crops[crop] + ([v2.RandomHorizontalFlip()] if flip else [])
-    policy = _policy(config, "image-folder")
-    looks = [*cropped, *policy, v2.PILToTensor()] if policy else [v2.PILToTensor(), *cropped]
-    return Augmentation(seed=config.seed, transform=v2.Compose([*looks, *_erasing(config, mean)]))
+    policy, erasing = _policy(config, "image-folder"), _erasing(config, mean)
+    steps = [*_through_pillow(policy), *erasing]
+    padding = max(1, round(size * _USUAL["image-folder"].padding)) if crop == "padded" else 0
+    rest = Augmentation(seed=config.seed, padding=padding, transform=_compose(steps) if steps else None)
+    return PhotoAugmentation(size=size, resized=crop == "resized", flip=flip, rest=rest)
+
+
+def _through_pillow(policy: list[Any]) -> list[Any]:
+    """A policy's changes of a square, as Pillow does them: RandAugment takes it a third less time than tensors."""
+    if not policy:
+        return []
+    from torchvision.transforms import v2  # noqa: PLC0415
+
+    return [v2.ToPILImage(), *policy, v2.PILToTensor()]
+
+
+def _compose(steps: list[Any]) -> Callable[[Any], Tensor]:
+    from torchvision.transforms import v2  # noqa: PLC0415
+
+    return cast("Callable[[Any], Tensor]", v2.Compose(steps))
 
 
 def _crop_and_flip(config: TrainConfig, kind: Kind) -> tuple[str, bool]:

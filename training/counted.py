@@ -58,6 +58,11 @@ def bits(key: int, index: Tensor) -> Tensor:
     return value ^ _shifted(value, 31)
 
 
+def number(key: int, index: int) -> float:
+    """A float64 from [0, 1) at one place of the stream: for one image at a time without the overhead of tensors."""
+    return (_mix((key + (index + 1) * _GAMMA) & _MASK) >> 11) / 2**53
+
+
 def uniform(key: int, index: Tensor) -> Tensor:
     """A float32 from [0, 1) for each index."""
     return _shifted(bits(key, index), 40).float() / 2**24

@@ -20,6 +20,9 @@ from training.folder import FolderImages
 from training.idx import class_names, read_idx_pair
 from training.layout import DataLayout
 from training.listing import Part, list_images, unpack
+from training.pack_index import read_index
+from training.packed import open_part
+from training.photos import Photos
 
 # ImageNet's, which suit photographs.
 _PHOTO_MEAN, _PHOTO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -34,7 +37,7 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, listing
     Args:
         config: says how much to hold out, and how to augment.
         layout: where the data are.
-        folder_size: side in pixels that images of a folder are scaled to.
+        folder_size: side in pixels that photographs are scaled to.
         listing: the images of a folder, as rank 0's `find_listing` gave them; empty: they are listed here.
 
     Raises:
@@ -42,6 +45,8 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, listing
     """
     if layout.kind == "image-folder":
         return _load_folder(config, layout, folder_size, listing)
+    if layout.kind == "packed":
+        return _load_packed(config, layout, folder_size)
     if layout.kind == "idx":
         train = read_idx_pair(layout.train, "train")
         test = read_idx_pair(layout.test, "test") if layout.test else None
@@ -80,32 +85,47 @@ def _in_memory(
 
 def _load_folder(config: TrainConfig, layout: DataLayout, size: int, listing: bytes) -> Data:
     listed = unpack(listing) if listing else list_images(layout)
-    everything = _folder(layout.train, listed.parts["train"], size)
     val, test = (
         _folder(root, listed.parts[name], size) if root else None
         for name, root in (("val", layout.val), ("test", layout.test))
     )
-    train = everything
+    return _photos(config, _folder(layout.train, listed.parts["train"], size), val, test, listed.classes)
+
+
+def _load_packed(config: TrainConfig, layout: DataLayout, size: int) -> Data:
+    index = read_index(layout.path)
+    parts = {
+        part.name: Photos(album=album, labels=labels, size=size)
+        for part in index.parts
+        for album, labels in [open_part(layout.path, index, part)]
+    }
+    return _photos(config, parts["train"], parts.get("val"), parts.get("test"), index.classes)
+
+
+def _photos(
+    config: TrainConfig, train: Photos, val: Photos | None, test: Photos | None, classes: tuple[str, ...]
+) -> Data:
     if val is None:
-        held, kept = _hold_out(config, len(everything))
-        val, train = everything.part(held) if len(held) else None, everything.part(kept)
+        held, kept = _hold_out(config, len(train))
+        val, train = train.part(held) if len(held) else None, train.part(kept)
     return Data(
-        train=replace(train, augmentation=photo_augmentation(config, size, _PHOTO_MEAN)),
+        train=replace(train, augmentation=photo_augmentation(config, train.size, _PHOTO_MEAN)),
         val=val,
         test=test,
-        classes=listed.classes,
+        classes=classes,
         mean=_PHOTO_MEAN,
         std=_PHOTO_STD,
         channels=3,
-        size=size,
+        size=train.size,
         in_memory=False,
         cheap=False,
         fingerprint=_fingerprint(train, val, test),
     )
 
 
-def _folder(root: Path, part: Part, size: int) -> FolderImages:
-    return FolderImages(root=root, names=part.names, labels=torch.from_numpy(part.labels), size=size)
+def _folder(root: Path, part: Part, size: int) -> Photos:
+    album = FolderImages(root=root, names=part.names)
+    return Photos(album=album, labels=torch.from_numpy(part.labels), size=size)
 
 
 def _hold_out(config: TrainConfig, samples: int) -> tuple[Tensor, Tensor]:
@@ -129,12 +149,12 @@ def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(mean.tolist()), tuple(std.clamp(min=1 / 255).tolist())
 
 
-def _fingerprint(*sources: MemoryImages | FolderImages | None) -> str:
+def _fingerprint(*sources: MemoryImages | Photos | None) -> str:
     digest = hashlib.sha256()
     for source in sources:
         if source is not None:
             digest.update(f"{len(source)} samples".encode())
             digest.update(source.labels.numpy().tobytes())
-            if isinstance(source, FolderImages):
-                digest.update(source.names.tobytes())
+            if isinstance(source, Photos):
+                digest.update(source.album.identity())
     return digest.hexdigest()

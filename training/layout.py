@@ -1,4 +1,4 @@
-"""The layouts of data that the trainer reads, recognised by their names alone.
+"""The layouts of data that the trainer reads, recognised by their names alone; a packed one by its small index.
 
 Runs on the login node and on every rank; imports no torch.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc.errors import UserError
+from training.pack_index import INDEX, check_files, read_index
 
 FASHION_MNIST = "fashion-mnist"
 FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
@@ -21,7 +22,7 @@ IDX_STEMS = {
     "test_images": "t10k-images-idx3-ubyte",
     "test_labels": "t10k-labels-idx1-ubyte",
 }
-Kind = Literal["idx", "cifar10", "cifar100", "image-folder"]
+Kind = Literal["idx", "cifar10", "cifar100", "image-folder", "packed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ CIFAR: dict[Kind, CifarFiles] = {
 }
 LAYOUTS = (
     "class directories of images, or train/ (and val/, test/) with class directories, "
+    "or what python -m training.pack made of them, "
     "or IDX files such as train-images-idx3-ubyte.gz, or cifar-10-batches-py, or cifar-100-python"
 )
 
@@ -115,7 +117,17 @@ def _layout(path: Path) -> DataLayout:
         raise UserError(f"--data is {path}, which does not exist: give a directory, or {FASHION_MNIST}")
     if not path.is_dir():
         raise UserError(f"--data is {path}, which is not a directory: give the directory that holds the images")
-    return _idx_layout(path) or _cifar_layout(path) or _folder_layout(path)
+    return _packed_layout(path) or _idx_layout(path) or _cifar_layout(path) or _folder_layout(path)
+
+
+def _packed_layout(path: Path) -> DataLayout | None:
+    if not (path / INDEX).exists():
+        return None
+    index = read_index(path)
+    check_files(path, index)
+    names = {part.name for part in index.parts}
+    val, test = (path if name in names else None for name in ("val", "test"))
+    return DataLayout(kind="packed", path=path, train=path, val=val, test=test)
 
 
 def find_idx(directory: Path, stem: str) -> Path | None:
