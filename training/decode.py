@@ -29,4 +29,4 @@ def as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         # Pillow would clip: all but the darkest 256 of 65,536 grays would become white.
         image = image.point(lambda value: value / 256).convert("L")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

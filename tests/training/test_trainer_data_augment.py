@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
@@ -18,8 +19,10 @@ from trainer_rig import load
 
 from hpc.errors import UserError
 from training.augment import memory_augmentation, photo_augmentation
+from training.box import RANDOM_NUMBERS, random_box
 from training.config import TrainConfig
-from training.counted import Purpose, stream
+from training.counted import Purpose, number, stream
+from training.crop import cut
 from training.data import Batch, Source, load_ahead
 from training.layout import Kind
 from training.plan import Request
@@ -142,7 +145,7 @@ def in_memory(images: Tensor, kind: Kind = "cifar10", **options: Any) -> Tensor:
 def as_photo(index: int, image: Image.Image, size: int, **options: Any) -> Tensor:
     """What becomes of a photo with this index in epoch 0."""
     config = TrainConfig(data="data", **NOTHING | options)
-    return photo_augmentation(config, size, (0.5, 0.5, 0.5)).one(0, index, image)
+    return photo_augmentation(config, size, (0.5, 0.5, 0.5)).one(0, index, torch.from_numpy(np.array(image)))
 
 
 @pytest.mark.parametrize(("kind", "size", "most"), [("idx", 28, 1), ("cifar10", 32, 4), ("cifar100", 32, 4)])
@@ -223,23 +226,48 @@ def test_photos_become_what_torchvision_makes_of_them(options: dict[str, Any], t
 
 
 CROPPED = {"crop": "resized", "flip": "on"}
-CROP_AND_FLIP = [v2.RandomResizedCrop(32, scale=(0.25, 1)), v2.RandomHorizontalFlip()]
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        (CROPPED, [v2.PILToTensor(), *CROP_AND_FLIP]),
-        (CROPPED | {"policy": "randaugment"}, [*CROP_AND_FLIP, v2.RandAugment(), v2.PILToTensor()]),
-    ],
-    ids=["cropped", "with a policy"],
-)
-def test_all_that_is_asked_of_a_photo_is_done_in_order(options: dict[str, Any], steps: list[Any]) -> None:
+@pytest.mark.parametrize("policy", ["none", "randaugment"])
+def test_all_that_is_asked_of_a_photo_is_done_in_order(policy: str) -> None:
     photo = Image.fromarray(noise(1, size=64)[0].permute(1, 2, 0).numpy())
-    expected = v2.Compose([*steps, v2.RandomErasing(1.0, value=128)])
+    changes = [v2.ToPILImage(), v2.RandAugment(), v2.PILToTensor()] if policy == "randaugment" else []
+    expected = v2.Compose([*changes, v2.RandomErasing(1.0, value=128)])
     for index in range(10):
-        seen = as_photo(index, photo, 32, **options, random_erase=1.0)
-        assert torch.equal(seen, with_seed_of(index, expected, photo))
+        cropped = as_photo(index, photo, 32, **CROPPED)
+        seen = as_photo(index, photo, 32, **CROPPED, policy=policy, random_erase=1.0)
+        assert torch.equal(seen, with_seed_of(index, expected, cropped))
+
+
+@pytest.mark.parametrize("shape", [(40, 50), (50, 40), (64, 64), (20, 100)])
+def test_a_random_crop_of_a_photo_is_a_box_scaled_as_torchvision_does_it(shape: tuple[int, int]) -> None:
+    image = torch.randint(0, 256, (*shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for index in range(20):
+        box = random_box((number(5, 32 * index + place) for place in range(RANDOM_NUMBERS)), *shape, (0.25, 1))
+        planes = image.permute(2, 0, 1)
+        expected = v2.functional.resized_crop(planes, *box, [32, 32], antialias=True)
+        assert torch.equal(cut(image, box, 32), expected)
+
+
+def boxes(count: int, height: int, width: int) -> Tensor:
+    key = stream(0, Purpose.AUGMENTATION, 0)
+    numbers = ((number(key, 32 * index + place) for place in range(RANDOM_NUMBERS)) for index in range(count))
+    return torch.tensor([random_box(each, height, width, (0.25, 1)) for each in numbers])
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (256, 256), (100, 500), (7, 5)])
+def test_random_crops_are_distributed_as_torchvisions(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    image, count = torch.empty(3, *shape), 4000
+    theirs = torch.tensor(
+        [torchvision.transforms.RandomResizedCrop.get_params(image, [0.25, 1], [3 / 4, 4 / 3]) for _ in range(count)]
+    )
+    ours = boxes(count, *shape)
+    assert bool((ours >= 0).all())
+    assert bool((ours[:, :2] + ours[:, 2:] <= torch.tensor(shape)).all())
+    for quantile in (0.1, 0.5, 0.9):
+        found, wanted = (torch.quantile(each.float(), quantile, dim=0) for each in (ours, theirs))
+        assert torch.allclose(found, wanted, atol=1, rtol=0.08), (found, wanted)
 
 
 def test_as_many_images_are_erased_as_was_asked_for_in_part_with_the_mean_color() -> None:
