@@ -188,23 +188,25 @@ def _policy(config: TrainConfig, kind: Kind) -> list[Any]:
 
     AutoAugment: Cubuk et al. (2018). RandAugment: Cubuk et al. (2019). TrivialAugment: Müller and Hutter (2021).
     """
+    if config.policy == "none":
+        return []
     from torchvision.transforms import v2  # noqa: PLC0415
 
-    makers: dict[str, Callable[[], list[Any]]] = {
-        "none": list,
-        "autoaugment": lambda: [v2.AutoAugment(v2.AutoAugmentPolicy[_USUAL[kind].autoaugment])],
-        "randaugment": lambda: [v2.RandAugment()],
-        "trivialaugment": lambda: [v2.TrivialAugmentWide()],
+    makers: dict[str, Callable[[], Any]] = {
+        "autoaugment": lambda: v2.AutoAugment(v2.AutoAugmentPolicy[_USUAL[kind].autoaugment]),
+        "randaugment": v2.RandAugment,
+        "trivialaugment": v2.TrivialAugmentWide,
     }
-    return makers[config.policy]()
+    return [makers[config.policy]()]
 
 
 def _erasing(config: TrainConfig, mean: tuple[float, ...]) -> list[Any]:
     """Random erasing (Zhong et al., 2017), filled with the mean color, which is zero for the model."""
+    if not config.random_erase:
+        return []
     from torchvision.transforms import v2  # noqa: PLC0415
 
-    fill = [round(255 * channel) for channel in mean]
-    return [v2.RandomErasing(config.random_erase, value=fill)] if config.random_erase else []
+    return [v2.RandomErasing(config.random_erase, value=[round(255 * channel) for channel in mean])]
 
 
 def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:

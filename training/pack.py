@@ -148,7 +148,7 @@ def _is_packed(dst: Path, plan: Plan) -> bool:
         return False
     if not same_content(read_index(dst), plan):
         raise UserError(
-            f"{dst} was packed with another --size or --shard-mb, or from other images: give a new directory"
+            f"{dst} was packed from other images, or with another --size or --shard-mb: give a new directory"
         )
     check_data(dst)
     return True
@@ -167,7 +167,11 @@ def _directory(dst: Path) -> Iterator[Path]:
         # Of a lock file that is no longer there, another process has made DST meanwhile.
         if not try_lock(descriptor) or not (directory / _LOCK).exists():
             raise TorchrelayError(f"another process packs into {dst}: wait for it, or give another DST")
-        yield directory
+        try:
+            yield directory
+        finally:
+            if directory.exists() and not any(directory.glob("*.npy")):
+                shutil.rmtree(directory)  # nothing in it is worth going on with
     finally:
         os.close(descriptor)
 

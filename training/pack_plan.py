@@ -79,9 +79,10 @@ class Plan:
         try:
             begun = json.loads(path.read_bytes())
         except (FileNotFoundError, ValueError):
+            begun = {}
+        if not any(directory.glob("*.npy")):
             write_json(path, self.state)
-            return
-        if begun != self.state:
+        elif begun != self.state:
             changed = ", ".join(_CHANGES[name] for name in self.state if begun.get(name) != self.state[name])
             raise UserError(f"{directory} was begun with {changed}: use the same, or start anew: rm -r '{directory}'")
 
