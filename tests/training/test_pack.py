@@ -95,42 +95,6 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(photos: Path, tmp_path
     assert len(content(tmp_path / "1")) == 3 * (6 + 2) + 1
 
 
-def special(directory: Path) -> dict[str, Path]:
-    """Images of kinds that are easily mistaken."""
-    directory.mkdir(parents=True)
-    left_dark = np.zeros((40, 60, 3), np.uint8)
-    left_dark[:, 30:] = 200
-    image, ramp = Image.fromarray(left_dark), np.linspace(0, 65535, 2400).reshape(40, 60).astype(np.uint16)
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    image.save(directory / "turned.jpg", exif=turned)
-    image.convert("L").save(directory / "gray.jpg")
-    image.convert("CMYK").save(directory / "cmyk.jpg")
-    Image.fromarray(ramp).save(directory / "deep.png")
-    image.convert("RGBA").save(directory / "transparent.png")
-    image.quantize(4).save(directory / "palette.png")
-    image.resize((1500, 1000)).save(directory / "large.jpg", quality=95)
-    return {path.stem: path for path in directory.iterdir()}
-
-
-def test_images_of_all_kinds_look_as_in_the_folder(tmp_path: Path) -> None:
-    paths = special(tmp_path / "photos" / "class")
-    pack(tmp_path / "photos", tmp_path / "packed", "--size", "32")
-    everything = Request(indices=tuple(range(len(paths))), epoch=None)
-    folder, packed = (load(tmp_path / name, val_fraction=0.0, image_size=28).train for name in ("photos", "packed"))
-    seen, expected = (source[everything].images.float() for source in (packed, folder))
-    # A packed one is scaled twice, so an edge may lie some pixels' parts elsewhere.
-    assert float((seen - expected).abs().mean(dim=(1, 2, 3)).max()) < 8
-    names = sorted(paths)
-    deep = seen[names.index("deep")][0]
-    assert float(deep[0].mean()) < 40
-    assert float(deep[-1].mean()) > 215
-    for name in ("turned", "large", "cmyk", "gray", "transparent", "palette"):
-        left, right = seen[names.index(name)][..., :10].mean(), seen[names.index(name)][..., -10:].mean()
-        assert float(left) < 20, name
-        assert 180 < float(right) < 220, name
-
-
 def test_corrupt_images_are_named_marked_and_replaced_as_in_the_folder(photos: Path, tmp_path: Path) -> None:
     for name in ("blue sky/8.jpg", "red/7.png"):
         (photos / "train" / name).write_bytes(b"no image")
@@ -328,24 +292,3 @@ def test_the_login_node_recognises_packed_data_without_numpy(photos: Path, tmp_p
     code += "print(check_data(Path(sys.argv[1])).kind, sorted({'torch', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "packed"], capture_output=True, text=True, check=True)
     assert done.stdout == "packed []\n"
-
-
-@pytest.mark.parametrize(
-    ("damage", "complaint"),
-    [
-        (lambda text: text[: len(text) // 2], "is no index of packed data, or a torn one"),
-        (lambda _: "[]", "is no index of packed data, or a torn one"),
-        (lambda _: '{"version": 1, "fingerprint": ""}', "is no index of packed data, or a torn one"),
-        (lambda text: text.replace('"version": 1', '"version": 7'), "is of version 7, and this is for version 1"),
-        (lambda text: text.replace('"red"', '"rot"'), "does not have its own fingerprint"),
-    ],
-)
-def test_a_wrong_index_is_named(photos: Path, tmp_path: Path, damage: object, complaint: str) -> None:
-    from hpc.errors import UserError
-    from training.config import check_data
-
-    pack(photos, tmp_path / "packed", "--size", "32")
-    path = tmp_path / "packed" / INDEX
-    path.write_text(damage(path.read_text()))  # type: ignore[operator]
-    with pytest.raises(UserError, match=f"{path} {complaint}.*pack"):
-        check_data(tmp_path / "packed")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from trainer_rig import Starter, load, make_folder
 
@@ -18,7 +19,7 @@ from hpc.errors import UserError
 from training.config import TrainConfig, check_data
 from training.data import Batch, Source, load_ahead
 from training.listing import list_images
-from training.pack_index import read_index, write_index
+from training.pack_index import INDEX, read_index, write_index
 from training.plan import Request
 from training.verify_resume import verify
 
@@ -155,6 +156,42 @@ def test_corrupt_images_of_packed_data_count_as_those_of_a_folder(start: Starter
     assert "2 images cannot be read, more than --max-corrupt 1" in refused.output()
 
 
+def special(directory: Path) -> dict[str, Path]:
+    """Images of kinds that are easily mistaken."""
+    directory.mkdir(parents=True)
+    left_dark = np.zeros((40, 60, 3), np.uint8)
+    left_dark[:, 30:] = 200
+    image, ramp = Image.fromarray(left_dark), np.linspace(0, 65535, 2400).reshape(40, 60).astype(np.uint16)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    image.save(directory / "turned.jpg", exif=turned)
+    image.convert("L").save(directory / "gray.jpg")
+    image.convert("CMYK").save(directory / "cmyk.jpg")
+    Image.fromarray(ramp).save(directory / "deep.png")
+    image.convert("RGBA").save(directory / "transparent.png")
+    image.quantize(4).save(directory / "palette.png")
+    image.resize((1500, 1000)).save(directory / "large.jpg", quality=95)
+    return {path.stem: path for path in directory.iterdir()}
+
+
+def test_images_of_all_kinds_look_as_in_the_folder(tmp_path: Path) -> None:
+    paths = special(tmp_path / "photos" / "class")
+    pack(tmp_path / "photos", tmp_path / "packed")
+    everything = Request(indices=tuple(range(len(paths))), epoch=None)
+    folder, packed = (load(tmp_path / name, val_fraction=0.0, image_size=35).train for name in ("photos", "packed"))
+    seen, expected = (source[everything].images.float() for source in (packed, folder))
+    # A packed one is scaled twice, so an edge may lie some pixels' parts elsewhere.
+    assert float((seen - expected).abs().mean(dim=(1, 2, 3)).max()) < 8
+    names = sorted(paths)
+    deep = seen[names.index("deep")][0]
+    assert float(deep[0].mean()) < 40
+    assert float(deep[-1].mean()) > 215
+    for name in ("turned", "large", "cmyk", "gray", "transparent", "palette"):
+        left, right = seen[names.index(name)][..., :10].mean(), seen[names.index(name)][..., -10:].mean()
+        assert float(left) < 20, name
+        assert 180 < float(right) < 220, name
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -217,3 +254,20 @@ def test_several_shards_are_one_source(folder_data: Path, tmp_path: Path) -> Non
     one, other = (load(path, image_size=64).train for path in (whole, parted))
     assert torch.equal(look(one, 1), look(other, 1))
     assert list_images(check_data(folder_data)).classes == read_index(parted).classes
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda text: text[: len(text) // 2], "is no index of packed data, or a torn one"),
+        (lambda _: "[]", "is no index of packed data, or a torn one"),
+        (lambda _: '{"version": 1, "fingerprint": ""}', "is no index of packed data, or a torn one"),
+        (lambda text: text.replace('"version": 1', '"version": 7'), "is of version 7, and this is for version 1"),
+        (lambda text: text.replace('"red"', '"rot"'), "does not have its own fingerprint"),
+    ],
+)
+def test_a_wrong_index_is_named(packed: Path, damage: Callable[[str], str], complaint: str) -> None:
+    path = packed / INDEX
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UserError, match=f"{path} {complaint}.*pack"):
+        check_data(packed)
