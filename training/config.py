@@ -80,7 +80,7 @@ class TrainConfig:
     """What to train on what, and how. Every field is a flag."""
 
     data: str
-    """A directory of images, IDX or CIFAR files, or `fashion-mnist` (Debian's package dataset-fashion-mnist)."""
+    """A directory of images, packed images, IDX or CIFAR files, or `fashion-mnist` (Debian's dataset-fashion-mnist)."""
     model: str = SMALL_CNN
     """`small-cnn`, or any of torchvision's classification models by name, such as resnet50."""
     epochs: int = 8

@@ -129,7 +129,12 @@ def pack(arguments: Arguments, workers: int) -> None:
 
 
 def _check_place(src: Path, dst: Path) -> None:
-    layout = check_data(src)
+    if not src.is_dir():
+        raise UserError(f"SRC is {src}, which is no directory: give the image folder")
+    try:
+        layout = check_data(src)
+    except UserError as error:
+        raise UserError(str(error).replace("--data is", "SRC is", 1)) from error
     if layout.kind != "image-folder":
         raise UserError(f"{src} needs no packing: train from it as it is (--data {src})")
     if dst.resolve().is_relative_to(src.resolve()):

@@ -242,8 +242,11 @@ def test_wrong_directories_are_refused(photos: Path, tmp_path: Path, idx_data: P
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     pack(photos, tmp_path / "packed", "--size", "32")
     for arguments, complaint in (
-        ((tmp_path / "nowhere", tmp_path / "a"), "does not exist"),
-        ((tmp_path / "full", tmp_path / "a"), "there are no images in class directories"),
+        ((tmp_path / "nowhere", tmp_path / "a"), "nowhere, which is no directory: give the image folder"),
+        (
+            (tmp_path / "full", tmp_path / "a"),
+            f"error: SRC is {tmp_path / 'full'}, but there are no images in class directories",
+        ),
         ((idx_data, tmp_path / "a"), f"{idx_data} needs no packing: train from it as it is"),
         ((tmp_path / "packed", tmp_path / "a"), "needs no packing"),
         ((photos, tmp_path / "full"), "exists and is no packed data set: give a new directory"),
