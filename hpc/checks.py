@@ -13,9 +13,14 @@ from hpc.errors import TorchrelayError, UserError
 from hpc.slurm import Partition
 from hpc.spec import Resources, RunSpec
 from hpc.staging import archive
+from hpc.staging.source import is_archive
 from hpc.units import format_minutes, walltime_minutes
+from training.config import TrainConfig, check_data
 
 _DAY_MINUTES = 24 * 60
+# Packing decodes every image once, as an epoch does: from the third epoch on it has paid.
+_EPOCHS_THAT_PAY = 3
+_USUAL_SIZE = 224
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
 # A run's own files (checkpoints aside) need about this much; with less, the first write would fail in the queue.
 _LEAST_FREE_BYTES = 64 * 2**20
@@ -168,6 +173,31 @@ def check_archive(path: Path) -> Path:
     except (TorchrelayError, OSError) as error:
         raise UserError(f"--data is {path}: {error}") from error
     return path.absolute()
+
+
+def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
+    """Side in pixels of the images that the nodes are to pack; None: they are not to.
+
+    It is decided here, because all nodes and attempts of a run have to see the same pixels.
+
+    Args:
+        asked: `off`, `on` or `auto`.
+        size: the side, if it was given.
+        train: where the data are, and for how many epochs.
+
+    Raises:
+        UserError: the data are no image folder.
+    """
+    data = Path(train.data)
+    if asked == "off":
+        return None
+    kind = None if is_archive(data) else check_data(data).kind
+    if asked == "auto" and (kind != "image-folder" or train.epochs < _EPOCHS_THAT_PAY):
+        return None
+    if kind not in {None, "image-folder"}:
+        raise UserError(f"--pack is on, but {data} is no image folder: leave it out, these data need no packing")
+    seen = train.image_size or _USUAL_SIZE
+    return size or -(-seen * 8 // 7 // 8) * 8
 
 
 def check_script(script: tuple[str, ...]) -> None:

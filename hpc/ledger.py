@@ -12,6 +12,7 @@ which a failure has those that are known:
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
 | staging | every agent whose copy takes longer | node source what bytes_done bytes_total bytes_per_second eta_seconds |
 | staged | every agent | node source and what hpc.staging.Staged has |
+| packed | every agent, with --pack | node path seconds |
 | node_failed | an agent that cannot go on | node detail |
 | rendezvous | the head node's agent | round port members (node ranks) |
 | checked | the head node's agent: the preflight before a script was passed | nodes (names) |

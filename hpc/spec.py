@@ -143,6 +143,8 @@ class RunSpec:
     """A directory on each node's own disk."""
     stage_keep: str = "7d"
     """How long a copy there is kept that nobody uses."""
+    pack: int | None = None
+    """Side in pixels of the images that the nodes train from, decoded once; None: from the files as they are."""
     recovery: Recovery = field(default_factory=Recovery)
 
     @property

@@ -60,6 +60,11 @@ class SubmitTraining(Submit):
     """Submit a training run to Slurm and keep it going until it is complete."""
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
+    pack: Literal["off", "on", "auto"] = "off"
+    """Decode the images of a folder once on every node, and train from the pixels (docs/packing.md): random crops are
+    then cut from their middle squares. `auto`: if there are enough epochs for that to pay."""
+    pack_size: int | None = None
+    """Side of these squares in pixels; by default 8/7 of the size that the model sees: 256 for 224."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +150,9 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     if options.name is not None:
         check_run_name(options.name)
     train, data = _check_work(options, script)
+    pack = None
+    if isinstance(options, SubmitTraining) and train is not None:
+        pack = checks.pack_size(options.pack, options.pack_size, train)
     cluster = choose_cluster(options.cluster)
     if cluster == "slurm":
         resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)
@@ -159,7 +167,7 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     run = _new_run(options.runs_dir, options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
-        script=script, stage_dir=str(options.stage_dir.absolute()),
+        script=script, pack=pack, stage_dir=str(options.stage_dir.absolute()),
         stage_keep=options.stage_keep, recovery=options.recovery,
     )  # fmt: skip
     checks.check_recovery(spec)

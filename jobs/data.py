@@ -4,13 +4,16 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from hpc.errors import TorchrelayError
 from hpc.staging.copy import Progress
 from hpc.staging.stage import Stager
 from hpc.staging.staged import Staged
 from hpc.units import duration_seconds
 from jobs.node import Node
+from jobs.packing import pack
 from jobs.say import say
 from jobs.team import NodeTeam
+from jobs.train import find_data
 
 # A copy of 100 GB must not look like a hang; one of a second needs no word.
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
@@ -25,10 +28,18 @@ def stage_data(node: Node) -> Path | None:
     """
     if node.spec.data is None:
         return None
-    staged = stage(node, Path(node.spec.data))
+    source = Path(node.spec.data)
+    staged = stage(node, source)
     if staged.in_place:
-        say(f"reading {node.spec.data} in place: {staged.in_place}")
-    return staged.path
+        say(f"reading {source} in place: {staged.in_place}")
+    if node.spec.pack is None:
+        return staged.path
+    if staged.in_place:
+        raise TorchrelayError(f"{staged.in_place}, so they cannot be packed either: submit with --pack off")
+    began = time.monotonic()
+    packed = pack(node, find_data(staged.path), node.spec.pack, _Watch(node, source))
+    node.note("packed", node=node.place.host, path=str(packed), seconds=round(time.monotonic() - began, 3))
+    return packed
 
 
 def stage(node: Node, source: Path) -> Staged:
@@ -36,11 +47,10 @@ def stage(node: Node, source: Path) -> Staged:
     team = NodeTeam(node, str(source))
     if team.leads:
         node.duties.append(team.update)
-    watch = _Watch(node, source)
     stager = Stager(
         Path(node.spec.stage_dir),
         team=team,
-        watch=watch,
+        watch=_Watch(node, source),
         keep_seconds=duration_seconds("--stage-keep", node.spec.stage_keep),
     )
     node.held.enter_context(stager)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 from cluster import LONG, Site, tiny_data
+from PIL import Image
+
+from hpc import ledger
+from training.pack_index import read_index
 
 pytestmark = pytest.mark.timeout(400)
 LOCAL = "--cluster=local"
@@ -82,3 +86,31 @@ def test_submission_returns_though_the_run_goes_on(site: Site) -> None:
     followed = site.hpc("logs", run.directory.name, "--rank=0")
     assert followed.stdout.startswith("[1:0] starting")
     run.cancel()
+
+
+def test_images_are_packed_on_the_node_once(site: Site) -> None:
+    for number in range(24):
+        directory = site.path / "photos" / f"class-{number % 2}"
+        directory.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((48, 40), 60).save(directory / f"{number}.jpg")
+    (site.path / "disk").mkdir()
+    flags = ("--nodes=1", "--gpus-per-node=1", "--batch-size=8", "--image-size=28", "--stage-dir=disk")
+    packed = []
+    for name in ("first", "second"):
+        done = site.hpc(
+            "submit", LOCAL, "--data=photos", "--pack=auto", "--epochs=3", f"--name={name}", *flags, "--wait"
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        [event] = [e for e in ledger.read(site.path / "runs" / name / "events") if e["event"] == "packed"]
+        packed.append(event)
+    assert packed[0]["path"] == packed[1]["path"]
+    index = read_index(Path(packed[0]["path"]))
+    assert (index.size, sum(part.images for part in index.parts)) == (32, 24)
+    copies = json.loads(site.hpc("stage", "--list", "--stage-dir=disk", "--json").stdout)
+    assert sorted(copy["files"] for copy in copies) == [3 + 1, 24], "the photographs, and what they were packed into"
+    check = site.hpc("stage", "--verify", "--stage-dir=disk")
+    assert check.returncode == 0, check.stdout
+    few = site.hpc("submit", LOCAL, "--data=photos", "--pack=auto", "--epochs=2", "--dry-run", *flags)
+    assert few.returncode == 0, few.stderr
+    other = site.hpc("submit", LOCAL, "--data=data", "--pack=on", "--dry-run", *flags)
+    assert (other.returncode, "is no image folder" in other.stderr) == (2, True)

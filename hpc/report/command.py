@@ -17,6 +17,8 @@ def submit_command(spec: RunSpec) -> list[str]:
     flags = [f"--cluster={spec.cluster}", *([f"--data={data}"] if data else [])]
     flags += [word for owner, default in owners for word in _changed(owner, default)]
     flags += [f"--stage-dir={spec.stage_dir}"] if spec.stage_dir != "/tmp" else []  # noqa: S108 - submit's default
+    flags += [f"--stage-keep={spec.stage_keep}"] if spec.stage_keep != "7d" else []
+    flags += [] if spec.pack is None else ["--pack=on", f"--pack-size={spec.pack}"]
     script = ["--", *spec.script] if spec.script else []
     return ["python", "-m", "hpc.submit", *flags, *script]
 

@@ -241,9 +241,9 @@ class Store:
         return Entry(store=self, name=name)
 
     def entries(self) -> list[Entry]:
-        """The copies that are there, the one that was not used for the longest time first."""
-        directories = [path for path in self.root.iterdir() if (path / "manifest").exists()]
-        return sorted((self.entry(path.name) for path in directories), key=lambda entry: entry.used_at)
+        """The copies that are there, and those that are being packed, the least recently used first."""
+        names = [path.name for path in self.root.iterdir() if path.name != "locks" and not path.name.startswith(".")]
+        return sorted(map(self.entry, names), key=lambda entry: entry.used_at)
 
     def sweep(self, held: str) -> None:
         """Remove what killed processes left half done.
