@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import shlex
 import signal
 import subprocess
 import sys
@@ -400,3 +401,17 @@ def test_place_where_everybody_may_rename_is_refused(source: Path, local: Path) 
         stage(source, local)
     local.chmod(0o1777)
     assert contents(stage(source, local).path) == contents(source)
+
+
+def test_line_for_the_epilog_deletes_what_nobody_reads(source: Path, local: Path, tmp_path: Path) -> None:
+    [line] = [line for line in (ROOT / "docs" / "staging.md").read_text().splitlines() if "runuser" in line]
+    other = tmp_path / "other"
+    other.mkdir()
+    with Stager(local) as user:
+        used = user.stage(source).path
+        unused = stage(other, local).path
+        program = shlex.split(line)[-1].replace("/tmp/", f"{local}/")
+        subprocess.run(["sh", "-c", program], check=False)
+        assert (used.exists(), unused.exists()) == (True, False)
+    subprocess.run(["sh", "-c", program], check=True)
+    assert open_store(local).entries() == []

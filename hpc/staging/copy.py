@@ -22,7 +22,7 @@ from hpc.staging.team import Address
 # Shared storage answers several requests at a time; hashing and writing use a core each.
 _SOURCE_THREADS, _MOST_PEER_THREADS = 4, 8
 _POLL_SECONDS = 0.1
-_END_SECONDS = 30.0
+_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +128,11 @@ class Copy:
             self._cancel(error)
             raise
         finally:
-            # A thread that went on would write into a directory that is being removed.
+            # A thread that went on would write into a directory that is being removed; but one that hangs in a read
+            # from storage that does not answer must not hold up what is to be done before Slurm kills this process.
+            deadline = time.monotonic() + _END_SECONDS
             for thread in (*readers, *askers):
-                thread.join(_END_SECONDS)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _look_on(
         self, readers: list[threading.Thread], askers: list[threading.Thread], watch: Watch, batches: Sequence[int]
