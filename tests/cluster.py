@@ -203,6 +203,24 @@ def dead(site: Site, node: str) -> Iterator[None]:
         assert site.hpc("testbed", "revive-node", node).returncode == 0
 
 
+def what_slurm_holds(seconds: float = 30.0) -> list[str]:
+    """Anybody's jobs, and the nodes with GPUs that Slurm takes for allocated: nothing, at the latest after a while."""
+    slurm_conf = str(STATE_DIRECTORY / "slurm.conf")
+    ask = (["squeue", "--all", "--noheader"], ["scontrol", "--details", "--oneliner", "show", "node"])
+    deadline = time.monotonic() + seconds
+    while True:
+        jobs, nodes = (
+            subprocess.run(
+                words, env={**os.environ, "SLURM_CONF": slurm_conf}, capture_output=True, text=True, check=True
+            ).stdout.splitlines()
+            for words in ask
+        )
+        left = [*jobs, *(node for node in nodes if "GresUsed=gpu:0" not in node)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.3)
+
+
 def commands() -> Iterator[tuple[Path, list[bytes]]]:
     """Every process of this machine, with its command line."""
     for process in Path("/proc").glob("[0-9]*"):

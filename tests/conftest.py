@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Site, need, tiny_data
+from cluster import Site, need, tiny_data, what_slurm_holds
 
 ROOT = Path(__file__).parent.parent
 USER = "torchrelay-test"
@@ -24,6 +24,15 @@ LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE"
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(LEAKS)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def cluster_is_free(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The testbed as the next test needs it, or the test that left something on it is the one that fails."""
+    yield
+    if "testbed" in request.fixturenames:
+        left = what_slurm_holds()
+        assert not left, f"{request.node.name} has left this on the testbed: {left}"
 
 
 @pytest.fixture(scope="session")

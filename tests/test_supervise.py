@@ -257,7 +257,9 @@ def test_job_that_slurm_could_not_start_is_released(site: Site, ordinary_user: S
 def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
     [pid] = [int(at.name) for at, words in commands() if words[0].endswith(b"slurmctld")]
-    os.kill(pid, signal.SIGKILL)
+    # Not SIGKILL: what it had not saved yet, up to 5 s, would be undone, and jobs that have ended would run again.
+    os.kill(pid, signal.SIGTERM)
+    run.wait("the end of slurmctld", lambda: running_slurm_conf() is None)
     try:
         with site.supervised() as watching:
             assert watching.stdout is not None
