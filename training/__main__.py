@@ -101,7 +101,9 @@ def _train(arguments: Arguments) -> int:
     # After the user's simplest mistakes: these imports take seconds.
     from training.distributed import SharedError  # noqa: PLC0415
     from training.launch import launch  # noqa: PLC0415
+    from training.lean import leave_out_compiler  # noqa: PLC0415
 
+    leave_out_compiler()
     run_dir = RunDir(arguments.run_dir.expanduser().absolute())
     job = Job(
         config=arguments.train,
