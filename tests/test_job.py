@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import LONG, Run, Site
+from cluster import LONG, PAIR, Run, Site
 
 from hpc import ledger
 from hpc.rundir import RunDir
@@ -17,13 +17,14 @@ from hpc.testbed import STATE_DIRECTORY
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
-def check_complete(site: Site, *arguments: str) -> None:
-    done = site.hpc("submit", "--json", "--wait", "--data=data", "--batch-size=64", "--epochs=3", *arguments)
+def check_complete(site: Site, *arguments: str, ranks: int = 2) -> None:
+    """A run of two nodes comes to its end, and everything is where it belongs."""
+    done = site.hpc("submit", "--json", "--wait", "--data=data", "--batch-size=64", "--epochs=3", *PAIR, *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     answer = json.loads(done.stdout)
     status = answer["status"]
     assert status["state"] == "completed"
-    assert status["world_size"] == 4
+    assert status["world_size"] == ranks
     assert status["test_accuracy"] > 0.5
     assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]
     nodes = status["attempts"][0]["nodes"]
@@ -33,7 +34,7 @@ def check_complete(site: Site, *arguments: str) -> None:
     assert run.stat().st_mode & 0o777 == 0o700
     events = ledger.read(run / "events")
     assert sorted(event["node"] for event in events if event["event"] == "staged") == sorted(nodes)
-    assert sorted(path.name for path in run.glob("logs/attempt-001/*")) == [f"rank-0{rank}.log" for rank in range(4)]
+    assert sorted(path.name for path in run.glob("logs/attempt-001/*")) == [f"rank-0{rank}.log" for rank in range(ranks)]
     with (run / "final" / "confusion.csv").open() as file:
         counted = sum(int(cell) for row in list(csv.reader(file))[1:] for cell in row[1:])
     assert counted == 500, "every test image once"
@@ -41,11 +42,11 @@ def check_complete(site: Site, *arguments: str) -> None:
 
 
 def test_main_job_as_root(site: Site) -> None:
-    check_complete(site, "--nodes=2", "--gpus-per-node=2")
+    check_complete(site, "--gpus-per-node=2", ranks=4)
 
 
 def test_main_job_as_an_ordinary_user(ordinary_user: Site) -> None:
-    check_complete(ordinary_user, "--nodes=2", "--gpus-per-node=2", "--name=mine")
+    check_complete(ordinary_user, "--name=mine")
     assert (ordinary_user.path / "runs" / "mine").owner() == ordinary_user.user
 
 
@@ -55,7 +56,7 @@ def test_names_and_paths_that_a_shell_would_take_apart(site: Site, name: str) ->
     odd.mkdir()
     (site.path / "data").rename(odd / "data")
     inside = Site(odd, site.slurm_conf)
-    check_complete(inside, "--nodes=2", "--gpus-per-node=2", f"--name={name}", f"--runs-dir={odd / 'r $u n s'}")
+    check_complete(inside, f"--name={name}", f"--runs-dir={odd / 'r $u n s'}")
 
 
 def test_preempted_run_goes_on_at_the_very_next_step(site: Site) -> None:
@@ -94,6 +95,9 @@ def test_scontrol_requeue(site: Site) -> None:
 
 def test_time_limit(site: Site) -> None:
     run = site.submit("--data=data", *LONG, "--time=2")
+    run.wait_for_steps(20)
+    # Slurm looks at time limits every half a minute.
+    site.slurm("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1")
     run.wait_for_release()
     stopped = run.steps()[-1]
     run.wait_for_steps(stopped + 5)
@@ -131,7 +135,7 @@ def test_submission_from_inside_a_job(site: Site) -> None:
     hpc = f"{sys.executable} -m hpc"
     script.write_text(
         "#!/bin/sh\nexport SLURM_CPU_BIND=mask_cpu:0x1 SBATCH_PARTITION=nowhere\n"
-        f"srun -n1 {hpc} submit --data=data --nodes=2 --gpus-per-node=2 --batch-size=64 --epochs=2 --name=inner\n"
+        f"srun -n1 {hpc} submit --data=data {' '.join(PAIR)} --batch-size=64 --epochs=2 --name=inner\n"
     )
     outer = site.slurm("sbatch", "--parsable", "--nodes=1", f"--output={site.path}/outer.log", str(script))
     log = site.path / "outer.log"
@@ -193,7 +197,7 @@ def test_taken_port_is_retried(site: Site) -> None:
 
 
 def test_logs_of_one_rank_and_attempt(site: Site) -> None:
-    check_complete(site, "--nodes=2", "--gpus-per-node=2", "--name=logged")
+    check_complete(site, "--name=logged")
     everything = site.hpc("logs", "logged").stdout
     assert "[1:0] " in everything
     assert site.hpc("logs", "logged", "--rank=0").stdout.startswith("[1:0] ")

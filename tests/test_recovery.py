@@ -239,7 +239,7 @@ def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
 
 
 def test_two_failures_without_a_step_end_the_run_with_the_first_that_failed(site: Site) -> None:
-    run = site.submit("--data=data", "--name=twice", *LONG, TORCHRELAY_FAULT="raise@8:3!")
+    run = site.submit("--data=data", "--name=twice", *LONG, "--gpus-per-node=2", TORCHRELAY_FAULT="raise@8:3!")
     status = run.wait_for_state("failed")
     assert status["attempts"][-1]["cause"] == "crashed"
     assert status["detail"].startswith("rank 3 on ")
@@ -248,7 +248,7 @@ def test_two_failures_without_a_step_end_the_run_with_the_first_that_failed(site
 
 
 def test_unfit_node_is_excluded(site: Site) -> None:
-    run = site.submit("--data=data", "--name=unfit", *LONG, TORCHRELAY_FAULT="preflight@0:2")
+    run = site.submit("--data=data", "--name=unfit", *LONG, TORCHRELAY_FAULT="preflight@0:1")
     run.wait("the requeue", lambda: run.events("requeued"))
     [first] = run.status()["attempts"]
     assert first["cause"] == "bad_node"

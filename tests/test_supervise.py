@@ -212,10 +212,14 @@ def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site,
     zombie.wait_for_steps(20)
     [agent] = agent_pids(zombie, zombie.status()["attempts"][0]["nodes"][0])
     os.kill(agent, signal.SIGSTOP)
+    # As if it had been silent for most of the minute that it is given.
+    os.utime(zombie.directory.alive, (time.time() - 50,) * 2)
     with ordinary_user.supervised() as watching:
         run.wait_for_steps(50)
         [node] = run.status()["attempts"][0]["nodes"]
         with dead(site, node):
+            # What Slurm finds out by itself, in its own time (test_testbed).
+            site.slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=dead")
             status = run.wait_for_state("completed")
             zombie.wait("the next attempt's steps", lambda: zombie.attempts_logged()[-1] == 2)
         watching.terminate()
