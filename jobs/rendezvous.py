@@ -20,6 +20,8 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
 # In the rendezvous, a node that says nothing for interval x attempts is lost; torchrun's own default is 15 s.
 _KEEP_ALIVE_SECONDS, _KEEP_ALIVE_ATTEMPTS = 2, 3
+# By its path: whatever a user's script has in its PYTHONPATH, torchrun is ours.
+_TORCHRUN = Path(__file__).parents[1] / "training" / "torchrun.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ def torchrun_argv(rendezvous: Rendezvous, ranks: int, address: str, python: str)
         "keep_alive_max_attempt": _KEEP_ALIVE_ATTEMPTS,
     }
     return [
-        python, "-P", "-m", "torch.distributed.run",
+        python, "-P", str(_TORCHRUN),
         # Exactly those that are there, as jobs.formation knows: torchrun itself does not notice that a node has fallen
         # silent in the middle of a round.
         f"--nnodes={len(rendezvous.members)}",
