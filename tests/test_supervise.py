@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +79,27 @@ def assert_one_new_job(run: Run) -> None:
 
 
 def test_killed_at_any_step_the_next_one_ends_what_was_begun(site: Site) -> None:
+    cases = {}
     for step in ("sinfo", "sbatch", "scancel"):
         for when in ("before", "after"):
             name, real = f"{step}-{when}", shutil.which(step)
             # Only what holds nodes has a job that is to be ended.
             run = crippled(site, "run", holds_nodes=step == "scancel", runs_dir=name)
             text = f'kill -9 $PPID; exec {real} "$@"' if when == "before" else f'{real} "$@"; kill -9 $PPID'
-            path = program(site.path / f"kills-{name}", step, text)
-            killed = site.hpc("supervise", "--once", f"--runs-dir={name}", PATH=path)
-            assert killed.returncode == -signal.SIGKILL, killed.stderr
-            supervise(site, f"--runs-dir={name}")
-            run.wait("the end of the old job", lambda run=run: run.job_id not in live_jobs(run))
-            assert_one_new_job(run)
-            assert actions(site, f"--runs-dir={name}") == {"run": "keep"}
-            assert_one_new_job(run)
-            site.slurm("scancel", *live_jobs(run))
+            cases[name] = run, program(site.path / f"kills-{name}", step, text)
+
+    def recover(name: str) -> None:
+        run, path = cases[name]
+        killed = site.hpc("supervise", "--once", f"--runs-dir={name}", PATH=path)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        supervise(site, f"--runs-dir={name}")
+        run.wait("the end of the old job", lambda: run.job_id not in live_jobs(run))
+        assert_one_new_job(run)
+        assert actions(site, f"--runs-dir={name}") == {"run": "keep"}
+        assert_one_new_job(run)
+
+    with ThreadPoolExecutor() as all_at_once:
+        list(all_at_once.map(recover, cases))
 
 
 def test_several_at_once_start_each_run_once(site: Site) -> None:

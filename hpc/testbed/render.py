@@ -41,9 +41,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-# Schedule at once when a job comes (default: 2 to 3 s later), and every few seconds (default: 60 and 30), so that a
+# Schedule at once when a job comes (default: 2 to 3 s later), and every second (default: 60; backfill 30), so that a
 # requeued job starts when it may, not a minute later.
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=5,bf_interval=5
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=5
 """
 
 _ACCOUNTING = """\
