@@ -42,8 +42,14 @@ def check_complete(site: Site, *arguments: str, ranks: int = 2) -> None:
     assert (run / "code" / ".torchrelay" / "hpc" / "submit.py").is_file()
 
 
-def test_main_job_as_root(site: Site) -> None:
-    check_complete(site, "--gpus-per-node=2", ranks=4)
+def test_main_job_as_root_and_its_logs_of_one_rank_and_attempt(site: Site) -> None:
+    check_complete(site, "--gpus-per-node=2", "--name=logged", ranks=4)
+    everything = site.hpc("logs", "logged").stdout
+    assert "[1:0] " in everything
+    assert site.hpc("logs", "logged", "--rank=0").stdout.startswith("[1:0] ")
+    assert site.hpc("logs", "logged", "--attempt=2").stdout == ""
+    lines = json.loads(site.hpc("logs", "logged", "--json", "--rank=0").stdout)
+    assert {(line["attempt"], line["rank"]) for line in lines} == {(1, 0)}
 
 
 def test_main_job_as_an_ordinary_user(ordinary_user: Site) -> None:
@@ -121,16 +127,6 @@ def test_script_submitted_by_hand_resumes(site: Site) -> None:
     site.slurm("scancel", by_hand)
 
 
-def test_second_job_leaves_a_run_that_is_being_trained_alone(site: Site) -> None:
-    run = site.submit("--data=data", *LONG)
-    run.wait_for_steps(5)
-    second = site.slurm("sbatch", "--parsable", str(run.directory.script))
-    log = run.directory.logs / f"{second}_0_log.out"
-    run.wait("the refusal", lambda: log.exists() and "in the hands of job" in log.read_text())
-    assert run.status()["attempt"] == 1
-    run.cancel()
-
-
 def test_submission_from_inside_a_job(site: Site) -> None:
     script = site.path / "inner.sh"
     hpc = f"{sys.executable} -m hpc"
@@ -146,9 +142,13 @@ def test_submission_from_inside_a_job(site: Site) -> None:
     assert len(set(status["attempts"][0]["nodes"])) == 2, log.read_text()
 
 
-def test_cancelled_run_stays_cancelled(site: Site) -> None:
+def test_further_jobs_leave_a_run_that_is_being_trained_or_cancelled_alone(site: Site) -> None:
     run = site.submit("--data=data", *LONG)
     run.wait_for_steps(5)
+    second = site.slurm("sbatch", "--parsable", str(run.directory.script))
+    log = run.directory.logs / f"{second}_0_log.out"
+    run.wait("the refusal", lambda: log.exists() and "in the hands of job" in log.read_text())
+    assert run.status()["attempt"] == 1
     run.cancel()
     assert run.status()["state"] == "cancelled"
     assert not run.events("requeued")
@@ -195,13 +195,3 @@ def test_taken_port_is_retried(site: Site) -> None:
     # The preflight, once more on another port, and the script.
     assert [event["round"] for event in run.events("rendezvous")] == [1, 2, 3]
     assert len(run.events("checked")) == 1
-
-
-def test_logs_of_one_rank_and_attempt(site: Site) -> None:
-    check_complete(site, "--name=logged")
-    everything = site.hpc("logs", "logged").stdout
-    assert "[1:0] " in everything
-    assert site.hpc("logs", "logged", "--rank=0").stdout.startswith("[1:0] ")
-    assert site.hpc("logs", "logged", "--attempt=2").stdout == ""
-    lines = json.loads(site.hpc("logs", "logged", "--json", "--rank=0").stdout)
-    assert {(line["attempt"], line["rank"]) for line in lines} == {(1, 0)}

@@ -15,7 +15,7 @@ from pathlib import Path
 from signal import SIGKILL
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ["training.__main__", "training.launch", "torch.utils.tensorboard"]
+_PRELOADED = ["training.__main__", "training.launch", "torch.utils.tensorboard", "torch._dynamo"]
 _PRELOADED += ["torchvision.models", "torchvision.transforms.v2"]
 
 

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from training.compare import compare_runs
 from training.config import TrainConfig
 from training.fault import POINTS
 from training.local import start_ranks, wait_for
-from training.verify_resume import compare_courses, draw_faults, samples_by_step, verify
+from training.verify_resume import compare_courses, draw_faults, main, samples_by_step, verify
 
 # 203 images less 41 held out: 18 steps of 9 an epoch.
 SHORT = {"epochs": 2, "batch_size": 9, "val_fraction": 0.2, "log_every": 1, "lr": 0.02, "checkpoint_every": "5"}
@@ -162,15 +164,35 @@ def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir,
         (["--ranks=9", "--batch-size=8"], 2, "error: --batch-size is 8, too small for the 9 ranks that share it"),
         (["--epochs=0"], 2, "error: --epochs is 0: use 1 or more"),
         (["--keep=/dev/null/new"], 2, "error: --keep is /dev/null/new, which cannot be made (Not a directory)"),
-        (["--lr=1e30", "--ranks=1", "--warmup-epochs=0"], 1, "the training has diverged, use a smaller --lr"),
     ],
 )
 def test_what_cannot_be_verified_is_said_in_one_line(
-    idx_data: Path, tmp_path: Path, flags: list[str], code: int, message: str
+    idx_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    *,
+    flags: list[str],
+    code: int,
+    message: str,
 ) -> None:
-    argv = [sys.executable, "-m", "training.verify_resume", "--data", str(idx_data), *flags]
+    monkeypatch.setattr(sys, "argv", ["verify_resume", "--data", str(idx_data), *flags])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main() == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    said = capfd.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_verification_is_a_command_of_its_own(idx_data: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "training.verify_resume", "--data", str(idx_data), "--cuts=1", "--ranks=1"]
     environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(argv, check=False, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
+    more = ["--epochs=1", "--batch-size=60", "--lr=1e30", "--warmup-epochs=0"]
+    done = subprocess.run([*argv, *more], check=False, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 1, done.stderr
+    assert "the training has diverged, use a smaller --lr" in done.stderr
     assert len(done.stderr.splitlines()) == 1
