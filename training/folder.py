@@ -19,6 +19,8 @@ from hpc.errors import UserError
 from training.decode import as_rgb, decode
 
 _JPEG = b"\xff\xd8\xff"
+# Fewer bytes cannot hold so many pixels that Pillow would refuse them as a decompression bomb: 2 bits for each 8 x 8.
+_HARMLESS_BYTES = 500_000
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
 _Decoder = Callable[[Tensor, int], Tensor]
 
@@ -88,8 +90,13 @@ class FolderImages:
 
 def _pixels(content: bytes, decode_jpeg: _Decoder | None) -> Tensor | None:
     """The image as uint8 [h, w, 3]. What torchvision refuses, Pillow has a look at."""
-    if decode_jpeg is not None and content.startswith(_JPEG):
+    if decode_jpeg is not None and content.startswith(_JPEG) and _is_no_bomb(content):
         with suppress(RuntimeError):
             return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), _RGB).permute(1, 2, 0)
     array = decode(content, lambda file: np.array(as_rgb(file)))
     return None if array is None else torch.from_numpy(array)
+
+
+def _is_no_bomb(content: bytes) -> bool:
+    """Whether Pillow, which torchvision's decoder does not ask, thinks that the image may be decoded."""
+    return len(content) < _HARMLESS_BYTES or decode(content, lambda image: image.size) is not None

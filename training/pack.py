@@ -218,11 +218,11 @@ def _check_space(missing: Sequence[Shard], directory: Path) -> None:
 
 
 def _publish(directory: Path, dst: Path) -> None:
-    """Give the complete directory its name."""
-    for hidden in directory.glob(".*"):
-        hidden.unlink()
+    """Give the complete directory its name. Killed after that, it has needless hidden files; before, all it needs."""
     directory.rename(dst)
     fsync_directory(dst.parent)
+    for hidden in dst.glob(".*"):
+        hidden.unlink()
 
 
 def _tell(index: PackIndex, dst: Path) -> None:

@@ -32,6 +32,14 @@ def ask(source: Source, *indices: int, epoch: int | None = 1) -> Batch:
     return source[Request(indices=indices, epoch=epoch)]
 
 
+def test_a_jpeg_that_says_it_is_enormous_is_corrupt_without_being_decoded(data: Path) -> None:
+    path = data / "blue sky" / "8.jpg"
+    content = path.read_bytes()
+    size = content.index(b"\xff\xc0") + 5
+    path.write_bytes(content[:size] + (30000).to_bytes(2, "big") * 2 + content[size + 4 :] + bytes(500_000))
+    assert ask(load(data, val_fraction=0.0).train, 8).corrupt.tolist() == [8]
+
+
 @pytest.mark.parametrize("epoch", [1, None])
 @pytest.mark.parametrize("content", NO_IMAGES.values(), ids=NO_IMAGES.keys())
 def test_a_corrupt_image_is_replaced_by_the_next_one_with_its_label(
