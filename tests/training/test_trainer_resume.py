@@ -61,7 +61,7 @@ def test_batch_statistics_dropout_workers_and_bfloat16_change_nothing_about_it(
 ) -> None:
     start.data = folder_data
     flags = ("--model=mobilenet_v3_small", "--image-size=32", "--amp=bf16", "--workers=1", "--batch-size=5")
-    flags = (*flags, "--epochs=4", "--log-every=4", "--lr=0.01", "--optimizer=adamw")
+    flags = (*flags, "--epochs=3", "--log-every=4", "--lr=0.01", "--optimizer=adamw")
     whole = start.complete(*flags, run="whole", world_size=2)
 
     cut = start(*flags, run="cut", world_size=2)

@@ -127,21 +127,39 @@ def keep_snapshots(seconds: float) -> None:
     snapshotter.remove_newer = lambda _directory, _step: None
 
 
+@pytest.fixture(scope="module")
+def without(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing disturbed, and without snapshots: there is no memory for them."""
+    start = Starter(idx_data, tmp_path_factory.mktemp("without"))
+    return start.complete(*NORMALISED, "--snapshot-every=1", world_size=2).run_dir
+
+
+def told(run: Path, every: str, directory: Path) -> Path:
+    """A copy of the run, as if it had been given this interval, which only its results name."""
+    shutil.copytree(run, directory)
+    for path in directory.rglob("result.json"):
+        result = json.loads(path.read_text())
+        assert result["config"]["snapshot_every"] == "1"
+        result["config"]["snapshot_every"] = every
+        path.write_text(json.dumps(result))
+    return directory
+
+
 @pytest.mark.parametrize(("every", "seconds"), [("1", 0.0), ("3", 0.03), ("0.05s", 0.03), ("auto", 0.15)])
-def test_taking_snapshots_changes_nothing(start: Starter, node: NodeDir, every: str, seconds: float) -> None:
-    flags = (*NORMALISED, f"--snapshot-every={every}")
-    without = start.complete(*flags, run="without", world_size=2).run_dir
-    training = start(*flags, f"--node-dir={node.path}", world_size=2, prepare=partial(keep_snapshots, seconds))
+def test_taking_snapshots_changes_nothing(
+    start: Starter, node: NodeDir, without: Path, every: str, seconds: float
+) -> None:
+    flags = (*NORMALISED, f"--snapshot-every={every}", f"--node-dir={node.path}")
+    training = start(*flags, world_size=2, prepare=partial(keep_snapshots, seconds))
     assert training.wait() == [0, 0], training.output()
-    assert_same(without, training.run_dir)
+    assert_same(told(without, every, start.directory / "without"), training.run_dir)
     assert steps_of(node), "there were no snapshots"
 
 
-def test_the_snapshot_of_any_node_has_everything(start: Starter, tmp_path: Path) -> None:
+def test_the_snapshot_of_any_node_has_everything(start: Starter, tmp_path: Path, without: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.mkdir()
     flags = (*NORMALISED, "--snapshot-every=2")
-    whole = start.complete(*flags, run="whole", world_size=2)
     cut = start(*flags, world_size=2, prepare=partial(on_its_own_node, nodes))
     cut.wait_for_step(12)
     cut.kill()
@@ -153,7 +171,7 @@ def test_the_snapshot_of_any_node_has_everything(start: Starter, tmp_path: Path)
     assert again.wait() == [0, 0], again.output()
     [_, started] = events(cut.run_dir, "train_started")
     assert (started["source"], started["step"]) == ("snapshot", snapshots[0])
-    assert_same(whole.run_dir, cut.run_dir)
+    assert_same(told(without, "2", tmp_path / "without"), cut.run_dir)
     assert steps_of(NodeDir(nodes / "0")) == steps_of(NodeDir(nodes / "1")) == []
 
 
