@@ -5,19 +5,18 @@ importing them costs seconds, and a login node may not even be able to.
 """
 
 import dataclasses
-import difflib
-import importlib.util
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.errors import UserError
+from training.choices import OPTIMIZERS, SCALINGS, SCHEDULES, flag, listed, parse_drops
+from training.interval import WORDS, Interval, parse_interval
 from training.layout import FASHION_MNIST, DataLayout, check_data, resolve_data
+from training.names import SMALL_CNN, check_model, torchvision_models
 
 __all__ = [
     "DataLayout",
@@ -33,47 +32,6 @@ __all__ = [
     "torchvision_models",
 ]
 
-SMALL_CNN = "small-cnn"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """How often to save: every so many optimizer steps, or every so many seconds, or never if neither is set."""
-
-    steps: int | None = None
-    seconds: float | None = None
-    largest_share: float | None = None
-    """Part of the training's time that the saving may take: if it costs more, the seconds become more."""
-
-
-_SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
-# Half of the 1 % that is promised: not all that a snapshot costs can be measured while it is taken.
-_AUTO = Interval(seconds=1.0, largest_share=0.005)
-# field: (what it may be beside steps and a duration, how to say that)
-_WORDS: dict[str, tuple[dict[str, Interval], str]] = {
-    "checkpoint_every": ({}, ""),
-    "snapshot_every": ({"auto": _AUTO, "off": Interval()}, "auto, off, "),
-}
-
-
-def parse_interval(field: str, text: str) -> Interval:
-    """Read `500` (steps), `30s`, `10m` or `2h`, or a word that the field knows.
-
-    Raises:
-        UserError: the text is none of these, or zero.
-    """
-    words, names = _WORDS[field]
-    if text.strip() in words:
-        return words[text.strip()]
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|(\d+)", text.strip())
-    if match:
-        amount, unit, steps = match.groups()
-        if steps and int(steps) > 0:
-            return Interval(steps=int(steps))
-        if amount and float(amount) > 0:
-            return Interval(seconds=float(amount) * _SECONDS_OF_UNIT[unit])
-    raise UserError(f"{flag(field)} is {text!r}: use {names}steps such as 500, or a duration such as 30s, 10m or 2h")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -88,19 +46,29 @@ class TrainConfig:
     batch_size: int = 512
     """Images per optimizer step, of all ranks together: they share it, whatever their number."""
     lr: float = 0.15
-    """The highest learning rate, reached at the end of the warm-up."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """SGD with Nesterov momentum, or AdamW."""
+    """The highest learning rate, reached at the end of the warm-up; --lr-scaling may change it."""
+    lr_scaling: Annotated[str, listed("What the global batch makes of --lr.", SCALINGS)] = "none"
+    """A name of `training.choices.SCALINGS`."""
+    optimizer: Annotated[str, listed("How the gradients change the weights.", OPTIMIZERS)] = "sgd"
+    """A name of `training.choices.OPTIMIZERS`."""
     momentum: float = 0.9
-    """SGD's momentum, or AdamW's first beta."""
+    """SGD's momentum, or Adam's and AdamW's first beta."""
     weight_decay: float = 5e-4
     """Decay of weights; biases and norms do not decay."""
+    decay_all: bool = False
+    """Let biases and norms decay too."""
     label_smoothing: float = 0.0
     """Share of the target spread over all classes."""
     warmup_epochs: float = 1.0
     """Epochs over which the learning rate rises from almost zero to --lr."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """The learning rate after the warm-up: falling to zero along a cosine, or constant."""
+    schedule: Annotated[str, listed("The learning rate after the warm-up.", SCHEDULES)] = "cosine"
+    """A name of `training.choices.SCHEDULES`."""
+    drop_epochs: str = "30"
+    """When schedule `step` lowers the learning rate: 30 is every 30 epochs, 150,225 are the epochs themselves."""
+    drop_factor: float = 0.1
+    """What schedules `step` and `plateau` multiply the learning rate with."""
+    plateau_patience: int = 10
+    """Epochs without a lower validation loss that schedule `plateau` bears; after one more it lowers the rate."""
     clip_norm: float = 0.0
     """Largest norm of the gradients of a step, which are scaled down to it; 0: they are not."""
     accumulate: int = 1
@@ -157,13 +125,9 @@ class TrainConfig:
             _check_choice(field.name, getattr(self, field.name))
         for name, (accepts, fix) in _RULES.items():
             _check_rule(name, getattr(self, name), accepts, fix)
-        for name in _WORDS:
+        for name in WORDS:
             parse_interval(name, getattr(self, name))
-
-
-def flag(field: str) -> str:
-    """The flag of a field: `--batch-size` of `batch_size`."""
-    return "--" + field.replace("_", "-")
+        parse_drops(self.drop_epochs)
 
 
 def _is_whole(value: Any, least: int) -> bool:
@@ -186,6 +150,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "momentum": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
     "weight_decay": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "drop_epochs": (lambda v: isinstance(v, str), "use a number such as '30', or epochs such as '150,225'"),
+    "drop_factor": (lambda v: _is_number(v) and 0 < v < 1, "use more than 0 and less than 1"),
+    "plateau_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
     "clip_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "accumulate": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "ema": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),
@@ -213,10 +180,14 @@ def _check_rule(name: str, value: Any, accepts: Callable[[Any], bool], fix: str)
         raise UserError(f"{flag(name)} is {value!r}: {fix}")
 
 
+_NAMED = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "lr_scaling": SCALINGS}
+
+
 def _check_choice(name: str, value: Any) -> None:
     kind = _field_types()[name]
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        raise UserError(f"{flag(name)} is {value!r}: use one of {', '.join(get_args(kind))}")
+    known = get_args(kind) if get_origin(kind) is Literal else tuple(_NAMED.get(name, ()))
+    if known and value not in known:
+        raise UserError(f"{flag(name)} is {value!r}: use one of {', '.join(known)}")
 
 
 @cache
@@ -229,36 +200,6 @@ def to_argv(config: TrainConfig) -> list[str]:
     values = dataclasses.asdict(config)
     switches = [flag(name) for name, value in values.items() if value is True]
     return switches + [f"{flag(name)}={value}" for name, value in values.items() if type(value) not in {bool, NoneType}]
-
-
-@cache
-def torchvision_models() -> tuple[str, ...]:
-    """The names of torchvision's classification models, read from its source: importing it takes 4 seconds.
-
-    Empty where torchvision is not installed.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or not spec.submodule_search_locations:
-        return ()
-    sources = sorted((Path(spec.submodule_search_locations[0]) / "models").glob("*.py"))
-    registered = re.compile(r"^@register_model\((?:(?:name=)?[\"'](\w+)[\"'])?\)\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
-    found = (match for source in sources for match in registered.finditer(source.read_text(encoding="utf-8")))
-    return tuple(sorted(match[1] or match[2] for match in found))
-
-
-def check_model(name: str) -> None:
-    """Make sure that there is a model of this name.
-
-    Raises:
-        UserError: there is none; lists the names that come close.
-    """
-    known = (SMALL_CNN, *torchvision_models())
-    if name in known:
-        return
-    if len(known) == 1:
-        raise UserError(f"--model is {name!r}, and torchvision is not installed here: pip install torchvision")
-    close = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [SMALL_CNN, "resnet50"]
-    raise UserError(f"--model is {name!r}, which is not known: did you mean {', '.join(close)}?")
 
 
 def together(config: TrainConfig) -> int:

@@ -19,6 +19,7 @@ from training.job import Job
 from training.recorder import Recorder
 from training.result import describe
 from training.samples import samples_json
+from training.schedule import follow_plateau
 from training.state import TrainState
 from training.window import Window
 
@@ -58,6 +59,7 @@ class Examiner:
             return
         result = self.evaluate(self.data.val, "val", before_batch)
         progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
+        follow_plateau(self.job.config, progress, result.loss)
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
             progress.best_accuracy = result.accuracy
             self.recorder.best(self.weights(), self.result())

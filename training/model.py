@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc.errors import UserError
-from training.config import SMALL_CNN, TrainConfig
+from training.config import TrainConfig
 from training.counted import Purpose, stream
+from training.names import SMALL_CNN
 
 _SMALL_CNN_FOLDER_SIZE = 64
 _TORCHVISION_SIZE = 224

@@ -1,45 +1,55 @@
-"""Optimizers, and the learning rate as a pure function of the step. Runs on every rank."""
+"""Optimizers by name, and mixed precision. Runs on every rank."""
 
-import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from training.config import TrainConfig
 
+Groups = list[dict[str, Any]]
+
+
+def _sgd(groups: Groups, config: TrainConfig, *, nesterov: bool) -> Optimizer:
+    return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov and config.momentum > 0)
+
+
+# By the names of `training.choices.OPTIMIZERS`.
+MAKERS: dict[str, Callable[[Groups, TrainConfig], Optimizer]] = {
+    "sgd": partial(_sgd, nesterov=True),
+    "sgd-heavy-ball": partial(_sgd, nesterov=False),
+    "adamw": lambda groups, config: AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999)),
+    "adam": lambda groups, config: Adam(groups, lr=config.lr, betas=(config.momentum, 0.999)),
+}
+
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """An optimizer whose weight decay leaves out biases and norms: whatever has one dimension."""
-    decaying = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    if config.optimizer == "adamw":
-        return AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999))
-    return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
+    """An optimizer of what is to be trained. Biases and norms, whatever has one dimension, decay only if they should.
 
-
-def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of the step that follows `step` steps done.
-
-    It rises in a line over the warm-up, then falls along half a cosine to zero at the end (Loshchilov and Hutter,
-    "SGDR", 2017, without restarts) or stays.
+    They are a group of their own in any case: so the flag may change in the course of a run.
     """
-    total = steps_per_epoch * config.epochs
-    warmup = min(round(config.warmup_epochs * steps_per_epoch), total)
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    if config.schedule == "constant":
-        return config.lr
-    return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    of_others = config.weight_decay if config.decay_all else 0.0
+    groups: Groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": of_others},
+    ]
+    return MAKERS[config.optimizer]([group for group in groups if group["params"]], config)
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
     """Use this learning rate from now on."""
     for group in optimizer.param_groups:
         group["lr"] = value
+
+
+def rate_of(optimizer: Optimizer) -> float:
+    """The learning rate of the last step."""
+    return float(optimizer.param_groups[0]["lr"])
 
 
 _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -38,6 +38,12 @@ class Progress:
     val_accuracy: float | None = None
     best_accuracy: float | None = None
     """The highest in validation."""
+    lr_factor: float = 1.0
+    """What schedule `plateau` has made of the learning rate."""
+    plateau_loss: float | None = None
+    """The lowest validation loss that it knows of."""
+    plateau_epochs: int = 0
+    """Epochs since then, or since it has last lowered the rate."""
     logged_step: int = 0
     """The last one with a line of metrics."""
     corrupt: list[int] = field(default_factory=list)

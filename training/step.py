@@ -15,8 +15,9 @@ from training.distributed import Ranks, SharedError
 from training.fault import Fault
 from training.mix import Mix, draw_mix, mix_images, mix_labels
 from training.model import Preprocess
-from training.optim import autocast, learning_rate, set_learning_rate
+from training.optim import autocast, set_learning_rate
 from training.plan import Plan, share
+from training.schedule import learning_rate
 from training.state import TrainState
 from training.window import Window
 
@@ -71,7 +72,7 @@ class Stepper:
         window.begin_step()
         torch.manual_seed(stream(config.seed, Purpose.STEP, progress.step, self.ranks.rank))
         state.model.train()
-        set_learning_rate(state.optimizer, learning_rate(config, progress.step, self.plan.steps_per_epoch))
+        set_learning_rate(state.optimizer, learning_rate(config, progress, self.plan.steps_per_epoch))
         mix = draw_mix(config, progress.step, self.preprocess.size)
         for part in range(config.accumulate):
             start, end = share(len(batch.labels), part, config.accumulate, self.plan.together)

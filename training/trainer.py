@@ -23,7 +23,7 @@ from training.examiner import Examiner
 from training.job import Job
 from training.metrics import Lines
 from training.model import Preprocess
-from training.optim import learning_rate, make_optimizer, make_scaler
+from training.optim import make_optimizer, make_scaler, rate_of
 from training.pace import Pace
 from training.plan import make_plan
 from training.recorder import Recorder
@@ -216,7 +216,7 @@ class Trainer:
         speed = self.window.images_per_second()
         loss = self.window.total_loss(step) / self.window.images
         epoch = (step - 1) // self.plan.steps_per_epoch + 1
-        lr = learning_rate(self.config, step - 1, self.plan.steps_per_epoch)
+        lr = rate_of(self.state.optimizer)
         self.state.progress.logged_step = step
         self.recorder.train(
             {

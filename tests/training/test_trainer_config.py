@@ -34,7 +34,12 @@ from training.config import (
         ("batch_size", -4, "--batch-size is -4: use 1 or more (images of all ranks together)"),
         ("lr", 0.0, "--lr is 0.0: use a number above 0"),
         ("lr", float("nan"), "--lr is nan: use a number above 0"),
-        ("optimizer", "adam", "--optimizer is 'adam': use one of sgd, adamw"),
+        ("optimizer", "adma", "--optimizer is 'adma': use one of sgd, sgd-heavy-ball, adamw, adam"),
+        ("schedule", "cos", "--schedule is 'cos': use one of cosine, step, one-cycle, plateau, constant"),
+        ("lr_scaling", "log", "--lr-scaling is 'log': use one of none, sqrt, linear"),
+        ("drop_epochs", "3,2", "--drop-epochs is '3,2': use a number such as 30, or rising epochs such as 150,225"),
+        ("drop_factor", 1.0, "--drop-factor is 1.0: use more than 0 and less than 1"),
+        ("plateau_patience", -1, "--plateau-patience is -1: use 0 or more epochs"),
         ("momentum", 1.0, "--momentum is 1.0: use 0 or more and less than 1"),
         ("weight_decay", -1e-4, "--weight-decay is -0.0001: use 0 or more"),
         ("label_smoothing", 1, "--label-smoothing is 1: use 0 or more and less than 1"),
@@ -131,6 +136,17 @@ def test_the_names_of_models_are_those_that_torchvision_itself_lists() -> None:
     from torchvision import models
 
     assert list(torchvision_models()) == sorted(models.list_models(module=models))
+
+
+def test_the_help_has_a_line_for_every_name_of_an_optimizer_and_a_schedule() -> None:
+    from training.choices import OPTIMIZERS, SCALINGS, SCHEDULES
+
+    environment = {**os.environ, "COLUMNS": "200"}
+    help_of = subprocess.run(
+        [sys.executable, "-m", "training", "--help"], capture_output=True, text=True, check=True, env=environment
+    )
+    for table in (OPTIMIZERS, SCALINGS, SCHEDULES):
+        assert all(f"{name}: {text}" in help_of.stdout for name, text in table.items())
 
 
 def test_reading_the_flags_imports_no_torch() -> None:

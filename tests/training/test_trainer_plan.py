@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from training.config import TrainConfig
 from training.counted import Purpose, below, bits, permutation, stream, uniform
-from training.optim import learning_rate
 from training.plan import evaluation_requests, make_plan, share
 
 
@@ -96,19 +94,3 @@ def test_shares_cover_everything() -> None:
 def test_pairs_are_not_torn_apart() -> None:
     assert [share(10, rank, 4, together=2) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 10)]
     assert [share(7, rank, 3, together=2) for rank in range(3)] == [(0, 2), (2, 4), (4, 7)]
-
-
-def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:
-    config = TrainConfig(data="x", epochs=10, lr=0.4, warmup_epochs=2)
-    rates = [learning_rate(config, step, steps_per_epoch=10) for step in range(100)]
-    assert rates[0] == pytest.approx(0.02)
-    assert rates[19] == rates[20] == pytest.approx(0.4)
-    assert rates[60] == pytest.approx(0.2)
-    assert rates[:20] == sorted(rates[:20])
-    assert rates[20:] == sorted(rates[20:], reverse=True)
-    assert rates[99] < 0.001
-
-
-def test_a_constant_learning_rate_stays_after_the_warm_up() -> None:
-    config = TrainConfig(data="x", epochs=2, lr=0.4, warmup_epochs=0, schedule="constant")
-    assert {learning_rate(config, step, steps_per_epoch=10) for step in range(20)} == {0.4}
