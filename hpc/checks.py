@@ -152,14 +152,14 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         )
 
 
-def check_data_is_shared(data: Path) -> None:
-    """Refuse data that only this node has.
+def check_is_shared(flag: str, path: Path) -> None:
+    """Refuse what only this node has.
 
     Raises:
-        UserError: they are on its own disk.
+        UserError: it is on its own disk.
     """
-    if any(data.resolve().is_relative_to(local) for local in _NODE_LOCAL):
-        raise UserError(f"--data {data} is on this node's own disk: use a directory that all nodes share")
+    if any(path.resolve().is_relative_to(local) for local in _NODE_LOCAL):
+        raise UserError(f"{flag} {path} is on this node's own disk: use a directory that all nodes share")
 
 
 def check_archive(path: Path) -> Path:

@@ -27,7 +27,7 @@ from hpc.rundir import RunDir
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.source import ARCHIVES, is_archive
 from hpc.units import duration_seconds
-from training.config import TrainConfig, check_data, check_model, check_world, resolve_data
+from training.config import TrainConfig, check_data, check_model, check_world, resolve_data, resolve_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,9 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
         check_world(train, resources.max_nodes * resources.gpus_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     if data is not None and cluster == "slurm":
-        checks.check_data_is_shared(data)
+        checks.check_is_shared("--data", data)
+    if train is not None and train.weights and cluster == "slurm":
+        checks.check_is_shared("--weights", Path(train.weights))
     kind = train.model if train else Path(script[0]).stem
     run = _new_run(options.runs_dir, options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
     spec = RunSpec(
@@ -183,7 +185,7 @@ def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig |
         # Where the files are: of a data set below the directory, nothing else is to be staged. What is in an archive
         # is seen when it has been unpacked.
         data = checks.check_archive(data) if is_archive(data) else check_data(data).path
-        return dataclasses.replace(options.train, data=str(data)), data
+        return dataclasses.replace(options.train, data=str(data), weights=_find_weights(options.train)), data
     checks.check_script(script)
     given = options.data if isinstance(options, SubmitScript) else None
     if given is not None and is_archive(given):
@@ -194,6 +196,11 @@ def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig |
             "leave it out"
         )
     return None, given.absolute() if given else None
+
+
+def _find_weights(train: TrainConfig) -> str | None:
+    """The file to begin with: the nodes may have another cache."""
+    return str(resolve_weights(train.model, train.weights)) if train.weights else None
 
 
 def _new_run(runs_dir: Path, name: str) -> RunDir:

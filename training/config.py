@@ -17,6 +17,7 @@ from training.choices import OPTIMIZERS, SCALINGS, SCHEDULES, flag, listed, pars
 from training.interval import WORDS, Interval, parse_interval
 from training.layout import FASHION_MNIST, DataLayout, check_data, resolve_data
 from training.names import SMALL_CNN, check_model, torchvision_models
+from training.pretrained import resolve_weights
 
 __all__ = [
     "DataLayout",
@@ -28,6 +29,7 @@ __all__ = [
     "flag",
     "parse_interval",
     "resolve_data",
+    "resolve_weights",
     "to_argv",
     "torchvision_models",
 ]
@@ -40,7 +42,14 @@ class TrainConfig:
     data: str
     """A directory of images, packed images, IDX or CIFAR files, or `fashion-mnist` (Debian's dataset-fashion-mnist)."""
     model: str = SMALL_CNN
-    """`small-cnn`, or any of torchvision's classification models by name, such as resnet50."""
+    """`small-cnn`, `resnet20` (to 110: for small images), or a torchvision classification model such as resnet50."""
+    weights: str | None = None
+    """Weights to begin with: a .safetensors or .pth file, or a name of torchvision's, such as IMAGENET1K_V1, that is in
+    its cache. Of a head for another number of classes the rest is used. By default they follow from the seed."""
+    freeze: bool = False
+    """Train the head alone: all before it stays as it is in --weights, batch statistics too."""
+    head_hidden: int = 0
+    """Width of one more layer in the head, before the last one; 0: none."""
     epochs: int = 8
     """Passes over the training set."""
     batch_size: int = 512
@@ -128,6 +137,24 @@ class TrainConfig:
         for name in WORDS:
             parse_interval(name, getattr(self, name))
         parse_drops(self.drop_epochs)
+        check_combinations(self)
+
+
+# (what does not go together, why and what to use)
+_CONFLICTS: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = (
+    (lambda c: c.freeze and c.weights is None, "--freeze keeps all but the head as it begins: give --weights too"),
+)
+
+
+def check_combinations(config: TrainConfig) -> None:
+    """Refuse flags that do not go together.
+
+    Raises:
+        UserError: names them.
+    """
+    for conflict, fix in _CONFLICTS:
+        if conflict(config):
+            raise UserError(fix)
 
 
 def _is_whole(value: Any, least: int) -> bool:
@@ -144,6 +171,8 @@ _LARGEST_SEED = 2**63 - 1
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "data": (lambda v: isinstance(v, str) and v != "", f"give a directory, or {FASHION_MNIST}"),
     "model": (lambda v: isinstance(v, str) and v != "", f"give {SMALL_CNN} or a torchvision model such as resnet50"),
+    "weights": (lambda v: v is None or (isinstance(v, str) and v != ""), "give a file or a name, or leave it out"),
+    "head_hidden": (lambda v: _is_whole(v, 0), "use 0 or more"),
     "epochs": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "batch_size": (lambda v: _is_whole(v, 1), "use 1 or more (images of all ranks together)"),
     "lr": (lambda v: _is_number(v) and v > 0, "use a number above 0"),

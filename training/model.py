@@ -14,9 +14,11 @@ from torch.nn import functional
 from hpc.errors import UserError
 from training.config import TrainConfig
 from training.counted import Purpose, stream
-from training.names import SMALL_CNN
+from training.head import deepen, freeze
+from training.names import OWN_MODELS, SMALL_CNN
+from training.resnet import SmallResNet
 
-_SMALL_CNN_FOLDER_SIZE = 64
+_FOLDER_SIZE, _SMALL_CNN_FOLDER_SIZE = 32, 64
 _TORCHVISION_SIZE = 224
 _SIZES = {"inception_v3": 299}
 
@@ -38,18 +40,18 @@ def input_size(config: TrainConfig, native: int | None) -> int:
     """Side in pixels of the square images that the model sees; `native` is the side of images in memory."""
     if config.image_size is not None:
         return config.image_size
-    if config.model == SMALL_CNN:
-        return native or _SMALL_CNN_FOLDER_SIZE
+    if config.model in OWN_MODELS:
+        return native or (_SMALL_CNN_FOLDER_SIZE if config.model == SMALL_CNN else _FOLDER_SIZE)
     return _SIZES.get(config.model, _TORCHVISION_SIZE)
 
 
 def input_channels(config: TrainConfig, native: int) -> int:
     """Channels that the model sees: torchvision's models see three."""
-    return native if config.model == SMALL_CNN else 3
+    return native if config.model in OWN_MODELS else 3
 
 
 def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) -> nn.Module:
-    """A model with new weights, which follow from the seed.
+    """A model with new weights, which follow from the seed. What is frozen of it needs no gradients.
 
     Raises:
         UserError: the model cannot take images of this size.
@@ -62,12 +64,21 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"--image-size is {size}, which {config.model} cannot take ({reason}): use another") from error
+    if config.head_hidden:
+        deepen(model, config.head_hidden)
+    if config.freeze:
+        freeze(model)
+    if config.weights and hasattr(model, "transform_input"):
+        # torchvision's pretrained GoogLeNet and Inception were trained on another normalisation, and undo the usual.
+        vars(model)["transform_input"] = True
     return model.to(memory_format=torch.channels_last)
 
 
 def _construct(name: str, classes: int, channels: int, size: int) -> nn.Module:
     if name == SMALL_CNN:
         return small_cnn(classes, channels, size)
+    if name in OWN_MODELS:
+        return SmallResNet(int(name.removeprefix("resnet")), classes, channels)
     from torchvision import models  # noqa: PLC0415  # takes two seconds: only who needs it waits
 
     extras = _EXTRAS[name](size) if name in _EXTRAS else {}

@@ -9,6 +9,13 @@ from pathlib import Path
 from hpc.errors import UserError
 
 SMALL_CNN = "small-cnn"
+OWN_MODELS = {
+    SMALL_CNN: "106,000 weights and no normalisation: for small images on CPUs",
+    **{
+        f"resnet{depth}": f"the residual network of {depth} layers for small images (He et al., 2016)"
+        for depth in (20, 32, 44, 56, 110)
+    },
+}
 
 
 @cache
@@ -32,10 +39,10 @@ def check_model(name: str) -> None:
     Raises:
         UserError: there is none; lists the names that come close.
     """
-    known = (SMALL_CNN, *torchvision_models())
+    known = (*OWN_MODELS, *torchvision_models())
     if name in known:
         return
-    if len(known) == 1:
+    if len(known) == len(OWN_MODELS):
         raise UserError(f"--model is {name!r}, and torchvision is not installed here: pip install torchvision")
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [SMALL_CNN, "resnet50"]
     raise UserError(f"--model is {name!r}, which is not known: did you mean {', '.join(close)}?")

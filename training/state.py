@@ -66,6 +66,8 @@ _IDENTIFYING = (
     "ema",
     "image_size",
     "val_fraction",
+    "freeze",
+    "head_hidden",
 )
 
 

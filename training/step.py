@@ -13,6 +13,7 @@ from training.counted import Purpose, stream
 from training.data import Batch
 from training.distributed import Ranks, SharedError
 from training.fault import Fault
+from training.head import train_mode
 from training.mix import Mix, draw_mix, mix_images, mix_labels
 from training.model import Preprocess
 from training.optim import autocast, set_learning_rate
@@ -43,6 +44,7 @@ class Stepper:
             SharedError: the model cannot be trained on as few images, or not repeatably.
         """
         model = self.state.model
+        train_mode(model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         images = min(2, self.plan.batch_size // (self.ranks.world_size * self.config.accumulate))
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
@@ -71,7 +73,7 @@ class Stepper:
         config, state, progress = self.config, self.state, self.state.progress
         window.begin_step()
         torch.manual_seed(stream(config.seed, Purpose.STEP, progress.step, self.ranks.rank))
-        state.model.train()
+        train_mode(state.model)
         set_learning_rate(state.optimizer, learning_rate(config, progress, self.plan.steps_per_epoch))
         mix = draw_mix(config, progress.step, self.preprocess.size)
         for part in range(config.accumulate):

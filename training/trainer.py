@@ -33,6 +33,7 @@ from training.saver import Saver
 from training.snapshotter import Snapshotter
 from training.state import Progress, TrainState, identity
 from training.step import Stepper
+from training.weights import begin_with
 from training.window import Window
 
 
@@ -111,6 +112,8 @@ class Trainer:
         self.heartbeat.beat("start")
         began = time.monotonic()
         restored = restore(self.job, self.state, self.ranks, self.recorder)
+        if restored is None and self.config.weights:
+            self.console.say(begin_with(self.config, self.state, self.ranks))
         if restored:
             self.window.restore(restored.numbers, counts_loss=self.ranks.leads)
         self.saver.begin(restored.source if restored else None)
