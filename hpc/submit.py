@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from hpc import checks, cli, slurm, snapshot
-from hpc.config import with_config
+from hpc import checks, cli, config, slurm, snapshot
 from hpc.errors import TorchrelayError, UserError
 from hpc.executor import SlurmExecutor, agent_command, start_local
 from hpc.ledger import Writer
@@ -27,7 +26,16 @@ from hpc.rundir import RunDir
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.source import ARCHIVES, is_archive
 from hpc.units import duration_seconds
-from training.config import TrainConfig, check_data, check_model, check_world, resolve_data, resolve_weights
+from training.config import (
+    TrainConfig,
+    check_data,
+    check_model,
+    check_world,
+    listed,
+    recipes,
+    resolve_data,
+    resolve_weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,7 @@ class Submit(cli.Common):
     cluster: Literal["auto", "slurm", "local"] = "auto"
     """Slurm, or this machine alone with one task per pretended node. `auto`: Slurm where there is one."""
     config: Path | None = None
-    """YAML file with flags and their values; flags on the command line win."""
+    """YAML file with flags and their values; it wins over --recipe, and flags on the command line over both."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
     """Directory on each node's own disk for the copy of the data."""
     stage_keep: str = "7d"
@@ -65,6 +73,8 @@ class SubmitTraining(Submit):
     then cut from their middle squares. `auto`: if there are enough epochs for that to pay."""
     pack_size: int | None = None
     """Side of these squares in pixels; by default 8/7 of the size that the model sees: 256 for 224."""
+    recipe: Annotated[str | None, listed("The flags of a training that is known to work.", recipes())] = None
+    """A name of `training.recipe.recipes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +100,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         options,
         arguments,
         "submit",
-        expand=lambda given: with_config(given, flag_names(options)),
+        expand=lambda given: config.with_config(given, flag_names(options)),
     )
 
 
 def flag_names(options: type[Submit]) -> dict[str, bool]:
-    """The flags that may stand in a file, all but the file itself; True for switches."""
+    """The flags that may stand in a file, all but those that name files; True for switches."""
     owners = (options, Resources, Recovery, *([TrainConfig] if options is SubmitTraining else []))
-    fields = [field for owner in owners for field in dataclasses.fields(owner)]
-    no_flags = {"resources", "recovery", "train", "config"}
-    return {field.name.replace("_", "-"): field.type is bool for field in fields if field.name not in no_flags}
+    no_flags = {"resources", "recovery", "train", "config", "recipe"}
+    return {name: switch for name, switch in config.flag_names(*owners).items() if name not in no_flags}
 
 
 def submit(options: Submit, script: tuple[str, ...]) -> int:

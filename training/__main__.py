@@ -20,14 +20,15 @@ import sys  # noqa: E402
 import traceback  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import NoReturn  # noqa: E402
+from typing import Annotated, NoReturn  # noqa: E402
 
 import tyro  # noqa: E402
 
+from hpc.config import flag_names, with_config  # noqa: E402
 from hpc.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.nodedir import NodeDir  # noqa: E402
 from hpc.rundir import RunDir  # noqa: E402
-from training.config import TrainConfig, check_model  # noqa: E402
+from training.config import TrainConfig, check_model, listed, recipes  # noqa: E402
 from training.fault import NO_FAULT, Fault, parse_fault  # noqa: E402
 from training.heartbeat import Heartbeat  # noqa: E402
 from training.job import Job  # noqa: E402
@@ -44,6 +45,10 @@ class Arguments:
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
+    recipe: Annotated[str | None, listed("The flags of a training that is known to work.", recipes())] = None
+    """A name of `training.recipe.recipes`."""
+    config: Path | None = None
+    """YAML file with flags and their values; it wins over --recipe, and flags on the command line over both."""
     run_dir: Path = Path("runs/standalone")
     """The directory of everything that the run writes."""
     attempt: int = 1
@@ -64,7 +69,8 @@ def main() -> int:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
     leads = os.environ.get("RANK", "0") == "0"
     try:
-        arguments = tyro.cli(Arguments, prog="python -m training", console_outputs=leads)
+        argv = with_config(sys.argv[1:], flag_names(TrainConfig))
+        arguments = tyro.cli(Arguments, args=argv, prog="python -m training", console_outputs=leads)
         check_model(arguments.train.model)
         return _train(arguments)
     except UserError as error:

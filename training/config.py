@@ -18,6 +18,7 @@ from training.interval import WORDS, Interval, parse_interval
 from training.layout import FASHION_MNIST, DataLayout, check_data, resolve_data
 from training.names import SMALL_CNN, check_model, torchvision_models
 from training.pretrained import resolve_weights
+from training.recipe import recipe_path, recipes
 
 __all__ = [
     "DataLayout",
@@ -27,7 +28,10 @@ __all__ = [
     "check_model",
     "check_world",
     "flag",
+    "listed",
     "parse_interval",
+    "recipe_path",
+    "recipes",
     "resolve_data",
     "resolve_weights",
     "to_argv",
@@ -78,6 +82,10 @@ class TrainConfig:
     """What schedules `step` and `plateau` multiply the learning rate with."""
     plateau_patience: int = 10
     """Epochs without a lower validation loss that schedule `plateau` bears; after one more it lowers the rate."""
+    patience: int = 0
+    """Epochs without a higher validation accuracy after which the training ends; 0: it goes on to the last epoch."""
+    max_hours: float = 0.0
+    """Hours of training, all attempts together, after which it ends as if this were its last step; 0: any number."""
     clip_norm: float = 0.0
     """Largest norm of the gradients of a step, which are scaled down to it; 0: they are not."""
     accumulate: int = 1
@@ -182,6 +190,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "drop_epochs": (lambda v: isinstance(v, str), "use a number such as '30', or epochs such as '150,225'"),
     "drop_factor": (lambda v: _is_number(v) and 0 < v < 1, "use more than 0 and less than 1"),
     "plateau_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
+    "patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
+    "max_hours": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "clip_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "accumulate": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "ema": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -20,11 +20,21 @@ from rich.console import Console
 from rich.table import Table
 
 from hpc import ledger
+from hpc.config import flag_names, with_config
 from hpc.errors import TorchrelayError, UserError
 from hpc.files import read_json_lines
 from hpc.rundir import RunDir
 from training.compare import Part, compare_runs
-from training.config import TrainConfig, check_data, check_model, check_world, resolve_data, to_argv
+from training.config import (
+    TrainConfig,
+    check_data,
+    check_model,
+    check_world,
+    listed,
+    recipes,
+    resolve_data,
+    to_argv,
+)
 from training.counted import Purpose, below, stream
 from training.fault import NO_FAULT, POINTS, Fault
 from training.local import prepare_server, start_ranks, wait_for
@@ -51,6 +61,10 @@ class Arguments:
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
+    recipe: Annotated[str | None, listed("The flags of a training that is known to work.", recipes())] = None
+    """A name of `training.recipe.recipes`."""
+    config: Path | None = None
+    """YAML file with flags and their values; it wins over --recipe, and flags on the command line over both."""
     cuts: int = 3
     """How often to interrupt the second training."""
     ranks: str = "2"
@@ -64,7 +78,8 @@ def main() -> int:
     # Ended by Slurm or anybody, the ranks must not train on alone.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
-        arguments = tyro.cli(Arguments, prog="python -m training.verify_resume")
+        argv = with_config(sys.argv[1:], flag_names(TrainConfig))
+        arguments = tyro.cli(Arguments, args=argv, prog="python -m training.verify_resume")
         sizes = check_arguments(arguments)
         directory = _new_directory(arguments.keep)
         same = verify(arguments.train, sizes, arguments.cuts, directory)
