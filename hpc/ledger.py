@@ -30,7 +30,8 @@ which a failure has those that are known:
 | node_lost | the head node's agent, or a surviving one if that is lost | node last_heard detail |
 | incident | the head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
 | train_stopped | rank 0 | step signal seconds (from the signal until the state was saved) |
-| train_completed | rank 0 | step |
+| diverged | rank 0 | step (the first whose loss is not finite) loss |
+| train_completed | rank 0 | step ended (why before the last epoch: patience, max_hours; or null) |
 | attempt_ended | head's agent, next to go on, or supervisor | cause step detail last_heard failed_at rank node |
 | requeued | the head node's agent, or the supervisor | job_id |
 | relaunched | the agent, or supervisor, that handed the run to a new job | job_id old_job_id excluded (node names) |

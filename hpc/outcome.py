@@ -9,7 +9,7 @@ from math import inf
 from hpc.job import JobState
 
 # What the exit code of a rank says, beside 0 (done, or stopped and saved) and 1 (it failed).
-EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE = 2, 3, 4
+EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE, EXIT_DIVERGED = 2, 3, 4, 5
 
 
 class Cause(StrEnum):
@@ -26,6 +26,7 @@ class Cause(StrEnum):
     HANG = "hang"
     BAD_INPUT = "bad_input"
     NO_SPACE = "no_space"
+    DIVERGED = "diverged"
     CANCELLED = "cancelled"
     LOST = "lost"
 
@@ -74,7 +75,12 @@ def cause_of(ending: Ending) -> Cause:
     return next((cause for seen, cause in signs if seen), ending.failure)
 
 
-_CAUSE_OF_EXIT = {EXIT_BAD_INPUT: Cause.BAD_INPUT, EXIT_BAD_NODE: Cause.BAD_NODE, EXIT_NO_SPACE: Cause.NO_SPACE}
+_CAUSE_OF_EXIT = {
+    EXIT_BAD_INPUT: Cause.BAD_INPUT,
+    EXIT_BAD_NODE: Cause.BAD_NODE,
+    EXIT_NO_SPACE: Cause.NO_SPACE,
+    EXIT_DIVERGED: Cause.DIVERGED,
+}
 # As Python, torch and the kernel say it; torch's allocator for CPUs writes "can't allocate memory".
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
 _NO_SPACE = re.compile(r"No space left on device|ENOSPC|Disk quota exceeded")
@@ -118,8 +124,8 @@ MOST_FAILURES = 2
 # Kinds of failure, and how many of a kind in a row, without a step that none before had made, end the run as failed.
 # What stands in none of them comes from outside and is free: preemptions, requeues.
 _KINDS = (
-    # No other attempt can mend it, only a person.
-    (frozenset({Cause.BAD_INPUT, Cause.NO_SPACE}), 1),
+    # No other attempt can mend it, only a person: one that diverged would do so again, at the same step.
+    (frozenset({Cause.BAD_INPUT, Cause.NO_SPACE, Cause.DIVERGED}), 1),
     (frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}), MOST_FAILURES),
     # Each is excluded and another one tried; where so many are unfit, it is not the nodes.
     (frozenset({Cause.BAD_NODE}), 5),

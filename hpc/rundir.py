@@ -81,6 +81,11 @@ class RunDir:
         return self.path / "index.npz"
 
     @property
+    def diverged(self) -> Path:
+        """Where the training diverged: the first step whose loss is not finite, and its images."""
+        return self.path / "diverged.json"
+
+    @property
     def best(self) -> Path:
         """The model that did best in validation."""
         return self.path / "best"

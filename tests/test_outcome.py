@@ -33,6 +33,7 @@ QUIET = Ending(
         ({"failure": Cause.BAD_NODE}, Cause.BAD_NODE, True),
         ({"failure": Cause.BAD_INPUT}, Cause.BAD_INPUT, False),
         ({"failure": Cause.NO_SPACE}, Cause.NO_SPACE, False),
+        ({"failure": Cause.DIVERGED}, Cause.DIVERGED, False),
         ({"failures": 2}, Cause.CRASHED, False),
     ],
 )
@@ -50,6 +51,7 @@ def test_cause_and_requeue(changes: dict[str, object], cause: Cause, requeue: bo
         (2, None, False, "--data is empty", Cause.BAD_INPUT),
         (3, None, False, "2 GPUs of 4", Cause.BAD_NODE),
         (4, None, False, "", Cause.NO_SPACE),
+        (5, None, False, "", Cause.DIVERGED),
         (-11, "SIGSEGV", True, "", Cause.CRASHED),
         (-9, "SIGKILL", False, "", Cause.CRASHED),
         (-9, "SIGKILL", True, "step 7", Cause.OUT_OF_MEMORY),

@@ -26,6 +26,8 @@ class Wishes(NamedTuple):
     """1: a snapshot is due."""
     news: int = 0
     """1: there is something to tell the other ranks."""
+    end: int = 0
+    """1: no step is to follow."""
 
 
 class Agreement:

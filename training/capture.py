@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from training.budget import Budget
 from training.checkpoint import NUMBERS, TENSORS
 from training.corrupt import CorruptImages
 from training.distributed import Ranks
@@ -44,6 +45,7 @@ class Capturer:
 
     state: TrainState
     window: Window
+    budget: Budget
     corrupt: CorruptImages
     ranks: Ranks
 
@@ -59,7 +61,8 @@ class Capturer:
         self.corrupt.share()
         tensors = self.state.tensors()
         statistics = self.ranks.copies_of_first({name: tensors[name] for name in self.state.buffers()})
-        counted = {"window": {"images": self.window.images}, "accounting": {"train_seconds": self.window.train_seconds}}
+        accounting = {"train_seconds": self.window.train_seconds, "spent_seconds": self.budget.spent_seconds}
+        counted = {"window": {"images": self.window.images}, "accounting": accounting}
         loss = self.ranks.sum_on_device(self.window.loss)
         return Captured(tensors=tensors | statistics, loss=loss, numbers=self.state.numbers() | counted)
 

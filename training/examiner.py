@@ -61,7 +61,7 @@ class Examiner:
         progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
         follow_plateau(self.job.config, progress, result.loss)
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
-            progress.best_accuracy = result.accuracy
+            progress.best_accuracy, progress.best_epoch = result.accuracy, progress.epoch
             self.recorder.best(self.weights(), self.result())
         progress.evaluated_epochs = progress.epoch
 
@@ -76,19 +76,25 @@ class Examiner:
         evaluator, world_size = self.evaluator, self.evaluator.ranks.world_size
         return describe(self.job, self.data, evaluator.preprocess, self.state.progress, world_size)
 
-    def complete(self, before_batch: Callable[[], object]) -> None:
-        """Test the model as it is after the last step, and write `final/`."""
+    def complete(self, before_batch: Callable[[], object], ended: str | None) -> None:
+        """Test the model as it is after the last step, and write `final/`.
+
+        Args:
+            before_batch: is called before every batch.
+            ended: why that was before the last epoch's end; None: it was not.
+        """
         test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
         result = {
             "test_accuracy": test.accuracy if test else None,
             "test_loss": test.loss if test else None,
             "test_correct": test.correct if test else None,
             "test_total": test.total if test else None,
+            "ended": ended,
             **self.result(),
         }
         self.job.heartbeat.beat("end")
         self.recorder.final(self.weights(), result, self.told(test) if test else {})
-        self.recorder.event("train_completed", step=self.state.progress.step)
+        self.recorder.event("train_completed", step=self.state.progress.step, ended=ended)
         known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
         self.recorder.console.say(f"complete after {self.state.progress.step} steps: {known}")
 

@@ -53,6 +53,12 @@ class Plan:
         """The order of all images in an epoch."""
         return permutation(stream(self.seed, Purpose.ORDER, epoch), self.samples)
 
+    def batch(self, step: int) -> list[int]:
+        """The images of a step of the run, the first of which is 1."""
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        start = place * self.batch_size
+        return self.order(epoch)[start : start + self.batch_size].tolist()
+
     def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[Request]:
         """A rank's shares of the batches of all steps from a position in the data on, to the end of the run."""
         start, end = share(self.batch_size, rank, world_size, self.together)

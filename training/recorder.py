@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from hpc.errors import TorchrelayError, UserError
+from hpc.files import write_json
 from hpc.ledger import Writer
 from hpc.outcome import EXIT_NO_SPACE
 from hpc.rundir import RunDir
 from training.background import Background
 from training.console import Console
+from training.data import Source
 from training.directories import publish, sweep
 from training.metrics import Metrics
 from training.state import Progress
@@ -78,6 +80,19 @@ class Recorder:
         """Record an evaluation."""
         if self._metrics:
             self._metrics.evaluation(record)
+
+    def diverged(self, step: int, loss: float, indices: list[int], source: Source) -> None:
+        """Write down the first step whose loss is not finite, and its images."""
+        if not self._writes:
+            return
+        self.event("diverged", step=step, loss=str(loss))
+        images = [source.name(index) for index in indices]
+        try:
+            write_json(self._run_dir.diverged, {"step": step, "loss": str(loss), "indices": indices, "images": images})
+        except OSError as error:
+            self.console.warn(f"{self._run_dir.diverged} cannot be written ({error})")
+        else:
+            self.console.say(f"the {len(indices)} images of step {step} are in {self._run_dir.diverged}")
 
     def best(self, weights: Weights, result: dict[str, Any]) -> None:
         """Begin to replace `best/`. A full disk costs only this, unless there is room at the end.

@@ -15,7 +15,6 @@ from training.config import parse_interval
 from training.job import Job
 from training.recorder import Recorder
 from training.restore import SNAPSHOT
-from training.window import finite
 
 
 class Saver:
@@ -54,15 +53,15 @@ class Saver:
         If the writing fails, the training goes on, with the older ones as they were.
 
         Raises:
-            SharedError: the training has diverged; its state must not replace a good one. Or too many images cannot
-                be read.
+            DivergedError: the state must not replace a good one.
+            SharedError: too many images cannot be read.
         """
         step = self._state.progress.step
         if self._saved_step == step:
             return
         self._saved_step, self._saved_at = step, time.monotonic()
         captured = self._capturer.capture()
-        finite(float(captured.loss), step)
+        self._window.check(float(captured.loss), step)
         if self._ranks.leads:
             # The copy may still be being written; and what is saved knows of the best model.
             self.wait()

@@ -38,6 +38,8 @@ class Progress:
     val_accuracy: float | None = None
     best_accuracy: float | None = None
     """The highest in validation."""
+    best_epoch: int = 0
+    """The epoch after which it was."""
     lr_factor: float = 1.0
     """What schedule `plateau` has made of the learning rate."""
     plateau_loss: float | None = None

@@ -11,6 +11,7 @@ from torch import nn
 from hpc.errors import TorchrelayError
 from training import stop
 from training.agreement import Agreement, StopRequested, Wishes
+from training.budget import MAX_HOURS, PATIENCE, Budget, out_of_patience
 from training.capture import Capturer
 from training.config import together
 from training.console import Console
@@ -34,7 +35,7 @@ from training.snapshotter import Snapshotter
 from training.state import Progress, TrainState, identity
 from training.step import Stepper
 from training.weights import begin_with
-from training.window import Window
+from training.window import DivergedError, Window
 
 
 class Trainer:
@@ -66,7 +67,8 @@ class Trainer:
         self.corrupt = CorruptImages(data.train, config.max_corrupt, self.state.progress, ranks, self.recorder)
         self.agreement = Agreement(ranks.control)
         self.window = Window(ranks)
-        capturer = Capturer(state=self.state, window=self.window, corrupt=self.corrupt, ranks=ranks)
+        self.budget = Budget(config)
+        capturer = Capturer(state=self.state, window=self.window, budget=self.budget, corrupt=self.corrupt, ranks=ranks)
         self.saver = Saver(job, capturer, self.recorder)
         self.snapshotter = Snapshotter(job, capturer, self.recorder)
         evaluator = Evaluator(
@@ -86,11 +88,12 @@ class Trainer:
         self.stepper.warm_up(self.data.channels, self.data.size)
         self.resume()
         try:
-            self.fit()
-            self.complete()
+            self.complete(self.fit())
         except StopRequested as request:
             self.save_and_stop(request)
-        except (TorchrelayError, KeyboardInterrupt):
+        except (TorchrelayError, KeyboardInterrupt) as error:
+            if isinstance(error, DivergedError):
+                self.recorder.diverged(error.step, error.loss, self.plan.batch(error.step), self.data.train)
             # What is being written is worth waiting for; after a crash it is not.
             self.finish_writing()
             raise
@@ -116,6 +119,7 @@ class Trainer:
             self.console.say(begin_with(self.config, self.state, self.ranks))
         if restored:
             self.window.restore(restored.numbers, counts_loss=self.ranks.leads)
+        self.budget.begin(restored.numbers if restored else None)
         self.saver.begin(restored.source if restored else None)
         self.snapshotter.begin()
         restore_seconds = time.monotonic() - began
@@ -140,15 +144,23 @@ class Trainer:
 
     # --- steps ---
 
-    def fit(self) -> None:
-        """All steps that are left, with a checkpoint and a validation after each epoch."""
+    def fit(self) -> str | None:
+        """All steps that are left, with a checkpoint and a validation after each epoch.
+
+        Returns:
+            Why no more follow, before the last epoch's end; None: there are none left.
+        """
         progress, ranks = self.state.progress, self.ranks
         self.examiner.validate_if_due(self.before_batch)
+        if over := self.budget.why_over(progress, ranks):
+            return over
         requests = self.plan.requests(progress.epoch, progress.samples_seen, ranks.rank, ranks.world_size)
         first = progress.step + 1
         with load_ahead(self.data.train, requests, self.workers, pin_memory=ranks.device.type == "cuda") as batches:
             for batch in self.pace.batches(batches, progress):
-                self.agree_and_save()
+                if over := self.agree_and_save():
+                    self.save()
+                    return over
                 self.job.fault.strike("boundary", progress.step + 1, ranks.rank)
                 self.log_samples(batch)
                 self.corrupt.add(batch.corrupt.tolist())
@@ -162,14 +174,22 @@ class Trainer:
                 if self.saver.due_by_step():
                     self.save()
                 self.examiner.validate_if_due(self.before_batch)
+        return None
 
-    def agree_and_save(self) -> None:
-        """At the boundary between two steps, do what was agreed on at the one before."""
+    def agree_and_save(self) -> str | None:
+        """At the boundary between two steps, do what was agreed on at the one before.
+
+        Returns:
+            Why no step is to follow; None: one is.
+        """
         agreed = self.agree()
         if agreed.save:
             self.save()
         if agreed.snapshot:
             self.snapshotter.take()
+        if agreed.end:
+            return MAX_HOURS
+        return PATIENCE if out_of_patience(self.config, self.state.progress) else None
 
     def agree(self) -> Wishes:
         """Exchange wishes with the other ranks, and return what is agreed on."""
@@ -178,6 +198,7 @@ class Trainer:
             save=int(self.ranks.leads and self.saver.due_by_time()),
             snapshot=int(self.snapshotter.due()),
             news=int(self.corrupt.has_news),
+            end=int(self.ranks.leads and self.budget.used_up),
         )
         agreed = self.agreement.exchange(wishes)
         if agreed.news:
@@ -239,10 +260,12 @@ class Trainer:
         )
         self.window.restart()
 
-    def complete(self) -> None:
-        """Test the model as it is after the last step, and write `final/`."""
+    def complete(self, ended: str | None) -> None:
+        """Test the model as it is after the last step, and write `final/`; `ended` is why that came early."""
+        if ended:
+            self.console.say(f"no step follows step {self.state.progress.step}: {self.budget.told(ended)}")
         try:
-            self.examiner.complete(self.before_batch)
+            self.examiner.complete(self.before_batch, ended)
         except TorchrelayError:
             # All ranks come here: the others from having nothing to write. After a crash they would not.
             self.snapshotter.end()

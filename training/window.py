@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc.outcome import EXIT_DIVERGED
 from training.distributed import Ranks, SharedError
+
+
+class DivergedError(SharedError):
+    """The loss is not finite any more. Another attempt would come to the same."""
+
+    exit_code = EXIT_DIVERGED
+
+    def __init__(self, loss: float, step: int) -> None:
+        super().__init__(f"the loss is {loss} since step {step}: the training has diverged, use a smaller --lr")
+        self.loss, self.step = loss, step
 
 
 class Window:
@@ -24,6 +35,9 @@ class Window:
         """The sum of the losses of this rank's images."""
         self.images = 0
         """Images of all ranks whose losses are in the sums."""
+        self._steps = 0
+        self._finite_steps = torch.zeros((), dtype=torch.int64, device=ranks.device)
+        """Steps before the first one with which the sum ceased to be finite: it does not become so again."""
         self._timed_images = 0
         self._started: float | None = None
         self._earlier_seconds = 0.0
@@ -41,14 +55,27 @@ class Window:
         """Count all ranks' images of a step."""
         self.images += images
         self._timed_images += images
+        self._steps += 1
+        self._finite_steps += torch.isfinite(self.loss)
 
     def total_loss(self, step: int) -> float:
-        """The sum of the losses of all ranks' images; `step` is for the message.
+        """The sum of the losses of all ranks' images, after so many steps.
 
         Raises:
-            SharedError: the sum is not finite: the training has diverged.
+            DivergedError: the sum is not finite.
         """
-        return finite(float(self._ranks.sum(self.loss)), step)
+        return self.check(float(self._ranks.sum(self.loss)), step)
+
+    def check(self, total: float, step: int) -> float:
+        """The sum of the losses of all ranks' images, which is finite. Every rank must have the same sum.
+
+        Raises:
+            DivergedError: it is not.
+        """
+        if math.isfinite(total):
+            return total
+        finite = min(self._ranks.gather(int(self._finite_steps)))
+        raise DivergedError(total, step - self._steps + finite + 1)
 
     @property
     def _seconds(self) -> float:
@@ -74,21 +101,11 @@ class Window:
         self._earlier_seconds = self.train_seconds
         self._started = time.monotonic()
         self.loss.zero_()
-        self.images = self._timed_images = 0
+        self.images = self._timed_images = self._steps = 0
+        self._finite_steps.zero_()
 
     def restore(self, numbers: Mapping[str, Any], *, counts_loss: bool) -> None:
         """Go on from what a saved state had counted; one rank alone counts the losses."""
         self.loss.fill_(numbers["window"]["loss"] if counts_loss else 0.0)
         self.images = numbers["window"]["images"]
         self._earlier_seconds = numbers["accounting"]["train_seconds"]
-
-
-def finite(loss: float, step: int) -> float:
-    """The sum of losses, which is finite.
-
-    Raises:
-        SharedError: it is not: the training has diverged. Every rank must have the same sum.
-    """
-    if math.isfinite(loss):
-        return loss
-    raise SharedError(f"the loss is {loss} by step {step}: the training has diverged, use a smaller --lr")

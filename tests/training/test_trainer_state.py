@@ -26,6 +26,10 @@ NOT_STATE = {
     "job.heartbeat",  # what the process does at the moment
     "pace",  # clocks
     "window._started",  # a clock
+    "window._steps",  # what there was before has been found to be finite
+    "window._finite_steps",
+    "budget",  # a clock; saved, but it goes on
+    "saver._capturer.budget",
     "window._timed_images",  # for the speed alone
     "window._earlier_seconds",  # saved, but the clock goes on
     "snapshotter",  # when a snapshot is taken changes nothing
