@@ -3,7 +3,7 @@
 import gc
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from training.datasets import load_data
 from training.distributed import Ranks, SharedError, connect, disconnect
 from training.job import Job
 from training.listing import find_listing
-from training.model import Preprocess, build_model, input_channels, input_size
+from training.model import FORMATS, Preprocess, build_model, input_channels, input_size
 from training.norm import synchronise
 from training.place import Place
 from training.preflight import check
@@ -92,6 +92,7 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
     with ranks.together():
         check_world(config, ranks.world_size, len(data.train))
     preprocess = Preprocess.make(data.mean, data.std, channels, size, ranks.device)
+    preprocess = replace(preprocess, memory_format=FORMATS[config.memory_format])
     return Trainer(job, ranks, data, model, preprocess, _workers(config.workers, data, ranks.place))
 
 

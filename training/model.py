@@ -21,6 +21,7 @@ from training.resnet import SmallResNet
 _FOLDER_SIZE, _SMALL_CNN_FOLDER_SIZE = 32, 64
 _TORCHVISION_SIZE = 224
 _SIZES = {"inception_v3": 299}
+FORMATS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 # What a torchvision model must be told to be a plain classifier of images of a given size.
 _EXTRAS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -71,7 +72,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     if config.weights and hasattr(model, "transform_input"):
         # torchvision's pretrained GoogLeNet and Inception were trained on another normalisation, and undo the usual.
         vars(model)["transform_input"] = True
-    return model.to(memory_format=torch.channels_last)
+    return model.to(memory_format=FORMATS[config.memory_format])
 
 
 def _construct(name: str, classes: int, channels: int, size: int) -> nn.Module:
@@ -116,6 +117,7 @@ class Preprocess:
     std: Tensor
     channels: int
     size: int
+    memory_format: torch.memory_format = torch.channels_last
 
     @classmethod
     def make(
@@ -131,4 +133,4 @@ class Preprocess:
         if values.shape[2:] != (self.size, self.size):
             values = functional.interpolate(values, (self.size, self.size), mode="bilinear", antialias=True)
         values = values.expand(-1, self.channels, -1, -1)
-        return values.contiguous(memory_format=torch.channels_last)
+        return values.contiguous(memory_format=self.memory_format)

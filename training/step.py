@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from training.config import TrainConfig
@@ -21,6 +20,7 @@ from training.plan import Plan, share
 from training.schedule import learning_rate
 from training.state import TrainState
 from training.window import Window
+from training.wrap import no_compiler, wrap
 
 
 class Stepper:
@@ -31,8 +31,7 @@ class Stepper:
     ) -> None:
         self.config, self.plan, self.ranks, self.state = config, plan, ranks, state
         self.preprocess, self.fault = preprocess, fault
-        # Before the first forward pass of a step every rank gets rank 0's batch statistics: those are saved.
-        self.ddp = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
+        self.ddp = wrap(state.model, config)
 
     def warm_up(self, channels: int, size: int) -> None:
         """Make a backward pass that changes nothing, of images as they come from the data.
@@ -47,6 +46,8 @@ class Stepper:
         train_mode(model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         images = min(2, self.plan.batch_size // (self.ranks.world_size * self.config.accumulate))
+        if self.config.compile:
+            images = self._first_part()
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
         try:
             with autocast(self.config, self.ranks.device):
@@ -56,6 +57,8 @@ class Stepper:
             # What batch normalisation says if it sees one value.
             raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
         except RuntimeError as error:
+            if self.config.compile and (reason := no_compiler(error)):
+                raise SharedError(f"--compile does not work here: {reason}") from error
             if "deterministic" not in str(error):
                 raise
             reason = str(error).partition(".")[0]
@@ -63,6 +66,11 @@ class Stepper:
         self.ddp.zero_grad()
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
+
+    def _first_part(self) -> int:
+        """Images of the first part of a step on this rank: code for another number would be compiled in vain."""
+        start, end = share(self.plan.batch_size, self.ranks.rank, self.ranks.world_size, self.plan.together)
+        return share(end - start, 0, self.config.accumulate, self.plan.together)[1]
 
     def step(self, batch: Batch, window: Window) -> None:
         """One optimizer step.

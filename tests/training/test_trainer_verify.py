@@ -19,6 +19,7 @@ from training.compare import compare_runs
 from training.config import TrainConfig
 from training.fault import POINTS
 from training.local import start_ranks, wait_for
+from training.model import build_model
 from training.verify_resume import compare_courses, draw_faults, main, samples_by_step, verify
 
 # 203 images less 41 held out: 18 steps of 9 an epoch.
@@ -34,9 +35,13 @@ SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
         (2, {"amp": "fp16", "accumulate": 3, "clip_norm": 0.5, "log_samples": True, **SNAPSHOTS}),
         (2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9}),
         (2, {**SMALL_NORM, "sync_bn": True, "ema": 0.99, "batch_size": 20, **SNAPSHOTS}),
+        (2, {"schedule": "plateau", "plateau_patience": 0, "drop_factor": 0.5, "optimizer": "adam", "lr": 0.002,
+             "static_graph": True, "accumulate": 2, "epochs": 3, "patience": 3}),
+        (2, {"schedule": "one-cycle", "optimizer": "sgd-heavy-ball", "decay_all": True, "lr_scaling": "sqrt",
+             "lr": 0.1, "compress_gradients": "bf16", "memory_format": "contiguous", "max_hours": 1.0, **SNAPSHOTS}),
         (4, {"accumulate": 2, "ema": 0.99, "label_smoothing": 0.1, "workers": 1, "deterministic": True}),
     ],
-)
+)  # fmt: skip
 def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, options: dict[str, object]
 ) -> None:
@@ -46,6 +51,17 @@ def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
     assert same, output
     assert "bit-identical at step" in output
     assert "after 4 of 4 cuts" in output
+
+
+def test_a_frozen_pretrained_model_is_bit_identical_too(
+    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**SHORT, "model": "resnet20", "head_hidden": 8, "schedule": "step", "drop_epochs": "1", "ema": 0.9}
+    config = TrainConfig(data=str(idx_data), **settings)  # type: ignore[arg-type]  # any of its fields
+    torch.save(build_model(config, classes=5, channels=1, size=12).state_dict(), tmp_path / "w.pth")
+    frozen = replace(config, weights=str(tmp_path / "w.pth"), freeze=True)
+    (tmp_path / "runs").mkdir()
+    assert verify(frozen, [2], 3, tmp_path / "runs"), capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
