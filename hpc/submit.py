@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 
@@ -26,16 +26,7 @@ from hpc.rundir import RunDir
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.source import ARCHIVES, is_archive
 from hpc.units import duration_seconds
-from training.config import (
-    TrainConfig,
-    check_data,
-    check_model,
-    check_world,
-    listed,
-    recipes,
-    resolve_data,
-    resolve_weights,
-)
+from training.config import RecipeName, TrainConfig, check_data, check_model, check_world, resolve_data, resolve_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +64,7 @@ class SubmitTraining(Submit):
     then cut from their middle squares. `auto`: if there are enough epochs for that to pay."""
     pack_size: int | None = None
     """Side of these squares in pixels; by default 8/7 of the size that the model sees: 256 for 224."""
-    recipe: Annotated[str | None, listed("The flags of a training that is known to work.", recipes())] = None
+    recipe: RecipeName = None
     """A name of `training.recipe.recipes`."""
 
 
@@ -194,7 +185,9 @@ def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig |
         # Where the files are: of a data set below the directory, nothing else is to be staged. What is in an archive
         # is seen when it has been unpacked.
         data = checks.check_archive(data) if is_archive(data) else check_data(data).path
-        return dataclasses.replace(options.train, data=str(data), weights=_find_weights(options.train)), data
+        # The file of the weights: the nodes may have another cache.
+        weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
+        return dataclasses.replace(options.train, data=str(data), weights=weights), data
     checks.check_script(script)
     given = options.data if isinstance(options, SubmitScript) else None
     if given is not None and is_archive(given):
@@ -205,11 +198,6 @@ def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig |
             "leave it out"
         )
     return None, given.absolute() if given else None
-
-
-def _find_weights(train: TrainConfig) -> str | None:
-    """The file to begin with: the nodes may have another cache."""
-    return str(resolve_weights(train.model, train.weights)) if train.weights else None
 
 
 def _new_run(runs_dir: Path, name: str) -> RunDir:

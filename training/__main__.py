@@ -20,7 +20,7 @@ import sys  # noqa: E402
 import traceback  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Annotated, NoReturn  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 import tyro  # noqa: E402
 
@@ -28,7 +28,7 @@ from hpc.config import flag_names, with_config  # noqa: E402
 from hpc.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.nodedir import NodeDir  # noqa: E402
 from hpc.rundir import RunDir  # noqa: E402
-from training.config import TrainConfig, check_model, listed, recipes  # noqa: E402
+from training.config import RecipeName, TrainConfig, check_model  # noqa: E402
 from training.fault import NO_FAULT, Fault, parse_fault  # noqa: E402
 from training.heartbeat import Heartbeat  # noqa: E402
 from training.job import Job  # noqa: E402
@@ -45,7 +45,7 @@ class Arguments:
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
-    recipe: Annotated[str | None, listed("The flags of a training that is known to work.", recipes())] = None
+    recipe: RecipeName = None
     """A name of `training.recipe.recipes`."""
     config: Path | None = None
     """YAML file with flags and their values; it wins over --recipe, and flags on the command line over both."""

@@ -25,6 +25,8 @@ SCHEDULES = {
     "plateau": "is multiplied by --drop-factor after --plateau-patience epochs without a lower validation loss",
     "constant": "stays",
 }
+# Characters of help that names may take before their lines of help.
+_WIDEST = 60
 SCALE_BATCH = 256
 SCALINGS = {
     "none": "--lr is what it is",
@@ -41,7 +43,8 @@ def flag(field: str) -> str:
 def listed(question: str, table: Mapping[str, str]) -> Any:
     """The help of a flag whose values are the names of a table: a line for each."""
     lines = [question, *(f"{name}: {text}" for name, text in table.items())]
-    return tyro.conf.arg(help="\n".join(lines), metavar="|".join(table))
+    names = "|".join(table)
+    return tyro.conf.arg(help="\n".join(lines), metavar=names if len(names) <= _WIDEST else "NAME")
 
 
 def parse_drops(text: str) -> tuple[int, ...]:

@@ -23,12 +23,12 @@ from training.recipe import recipe_path, recipes
 __all__ = [
     "DataLayout",
     "Interval",
+    "RecipeName",
     "TrainConfig",
     "check_data",
     "check_model",
     "check_world",
     "flag",
-    "listed",
     "parse_interval",
     "recipe_path",
     "recipes",
@@ -37,6 +37,10 @@ __all__ = [
     "to_argv",
     "torchvision_models",
 ]
+
+
+# What `--recipe` takes, wherever flags are read.
+RecipeName = Annotated[str | None, listed("The flags of a training that is known to work.", recipes())]
 
 
 @dataclass(frozen=True, kw_only=True)

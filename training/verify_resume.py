@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import tyro
@@ -25,16 +25,7 @@ from hpc.errors import TorchrelayError, UserError
 from hpc.files import read_json_lines
 from hpc.rundir import RunDir
 from training.compare import Part, compare_runs
-from training.config import (
-    TrainConfig,
-    check_data,
-    check_model,
-    check_world,
-    listed,
-    recipes,
-    resolve_data,
-    to_argv,
-)
+from training.config import RecipeName, TrainConfig, check_data, check_model, check_world, resolve_data, to_argv
 from training.counted import Purpose, below, stream
 from training.fault import NO_FAULT, POINTS, Fault
 from training.local import prepare_server, start_ranks, wait_for
@@ -61,7 +52,7 @@ class Arguments:
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
-    recipe: Annotated[str | None, listed("The flags of a training that is known to work.", recipes())] = None
+    recipe: RecipeName = None
     """A name of `training.recipe.recipes`."""
     config: Path | None = None
     """YAML file with flags and their values; it wins over --recipe, and flags on the command line over both."""
