@@ -9,6 +9,7 @@ import pytest
 import torch
 from trainer_rig import Starter, Training, events, lines, make_folder, make_idx
 
+from hpc.outcome import EXIT_DIVERGED
 from training.checkpoint import list_checkpoints, save_checkpoint
 
 SHORT = ("--epochs=2", "--batch-size=20", "--log-every=3", "--lr=0.05")
@@ -239,7 +240,8 @@ def test_data_may_lie_elsewhere_in_the_next_attempt(start: Starter, tmp_path: Pa
 
 def test_a_training_that_diverges_ends_and_saves_nothing_of_it(start: Starter) -> None:
     training = start(*SHORT, "--lr=1e30", "--checkpoint-every=1", "--warmup-epochs=0")
-    assert "the training has diverged, use a smaller --lr" in refused(training)
+    assert training.wait() == [EXIT_DIVERGED], training.output()
+    assert "error: the loss is nan since step 2: the training has diverged, use a smaller --lr" in training.output()
     for checkpoint in (training.run_dir / "checkpoints").iterdir():
         window = json.loads((checkpoint / "state.json").read_text())["window"]
         assert window["loss"] == window["loss"] < float("inf")
