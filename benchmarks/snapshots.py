@@ -98,7 +98,9 @@ def run(case: dict[str, object], ranks: Ranks, directory: Path) -> None:
     job = Job(config=config, run_dir=RunDir(directory / str(case["model"])), attempt=1, started=0.0, node_dir=node)
     trainer = make_trainer(job, ranks)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-    capturer = Capturer(state=trainer.state, window=trainer.window, corrupt=trainer.corrupt, ranks=ranks)
+    capturer = Capturer(
+        state=trainer.state, window=trainer.window, budget=trainer.budget, corrupt=trainer.corrupt, ranks=ranks
+    )
     snapshotters = {
         setting: Snapshotter(replace(job, config=replace(config, snapshot_every=setting)), capturer, trainer.recorder)
         for setting in SETTINGS
