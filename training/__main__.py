@@ -109,7 +109,8 @@ def _train(arguments: Arguments) -> int:
     from training.launch import launch  # noqa: PLC0415
     from training.lean import leave_out_compiler  # noqa: PLC0415
 
-    leave_out_compiler()
+    if not arguments.train.compile:
+        leave_out_compiler()
     run_dir = RunDir(arguments.run_dir.expanduser().absolute())
     job = Job(
         config=arguments.train,
