@@ -13,6 +13,7 @@ which a failure has those that are known:
 | staging | every agent whose copy takes longer | node source what bytes_done bytes_total bytes_per_second eta_seconds |
 | staged | every agent | node source and what hpc.staging.Staged has |
 | packed | every agent, with --pack | node path seconds |
+| environment | every agent of a run with --stage-env | node python seconds fallback (why it is the shared one) |
 | node_failed | an agent that cannot go on | node detail |
 | rendezvous | the head node's agent | round port members (node ranks) |
 | checked | the head node's agent: the preflight before a script was passed | nodes (names) |

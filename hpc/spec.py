@@ -145,6 +145,8 @@ class RunSpec:
     """How long a copy there is kept that nobody uses."""
     pack: int | None = None
     """Side in pixels of the images that the nodes train from, decoded once; None: from the files as they are."""
+    stage_env: str | None = None
+    """The packed environment that every node unpacks and starts its ranks from; None: the one that all nodes share."""
     recovery: Recovery = field(default_factory=Recovery)
 
     @property

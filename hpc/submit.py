@@ -17,7 +17,8 @@ from typing import Literal
 
 import tyro
 
-from hpc import checks, cli, config, slurm, snapshot
+from hpc import checks, cli, config, env_archive, slurm, snapshot
+from hpc.env import this_environment
 from hpc.errors import TorchrelayError, UserError
 from hpc.executor import SlurmExecutor, agent_command, start_local
 from hpc.ledger import Writer
@@ -48,6 +49,8 @@ class Submit(cli.Common):
     stage_keep: str = "7d"
     """How long copies there that no run uses are kept, for the next attempt: 0s, 12h, 30d. The least recently used go
     earlier when the disk is full."""
+    stage_env: bool = False
+    """Pack this Python environment, once, and have every node start its ranks from a copy on its own disk."""
     dry_run: bool = False
     """Check everything and print the script, but submit nothing."""
     wait: bool = False
@@ -105,8 +108,13 @@ def flag_names(options: type[Submit]) -> dict[str, bool]:
 def submit(options: Submit, script: tuple[str, ...]) -> int:
     """Check, make the run directory, submit, and wait if asked to."""
     run, spec = plan(options, script)
+    environment = this_environment() if options.stage_env else None
     if options.dry_run:
         return _print_plan(options, run, spec)
+    if environment is not None:
+        watch = env_archive.silent if options.json else env_archive.show
+        packed = env_archive.provide(environment, run.path.parent, watch)
+        spec = dataclasses.replace(spec, stage_env=str(packed))
     with new_run_directory(run):
         fill(run, spec)
         job_id = SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)

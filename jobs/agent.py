@@ -29,6 +29,7 @@ from jobs import claim
 from jobs.captain import Captain
 from jobs.conclusion import conclude
 from jobs.data import stage_data
+from jobs.env import stage_environment
 from jobs.formation import Limits
 from jobs.handover import save_snapshot, take_over
 from jobs.link import Hub, Link
@@ -215,6 +216,7 @@ def _prepare(node: Node) -> tuple[Path | None, bool]:
         threads_per_rank(node.place, node.spec.resources.gpus_per_node)
         _introduce(node)
         data = stage_data(node)
+        stage_environment(node)
     except StagingStopped:
         return None, False
     except (TorchrelayError, OSError) as error:

@@ -96,7 +96,7 @@ def preflight(place: Place, own: Path, ranks: int) -> tuple[bool, str]:
     except OSError as error:
         return False, f"{place.host} does not find the other nodes: {error}"
     argv = torchrun_argv(meeting(place), ranks, address, sys.executable)
-    program = program_argv(script.preflight(RunDir(own), 1))
+    program = program_argv(script.preflight(RunDir(own), 1, sys.executable))
     limit = ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS)]
     done = subprocess.run(
         [*limit, *argv, "--max-restarts=0", *program],

@@ -1,6 +1,7 @@
 """What one agent works with during one attempt. Runs on compute nodes."""
 
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -42,6 +43,8 @@ class Node:
     """What the head node's agent does at every turn."""
     held: ExitStack = field(default_factory=ExitStack)
     """What is given back when the attempt is over."""
+    python: str = sys.executable
+    """What torchrun and its ranks are started with: this process's own, or that of a copy on this node's disk."""
     unsaved: bool = False
     """Whether the newest snapshot is in this node's memory alone."""
     last_step: int = 0

@@ -4,12 +4,11 @@ Runs on compute nodes.
 """
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from jobs import script, train
+from jobs import env, script, train
 from jobs.node import Node
 from jobs.rendezvous import Place, Rendezvous, interface_of, local_address, program_argv, torchrun_argv
 from jobs.report import Orders
@@ -64,16 +63,16 @@ def _command(node: Node, orders: Orders, data: Path | None, threads: int) -> tup
         is_host=orders.members[0] == place.node_rank,
     )  # fmt: skip
     address = local_address(place)
-    environment = rank_environment(os.environ, place, ranks, address, threads)
+    environment = rank_environment(env.activated(os.environ, node.python), place, ranks, address, threads)
     if spec.train is not None and data is not None:
-        program = train.command(spec.train, run, attempt.attempt, data, node.memory)
+        program = train.command(spec.train, run, attempt.attempt, data, node.memory, node.python)
     elif orders.preflight:
-        program = script.preflight(run, attempt.attempt)
+        program = script.preflight(run, attempt.attempt, node.python)
     else:
-        program = script.command(spec.script, run)
+        program = script.command(spec.script, run, node.python)
         environment = script.environment(environment, run, attempt.attempt, data)
-    keeper = [sys.executable, "-S", str(_KEEPER), str(logs), str(node.memory.path)]
-    argv = torchrun_argv(rendezvous, ranks, address, sys.executable)
+    keeper = [node.python, "-S", str(_KEEPER), str(logs), str(node.memory.path)]
+    argv = torchrun_argv(rendezvous, ranks, address, node.python)
     return [*argv, *program_argv([*keeper, *program])], environment
 
 

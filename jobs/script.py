@@ -4,7 +4,6 @@ The script finds what it needs in its environment: TORCHRELAY_RUN_DIR, TORCHRELA
 TORCHRELAY_DATA. It is told to save by SIGUSR2 or SIGTERM, and then to exit with 0.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,14 +11,14 @@ from hpc.rundir import RunDir
 from hpc.snapshot import OWN
 
 
-def command(script: tuple[str, ...], run: RunDir) -> list[str]:
+def command(script: tuple[str, ...], run: RunDir, python: str) -> list[str]:
     """The script as it was submitted, from the snapshot."""
-    return [sys.executable, "-u", str(run.code / script[0]), *script[1:]]
+    return [python, "-u", str(run.code / script[0]), *script[1:]]
 
 
-def preflight(run: RunDir, attempt: int) -> list[str]:
+def preflight(run: RunDir, attempt: int, python: str) -> list[str]:
     """What looks whether the nodes can train, before the script runs on them for the first time."""
-    return [sys.executable, "-u", "-P", "-m", "training.preflight", str(run.path), str(attempt)]
+    return [python, "-u", "-P", "-m", "training.preflight", str(run.path), str(attempt)]
 
 
 def environment(base: Mapping[str, str], run: RunDir, attempt: int, data: Path | None) -> dict[str, str]:

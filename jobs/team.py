@@ -51,6 +51,12 @@ class NodeTeam:
         others = tuple(told for told in self._node.report.standings if told.source != self._source)
         self._node.tell(standings=(*others, Standing(source=self._source, need=need, port=port)))
 
+    def decline(self) -> None:
+        """This node will have no copy, and goes on: the others need not wait for it, or for its word."""
+        self.stand(Need.ABSENT, 0)
+        if self.plan() is None:
+            self._publish(Plan(source=self._source, entry="", lister=(self.host, 0), owners=(), done=True))
+
     def update(self) -> None:
         """On the head node: decide who reads what, once all have told what they have, and see when all are done."""
         hub, plan = self._node.link, self.plan()

@@ -1,7 +1,6 @@
 """The job kind `train`: what each rank runs. Runs on compute nodes."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 from hpc.errors import UserError
@@ -10,11 +9,11 @@ from hpc.rundir import RunDir
 from training.config import TrainConfig, check_data, to_argv
 
 
-def command(config: TrainConfig, run: RunDir, attempt: int, data: Path, memory: NodeDir) -> list[str]:
+def command(config: TrainConfig, run: RunDir, attempt: int, data: Path, memory: NodeDir, python: str) -> list[str]:
     """Our trainer, with the data and the memory where this node has them."""
     flags = to_argv(dataclasses.replace(config, data=str(find_data(data))))
     where = [f"--run-dir={run.path}", f"--attempt={attempt}", f"--node-dir={memory.path}"]
-    return [sys.executable, "-u", "-P", "-m", "training", *flags, *where]
+    return [python, "-u", "-P", "-m", "training", *flags, *where]
 
 
 def find_data(staged: Path) -> Path:

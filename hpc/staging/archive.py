@@ -11,6 +11,7 @@ import shutil
 import stat
 import tarfile
 import threading
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ class _Member:
     size: int = 0
     executable: bool = False
     target: str = ""
+    modified: int | None = None
+    """Seconds since the epoch, if it says."""
     open: Callable[[], IO[bytes] | None] = lambda: None
 
 
@@ -88,6 +91,7 @@ class _Unpacker:
         self._bytes = 0
         self._checksums: dict[str, dict[int, str]] = {}
         self._sizes: dict[str, int] = {}
+        self._modified: dict[str, int] = {}
         self._links = list[_Member]()
         self._queue: queue.Queue[tuple[str, int, bytes] | None] = queue.Queue(_WAITING)
         self._error: BaseException | None = None
@@ -105,6 +109,9 @@ class _Unpacker:
             for writer in writers:
                 writer.join()
         self._raise_error()
+        # Python takes byte code for that of its source by the time of the source's last change.
+        for name, modified in self._modified.items():
+            os.utime(self._target / name, (time.time(), modified))
         for link in self._links:
             self._make_link(link)
         for link in self._links:
@@ -149,6 +156,8 @@ class _Unpacker:
         if name in self._checksums:
             raise self._refuse(member, "is in it twice")
         self._checksums[name], self._sizes[name] = {}, member.size
+        if member.modified is not None:
+            self._modified[name] = member.modified
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o700 if member.executable else 0o600))
         except (FileExistsError, IsADirectoryError):
@@ -238,6 +247,7 @@ def _tar_members(file: tarfile.TarFile) -> Iterator[_Member]:
             size=info.size if info.isreg() else 0,
             executable=bool(info.mode & stat.S_IXUSR),
             target=info.linkname,
+            modified=int(info.mtime),
             open=partial(file.extractfile, info),
         )
         vars(file)["members"].clear()  # it would keep all of them, a kilobyte each
