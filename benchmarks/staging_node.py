@@ -21,6 +21,7 @@ from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
 from hpc.spec import Resources, RunSpec
 from jobs.data import stage
+from jobs.env import stage_environment
 from jobs.link import LOST_SECONDS, Hub, Link
 from jobs.node import Node
 from jobs.ranks import LocalRanks
@@ -44,6 +45,8 @@ class Options:
     source: Path
     stage_dir: Path
     keep: str = "7d"
+    env: bool = False
+    """The source is a packed environment, to be used like one."""
 
 
 def main(options: Options) -> None:
@@ -51,8 +54,8 @@ def main(options: Options) -> None:
     node = make_node(options)
     wait(node, lambda: len(all_reports(node)) == options.nodes)
     began = time.monotonic()
-    staged = stage(node, options.source)
-    print(json.dumps({**asdict(staged), "path": str(staged.path), "wall": time.monotonic() - began}), flush=True)
+    answer = _use_environment(node) if options.env else _stage(node, options.source)
+    print(json.dumps({**answer, "wall": time.monotonic() - began}), flush=True)
     node.tell(phase=Phase.READY)
     # An agent trains now, and gives to the others meanwhile.
     wait(node, lambda: bool(node.orders.plans) and node.orders.plans[-1].done)
@@ -62,6 +65,16 @@ def main(options: Options) -> None:
     else:
         wait(node, lambda: all(has_left(node, rank) for rank in range(1, options.nodes)))
     node.held.close()
+
+
+def _stage(node: Node, source: Path) -> dict[str, object]:
+    staged = stage(node, source)
+    return {**asdict(staged), "path": str(staged.path)}
+
+
+def _use_environment(node: Node) -> dict[str, object]:
+    stage_environment(node)
+    return {"python": node.python}
 
 
 def make_node(options: Options) -> Node:
@@ -77,6 +90,7 @@ def make_node(options: Options) -> Node:
         spec=RunSpec(
             name=run.name, cluster="slurm", resources=Resources(nodes=str(options.nodes)), data=str(options.source),
             stage_dir=str(options.stage_dir), stage_keep=options.keep,
+            stage_env=str(options.source) if options.env else None,
         ),
         place=place,
         stop=StopRequest(),

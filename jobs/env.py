@@ -135,7 +135,8 @@ def activated(base: Mapping[str, str], python: str, prefix: str = sys.prefix) ->
     if copy == prefix:
         return dict(base)
     changes = {name: _moved(base[name], prefix, copy) for name in _PATHS if name in base}
-    programs = [f"{copy}/bin", *(entry for entry in changes.get("PATH", "").split(":") if entry != f"{copy}/bin")]
+    others = (entry for entry in changes.get("PATH", "").split(":") if entry not in {f"{copy}/bin", ""})
+    programs = [f"{copy}/bin", *others]
     changes["PATH"] = ":".join(programs)
     active = "CONDA_PREFIX" if base.get("CONDA_PREFIX") == prefix else "VIRTUAL_ENV"
     return {**{name: value for name, value in base.items() if name != "PYTHONHOME"}, **changes, active: copy}
