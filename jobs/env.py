@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpc.env_archive import Description
 from hpc.errors import TorchrelayError
+from hpc.staging import NoRoomError
 from hpc.staging.source import inside_name, stop_if
 from jobs.data import stage
 from jobs.node import Node
@@ -45,7 +46,7 @@ def stage_environment(node: Node) -> None:
         node.python = _copy(node, archive)
     except (TorchrelayError, OSError) as error:
         NodeTeam(node, str(archive)).decline()
-        fallback = str(error)
+        fallback = f"{error.why}: use --stage-dir with a larger disk" if isinstance(error, NoRoomError) else str(error)
         say(f"the ranks of {node.place.host} start from the shared environment, {sys.prefix}: {fallback}")
     seconds = round(time.monotonic() - began, 3)
     node.note("environment", node=node.place.host, python=node.python, seconds=seconds, fallback=fallback)

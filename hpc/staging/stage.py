@@ -15,7 +15,7 @@ from hpc.staging.archive import unpack
 from hpc.staging.copy import Copy, Progress, Tally, Watch, checksums_by_batch, share
 from hpc.staging.peers import Peer, PeerError, Server, Shelf
 from hpc.staging.source import Listing, list_source, stop_if
-from hpc.staging.staged import Staged
+from hpc.staging.staged import NoRoomError, Staged
 from hpc.staging.store import Copied, Entry, Manifest, Store, boot_id, open_store
 from hpc.staging.team import Address, Alone, Need, Team
 
@@ -215,13 +215,10 @@ class Stager:
         """Read from shared storage.
 
         Raises:
-            TorchrelayError: an archive cannot be read without unpacking.
+            NoRoomError: an archive cannot be read without unpacking.
         """
         if listing.is_archive:
-            raise TorchrelayError(
-                f"{why}: unpack {listing.source} on shared storage and give that directory as --data, or use "
-                "--stage-dir with a larger disk"
-            )
+            raise NoRoomError(why, listing.source)
         self._team.stand(Need.ABSENT, 0)
         return Staged(path=listing.source, in_place=why)
 

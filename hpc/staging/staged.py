@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.errors import TorchrelayError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
@@ -23,3 +25,14 @@ class Staged:
     """Copies that were deleted to make room."""
     in_memory: bool = False
     """Whether the copy takes memory, not disk."""
+
+
+class NoRoomError(TorchrelayError):
+    """There is no room to unpack an archive, and it cannot be read in place."""
+
+    def __init__(self, why: str, archive: Path) -> None:
+        super().__init__(
+            f"{why}: unpack {archive} on shared storage and give that directory as --data, or use --stage-dir with a "
+            "larger disk"
+        )
+        self.why = why
