@@ -97,8 +97,8 @@ def provide(
     """
     directory = _directory(runs_dir)
     _sweep(directory)
-    archive = directory / f"{environment.fingerprint}.tar.zst"
     try:
+        archive = directory / f"{environment.fingerprint}.tar.zst"
         if not _use(archive):
             with watch(environment.size) as progress:
                 _make(environment, archive, progress)

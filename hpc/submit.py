@@ -17,8 +17,7 @@ from typing import Literal
 
 import tyro
 
-from hpc import checks, cli, config, env_archive, slurm, snapshot
-from hpc.env import this_environment
+from hpc import checks, cli, config, env, env_archive, slurm, snapshot
 from hpc.errors import TorchrelayError, UserError
 from hpc.executor import SlurmExecutor, agent_command, start_local
 from hpc.ledger import Writer
@@ -108,13 +107,12 @@ def flag_names(options: type[Submit]) -> dict[str, bool]:
 def submit(options: Submit, script: tuple[str, ...]) -> int:
     """Check, make the run directory, submit, and wait if asked to."""
     run, spec = plan(options, script)
-    environment = this_environment() if options.stage_env else None
+    environment = env.this_environment() if options.stage_env else None
     if options.dry_run:
         return _print_plan(options, run, spec)
     if environment is not None:
         watch = env_archive.silent if options.json else env_archive.show
-        packed = env_archive.provide(environment, run.path.parent, watch)
-        spec = dataclasses.replace(spec, stage_env=str(packed))
+        spec = dataclasses.replace(spec, stage_env=str(env_archive.provide(environment, run.path.parent, watch)))
     with new_run_directory(run):
         fill(run, spec)
         job_id = SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)
@@ -290,10 +288,7 @@ def _answer(run: RunDir, spec: RunSpec, job_id: str | None) -> dict[str, object]
 
 def _print_plan(options: Submit, run: RunDir, spec: RunSpec) -> int:
     text = SlurmExecutor(run, spec).script() if spec.cluster == "slurm" else agent_command(run) + "\n"
-    if options.json:
-        cli.print_json({**_answer(run, spec, None), "text": text})
-    else:
-        print(text, end="")
+    cli.print_json({**_answer(run, spec, None), "text": text}) if options.json else print(text, end="")
     return 0
 
 

@@ -148,7 +148,7 @@ def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
     for event in events:
         if event["event"] == "claimed":
             last = {}
-        elif event["event"] in {"staging", "staged", "node_failed"}:
+        elif event["event"] in {"staging", "staged", "environment", "node_failed"}:
             last[event["node"]] = event
     under_way = [event for event in last.values() if event["event"] == "staging"]
     if not under_way:

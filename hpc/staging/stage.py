@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from hpc.errors import TorchrelayError
 from hpc.staging import space
 from hpc.staging.archive import unpack
 from hpc.staging.copy import Copy, Progress, Tally, Watch, checksums_by_batch, share
