@@ -280,7 +280,7 @@ def test_dry_run_packs_nothing(venv: Path, tmp_path: Path) -> None:
 def test_every_command_of_a_rank_starts_with_the_copys_interpreter(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     commands = (
-        train.command(TrainConfig(data="d"), run, 1, Path("d"), NodeDir(tmp_path), "/copy/bin/python"),
+        train.command(TrainConfig(data="d"), run, 1, tmp_path, NodeDir(tmp_path), "/copy/bin/python"),
         script.command(("s.py",), run, "/copy/bin/python"),
         script.preflight(run, 1, "/copy/bin/python"),
     )
