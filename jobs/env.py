@@ -26,8 +26,9 @@ from jobs.team import NodeTeam
 _TRY = """
 import json, sys, torch
 from importlib.metadata import version
-print(json.dumps([sys.prefix, torch.__file__, version("torch")]))
+print("\\ntorchrelay:" + json.dumps([sys.prefix, torch.__file__, version("torch")]))
 """
+_MARK = "torchrelay:"
 _POLL_SECONDS = 0.2
 _TRY_SECONDS = 300.0
 _PATHS = ("PATH", "LD_LIBRARY_PATH")
@@ -94,8 +95,9 @@ def _ask(node: Node, python: str) -> list[str]:
     command = [python, "-P", "-c", _TRY]
     environment = activated(os.environ, python)
     with subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        errors="replace",
+    ) as process:  # fmt: skip
         try:
             while True:
                 try:
@@ -106,6 +108,7 @@ def _ask(node: Node, python: str) -> list[str]:
         except BaseException:
             process.kill()
             raise
+    _look_after(node, deadline)  # a signal that asks this node to stop ends the copy's process, too
     return _answer(process.returncode, out, errors)
 
 
@@ -117,11 +120,12 @@ def _look_after(node: Node, deadline: float) -> None:
 
 
 def _answer(exit_code: int, out: str, errors: str) -> list[str]:
-    """The last line of what it printed. Pure."""
-    if exit_code == 0:
-        return [str(word) for word in json.loads(out.splitlines()[-1])]
-    said = errors.strip().splitlines() or [f"exit code {exit_code}"]
-    raise TorchrelayError(f"the copy does not import torch: {said[-1]}")
+    """What it said, among all that packages print. Pure."""
+    said = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
+    if exit_code == 0 and said:
+        return [str(word) for word in json.loads(said[0])]
+    words = errors.strip().splitlines() or [f"exit code {exit_code}"]
+    raise TorchrelayError(f"the copy does not import torch: {words[-1]}")
 
 
 def activated(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:
