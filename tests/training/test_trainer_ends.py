@@ -1,7 +1,9 @@
 """What ends a training before its last epoch: no progress, no time, a loss that is no number."""
 
 import json
+import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,23 +108,22 @@ def test_the_hours_of_all_attempts_count(start: Starter) -> None:
     assert "no step follows step 21: --max-hours 0.3333 are over" in ended.output()
 
 
-def die_in_the_test() -> None:
-    """In a rank: be killed when the test is to be written."""
-    import os
-
+def die_late(run_dir: Path, seconds: float) -> None:
+    """In a rank: be killed when the test is to be written, and the last checkpoint is there."""
     from training.recorder import Recorder
 
-    Recorder.final = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    def die(*_: Any) -> None:
+        while not list((run_dir / "checkpoints").glob("step-*")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-
-def die_late(seconds: float) -> None:
     spend(seconds)
-    die_in_the_test()
+    Recorder.final = die  # type: ignore[method-assign]
 
 
 def test_no_step_is_made_when_the_hours_are_over(start: Starter) -> None:
     flags = ("--epochs=30", "--batch-size=20", "--max-hours=0.05")
-    killed = start(*flags, prepare=partial(die_late, 60))
+    killed = start(*flags, prepare=partial(die_late, start.directory / "run", 60))
     assert killed.wait() == [-signal.SIGKILL], killed.output()
     run = start.complete(*flags).run_dir
     started = events(run, "train_started")[1]["step"]
@@ -147,8 +148,6 @@ def test_told_of_the_time_limit_in_an_epochs_last_step_it_begins_no_other_epoch_
 
 def spoil(step: int, rank: int) -> None:
     """In a rank: the loss of a step is not a number."""
-    import os
-
     from training.step import Stepper
 
     loss = Stepper._loss  # noqa: SLF001
