@@ -4,23 +4,21 @@ Runs on the login node. Nothing is queued before every check has passed, and not
 """
 
 import dataclasses
-import os
 import shlex
-import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
-from hpc import checks, cli, config, env, env_archive, slurm, snapshot
+from hpc import checks, cli, config, env, env_archive, slurm
 from hpc.errors import TorchrelayError, UserError
 from hpc.executor import SlurmExecutor, agent_command, start_local
 from hpc.ledger import Writer
+from hpc.newrun import fill, new_run, new_run_directory
 from hpc.processes import start_time
 from hpc.rundir import RunDir
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
@@ -172,7 +170,7 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     if train is not None and train.weights and cluster == "slurm":
         checks.check_is_shared("--weights", Path(train.weights))
     kind = train.model if train else Path(script[0]).stem
-    run = _new_run(options.runs_dir, options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run = new_run(options.runs_dir, options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=str(options.stage_dir.absolute()),
@@ -206,14 +204,6 @@ def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig |
     return None, given.absolute() if given else None
 
 
-def _new_run(runs_dir: Path, name: str) -> RunDir:
-    """The directory that the run will have, which must not exist yet."""
-    run = RunDir(runs_dir.expanduser().resolve() / name)
-    if os.path.lexists(run.path):
-        raise UserError(f"run {name!r} exists already in {runs_dir}: choose another --name, or hpc status {name}")
-    return run
-
-
 def choose_cluster(asked: str) -> Cluster:
     """The cluster to run on.
 
@@ -227,52 +217,6 @@ def choose_cluster(asked: str) -> Cluster:
             "--cluster slurm, but there is no Slurm here (no sbatch, or no slurm.conf): use --cluster local"
         )
     return "slurm"
-
-
-@contextmanager
-def new_run_directory(run: RunDir) -> Iterator[None]:
-    """Create the directory, exclusively and for the user alone; remove every trace if the submission fails.
-
-    Raises:
-        UserError: it exists, or cannot be written.
-    """
-    created = next((path for path in reversed([run.path, *run.path.parents]) if not path.exists()), run.path)
-    try:
-        run.path.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever can write here can run code as the user.
-        run.path.mkdir(mode=0o700)
-    except FileExistsError as error:
-        raise UserError(f"run {run.name!r} exists already in {run.path.parent}: choose another --name") from error
-    except OSError as error:
-        shutil.rmtree(created, ignore_errors=True)
-        raise _unwritable(run, error) from error
-    try:
-        yield
-    except (UserError, OSError) as error:
-        shutil.rmtree(created, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise _unwritable(run, error) from error
-        raise
-    except BaseException:
-        # Ctrl-C: once there is a script, a job may have been queued, which then needs its directory.
-        if not run.script.exists():
-            shutil.rmtree(created, ignore_errors=True)
-        raise
-
-
-def _unwritable(run: RunDir, error: OSError) -> UserError:
-    return UserError(f"--runs-dir {run.path.parent} cannot be written: {error}")
-
-
-def fill(run: RunDir, spec: RunSpec) -> None:
-    """Write what the run needs before it can start."""
-    for directory in (run.events, run.logs):
-        directory.mkdir()
-    snapshot.take(run.code, Path.cwd(), spec.script)
-    if spec.script:
-        inside = snapshot.script_in_snapshot(spec.script[0], snapshot.repository_of(Path.cwd()), Path.cwd())
-        spec = dataclasses.replace(spec, script=(str(inside), *spec.script[1:]))
-    spec.save(run)
 
 
 def _answer(run: RunDir, spec: RunSpec, job_id: str | None) -> dict[str, object]:
