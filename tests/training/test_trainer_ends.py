@@ -51,6 +51,13 @@ def test_a_training_that_gets_no_better_ends_and_is_complete(start: Starter) -> 
     assert events(training.run_dir, "train_completed")[0]["ended"] == "patience"
 
 
+@pytest.mark.parametrize("flag", ["--patience=3", "--schedule=plateau"])
+def test_what_follows_the_validation_needs_one(start: Starter, flag: str) -> None:
+    training = start("--epochs=1", "--val-fraction=0", flag)
+    assert training.wait() == [2]
+    assert f"{flag.replace('=', ' ')} follows the validation, and there is none" in training.output()
+
+
 @pytest.mark.parametrize("fault", ["step@20:1", "stop@20:0", "evaluate@27:0", "save@36:0", "evaluate@36:1"])
 def test_patience_goes_over_restarts(start: Starter, fault: str) -> None:
     flags = (*STILL, "--patience=3", "--checkpoint-every=5")
