@@ -34,6 +34,8 @@ def photos(site: Site, name: str = "photos") -> Path:
         (path / f"{number}.jpg").write_bytes(os.urandom(50_000))
     (path / "large.bin").write_bytes(os.urandom(20 * MB))
     (site.path / "look.py").write_text(SCRIPT)
+    for command in (("git", "init", "-q"), ("git", "add", "look.py")):
+        assert site.type(*command).returncode == 0
     return path
 
 
