@@ -14,7 +14,8 @@ of a file takes longer; `unthrottled` without either. In both cases the kernel h
 before each measurement): the storage is what the throttle says, not this machine's disk, which would be read once for
 all nodes anyway. All that is read from it is counted there, for all alike.
 
-Prints a table and writes every measurement with the hardware as JSON.
+Prints a table and writes every measurement with the hardware as JSON. The CPU time is that of all nodes together, which
+share this machine's cores here, and have their own in a cluster.
 """
 
 import io
@@ -41,13 +42,14 @@ from staging_methods import METHODS, OURS, SBCAST, Bench, Method, allocate
 from throttle import MB, Speed, Storage
 
 from hpc.files import write_json
+from hpc.staging import space
 
 _RESULTS = Path(__file__).with_name("results") / "staging.json"
 _CLASSES, _PICTURES = 100, 16
 # A comment in a JPEG file is at most so long.
 _COMMENT_BYTES = 65_000
-# On a node: the archive, what is unpacked of it, and the like of it that the kernel keeps of the source.
-_COPIES, _SPARE_BYTES = 2, 2_000 * MB
+# On a node: the archive, and what is unpacked of it.
+_COPIES, _SPARE_BYTES = 2, 1_000 * MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +119,18 @@ def make_bench(options: Options, source: Path, disks: Path) -> Bench:
     make_files(options, files)
     subprocess.run(["tar", "-c", "-f", tar, "-C", files, "."], check=True)
     needed, free = max(options.nodes) * _COPIES * tar.stat().st_size + _SPARE_BYTES, shutil.disk_usage(disks).free
-    if os.fspath(disks).startswith("/dev/shm"):  # noqa: S108
-        free = min(free, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _cached_bytes())
+    if space.is_memory(disks):
+        free = min(free, int(_proc("meminfo", "MemAvailable").split()[0]) * 1024)
     if needed > free:
-        sys.exit(f"{disks} has room for {free // MB} MB, and {needed // MB} MB are needed: use --disks, or less --files")
+        sys.exit(f"{disks} has room for {free // MB} MB and needs {needed // MB} MB: use --disks, or fewer --files")
     allocations = {nodes: allocate(nodes) for nodes in options.nodes} if options.sbcast else {}
     storage = Storage(source / "storage", source)
     return Bench(storage=storage, files=files, tar=tar, disks=disks, allocations=allocations)
 
 
-def _cached_bytes() -> int:
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["Cached"].split()[0]) * 1024
+def _proc(file: str, field: str) -> str:
+    fields = (line.partition(":") for line in (Path("/proc") / file).read_text().splitlines())
+    return next((value.strip() for name, _, value in fields if name.strip() == field), "")
 
 
 # --- the measurements ---
@@ -138,9 +140,9 @@ def measure(bench: Bench, speed: Speed, nodes: int, name: str, method: Method) -
     """One way once, on empty disks."""
     warm(bench)
     bench.storage.reset(speed)
-    seconds = method(bench, nodes)
+    cost = method(bench, nodes)
     found = {
-        "storage": speed.name, "nodes": nodes, "method": name, "seconds": seconds,
+        "storage": speed.name, "nodes": nodes, "method": name, **cost._asdict(),
         "bytes_read": bench.storage.bytes, "opens": bench.storage.opens, "load": os.getloadavg()[0],
     }  # fmt: skip
     check(bench, nodes if name not in SBCAST else 0)
@@ -206,6 +208,7 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "storage": storage, "nodes": nodes, "method": method,
             "seconds": statistics.median(one["seconds"] for one in ones),
             "least": min(one["seconds"] for one in ones), "most": max(one["seconds"] for one in ones),
+            "cpu_seconds": statistics.median(one["cpu_seconds"] for one in ones),
             "bytes_read": round(statistics.median(one["bytes_read"] for one in ones)),
             "times_ours": statistics.median(one["seconds"] / ours[one["repeat"]] for one in ones),
         })  # fmt: skip
@@ -217,10 +220,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("storage", "nodes", "how"):
         drawn.add_column(title)
-    for title in ("seconds", "least", "most", "GB read", "times ours"):
+    for title in ("seconds", "least", "most", "CPU, s", "GB read", "times ours"):
         drawn.add_column(title, justify="right")
     for row in rows:
-        times = [f"{row[key]:.2f}" for key in ("seconds", "least", "most")]
+        times = [f"{row[key]:.2f}" for key in ("seconds", "least", "most", "cpu_seconds")]
         cells = (*times, f"{row['bytes_read'] / 1e9:.2f}", f"{row['times_ours']:.2f}")
         drawn.add_row(row["storage"], str(row["nodes"]), row["method"], *cells)
     return drawn
@@ -228,10 +231,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def hardware(options: Options) -> dict[str, Any]:
     """Where it was measured."""
-    models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name")]
-    versions = {name: _first_line([name, "--version"]) for name in ("cp", "tar", "rsync")}
+    versions = {name: _first_line([name, "--version"]) for name in ("cp", "tar", "rsync") if shutil.which(name)}
     return {
-        "processor": (models or [platform.machine()])[0], "cores": os.cpu_count(), "kernel": platform.release(),
+        "processor": _proc("cpuinfo", "model name") or platform.machine(),
+        "cores": os.cpu_count(), "kernel": platform.release(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "python": platform.python_version(), **versions, "source": str(options.source), "disks": str(options.disks),
     }  # fmt: skip
@@ -248,6 +251,8 @@ def main(options: Options) -> None:
     if unknown:
         sys.exit(f"--only {', '.join(unknown)} is unknown: it is one of {', '.join(known)}")
     methods = {name: known[name] for name in known if name == OURS or not options.only or name in options.only}
+    if not shutil.which("rsync") and "rsync -a" in methods:
+        sys.exit("rsync is not there to compare with: install it, or leave it out with --only")
     with (
         tempfile.TemporaryDirectory(dir=options.source, prefix="staging-source-") as source,
         tempfile.TemporaryDirectory(dir=options.disks, prefix="staging-disks-") as disks,

@@ -1,12 +1,12 @@
 """How data get from shared storage to the disks of several nodes: the ways that benchmarks/staging.py compares.
 
-A node is a directory; on the testbed's Slurm, for sbcast, it is one of its nodes. Each way returns the seconds until
-the last node has every file.
+A node is a directory; on the testbed's Slurm, for sbcast, it is one of its nodes.
 """
 
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from throttle import Storage
 
@@ -56,24 +57,38 @@ class Bench:
             sys.exit(f"{command} failed")
 
 
-Method = Callable[[Bench, int], float]
+class Cost(NamedTuple):
+    """Of one way."""
+
+    seconds: float
+    """Until the last node has every file."""
+    cpu_seconds: float
+    """Of all nodes together."""
+
+
+Method = Callable[[Bench, int], Cost]
 Commands = Callable[[Bench, Path], list[list[str]]]
 
 
 def _each_node(commands: Commands) -> Method:
     """Every node runs these commands, one after the other."""
 
-    def measured(bench: Bench, nodes: int) -> float:
+    def measured(bench: Bench, nodes: int) -> Cost:
         def one(node: int) -> None:
             for command in commands(bench, bench.disk(node)):
                 bench.run(command)
 
-        began = time.monotonic()
+        began = time.monotonic(), _children_cpu()
         with ThreadPoolExecutor(nodes) as pool:
             list(pool.map(one, range(nodes)))
-        return time.monotonic() - began
+        return Cost(time.monotonic() - began[0], _children_cpu() - began[1])
 
     return measured
+
+
+def _children_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _cp(bench: Bench, disk: Path) -> list[list[str]]:
@@ -89,7 +104,7 @@ def _cp_and_untar(bench: Bench, disk: Path) -> list[list[str]]:
     return [["cp", str(bench.tar), local], ["tar", "-x", "-f", local, "-C", str(disk)]]
 
 
-def _staged(bench: Bench, nodes: int, source: Path) -> float:
+def _staged(bench: Bench, nodes: int, source: Path) -> Cost:
     """Ours: agents that are running and know each other, as they do when a job stages."""
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
@@ -104,27 +119,28 @@ def _staged(bench: Bench, nodes: int, source: Path) -> float:
         told = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
     if any(answer["fallback"] or answer["in_place"] for answer in told):
         print(f"staging fell back: {told}", file=sys.stderr)
-    return float(max(answer["ended"] for answer in told) - told[0]["began"])
+    seconds = max(answer["ended"] for answer in told) - told[0]["began"]
+    return Cost(seconds, sum(answer["cpu"] for answer in told))
 
 
-def _staged_files(bench: Bench, nodes: int) -> float:
+def _staged_files(bench: Bench, nodes: int) -> Cost:
     return _staged(bench, nodes, bench.files)
 
 
-def _staged_tar(bench: Bench, nodes: int) -> float:
+def _staged_tar(bench: Bench, nodes: int) -> Cost:
     return _staged(bench, nodes, bench.tar)
 
 
-def _sbcast(bench: Bench, nodes: int) -> float:
-    """The archive through Slurm's own fan-out, then unpacked by every node."""
+def _sbcast(bench: Bench, nodes: int) -> Cost:
+    """The archive through Slurm's own fan-out, then unpacked by every node. The CPU time is without the nodes'."""
     job = bench.allocations[nodes]
-    began = time.monotonic()
+    began = time.monotonic(), _children_cpu()
     bench.run(["sbcast", f"--jobid={job}", "--force", str(bench.tar), f"{_REMOTE}.tar"])
     slurm_step(job, f"mkdir {_REMOTE} && tar -x -f {_REMOTE}.tar -C {_REMOTE}")
-    seconds = time.monotonic() - began
+    cost = Cost(time.monotonic() - began[0], _children_cpu() - began[1])
     slurm_step(job, f"test $(find {_REMOTE} -type f | wc -l) = {sum(1 for _ in bench.files.glob('*/*'))}")
     slurm_step(job, f"rm -r {_REMOTE} {_REMOTE}.tar")
-    return seconds
+    return cost
 
 
 def slurm_step(job: str, script: str) -> None:

@@ -53,10 +53,11 @@ def main(options: Options) -> None:
     """Stage on one node."""
     node = make_node(options)
     wait(node, lambda: len(all_reports(node)) == options.nodes)
-    began = time.monotonic()
+    began, began_cpu = time.monotonic(), time.process_time()
     answer = _use_environment(node) if options.env else _stage(node, options.source)
     # The clock is the machine's: what nodes on one machine say can be compared.
-    print(json.dumps({**answer, "began": began, "ended": time.monotonic()}), flush=True)
+    times = {"began": began, "ended": time.monotonic(), "cpu": time.process_time() - began_cpu}
+    print(json.dumps({**answer, **times}), flush=True)
     node.tell(phase=Phase.READY)
     # An agent trains now, and gives to the others meanwhile.
     wait(node, lambda: bool(node.orders.plans) and node.orders.plans[-1].done)

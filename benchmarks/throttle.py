@@ -1,4 +1,4 @@
-"""A directory as if it lay on slow storage that all processes share: for benchmarks/staging.py. `throttle.c` does it."""
+"""A directory as if it lay on slow storage that all processes share (throttle.c): for benchmarks/staging.py."""
 
 import mmap
 import os
