@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from throttle import MB, Speed, Storage
 
 from hpc.files import write_json
 from hpc.staging import space
+from hpc.testbed import running_slurm_conf
 
 _RESULTS = Path(__file__).with_name("results") / "staging.json"
 _CLASSES, _PICTURES = 100, 16
@@ -253,6 +255,10 @@ def main(options: Options) -> None:
     methods = {name: known[name] for name in known if name == OURS or not options.only or name in options.only}
     if not shutil.which("rsync") and "rsync -a" in methods:
         sys.exit("rsync is not there to compare with: install it, or leave it out with --only")
+    if options.sbcast and "SLURM_CONF" not in os.environ:
+        os.environ["SLURM_CONF"] = str(running_slurm_conf() or sys.exit("no testbed is up: hpc testbed up --nodes 4"))
+    # What was made is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     with (
         tempfile.TemporaryDirectory(dir=options.source, prefix="staging-source-") as source,
         tempfile.TemporaryDirectory(dir=options.disks, prefix="staging-disks-") as disks,
