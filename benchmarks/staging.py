@@ -221,7 +221,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """For people."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("storage", "nodes", "how"):
-        drawn.add_column(title)
+        drawn.add_column(title, no_wrap=True)
     for title in ("seconds", "least", "most", "CPU, s", "GB read", "times ours"):
         drawn.add_column(title, justify="right")
     for row in rows:
