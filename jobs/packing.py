@@ -15,9 +15,9 @@ from pathlib import Path
 from hpc.errors import TorchrelayError
 from hpc.staging.copy import Progress, Watch
 from hpc.staging.source import stop_if
-from hpc.staging.store import Copied, Entry, Manifest, boot_id, open_store, write_manifest
+from hpc.staging.store import Entry, Manifest, boot_id, copied_whole, open_store, write_manifest
 from jobs.node import Node
-from training.pack_index import INDEX, checksum, read_index
+from training.pack_index import INDEX, read_index
 
 _POLL_SECONDS = 0.2
 
@@ -61,9 +61,7 @@ def _make(entry: Entry, folder: Path, size: int, watch: Watch) -> None:
     entry.path.mkdir(mode=0o700, exist_ok=True)
     _run([str(folder), str(entry.data), f"--size={size}"], entry.path, watch)
     index = read_index(entry.data)
-    files = [Copied(file.name, file.bytes, max(1, file.bytes), (file.sha256,)) for file in index.files]
-    own = entry.data / INDEX
-    files.append(Copied(INDEX, own.stat().st_size, own.stat().st_size, (checksum(own),)))
+    files = [copied_whole(entry.data, name) for name in (INDEX, *(file.name for file in index.files))]
     write_manifest(entry.path, Manifest(source=index.source, boot=boot_id(), files=tuple(files)))
 
 

@@ -50,6 +50,8 @@ class NodeTeam:
         """Tell what this node needs."""
         others = tuple(told for told in self._node.report.standings if told.source != self._source)
         self._node.tell(standings=(*others, Standing(source=self._source, need=need, port=port)))
+        if self.leads:
+            self.update()  # a node without others need not wait for its next turn
 
     def decline(self) -> None:
         """This node will have no copy, and goes on: the others need not wait for it, or for its word."""

@@ -195,7 +195,7 @@ def test_batch_that_is_not_what_was_read_is_refused(server: Server, source: Path
     server.shelves[listing.entry].put(0, ("0" * 64,) * len(listing.batches[0]))
     peer = Peer(("127.0.0.1", server.port), "nonce", listing.entry)
     with peer, pytest.raises(PeerError, match=r"what 127\.0\.0\.1 sent is not what it had read"):
-        peer.batch(0, listing.batches[0])
+        peer.receive(memoryview(bytearray(listing.batches[0][0].length)), peer.ask(0)[0])
 
 
 def test_owner_that_fails_says_so_to_those_who_wait(server: Server, source: Path) -> None:
@@ -203,7 +203,7 @@ def test_owner_that_fails_says_so_to_those_who_wait(server: Server, source: Path
     threading.Timer(0.3, server.shelves[listing.entry].fail, ["its disk is full"]).start()
     peer = Peer(("127.0.0.1", server.port), "nonce", listing.entry)
     with peer, pytest.raises(PeerError, match="its disk is full"):
-        peer.batch(1, listing.batches[1])
+        peer.ask(1)
 
 
 def test_who_has_the_data_owns_them_else_who_is_about_to_read_them() -> None:

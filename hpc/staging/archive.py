@@ -4,7 +4,6 @@ Runs on compute nodes. One thread unpacks, others checksum and write. Links are 
 written through one.
 """
 
-import hashlib
 import os
 import queue
 import shutil
@@ -24,6 +23,7 @@ from typing import IO
 import zstandard
 
 from hpc.errors import TorchrelayError
+from hpc.staging.pieces import checksum
 from hpc.staging.source import inside_name, stop_if
 from hpc.staging.store import Copied
 
@@ -188,7 +188,7 @@ class _Unpacker:
             try:
                 with (self._target / name).open("r+b", buffering=0) as file:
                     _write_all(file.fileno(), content, offset)
-                self._checksums[name][offset] = hashlib.sha256(content).hexdigest()
+                self._checksums[name][offset] = checksum(content)
             except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that unpacks
                 self._error = error
 

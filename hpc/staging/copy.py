@@ -4,7 +4,6 @@ Each batch is read from shared storage by one node, its owner; the others get it
 give is read from the source after all.
 """
 
-import hashlib
 import os
 import queue
 import threading
@@ -13,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc.staging.peers import Peer, PeerError, Received, Shelf
-from hpc.staging.pieces import read_piece, write_piece
-from hpc.staging.source import Listing, stop_if
+from hpc.staging.peers import Peer, PeerError, Shelf
+from hpc.staging.pieces import checksum, read_piece, write_piece
+from hpc.staging.source import Listing, Piece, stop_if
 from hpc.staging.store import Copied
 from hpc.staging.team import Address
 
@@ -147,9 +146,10 @@ class Copy:
 
         # What an owner does not give is read here: until all have been asked, there may be more to read.
         for threads in (askers, readers):
-            while any(thread.is_alive() for thread in threads):
+            # Not the last one: it may be done before the others, and this would not wait at all.
+            while alive := [thread for thread in threads if thread.is_alive()]:
                 tell()
-                threads[-1].join(_POLL_SECONDS)
+                alive[0].join(_POLL_SECONDS)
             self._end_readers()
         if self._error is not None:
             raise self._error
@@ -190,18 +190,30 @@ class Copy:
             peer.close()
         self._end_readers()
 
+    def _room(self) -> memoryview:
+        """For one piece. Each thread has one for all of its pieces: new memory costs as much as the copying."""
+        return memoryview(
+            bytearray(max((piece.length for batch in self._listing.batches for piece in batch), default=0))
+        )
+
     def _read(self) -> None:
         """Read batches from the source until there are none."""
+        room = self._room()
         while (number := self._mine.get()) is not None and not self._cancelled.is_set():
-            batch = self._listing.batches[number]
-            pieces = [memoryview(read_piece(self._listing, piece, self._cancelled)) for piece in batch]
-            self._keep(number, Received(pieces, tuple(hashlib.sha256(piece).hexdigest() for piece in pieces)))
-            with self._lock:
-                self.tally.from_source += sum(map(len, pieces))
+            checksums = []
+            for piece in self._listing.batches[number]:
+                content = room[: piece.length]
+                read_piece(self._listing, piece, content, self._cancelled)
+                # While it is in the processor's cache.
+                checksums.append(checksum(content))
+                self._write(piece, content)
+                with self._lock:
+                    self.tally.from_source += piece.length
+            self._keep(number, tuple(checksums))
 
     def _ask(self, group: list[tuple[Address, tuple[int, ...]]]) -> None:
         """Get the batches of some owners, in turn; what one does not give is read from the source."""
-        waiting = {address: list(reversed(part)) for address, part in group}
+        waiting, room = {address: list(reversed(part)) for address, part in group}, self._room()
         peers = dict[Address, Peer]()
         while waiting and not self._cancelled.is_set():
             for address in tuple(waiting):
@@ -209,7 +221,7 @@ class Copy:
                     if address not in peers:
                         peers[address] = Peer(address, self._parts.nonce, self._listing.entry)
                         self._peers.add(peers[address])
-                    self._get(peers[address], waiting[address][-1])
+                    self._get(peers[address], waiting[address][-1], room)
                     waiting[address].pop()
                 except PeerError as error:
                     self._fall_back(waiting.pop(address), str(error))
@@ -219,11 +231,15 @@ class Copy:
         for peer in peers.values():
             peer.close()
 
-    def _get(self, peer: Peer, number: int) -> None:
-        received = peer.batch(number, self._listing.batches[number])
-        self._keep(number, received)
-        with self._lock:
-            self.tally.from_peers += sum(map(len, received.pieces))
+    def _get(self, peer: Peer, number: int, room: memoryview) -> None:
+        batch = self._listing.batches[number]
+        checksums = peer.ask(number)
+        for piece, expected in zip(batch, checksums, strict=True):
+            content = peer.receive(room[: piece.length], expected)
+            self._write(piece, content)
+            with self._lock:
+                self.tally.from_peers += piece.length
+        self._keep(number, checksums)
 
     def _fall_back(self, numbers: list[int], reason: str) -> None:
         if self._cancelled.is_set():
@@ -233,14 +249,15 @@ class Copy:
         for number in reversed(numbers):
             self._mine.put(number)
 
-    def _keep(self, number: int, received: Received) -> None:
-        """Write a batch, and hand it out from now on."""
-        for piece, content in zip(self._listing.batches[number], received.pieces, strict=True):
-            file = self._listing.files[piece.file]
-            write_piece(self._target / file.name, piece.offset, content, 0o700 if file.executable else 0o600)
+    def _write(self, piece: Piece, content: memoryview) -> None:
+        file = self._listing.files[piece.file]
+        write_piece(f"{self._target}/{file.name}", piece.offset, content, 0o700 if file.executable else 0o600)
+
+    def _keep(self, number: int, checksums: tuple[str, ...]) -> None:
+        """A batch is there: hand it out from now on."""
         with self._lock:
-            self.checksums[number] = received.checksums
-        self._shelf.put(number, received.checksums)
+            self.checksums[number] = checksums
+        self._shelf.put(number, checksums)
 
     def copied(self) -> tuple[Copied, ...]:
         """The files that are there."""

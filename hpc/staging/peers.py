@@ -6,7 +6,6 @@ nothing. What comes is checked against the checksums of what its owner had read 
 """
 
 import contextlib
-import hashlib
 import hmac
 import io
 import json
@@ -14,13 +13,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from hpc.files import json_line
-from hpc.staging.source import Batch, Listing
+from hpc.staging.pieces import checksum
+from hpc.staging.source import Listing
 from hpc.staging.team import Address
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20.0
@@ -164,13 +163,6 @@ class _Conversation(StreamRequestHandler):
         self.wfile.write(json_line(answer).encode())
 
 
-class Received(NamedTuple):
-    """A batch from another node."""
-
-    pieces: list[memoryview]
-    checksums: tuple[str, ...]
-
-
 class Peer:
     """A connection to one other node's server."""
 
@@ -207,21 +199,30 @@ class Peer:
         except (OSError, ValueError, KeyError) as error:
             raise PeerError(f"{self._name} does not send the list of files ({error!r})") from error
 
-    def batch(self, number: int, pieces: Batch) -> Received:
-        """The bytes of a batch, as soon as the other node has them.
+    def ask(self, number: int) -> tuple[str, ...]:
+        """Ask for a batch; the checksums of its pieces, as soon as the other node has them. The pieces follow.
 
         Raises:
-            PeerError: they do not come, or are not what they must be.
+            PeerError: they do not come.
         """
         try:
-            answer = self._patiently(number)
-            content = memoryview(self._bytes(sum(piece.length for piece in pieces)))
+            return tuple(self._patiently(number)["checksums"])
         except (OSError, ValueError, KeyError) as error:
             raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
-        received = Received(_split(content, pieces), tuple(answer["checksums"]))
-        if checksums_of(received.pieces) != received.checksums:
+
+    def receive(self, into: memoryview, expected: str) -> memoryview:
+        """The next piece of the batch.
+
+        Raises:
+            PeerError: it does not come, or is not what it must be.
+        """
+        try:
+            self._fill(into)
+        except (OSError, ValueError) as error:
+            raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
+        if checksum(into) != expected:
             raise PeerError(f"what {self._name} sent is not what it had read")
-        return received
+        return into
 
     def _patiently(self, number: int) -> dict[str, Any]:
         count, deadline = -1, 0.0
@@ -246,23 +247,13 @@ class Peer:
 
     def _bytes(self, count: int) -> bytearray:
         content = bytearray(count)
-        view, have = memoryview(content), 0
-        while have < count:
+        self._fill(memoryview(content))
+        return content
+
+    def _fill(self, view: memoryview) -> None:
+        have = 0
+        while have < len(view):
             got = self._answers.readinto(view[have:])
             if not got:
                 raise PeerError(f"{self._name} has closed the connection")
             have += got
-        return content
-
-
-def _split(content: memoryview, pieces: Batch) -> list[memoryview]:
-    parts, begin = [], 0
-    for piece in pieces:
-        parts.append(content[begin : begin + piece.length])
-        begin += piece.length
-    return parts
-
-
-def checksums_of(pieces: Sequence[memoryview]) -> tuple[str, ...]:
-    """SHA-256 of each piece."""
-    return tuple(hashlib.sha256(piece).hexdigest() for piece in pieces)

@@ -10,7 +10,6 @@ All locks are the kernel's: those of a killed process are released.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from typing import NamedTuple
 
 from hpc.files import fsync_directory, write_atomic
 from hpc.private import open_lock, private_directory, try_lock
+from hpc.staging.pieces import new_checksum
 from hpc.staging.source import stop_if
 
 _CHUNK_BYTES = 4 * 2**20
@@ -38,7 +38,7 @@ class Copied(NamedTuple):
     size: int
     piece_bytes: int
     checksums: tuple[str, ...]
-    """SHA-256 of each piece of `piece_bytes`, the last one shorter."""
+    """XXH3 (128 bits) of each piece of `piece_bytes`, the last one shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,11 +218,18 @@ def _is_intact(path: Path, file: Copied, stopped: Callable[[], bool]) -> bool:
 
 
 def _digest(descriptor: int, count: int) -> str:
-    digest = hashlib.sha256()
+    digest = new_checksum()
     while count and (chunk := os.read(descriptor, min(count, _CHUNK_BYTES))):
         digest.update(chunk)
         count -= len(chunk)
     return digest.hexdigest()
+
+
+def copied_whole(directory: Path, name: str) -> Copied:
+    """A file that is there, as it is, in one piece."""
+    with (directory / name).open("rb", buffering=0) as content:
+        size = os.fstat(content.fileno()).st_size
+        return Copied(name, size, max(1, size), (_digest(content.fileno(), size),))
 
 
 @dataclass(frozen=True, kw_only=True)
