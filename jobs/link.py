@@ -23,7 +23,7 @@ from jobs.report import Orders, Phase, Report
 LOST_SECONDS = 5.0
 _BEAT_SECONDS = 0.5
 # While a node stages, the others wait for its word, and it for the head's.
-_STARTING_BEAT_SECONDS = 0.2
+_STARTING_BEAT_SECONDS = 0.1
 _PATIENCE_SECONDS = 2.0
 # A connection that ended says more than silence: who was only interrupted is back within this.
 _ENDED_SECONDS = 1.5

@@ -44,24 +44,26 @@ class NodeTeam:
 
     def plan(self) -> Plan | None:
         """What the head node says."""
+        self.update()
+        return self._said()
+
+    def _said(self) -> Plan | None:
         return next((plan for plan in self._node.orders.plans if plan.source == self._source), None)
 
     def stand(self, need: Need, port: int) -> None:
         """Tell what this node needs."""
         others = tuple(told for told in self._node.report.standings if told.source != self._source)
         self._node.tell(standings=(*others, Standing(source=self._source, need=need, port=port)))
-        if self.leads:
-            self.update()  # a node without others need not wait for its next turn
 
     def decline(self) -> None:
         """This node will have no copy, and goes on: the others need not wait for it, or for its word."""
         self.stand(Need.ABSENT, 0)
-        if self.plan() is None:
+        if self._said() is None:
             self._publish(Plan(source=self._source, entry="", lister=(self.host, 0), owners=(), done=True))
 
     def update(self) -> None:
         """On the head node: decide who reads what, once all have told what they have, and see when all are done."""
-        hub, plan = self._node.link, self.plan()
+        hub, plan = self._node.link, self._said()
         if not isinstance(hub, Hub) or plan is None or plan.done or self._offered_at is None:
             return
         reports = {rank: report for rank, report in hub.reports().items() if report.phase not in OVER}
@@ -82,6 +84,6 @@ class NodeTeam:
 
     def _publish(self, plan: Plan) -> None:
         hub = self._node.link
-        if isinstance(hub, Hub) and plan != self.plan():
+        if isinstance(hub, Hub) and plan != self._said():
             others = tuple(known for known in hub.orders.plans if known.source != self._source)
             hub.orders = replace(hub.orders, plans=(*others, plan))
