@@ -48,7 +48,7 @@ def make(archive: Path, tree: Path) -> Path:
         subprocess.run(["tar", "cf", plain, "-C", tree, "."], check=True)
         archive.write_bytes(zstandard.compress(plain.read_bytes()))
     else:
-        flags = "czf" if archive.suffix in {".gz", ".tgz"} else "cf"
+        flags = {".gz": "czf", ".tgz": "czf", ".xz": "cJf"}.get(archive.suffix, "cf")
         subprocess.run(["tar", flags, archive, "-C", tree, "."], check=True)
     return archive
 
@@ -60,7 +60,7 @@ def local(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tgz", "tar.zst", "zip"])
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tgz", "tar.xz", "tar.zst", "zip"])
 def test_what_is_unpacked_equals_what_was_packed(tree: Path, tmp_path: Path, local: Path, suffix: str) -> None:
     archive = make(tmp_path / f"photos.{suffix}", tree)
     check(archive)
@@ -142,6 +142,25 @@ def zip_that_lies(directory: Path) -> Path:
     return path
 
 
+def enormous_header(directory: Path) -> Path:
+    """A name of 100 MB, of which nothing is there."""
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 100 * MB
+    path = directory / "hostile.tar"
+    path.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(10 * 512))
+    return path
+
+
+def negative_size(directory: Path) -> Path:
+    path = tar_of(member("a"))(directory)
+    header = bytearray(path.read_bytes())
+    header[124:136] = (-512).to_bytes(12, "big", signed=True)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header[:512])
+    path.write_bytes(header)
+    return path
+
+
 HOSTILE = {
     "absolute": (tar_of(member("/etc/evil")), "leads out of the archive"),
     "upwards": (tar_of(member("a/../../evil")), "leads out of the archive"),
@@ -154,12 +173,21 @@ HOSTILE = {
     "link by a link": (tar_of(link("d/e/a", "../.."), link("b", "d/e/a/..")), "out of the archive"),
     "file through a link": (tar_of(link("d", "/tmp"), member("d/evil")), "is in it twice"),
     "link zip": (zip_of(zip_link("out", "/etc")), "out of the archive"),
-    "hard link out": (tar_of(link("evil", "../../secret", tarfile.LNKTYPE)), "leads out of its directory"),
+    "hard link out": (tar_of(link("evil", "../../secret", tarfile.LNKTYPE)), "out of the archive"),
     "hard link to nothing": (tar_of(link("evil", "nothing", tarfile.LNKTYPE)), "which is no file in it"),
     "hard link by a link": (
         tar_of(link("way", "/etc"), link("evil", "way/passwd", tarfile.LNKTYPE)),
         "no file in it",
     ),
+    "hard link over a link": (
+        tar_of(member("good"), link("a", "../../secret"), link("a", "good", tarfile.LNKTYPE)),
+        "is in it twice|out of the archive",
+    ),
+    "hard link over a file": (tar_of(member("a"), member("b"), link("a", "b", tarfile.LNKTYPE)), "is in it twice"),
+    "hard link to itself": (tar_of(member("a"), link("a", "a", tarfile.LNKTYPE)), "is in it twice"),
+    "many empty files": (tar_of(*(member(str(number), b"") for number in range(5000))), "larger than the 20 MB"),
+    "enormous header": (enormous_header, "a header of 104857600 bytes"),
+    "negative size": (negative_size, "cannot be unpacked|has -"),
     "twice": (tar_of(member("a"), member("a")), "is in it twice"),
     "file and directory": (tar_of(member("a"), member("a/b")), "is a file and a directory at once"),
     "bomb": (zip_of(("bomb", bytes(50 * MB))), "larger than the 20 MB that there is room for"),
@@ -179,6 +207,7 @@ def test_hostile_archives_are_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "secret").write_text("s")
     with pytest.raises(TorchrelayError, match=why):
         unpack(build(tmp_path), target, 20 * MB, lambda _: False)
+    assert (tmp_path / "secret").read_text() == "s"
     assert sorted(path.name for path in tmp_path.iterdir() if "hostile" not in path.name) == ["outer", "secret"]
     assert list(target.parent.iterdir()) == [target]
     assert not Path("/etc/evil").exists()

@@ -4,6 +4,7 @@ Runs on compute nodes. One thread unpacks, others checksum and write. Links are 
 written through one.
 """
 
+import lzma
 import os
 import queue
 import shutil
@@ -31,7 +32,15 @@ _PIECE_BYTES = 16 * 2**20
 _WRITERS = 4
 # Pieces in memory at a time, at most.
 _WAITING = 8
-_CANNOT_UNPACK = (tarfile.TarError, zipfile.BadZipFile, zlib.error, zstandard.ZstdError, EOFError, NotImplementedError)
+_PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+# A name, or what else stands before a member: longer ones are there to fill the memory.
+_LONGEST_HEADER_BYTES = 2**20
+# A file takes whole blocks, and an inode.
+_FILE_BYTES = 4096 + 512
+_CANNOT_UNPACK = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
+    NotImplementedError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +94,17 @@ def check(archive: Path) -> None:
         raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole?") from error
 
 
+class _TarInfo(tarfile.TarInfo):
+    """Refuses headers that tarfile would read into memory whole, whatever their size."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        special = self.type in {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *_PAX_TYPES}
+        if special and not 0 <= self.size <= _LONGEST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]  # typeshed leaves it out
+        return member
+
+
 class _Unpacker:
     def __init__(self, archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> None:
         self._archive, self._target, self._room, self._progress = archive, target, room, progress
@@ -112,7 +132,8 @@ class _Unpacker:
         # Python takes byte code for that of its source by the time of the source's last change.
         for name, modified in self._modified.items():
             os.utime(self._target / name, (time.time(), modified))
-        for link in self._links:
+        # The hard ones first: they are written, and no file is ever written through a link.
+        for link in sorted(self._links, key=lambda link: link.kind == "symlink"):
             self._make_link(link)
         for link in self._links:
             self._check_link(link)
@@ -176,7 +197,9 @@ class _Unpacker:
             raise self._refuse(member, f"has {offset} bytes, where the archive says {member.size}")
 
     def _grow(self, member: _Member, size: int) -> None:
-        self._bytes += size
+        if size < 0:
+            raise self._refuse(member, f"has {size} bytes")
+        self._bytes += size + _FILE_BYTES
         if self._bytes > self._room:
             raise self._refuse(member, f"makes it larger than the {self._room // 2**20} MB that there is room for")
 
@@ -193,20 +216,23 @@ class _Unpacker:
                 self._error = error
 
     def _make_link(self, member: _Member) -> None:
-        path = self._target / inside_name(member.name)
-        try:
-            if member.kind == "symlink":
-                path.symlink_to(member.target)
-                return
-            original = inside_name(member.target)
-            # Only what was unpacked from this archive: the way to anything else may lead through a link.
-            if original not in self._checksums:
-                raise self._refuse(member, f"is a link to {member.target!r}, which is no file in it")
-            self._grow(member, self._sizes[original])
-            shutil.copyfile(self._target / original, path)
-        except FileExistsError:
-            raise self._refuse(member, "is in it twice") from None
         name = inside_name(member.name)
+        path = self._target / name
+        if os.path.lexists(path):
+            raise self._refuse(member, "is in it twice")
+        if member.kind == "symlink":
+            self._grow(member, 0)
+            path.symlink_to(member.target)
+            return
+        # Only what was unpacked from this archive: the way to anything else may lead through a link.
+        try:
+            original = inside_name(member.target)
+        except TorchrelayError:
+            raise self._refuse(member, f"is a link to {member.target!r}, out of the archive") from None
+        if original not in self._checksums:
+            raise self._refuse(member, f"is a link to {member.target!r}, which is no file in it")
+        self._grow(member, self._sizes[original])
+        shutil.copyfile(self._target / original, path, follow_symlinks=False)
         self._checksums[name], self._sizes[name] = self._checksums[original], self._sizes[original]
 
     def _check_link(self, member: _Member) -> None:
@@ -231,11 +257,11 @@ def _opened(archive: Path) -> Iterator[Iterator[_Member]]:
         with (
             archive.open("rb") as raw,
             zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as data,
-            tarfile.open(fileobj=data, mode="r|") as file,
+            tarfile.open(fileobj=data, mode="r|", tarinfo=_TarInfo) as file,
         ):
             yield _tar_members(file)
     else:
-        with tarfile.open(archive, "r|*") as file:
+        with tarfile.open(archive, "r|*", tarinfo=_TarInfo) as file:
             yield _tar_members(file)
 
 

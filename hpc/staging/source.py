@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hpc.errors import TorchrelayError
 
-ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
 # Enough to keep a parallel file system busy; a local one answers one as fast.
 _LISTING_THREADS = 8
 _POLL_SECONDS = 0.2
