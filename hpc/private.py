@@ -48,11 +48,19 @@ def _check_path(path: Path, links: int = 0) -> None:
             if links > _MOST_LINKS:
                 raise TorchrelayError(f"{path} is a link that leads to links without end: use another --stage-dir")
             _check_path(Path(os.path.normpath(part.parent / part.readlink())), links + 1)
-        elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        elif _others_may_rename(status):
             raise TorchrelayError(
-                f"{part} is {stat.filemode(status.st_mode)}: everybody may rename what is in it, so it is no place for "
-                "data that nobody else is to change: use another --stage-dir, or have the admins set its sticky bit"
+                f"{part} is {stat.filemode(status.st_mode)}: others may rename what is in it, so it is no place for "
+                "data that nobody else is to change: use another --stage-dir, or have its sticky bit set (chmod +t)"
             )
+
+
+def _others_may_rename(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_ISVTX:
+        return False
+    # A group of the user's own name and number is nobody else.
+    own_group = status.st_gid == os.getgid() == os.getuid()
+    return bool(status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not own_group))
 
 
 def owner(uid: int) -> str:

@@ -395,9 +395,12 @@ def test_what_another_user_has_planted_is_refused_with_its_name(
     assert contents(local) == {}
 
 
-def test_place_where_everybody_may_rename_is_refused(source: Path, local: Path) -> None:
-    local.chmod(0o777)
-    with pytest.raises(TorchrelayError, match=r"everybody may rename what is in it.*sticky bit"):
+@pytest.mark.parametrize("mode", [0o777, 0o2770])
+def test_place_where_others_may_rename_is_refused(source: Path, local: Path, mode: int) -> None:
+    need("chown")
+    os.chown(local, 0, 100)
+    local.chmod(mode)
+    with pytest.raises(TorchrelayError, match=r"others may rename what is in it.*sticky bit"):
         stage(source, local)
     local.chmod(0o1777)
     assert contents(stage(source, local).path) == contents(source)

@@ -209,7 +209,7 @@ class Copy:
                 self._write(piece, content)
                 with self._lock:
                     self.tally.from_source += piece.length
-            self._keep(number, tuple(checksums))
+            self._keep(number, tuple(checksums), read=True)
 
     def _ask(self, group: list[tuple[Address, tuple[int, ...]]]) -> None:
         """Get the batches of some owners, in turn; what one does not give is read from the source."""
@@ -253,11 +253,11 @@ class Copy:
         file = self._listing.files[piece.file]
         write_piece(f"{self._target}/{file.name}", piece.offset, content, 0o700 if file.executable else 0o600)
 
-    def _keep(self, number: int, checksums: tuple[str, ...]) -> None:
+    def _keep(self, number: int, checksums: tuple[str, ...], *, read: bool = False) -> None:
         """A batch is there: hand it out from now on."""
         with self._lock:
             self.checksums[number] = checksums
-        self._shelf.put(number, checksums)
+        self._shelf.put(number, checksums, read=read)
 
     def copied(self) -> tuple[Copied, ...]:
         """The files that are there."""

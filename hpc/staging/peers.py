@@ -1,8 +1,8 @@
 """Data from node to node: a server of this node's batches, and a client of another's. Runs on compute nodes.
 
-A request is one JSON line, `{"nonce", "entry", "want"}` with a batch's number or `list`. The answer is one JSON line,
-with the bytes after it if it has `bytes`. Who does not know the job's nonce, which stands in the run directory, gets
-nothing. What comes is checked against the checksums of what its owner had read from the source.
+A request is one JSON line, `{"salt", "entry", "want", "proof"}` with a batch's number or `list`. The answer is one JSON
+line, `{"answer", "proof"}`, and the bytes after it. Who cannot prove that he knows the job's nonce, which stands in the
+run directory, gets nothing, and is not believed. What comes is checked against the checksums of what its owner had read.
 """
 
 import contextlib
@@ -10,9 +10,11 @@ import hmac
 import io
 import json
 import os
+import secrets
 import socket
 import threading
 import time
+import zlib
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any, Self
@@ -24,9 +26,14 @@ from hpc.staging.team import Address
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20.0
 # The owner answers "later" this often while its storage lets it wait, and is given up when nothing comes for so long.
-_LATER_SECONDS, _PATIENCE_SECONDS = 5.0, 60.0
-_LONGEST_LINE = 2**26
+_LATER_SECONDS, _PATIENCE_SECONDS, _IDLE_SECONDS = 5.0, 60.0, 3600.0
+# What a stranger may make this node remember; an answer has a checksum for every piece of a batch.
+_LONGEST_REQUEST, _LONGEST_ANSWER = 2**12, 2**26
 _LIST = "list"
+
+
+# What a node that is broken, or none of ours, may make of an answer.
+_BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, zlib.error)
 
 
 class PeerError(Exception):
@@ -43,10 +50,13 @@ class Shelf:
         self._checksums: dict[int, tuple[str, ...]] = {}
         self._changed = threading.Condition()
         self._failed: str | None = None
+        self.read = 0
+        """How many batches this node has read from the source: who waits for one of them waits for that to go on."""
 
-    def put(self, number: int, checksums: tuple[str, ...]) -> None:
-        """A batch is there."""
+    def put(self, number: int, checksums: tuple[str, ...], *, read: bool = False) -> None:
+        """A batch is there; this node may have `read` it from the source."""
         with self._changed:
+            self.read += read
             self._checksums[number] = checksums
             self._changed.notify_all()
 
@@ -69,11 +79,6 @@ class Shelf:
             if self._failed:
                 raise PeerError(self._failed)
             return None
-
-    @property
-    def count(self) -> int:
-        """How many batches are there."""
-        return len(self._checksums)
 
     def send(self, number: int, connection: socket.socket) -> None:
         """Send the bytes of a batch that is there."""
@@ -124,50 +129,58 @@ class _TcpServer(ThreadingTCPServer):
 
 
 class _Conversation(StreamRequestHandler):
-    timeout = _PATIENCE_SECONDS
+    # Who asks several owners in turn may come back late.
+    timeout = _IDLE_SECONDS
     disable_nagle_algorithm = True
 
     def handle(self) -> None:
         # Whatever is wrong with a request or a connection: the other node reads the batch itself.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
-            while line := self.rfile.readline(_LONGEST_LINE):
+            while line := self.rfile.readline(_LONGEST_REQUEST):
                 self._answer(json.loads(line))
 
     def _answer(self, request: dict[str, Any]) -> None:
         assert isinstance(self.server, _TcpServer)  # noqa: S101 - for the type checker
         owner, want = self.server.owner, request["want"]
-        if not hmac.compare_digest(str(request["nonce"]), owner.nonce):
-            raise ValueError("nonce")
+        asked = (str(request["salt"]), str(request["entry"]), str(want))
+        if not hmac.compare_digest(str(request["proof"]), _proof(owner.nonce, "ask", *asked)):
+            raise ValueError("proof")
+
+        def say(**answer: object) -> None:
+            text = json.dumps(answer)
+            line = json_line({"answer": text, "proof": _proof(owner.nonce, "answer", *asked, text)})
+            self.wfile.write(line.encode())
+
         if want == _LIST:
             content = owner.listings[request["entry"]]
-            self._say(bytes=len(content))
+            say(bytes=len(content), checksum=checksum(content))
             self.wfile.write(content)
             return
         shelf = owner.shelves.get(request["entry"])
-        if shelf is None:
-            self._say(failed="it has no copy")
-            return
         try:
-            checksums = shelf.get(int(want))
+            checksums = shelf.get(int(want)) if shelf else ()
         except PeerError as error:
-            self._say(failed=str(error))
+            say(failed=str(error))
             return
-        if checksums is None:
-            self._say(later=shelf.count)
-            return
-        batch = shelf.listing.batches[int(want)]
-        self._say(bytes=sum(piece.length for piece in batch), checksums=checksums)
-        shelf.send(int(want), self.connection)
+        if shelf is None:
+            say(failed="it has no copy")
+        elif checksums is None:
+            say(later=shelf.read)
+        else:
+            say(checksums=checksums)
+            shelf.send(int(want), self.connection)
 
-    def _say(self, **answer: object) -> None:
-        self.wfile.write(json_line(answer).encode())
+
+def _proof(nonce: str, *words: str) -> str:
+    """Shows that one knows the nonce, without saying it, to whoever may listen on a port that was another node's."""
+    return hmac.new(nonce.encode(), json.dumps(words).encode(), "sha256").hexdigest()
 
 
 class Peer:
     """A connection to one other node's server."""
 
     def __init__(self, address: Address, nonce: str, entry: str) -> None:
-        self._name, self._nonce, self._entry = address[0], nonce, entry
+        self._name, self._nonce, self._entry, self._salt = address[0], nonce, entry, secrets.token_hex(16)
         try:
             self._connection = socket.create_connection(address, _CONNECT_SECONDS)
         except OSError as error:
@@ -195,8 +208,10 @@ class Peer:
             PeerError: it does not come.
         """
         try:
-            return Listing.unpack(bytes(self._bytes(int(self._ask(_LIST)["bytes"]))))
-        except (OSError, ValueError, KeyError) as error:
+            answer = self._ask(_LIST)
+            content = bytearray(answer["bytes"])
+            return Listing.unpack(bytes(self.receive(memoryview(content), answer["checksum"])))
+        except _BROKEN as error:
             raise PeerError(f"{self._name} does not send the list of files ({error!r})") from error
 
     def ask(self, number: int) -> tuple[str, ...]:
@@ -207,7 +222,7 @@ class Peer:
         """
         try:
             return tuple(self._patiently(number)["checksums"])
-        except (OSError, ValueError, KeyError) as error:
+        except _BROKEN as error:
             raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
 
     def receive(self, into: memoryview, expected: str) -> memoryview:
@@ -218,7 +233,7 @@ class Peer:
         """
         try:
             self._fill(into)
-        except (OSError, ValueError) as error:
+        except _BROKEN as error:
             raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
         if checksum(into) != expected:
             raise PeerError(f"what {self._name} sent is not what it had read")
@@ -236,19 +251,20 @@ class Peer:
                 raise PeerError(f"{self._name} has read nothing for {_PATIENCE_SECONDS:.0f} s")
 
     def _ask(self, want: int | str) -> dict[str, Any]:
-        self._connection.sendall(json_line({"nonce": self._nonce, "entry": self._entry, "want": want}).encode())
-        line = self._answers.readline(_LONGEST_LINE)
+        asked = (self._salt, self._entry, str(want))
+        proof = _proof(self._nonce, "ask", *asked)
+        request = {"salt": self._salt, "entry": self._entry, "want": want, "proof": proof}
+        self._connection.sendall(json_line(request).encode())
+        line = self._answers.readline(_LONGEST_ANSWER)
         if not line:
             raise PeerError(f"{self._name} has closed the connection")
-        answer: dict[str, Any] = json.loads(line)
+        said = json.loads(line)
+        if not hmac.compare_digest(str(said["proof"]), _proof(self._nonce, "answer", *asked, said["answer"])):
+            raise PeerError(f"who answers on {self._name} does not belong to the job")
+        answer: dict[str, Any] = json.loads(said["answer"])
         if "failed" in answer:
             raise PeerError(f"{self._name}: {answer['failed']}")
         return answer
-
-    def _bytes(self, count: int) -> bytearray:
-        content = bytearray(count)
-        self._fill(memoryview(content))
-        return content
 
     def _fill(self, view: memoryview) -> None:
         have = 0
