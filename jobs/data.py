@@ -54,7 +54,12 @@ def stage(node: Node, source: Path) -> Staged:
         keep_seconds=duration_seconds("--stage-keep", node.spec.stage_keep),
     )
     node.held.enter_context(stager)
-    staged = stager.stage(source)
+    try:
+        staged = stager.stage(source)
+    except (TorchrelayError, OSError):
+        # The others may be able to go on, and would wait for this node's list, or its word.
+        team.decline()
+        raise
     fields = {**asdict(staged), "path": str(staged.path), "seconds": round(staged.seconds, 3)}
     node.note("staged", node=node.place.host, source=str(source), **fields)
     if staged.fallback:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from hpc.errors import TorchrelayError
 from hpc.staging.copy import Progress, Watch
+from hpc.staging.manifest import Manifest, boot_id, copied_whole, write_manifest
 from hpc.staging.source import stop_if
-from hpc.staging.store import Entry, Manifest, boot_id, copied_whole, open_store, write_manifest
+from hpc.staging.store import Entry, open_store
 from jobs.node import Node
 from training.pack_index import INDEX, read_index
 

@@ -16,8 +16,9 @@ from cluster import need
 from hpc.errors import TorchrelayError
 from hpc.staging import Alone, Staged, StagingStopped, stage
 from hpc.staging.copy import Progress, Watch
+from hpc.staging.manifest import write_manifest
 from hpc.staging.stage import Stager
-from hpc.staging.store import Store, open_store, write_manifest
+from hpc.staging.store import Store, open_store
 from hpc.staging.team import Plan
 
 MB = 2**20

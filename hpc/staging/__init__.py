@@ -3,12 +3,15 @@
 Once per node, before torchrun starts and so outside any collective.
 
     source.py   what is to be copied: the list of files, cut into batches
-    store.py    the copies on this node: names, locks, manifests, eviction
+    store.py    the copies on this node: names, locks, eviction
+    manifest.py what a copy must be
     space.py    room for them
     copy.py     the copying, from shared storage and from other nodes
     pieces.py   reading and writing parts of files
     peers.py    data from node to node
     team.py     what the nodes tell each other
+    agree.py    one list of files for all nodes
+    patience.py waiting, while everything else is looked after
     archive.py  unpacking
     stage.py    all of it together
     staged.py   what it came to

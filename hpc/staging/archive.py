@@ -24,9 +24,9 @@ from typing import IO
 import zstandard
 
 from hpc.errors import TorchrelayError
+from hpc.staging.manifest import Copied
 from hpc.staging.pieces import checksum
 from hpc.staging.source import inside_name, stop_if
-from hpc.staging.store import Copied
 
 _PIECE_BYTES = 16 * 2**20
 _WRITERS = 4

@@ -2,7 +2,7 @@
 
 A request is one JSON line, `{"salt", "entry", "want", "proof"}` with a batch's number or `list`. The answer is one JSON
 line, `{"answer", "proof"}`, and the bytes after it. Who cannot prove that he knows the job's nonce, which stands in the
-run directory, gets nothing, and is not believed. What comes is checked against the checksums of what its owner had read.
+run directory, gets nothing, and is not believed. What comes is checked against the checksums of what was read.
 """
 
 import contextlib

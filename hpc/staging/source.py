@@ -4,16 +4,18 @@ One node of a job lists the source; the others are told. Listing a million files
 """
 
 import hashlib
+import itertools
 import json
 import os
+import queue
 import stat
+import threading
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpc.errors import TorchrelayError
 
@@ -23,6 +25,7 @@ _LISTING_THREADS = 8
 _POLL_SECONDS = 0.2
 # Many small files travel as one batch, and a large file as many. A small data set is cut finer, to have a part for
 # every node.
+_LONGEST_NAME, _TOGETHER = 200, 1000
 _LARGEST_BATCH, _LEAST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
 
 
@@ -73,6 +76,8 @@ class Listing:
 
     source: Path
     files: tuple[SourceFile, ...]
+    directories: tuple[str, ...] = ()
+    """Those below the source, by path: one without a file may be a class without an image."""
 
     @property
     def is_archive(self) -> bool:
@@ -95,7 +100,9 @@ class Listing:
         digest = hashlib.sha256(repr(str(self.source)).encode())
         for file in self.files:
             digest.update(repr(tuple(file)).encode())
-        return f"{self.source.name}-{digest.hexdigest()[:16]}"
+        digest.update(repr(self.directories).encode())
+        # Neither hidden nor longer than a file system takes.
+        return f"{self.source.name.lstrip('.')[:_LONGEST_NAME]}-{digest.hexdigest()[:16]}"
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
@@ -104,7 +111,7 @@ class Listing:
 
     def pack(self) -> bytes:
         """As bytes, for another node."""
-        return zlib.compress(json.dumps([str(self.source), self.files]).encode(), level=1)
+        return pack_records(str(self.source), [*self.directories, *self.files])
 
     @classmethod
     def unpack(cls, content: bytes) -> "Listing":
@@ -112,12 +119,35 @@ class Listing:
 
         Raises:
             TorchrelayError: a name leads out of the data set.
+            ValueError: the content is something else.
         """
-        source, files = json.loads(zlib.decompress(content))
-        listing = cls(source=Path(source), files=tuple(SourceFile(*file) for file in files))
-        for file in listing.files:
-            inside_name(file.name)
-        return listing
+        source, records = unpack_records(content)
+        files = tuple(SourceFile(*record) for record in records if not isinstance(record, str))
+        directories = tuple(record for record in records if isinstance(record, str))
+        for name in (*directories, *(file.name for file in files)):
+            inside_name(name)
+        return cls(source=Path(source), files=files, directories=directories)
+
+
+def pack_records(head: Any, records: Sequence[Any]) -> bytes:
+    """JSON lines, compressed: a million in one go would hold Python's lock for longer than a node may be silent."""
+    compressor = zlib.compressobj(level=1)
+    groups = (records[first : first + _TOGETHER] for first in range(0, len(records), _TOGETHER))
+    chunks = [compressor.compress(json.dumps(line).encode() + b"\n") for line in itertools.chain([head], groups)]
+    return b"".join([*chunks, compressor.flush()])
+
+
+def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
+    """What `pack_records` packed.
+
+    Raises:
+        ValueError: the content is something else.
+    """
+    try:
+        head, *lines = zlib.decompress(content).splitlines()
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    return json.loads(head), [record for line in lines for record in json.loads(line)]
 
 
 def _cut(files: tuple[SourceFile, ...], most: int) -> Iterator[Batch]:
@@ -158,11 +188,13 @@ def list_source(source: Path, stopped: Callable[[], bool] = lambda: False) -> Li
             return Listing(source=source, files=(_file(source.name, source),))
         if not source.is_dir():
             raise TorchrelayError(f"the data, {source}, are not to be seen on this node: keep them on shared storage")
-        return Listing(source=source, files=tuple(sorted(_walk(source, stopped))))
+        walk = _Walk(source)
+        walk.run(stopped)
     except OSError as error:
         raise TorchrelayError(
             f"{error.filename} cannot be listed ({error.strerror}): restore it, remove it, or give data without it"
         ) from error
+    return Listing(source=source, files=tuple(sorted(walk.files)), directories=tuple(sorted(walk.directories)))
 
 
 class _Directory(NamedTuple):
@@ -171,41 +203,73 @@ class _Directory(NamedTuple):
     """Device and inode of the directories that it is in."""
 
 
-def _walk(source: Path, stopped: Callable[[], bool]) -> list[SourceFile]:
-    found = list[SourceFile]()
-    with ThreadPoolExecutor(_LISTING_THREADS) as pool:
-        waiting: set[Future[tuple[list[SourceFile], list[_Directory]]]] = {
-            pool.submit(_list_directory, source, _Directory("", ()))
-        }
+class _Walk:
+    """A look at every directory, several at a time, in threads that nobody has to wait for: storage may hang."""
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        self.files, self.directories = list[SourceFile](), list[str]()
+        self._waiting: queue.SimpleQueue[_Directory] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._left, self._error = 0, list[BaseException]()
+        self._ended = threading.Event()
+
+    def run(self, stopped: Callable[[], bool]) -> None:
+        """Look at everything."""
+        self._add([_Directory("", ())])
+        for _ in range(_LISTING_THREADS):
+            threading.Thread(target=self._work, daemon=True, name="stage-list").start()
         try:
-            while waiting:
-                stop_if(stopped())
-                done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
-                for files, directories in (future.result() for future in done):
-                    found += files
-                    waiting |= {pool.submit(_list_directory, source, directory) for directory in directories}
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return found
+            with self._changed:
+                while self._left and not self._error:
+                    self._changed.wait(_POLL_SECONDS)
+                    stop_if(stopped())
+        finally:
+            self._ended.set()
+        if self._error:
+            raise self._error[0]
 
+    def _add(self, directories: list[_Directory]) -> None:
+        self._left += len(directories)
+        for directory in directories:
+            self._waiting.put(directory)
 
-def _list_directory(source: Path, directory: _Directory) -> tuple[list[SourceFile], list[_Directory]]:
-    path = source / directory.name
-    status = path.stat()
-    place = (status.st_dev, status.st_ino)
-    if place in directory.above:
-        raise TorchrelayError(f"{path} is a link to a directory that it lies in: remove it")
-    above = (*directory.above, place)
-    files, directories = [], []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            name = os.path.join(directory.name, entry.name)  # noqa: PTH118 - a million of them
-            if entry.is_dir():
-                directories.append(_Directory(name, above))
-            else:
-                files.append(_file(name, entry))
-    return files, directories
+    def _work(self) -> None:
+        while not self._ended.is_set():
+            try:
+                directory = self._waiting.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            try:
+                files, directories = self._list(directory)
+            except BaseException as error:  # noqa: BLE001 - it is raised again where the list was asked for
+                self._error.append(error)
+                files, directories = [], []
+            with self._changed:
+                self.files += files
+                self.directories += [found.name for found in directories]
+                self._add(directories)
+                self._left -= 1
+                self._changed.notify_all()
+
+    def _list(self, directory: _Directory) -> tuple[list[SourceFile], list[_Directory]]:
+        path = self._source / directory.name
+        status = path.stat()
+        place = (status.st_dev, status.st_ino)
+        if place in directory.above:
+            raise TorchrelayError(f"{path} is a link to a directory that it lies in: remove it")
+        above = (*directory.above, place)
+        files, directories = [], []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if self._ended.is_set():
+                    break
+                name = os.path.join(directory.name, entry.name)  # noqa: PTH118 - a million of them
+                if entry.is_dir():
+                    directories.append(_Directory(name, above))
+                else:
+                    files.append(_file(name, entry))
+        return files, directories
 
 
 def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:

@@ -1,12 +1,12 @@
 """Room for a copy on this node's disk. Runs on compute nodes."""
 
 import os
-import re
 import shutil
 from pathlib import Path
 
 from hpc.machine import type_of
 from hpc.staging.store import Store
+from training.memory import spare_memory
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 # Beside the copy the node's disk has to hold other people's files, and what the job itself writes to /tmp.
@@ -15,8 +15,6 @@ _RESERVE_SHARE = 0.05
 _MEMORY_SHARE = 0.5
 # A file takes whole blocks, and an inode.
 _FILE_BYTES = 4096 + 512
-_MEMORY = Path("/proc/meminfo")
-_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 
 
 def is_memory(directory: Path) -> bool:
@@ -28,8 +26,8 @@ def room(directory: Path) -> int:
     """Bytes that a copy may take."""
     usage = shutil.disk_usage(directory)
     free = usage.free - int(usage.total * _RESERVE_SHARE)
-    if is_memory(directory) and (match := _AVAILABLE.search(_MEMORY.read_text())):
-        free = min(free, int(int(match[1]) * 1024 * _MEMORY_SHARE))
+    if is_memory(directory):
+        free = min(free, int(spare_memory() * _MEMORY_SHARE))
     return max(0, free)
 
 

@@ -9,13 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from hpc.errors import TorchrelayError
 from hpc.staging import space
+from hpc.staging.agree import find_list
 from hpc.staging.archive import unpack
 from hpc.staging.copy import Copy, Progress, Tally, Watch, checksums_by_batch, share
-from hpc.staging.peers import Peer, PeerError, Server, Shelf
-from hpc.staging.source import Listing, list_source, stop_if
+from hpc.staging.manifest import Copied, Manifest, boot_id, is_intact
+from hpc.staging.patience import Patience
+from hpc.staging.peers import Server, Shelf
+from hpc.staging.source import Listing
 from hpc.staging.staged import NoRoomError, Staged
-from hpc.staging.store import Copied, Entry, Manifest, Store, boot_id, open_store
+from hpc.staging.store import Entry, StalledError, Store, open_store
 from hpc.staging.team import Address, Alone, Need, Team
 
 _POLL_SECONDS = 0.05
@@ -48,11 +52,12 @@ class Stager:
             keep_seconds: copies that were not used for so long are deleted; with 0, this one too when it is closed.
         """
         self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
-        self._team, self._watch = team or Alone(), watch
+        self._team, self._patience = team or Alone(), Patience(watch)
         self._held = ExitStack()
         self._server: Server | None = None
         self._store: Store | None = None
         self._archive: Path | None = None
+        self._entry: Entry | None = None
         self._notes = list[str]()
         self._evicted = list[str]()
 
@@ -64,6 +69,8 @@ class Stager:
 
     def close(self) -> None:
         """The data are not read any more, and no other node needs them from here."""
+        if self._entry is not None:
+            self._entry.touch()
         self._held.close()
         if self._store is not None and not self._keep_seconds:
             self._store.expire(0)
@@ -80,29 +87,34 @@ class Stager:
             TorchrelayError: the source cannot be read, or our directory is not safe to use.
         """
         began = time.monotonic()
-        self._store = store = open_store(self._stage_dir)
         self._server = self._serve()
-        listing = self._list(source)
-        entry = store.entry(listing.entry)
-        self._use(entry)
-        with entry.copying(self._wait_for_a_copy):
-            staged = self._stage(store, entry, listing, read=read)
-        if listing.is_archive and not staged.reused:
-            self._keep_for_others()
+        listing = find_list(source, self._team, self._server, self._patience, self._notes)
+        try:
+            staged = self._find_or_copy(listing, read=read)
+        except StalledError:
+            staged = self._in_place(listing, "another job on this node makes the same copy, and stands still")
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            staged = self._in_place(listing, f"{self._stage_dir} was full before the copy was whole")
         return replace(
             staged,
             seconds=time.monotonic() - began,
             fallback="; ".join(self._notes) or None,
             evicted=tuple(self._evicted),
-            in_memory=space.is_memory(store.root) and staged.in_place is None,
+            in_memory=space.is_memory(self._stage_dir) and staged.in_place is None,
         )
 
-    def _stopped(self) -> bool:
-        return self._watch(None)
-
-    def _wait(self) -> None:
-        stop_if(self._stopped())
-        time.sleep(_POLL_SECONDS)
+    def _find_or_copy(self, listing: Listing, *, read: bool) -> Staged:
+        self._store = store = open_store(self._stage_dir)
+        entry = store.entry(listing.entry)
+        self._use(entry)
+        with entry.copying(self._wait_for_a_copy):
+            self._entry = self._patience.entry = entry
+            staged = self._stage(store, entry, listing, read=read)
+        if listing.is_archive and not staged.reused:
+            self._keep_for_others()
+        return staged
 
     def _serve(self) -> Server | None:
         if isinstance(self._team, Alone):
@@ -114,73 +126,48 @@ class Stager:
     def _port(self) -> int:
         return self._server.port if self._server else 0
 
-    # --- what it is ---
-
-    def _list(self, source: Path) -> Listing:
-        """The files of the source: listed by the leading node, told to the others."""
-        if not self._team.leads:
-            try:
-                return self._told(source)
-            except PeerError as error:
-                self._notes.append(str(error))
-        listing = list_source(source, self._stopped)
-        if self._team.leads:
-            if self._server:
-                self._server.listings[listing.entry] = listing.pack()
-            self._team.offer(listing.entry, self._port())
-        return listing
-
-    def _told(self, source: Path) -> Listing:
-        # A source of a million files takes minutes; should the leading node die, `watch` says so.
-        while (plan := self._team.plan()) is None:
-            self._wait()
-        with Peer(plan.lister, self._team.nonce, plan.entry) as peer:
-            listing = peer.listing()
-        if listing.source != source or listing.entry != plan.entry:
-            raise PeerError(f"{plan.lister[0]} sent the list of something else")
-        return listing
-
     # --- the copy that may be there ---
 
     def _use(self, entry: Entry) -> None:
         """Keep it from being deleted from now on."""
         while (descriptor := entry.begin_use()) is None:
-            self._wait()
+            self._patience.wait()
         self._held.callback(os.close, descriptor)
 
     def _wait_for_a_copy(self) -> None:
         """Another job on this node makes the same copy."""
         self._team.stand(Need.WAITS, 0)
-        self._wait()
+        self._patience.wait()
 
     def _stage(self, store: Store, entry: Entry, listing: Listing, *, read: bool) -> Staged:
         manifest = entry.manifest()
-        damaged = entry.damaged(manifest, self._stopped, read=read) if manifest else None
+        damaged = entry.damaged(manifest, self._patience.stopped, read=read) if manifest else None
         if manifest and not damaged:
             entry.touch()
             self._offer_whole(entry, listing, manifest.files)
             return Staged(path=entry.data, reused=True)
         store.sweep(entry.name)
         self._evicted += store.expire(self._keep_seconds)
-        size = int(listing.size * (1 + _UNPACKED_FACTOR)) if listing.is_archive else listing.size
-        evicted, shortage = space.make_room(store, size, len(listing.files))
+        evicted, shortage = space.make_room(store, *_room_for(listing, damaged))
         self._evicted += evicted
         if shortage:
             return self._in_place(listing, shortage)
         partial = entry.new_partial()
+        for name in listing.directories:
+            (partial / "data" / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             if listing.is_archive:
                 tally, files = self._copy_and_unpack(entry, partial, listing, damaged)
             else:
                 tally, files = self._copy(partial, listing, damaged)
             merged = {file.name: file for file in (*(manifest.files if manifest and damaged else ()), *files)}
-            new = Manifest(source=str(listing.source), boot=boot_id(), files=tuple(merged.values()))
+            new = Manifest(
+                source=str(listing.source),
+                boot=boot_id(),
+                files=tuple(merged.values()),
+                directories=listing.directories,
+            )
             entry.commit(partial, new, damaged)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if error.errno not in _FULL:
-                raise
-            return self._in_place(listing, f"{store.root} was full before the copy was whole")
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -238,7 +225,7 @@ class Stager:
             partial / "data",
             shelf,
         )
-        copy.run(self._watch)
+        copy.run(self._patience.look)
         return copy.tally, copy.copied()
 
     def _copy_and_unpack(
@@ -248,13 +235,16 @@ class Stager:
         aside = entry.new_partial()
         self._held.callback(shutil.rmtree, aside, ignore_errors=True)
         self._archive = aside
-        tally, _ = self._copy(aside, listing, damaged)
+        tally, [copied] = self._copy(aside, listing, damaged)
+        archive = aside / "data" / listing.source.name
+        if not is_intact(archive, copied, self._patience.stopped):
+            raise TorchrelayError(f"{archive} is not what was written: is the disk of this node failing?")
         began = time.monotonic()
 
         def progress(done: int) -> bool:
-            return self._watch(Progress(what="unpacking", bytes_done=done, seconds=time.monotonic() - began))
+            return self._patience.look(Progress(what="unpacking", bytes_done=done, seconds=time.monotonic() - began))
 
-        return tally, unpack(aside / "data" / listing.source.name, partial / "data", space.room(partial), progress)
+        return tally, unpack(archive, partial / "data", space.room(partial), progress)
 
     def _owners(self) -> tuple[Address, ...]:
         deadline = time.monotonic() + _PLAN_SECONDS
@@ -262,7 +252,7 @@ class Stager:
             plan = self._team.plan()
             if plan is not None and plan.owners is not None:
                 return plan.owners
-            self._wait()
+            self._patience.wait()
         self._notes.append(f"the leading node did not say who reads what within {_PLAN_SECONDS:.0f} s")
         return ()
 
@@ -270,9 +260,18 @@ class Stager:
         """Delete the archive as soon as the others have copied it, too."""
         deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
         while time.monotonic() < deadline and (plan := self._team.plan()) and not plan.done:
-            self._wait()
+            self._patience.wait()
         if self._archive is not None:
             shutil.rmtree(self._archive, ignore_errors=True)
+
+
+def _room_for(listing: Listing, damaged: list[str] | None) -> tuple[int, int]:
+    """Bytes, and how many files, of what is to be copied."""
+    if listing.is_archive:
+        return int(listing.size * (1 + _UNPACKED_FACTOR)), 1
+    missing = None if damaged is None else set(damaged)
+    sizes = [file.size for file in listing.files if missing is None or file.name in missing]
+    return sum(sizes), len(sizes)
 
 
 def _wanted(listing: Listing, damaged: list[str] | None) -> list[int]:

@@ -10,58 +10,25 @@ All locks are the kernel's: those of a killed process are released.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
-from hpc.files import fsync_directory, write_atomic
+from hpc.files import fsync_directory
 from hpc.private import open_lock, private_directory, try_lock
-from hpc.staging.pieces import new_checksum
-from hpc.staging.source import stop_if
+from hpc.staging.manifest import Manifest, boot_id, is_intact, read_manifest, read_size, size_of, write_manifest
 
-_CHUNK_BYTES = 4 * 2**20
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class Copied(NamedTuple):
-    """One file of a copy."""
-
-    name: str
-    size: int
-    piece_bytes: int
-    checksums: tuple[str, ...]
-    """XXH3 (128 bits) of each piece of `piece_bytes`, the last one shorter."""
+# A process that copies says so every few seconds; one that has not for so long is suspended, or its storage hangs.
+_STALLED_SECONDS = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a copy must be."""
-
-    source: str
-    boot: str
-    """Of the machine when the copy was last known to be whole: a power cut may have lost what was not on the disk."""
-    files: tuple[Copied, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes in all files."""
-        return sum(file.size for file in self.files)
-
-
-def boot_id() -> str:
-    """Names the time since the machine was started."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return "unknown"
+class StalledError(Exception):
+    """Another process makes the same copy, and does not go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,22 +50,19 @@ class Entry:
 
     @property
     def used_at(self) -> float:
-        """When it was last taken into use, in seconds since the epoch."""
-        return self.path.stat().st_mtime
+        """When it was last in use, in seconds since the epoch; 0: it has just been deleted."""
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return 0.0
 
     def manifest(self) -> Manifest | None:
         """What it must be; None if it is not there, or nobody can say what it must be."""
-        try:
-            source, boot, files = json.loads(zlib.decompress((self.path / "manifest").read_bytes()))
-            copied = (Copied(name, size, piece_bytes, tuple(sums)) for name, size, piece_bytes, sums in files)
-            return Manifest(source=source, boot=boot, files=tuple(copied))
-        except (OSError, ValueError, TypeError, zlib.error):
-            return None
+        return read_manifest(self.path)
 
     def size(self) -> int:
-        """Bytes in all its files."""
-        manifest = self.manifest()
-        return manifest.size if manifest else 0
+        """Bytes in all its files; 0 if nobody can say."""
+        return read_size(self.path)
 
     def damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read: bool = False) -> list[str]:
         """Names of files that are not what they must be.
@@ -113,9 +77,12 @@ class Entry:
         Raises:
             StagingStopped: it said yes.
         """
+        for name in manifest.directories:
+            with contextlib.suppress(FileExistsError):
+                (self.data / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         if not read and manifest.boot == boot_id():
-            return [file.name for file in manifest.files if _size(self.data / file.name) != file.size]
-        wrong = [file.name for file in manifest.files if not _is_intact(self.data / file.name, file, stopped)]
+            return [file.name for file in manifest.files if size_of(self.data / file.name) != file.size]
+        wrong = [file.name for file in manifest.files if not is_intact(self.data / file.name, file, stopped)]
         if not wrong and manifest.boot != boot_id():
             write_manifest(self.path, replace(manifest, boot=boot_id()))
         return wrong
@@ -130,14 +97,29 @@ class Entry:
 
     @contextmanager
     def copying(self, wait: Callable[[], None]) -> Iterator[None]:
-        """Only one process of this node makes or mends a copy at a time; the others call `wait` until it is done."""
-        descriptor = open_lock(self.store.locks / f"{self.name}.copy")
+        """Only one process of this node makes or mends a copy at a time; the others call `wait` until it is done.
+
+        Raises:
+            StalledError: it does not go on: its job may be suspended, perhaps for this one.
+        """
+        descriptor = open_lock(self._copy_lock)
         try:
             while not try_lock(descriptor):
                 wait()
+                if time.time() - os.fstat(descriptor).st_mtime > _STALLED_SECONDS:
+                    raise StalledError
+            self.copies()
             yield
         finally:
             os.close(descriptor)
+
+    @property
+    def _copy_lock(self) -> Path:
+        return self.store.locks / f"{self.name}.copy"
+
+    def copies(self) -> None:
+        """Whoever copies goes on."""
+        os.utime(self._copy_lock)
 
     def in_use(self) -> bool:
         """Whether somebody reads it."""
@@ -154,9 +136,9 @@ class Entry:
             if not try_lock(descriptor):
                 return False
             doomed = self.store.root / f".{self.name}.{uuid.uuid4().hex}.partial"
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # another process was quicker
                 self.path.rename(doomed)
-                shutil.rmtree(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
             return True
         finally:
             os.close(descriptor)
@@ -173,63 +155,23 @@ class Entry:
 
         Readers of a damaged copy have each file as it was or as it must be.
         """
-        if damaged is None:
+        if damaged is None and not self.path.exists():
             write_manifest(partial, manifest)
-            if self.path.exists():  # without a manifest it is nothing
-                shutil.rmtree(self.path)
             partial.rename(self.path)
             fsync_directory(self.store.root)
             return
-        for name in damaged:
+        # A copy without a manifest may be read at the moment, like one that is mended.
+        for name in [file.name for file in manifest.files] if damaged is None else damaged:
             (self.data / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             (partial / "data" / name).replace(self.data / name)
         write_manifest(self.path, manifest)
         shutil.rmtree(partial)
 
     def touch(self) -> None:
-        """It is used now."""
-        os.utime(self.path)
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write it down, whole."""
-    content = json.dumps([manifest.source, manifest.boot, manifest.files]).encode()
-    write_atomic(directory / "manifest", zlib.compress(content, level=1), mode=0o600)
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
-
-
-def _is_intact(path: Path, file: Copied, stopped: Callable[[], bool]) -> bool:
-    """Read a file from the disk, not from the kernel's memory of it, and compare."""
-    if _size(path) != file.size:
-        return False
-    with path.open("rb", buffering=0) as content:
-        os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for checksum in file.checksums:
-            stop_if(stopped())
-            if _digest(content.fileno(), file.piece_bytes) != checksum:
-                return False
-    return True
-
-
-def _digest(descriptor: int, count: int) -> str:
-    digest = new_checksum()
-    while count and (chunk := os.read(descriptor, min(count, _CHUNK_BYTES))):
-        digest.update(chunk)
-        count -= len(chunk)
-    return digest.hexdigest()
-
-
-def copied_whole(directory: Path, name: str) -> Copied:
-    """A file that is there, as it is, in one piece."""
-    with (directory / name).open("rb", buffering=0) as content:
-        size = os.fstat(content.fileno()).st_size
-        return Copied(name, size, max(1, size), (_digest(content.fileno(), size),))
+        """It is used now. Its lock as well, or whoever sweeps /tmp takes that for old."""
+        for path in (self.path, self.store.locks / f"{self.name}.use", self.store.locks / f"{self.name}.copy"):
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +192,8 @@ class Store:
     def entries(self) -> list[Entry]:
         """The copies that are there, and those that are being packed, the least recently used first."""
         names = [path.name for path in self.root.iterdir() if path.name != "locks" and not path.name.startswith(".")]
-        return sorted(map(self.entry, names), key=lambda entry: entry.used_at)
+        used = [(entry.used_at, entry) for entry in map(self.entry, names)]
+        return [entry for at, entry in sorted(used, key=lambda pair: pair[0]) if at]
 
     def sweep(self, held: str) -> None:
         """Remove what killed processes left half done.
