@@ -3,6 +3,7 @@
 An agent stages by itself; this is for looking, for mending, for making room, and for work without a run.
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,10 +21,13 @@ from rich.table import Table
 from hpc import cli
 from hpc.errors import TorchrelayError, UserError
 from hpc.staging import copy, space
-from hpc.staging.source import list_source
+from hpc.staging.source import absolute, list_source
 from hpc.staging.stage import Stager
 from hpc.staging.staged import Staged
 from hpc.staging.store import Entry, Store, open_store
+
+_WHOLE = "whole"
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +64,14 @@ def stage(options: Stage) -> int:
         return _tell(options, [_describe(entry) for entry in _chosen(options, store)])
     if options.path is None:
         raise UserError("what is to be copied? Give a directory or an archive, or --list to see what is there")
-    return _answer(options, _stage(options, options.path.absolute(), read=False))
+    return _answer(options, _stage(options, absolute(options.path), read=False))
 
 
 def _chosen(options: Stage, store: Store) -> Sequence[Entry]:
     """The copies of PATH, or all."""
     if options.path is None:
         return store.entries()
-    source = str(options.path.absolute())
+    source = str(absolute(options.path))
     return [entry for entry in store.entries() if (manifest := entry.manifest()) and manifest.source == source]
 
 
@@ -116,40 +120,45 @@ def _clean(options: Stage, store: Store) -> int:
 
 
 def _verify(options: Stage, store: Store) -> int:
-    """Check and mend; a copy of a source that is gone or has changed cannot be mended, so it is deleted."""
-    found = []
-    for entry in _chosen(options, store):
-        manifest = entry.manifest()
-        if manifest is None:
-            continue
-        damaged = entry.damaged(manifest, lambda: False, read=True)
-        mended = bool(damaged) and _mend(options, entry, Path(manifest.source))
-        if damaged and not mended:
-            entry.delete()
-        found.append({**_describe_check(entry, manifest.source, damaged), "mended": mended})
-    if options.json:
-        cli.print_json(found)
-    for check in [] if options.json else found:
-        names = ", ".join(check["damaged"][:3]) + (" ..." if len(check["damaged"]) > 3 else "")
-        how = "mended" if check["mended"] else "deleted, because its source is gone or another one by now"
-        print(f"{check['source']}: " + (f"damaged: {names}; {how}" if check["damaged"] else "whole"))
+    """Check and mend; what cannot be mended, because its source is gone or another one, is deleted."""
+    found = [_check(options, entry) for entry in _chosen(options, store)]
     if options.path and not found:
         raise UserError(
             f"there is no copy of {options.path} in {options.stage_dir}: hpc stage {options.path} makes one"
         )
-    return int(any(check["damaged"] for check in found))
+    if options.json:
+        cli.print_json(found)
+    for check in [] if options.json else found:
+        names = ", ".join(check["damaged"][:3]) + (" ..." if len(check["damaged"]) > 3 else "")
+        print(f"{check['source']}: " + (f"damaged: {names}; {check['now']}" if check["damaged"] else check["now"]))
+    return int(any(check["now"] != _WHOLE for check in found))
 
 
-def _mend(options: Stage, entry: Entry, source: Path) -> bool:
+def _check(options: Stage, entry: Entry) -> dict[str, Any]:
+    manifest, held = entry.manifest(), entry.begin_use()
+    described = {"path": str(entry.data), "source": manifest.source if manifest else None, "damaged": list[str]()}
+    if manifest is None or held is None:
+        if held is not None:
+            os.close(held)
+        return {**described, "source": entry.name, "now": "it is being made or deleted, so nobody can say"}
     try:
-        same = list_source(source).entry == entry.name
+        with entry.copying(lambda: time.sleep(_POLL_SECONDS)):
+            described["damaged"] = entry.damaged(manifest, lambda: False, read=True)
+    finally:
+        os.close(held)
+    return {**described, "now": _mend(options, entry, Path(manifest.source)) if described["damaged"] else _WHOLE}
+
+
+def _mend(options: Stage, entry: Entry, source: Path) -> str:
+    """What became of a damaged copy."""
+    try:
+        if list_source(source).entry == entry.name and _stage(options, source, read=True).path == entry.data:
+            return "mended"
     except TorchrelayError:
-        return False
-    return same and _stage(options, source, read=True).path == entry.data
-
-
-def _describe_check(entry: Entry, source: str, damaged: Sequence[str]) -> dict[str, Any]:
-    return {"path": str(entry.data), "source": source, "damaged": list(damaged)}
+        pass  # the source is gone
+    if not entry.delete():
+        return "still damaged: a run reads it, so end that run first"
+    return "deleted: its source is gone, or another one by now, or was packed from it; the next run makes it again"
 
 
 def _stage(options: Stage, source: Path, *, read: bool) -> Staged:

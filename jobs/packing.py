@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from hpc.errors import TorchrelayError
+from hpc.staging import space
 from hpc.staging.copy import Progress, Watch
 from hpc.staging.manifest import Manifest, boot_id, copied_whole, write_manifest
 from hpc.staging.source import stop_if
@@ -51,6 +52,10 @@ def pack(node: Node, folder: Path, size: int, watch: Watch) -> Path:
     with entry.copying(wait):
         manifest = entry.manifest()
         if manifest is None or entry.damaged(manifest, lambda: watch(None)):
+            images = store.entry(version).manifest()
+            _, shortage = space.make_room(store, 3 * size * size * len(images.files) if images else 0, 0)
+            if shortage:
+                raise TorchrelayError(f"{shortage}: use --pack off, or --stage-dir with a larger disk")
             _make(entry, folder, size, watch)
     entry.touch()
     return entry.data
@@ -58,9 +63,14 @@ def pack(node: Node, folder: Path, size: int, watch: Watch) -> Path:
 
 def _make(entry: Entry, folder: Path, size: int, watch: Watch) -> None:
     (entry.path / "manifest").unlink(missing_ok=True)
-    shutil.rmtree(entry.data, ignore_errors=True)
     entry.path.mkdir(mode=0o700, exist_ok=True)
-    _run([str(folder), str(entry.data), f"--size={size}"], entry.path, watch)
+    # Beside the damaged one, which another job may have mapped into its memory.
+    new, old = entry.path / "new", entry.path / f".{time.time_ns()}.old"
+    _run([str(folder), str(new), f"--size={size}"], entry.path, watch)
+    if entry.data.exists():
+        entry.data.rename(old)
+    new.rename(entry.data)
+    shutil.rmtree(old, ignore_errors=True)
     index = read_index(entry.data)
     files = [copied_whole(entry.data, name) for name in (INDEX, *(file.name for file in index.files))]
     write_manifest(entry.path, Manifest(source=index.source, boot=boot_id(), files=tuple(files)))

@@ -87,6 +87,60 @@ def test_copy_equals_source_and_is_used_again(source: Path, local: Path) -> None
     assert leftovers(local) == []
 
 
+def test_directories_without_files_are_kept(source: Path, local: Path) -> None:
+    (source / "train" / "b" / "c").mkdir(parents=True)
+    copy = stage(source, local).path
+    assert (copy / "train" / "b" / "c").is_dir()
+    (copy / "train" / "b" / "c").rmdir()
+    assert (stage(source, local).path / "train" / "b" / "c").is_dir()
+    (source / "train" / "d").mkdir()
+    assert stage(source, local).path != copy, "a class more is another data set"
+
+
+def test_another_name_of_the_same_source_is_the_same_copy(source: Path, local: Path) -> None:
+    copy = stage(source, local).path
+    assert stage(source.parent / "x" / ".." / source.name, local).path == copy
+
+
+def test_process_that_stands_still_with_the_copy_is_not_waited_for(source: Path, local: Path, store: Store) -> None:
+    entry = store.entry(stage(source, local).path.parent.name)
+    with entry.copying(pytest.fail):
+        os.utime(store.locks / f"{entry.name}.copy", (1, 1))
+        staged = stage(source, local)
+    assert staged.path == source
+    assert "stands still" in str(staged.in_place)
+
+
+def test_copy_without_a_manifest_may_be_read_while_it_is_made_anew(source: Path, local: Path) -> None:
+    with Stager(local) as user:
+        copy = user.stage(source).path
+        (copy.parent / "manifest").unlink()
+        with (copy / "large").open("rb") as reader:
+            assert not stage(source, local).reused
+            assert reader.read() == (source / "large").read_bytes()
+        assert contents(copy) == contents(source)
+
+
+def test_repair_needs_room_for_what_is_damaged_alone(tmp_path: Path, small_disk: Path) -> None:
+    source = tmp_path / "much"
+    source.mkdir()
+    (source / "large").write_bytes(os.urandom(13 * MB))
+    (source / "small").write_bytes(b"s")
+    copy = stage(source, small_disk).path
+    (copy / "small").unlink()
+    assert stage(source, small_disk).repaired == 1
+
+
+def test_copy_that_was_in_use_until_now_is_not_old(source: Path, local: Path, store: Store, tmp_path: Path) -> None:
+    with Stager(local) as user:
+        copy = user.stage(source).path
+        os.utime(copy.parent, (1, 1))
+    (tmp_path / "other").mkdir()
+    stage_watched(tmp_path / "other", local, lambda _: False, keep_seconds=3600)
+    assert copy.exists()
+    assert len(store.entries()) == 2
+
+
 def test_links_are_followed_and_one_in_a_circle_is_refused(source: Path, local: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "image").write_bytes(b"i")

@@ -29,6 +29,11 @@ _LONGEST_NAME, _TOGETHER = 200, 1000
 _LARGEST_BATCH, _LEAST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
 
 
+def absolute(path: Path) -> Path:
+    """A source by its one name: two names are two copies. Links stay, for one may name the version that is used now."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - pathlib leaves `..` in
+
+
 def is_archive(path: Path) -> bool:
     """Whether it is a file that is to be unpacked, by its name."""
     return path.name.endswith(ARCHIVES) and path.is_file()

@@ -17,7 +17,7 @@ from hpc.staging.copy import Copy, Progress, Tally, Watch, checksums_by_batch, s
 from hpc.staging.manifest import Copied, Manifest, boot_id, is_intact
 from hpc.staging.patience import Patience
 from hpc.staging.peers import Server, Shelf
-from hpc.staging.source import Listing
+from hpc.staging.source import Listing, absolute
 from hpc.staging.staged import NoRoomError, Staged
 from hpc.staging.store import Entry, StalledError, Store, open_store
 from hpc.staging.team import Address, Alone, Need, Team
@@ -88,7 +88,7 @@ class Stager:
         """
         began = time.monotonic()
         self._server = self._serve()
-        listing = find_list(source, self._team, self._server, self._patience, self._notes)
+        listing = find_list(absolute(source), self._team, self._server, self._patience, self._notes)
         try:
             staged = self._find_or_copy(listing, read=read)
         except StalledError:
