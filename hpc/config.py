@@ -36,7 +36,8 @@ def with_config(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
     for argument in arguments:
         settings.pop(off.get(argument, ""), None)
     flags = [flag for name, value in settings.items() for flag in _as_flags(name, value, switch=known[name])]
-    return [*flags, *(argument for argument in arguments if argument not in off)]
+    began = [f"--{_RECIPE}={named}"] if named else []
+    return [*began, *flags, *(argument for argument in arguments if argument not in off)]
 
 
 def flag_names(*owners: Any) -> dict[str, bool]:

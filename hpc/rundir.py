@@ -8,6 +8,9 @@ from pathlib import Path
 
 # In `final/`.
 CONFUSION, SAMPLES = "confusion.csv", "samples.json"
+CLASSES, CONFUSION_PICTURE, HISTORY = "classes.csv", "confusion.png", "history.csv"
+# In `best/` too.
+MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class RunDir:
     def code(self) -> Path:
         """The snapshot of the code that the run executes."""
         return self.path / "code"
+
+    @property
+    def revision(self) -> Path:
+        """The git revision of that code; there is none if it was in no repository."""
+        return self.code / ".torchrelay" / "revision"
 
     @property
     def events(self) -> Path:

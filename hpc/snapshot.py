@@ -30,6 +30,14 @@ def _git(directory: Path, *arguments: str) -> str | None:
     return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else None
 
 
+def revision_of(directory: Path) -> str | None:
+    """The commit that is checked out there, with `+changes` if tracked files differ from it; None: no repository."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return commit.strip() + ("+changes" if _git(directory, "status", "--porcelain", "--untracked-files=no") else "")
+
+
 def take(code: Path, working_directory: Path, script: tuple[str, ...]) -> None:
     """Fill `code/`.
 
@@ -44,9 +52,13 @@ def take(code: Path, working_directory: Path, script: tuple[str, ...]) -> None:
         raise UserError(
             f"{script[0]} is not tracked by git, so it would not be in the snapshot: type git add {script[0]}"
         )
+    own = code / OWN
+    own.mkdir()
+    if revision := revision_of(working_directory):
+        (own / "revision").write_text(f"{revision}\n")
     source = Path(hpc.__file__).parent.parent
     for package in _PACKAGES:
-        shutil.copytree(source / package, code / OWN / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(source / package, own / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def script_in_snapshot(script: str, root: Path | None, working_directory: Path) -> Path:

@@ -148,6 +148,8 @@ class RunSpec:
     stage_env: str | None = None
     """The packed environment that every node unpacks and starts its ranks from; None: the one that all nodes share."""
     recovery: Recovery = field(default_factory=Recovery)
+    recipe: str | None = None
+    """The recipe that the trainer's flags began with."""
 
     @property
     def least_nodes(self) -> int:

@@ -174,7 +174,7 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=str(options.stage_dir.absolute()),
-        stage_keep=options.stage_keep, recovery=options.recovery,
+        stage_keep=options.stage_keep, recovery=options.recovery, recipe=getattr(options, "recipe", None),
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)

@@ -120,6 +120,7 @@ def _train(arguments: Arguments) -> int:
         fault=fault,
         node_dir=node_dir,
         heartbeat=heartbeat,
+        recipe=arguments.recipe,
     )
     try:
         launch(job, place)

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hpc.files import read_json_lines
-from hpc.rundir import RunDir
+from hpc.rundir import MODEL_WEIGHTS, RunDir
 from training.checkpoint import NUMBERS, TENSORS, list_checkpoints
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # What tells when and how fast something was done, not what.
-_OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds"}
+_OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "seconds"}
+_OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,8 @@ def _select(both: list[dict[str, Tensor]], prefix: str, *, statistics: bool | No
 
 def _models(one: RunDir, other: RunDir) -> Iterator[Part]:
     for name in ("final", "best"):
-        files = [run.path / name / "model.pt" for run in (one, other)]
-        found = [torch.load(file, weights_only=True) if file.exists() else {} for file in files]
+        files = [run.path / name / MODEL_WEIGHTS for run in (one, other)]
+        found = [load_file(file) if file.exists() else {} for file in files]
         yield compare_tensors(f"{name} model", *found)
 
 

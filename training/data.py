@@ -92,13 +92,18 @@ class Data:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     channels: int
-    size: int
-    """Side in pixels (height, if they differ) of the images as they come."""
+    shape: tuple[int, int]
+    """Height and width in pixels of the images as they come."""
     in_memory: bool
     cheap: bool
     """Whether a batch for training is made so fast that loader workers would not pay."""
     fingerprint: str
     """Changes when images or labels are added, removed or reordered; not with the directory that they lie in."""
+
+    @property
+    def size(self) -> int:
+        """Side in pixels (height, if they differ) of the images as they come."""
+        return self.shape[0]
 
 
 # Slurm delivers a step's signals to all its processes. A worker that died of one would take the rank down with it

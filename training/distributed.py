@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpc.errors import TorchrelayError, UserError
 from hpc.outcome import EXIT_BAD_NODE
+from training.memory import resident_memory
 from training.place import Place
 
 # A rank that waits this long for another one waits for a dead one.
@@ -61,6 +62,13 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this is rank 0."""
         return self.place.leads
+
+    @property
+    def used_memory(self) -> int:
+        """Bytes: the most that this rank has taken of its GPU; on a CPU, what this process has in memory now."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device)
+        return resident_memory()
 
     def wait_for_device(self) -> None:
         """Until this rank's device has done all that it was given."""

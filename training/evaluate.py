@@ -4,8 +4,6 @@ Runs on every rank. The batches are the same whoever evaluates them, the ranks e
 and each image's probability, never averages, and the total must be the size of the data set.
 """
 
-import csv
-import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from training.optim import autocast
 from training.plan import evaluation_requests
 
 _BATCH = 256
+_BEST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,8 @@ class Evaluation:
     """int64 [n]: the class that each image was taken for."""
     probability: Tensor
     """float32 [n]: that the model gave to this class."""
+    among_best: int
+    """Images whose class was among the five that the model found the likeliest."""
 
     @property
     def correct(self) -> int:
@@ -52,6 +53,11 @@ class Evaluation:
     def accuracy(self) -> float:
         """From 0 to 1."""
         return self.correct / self.total
+
+    @property
+    def top5_accuracy(self) -> float:
+        """The share of the images whose class was among the five likeliest, from 0 to 1."""
+        return self.among_best / self.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +86,7 @@ class Evaluator:
         confusion = torch.zeros(self.classes**2, dtype=torch.int64, device=device)
         predicted = torch.zeros(len(source), dtype=torch.int64, device=device)
         probability = torch.zeros(len(source), dtype=torch.float32, device=device)
+        among_best = torch.zeros((), dtype=torch.int64, device=device)
         corrupt: set[int] = set()
         requests = evaluation_requests(len(source), _BATCH, rank, world_size)
         with load_ahead(source, requests, self.workers, pin_memory=device.type == "cuda") as batches:
@@ -87,19 +94,21 @@ class Evaluator:
                 before_batch()
                 if len(batch.labels):
                     places = batch.indices.to(device, non_blocking=True)
-                    answers = self._count(batch, confusion)
+                    answers = self._count(batch, confusion, among_best)
                     losses[turn * world_size + rank], predicted[places], probability[places] = answers
                     corrupt.update(batch.corrupt.tolist())
-        return self._summed(losses, confusion, corrupt, (predicted, probability))
+        return self._summed(losses, confusion, corrupt, (predicted, probability, among_best))
 
     @torch.inference_mode()
-    def _count(self, batch: Batch, confusion: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a batch to the confusion, and return its loss, and for each image the class and its probability."""
+    def _count(self, batch: Batch, confusion: Tensor, among_best: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a batch to the counts, and return its loss, and for each image the class and its probability."""
         labels = batch.labels.to(self.ranks.device, non_blocking=True)
         with autocast(self.config, self.ranks.device):
             logits = self.model(self.preprocess(batch.images)).float()
         predicted = logits.argmax(1)
         confusion += torch.bincount(labels * self.classes + predicted, minlength=self.classes**2)
+        likelier = (logits > logits.gather(1, labels[:, None])).sum(1)
+        among_best += (likelier < _BEST).sum()
         return functional.cross_entropy(logits, labels, reduction="sum"), predicted, logits.softmax(1).amax(1)
 
     def _share_buffers(self) -> None:
@@ -108,26 +117,22 @@ class Evaluator:
             torch.distributed.broadcast(buffer, 0)
 
     def _summed(
-        self, losses: Tensor, confusion: Tensor, corrupt: set[int], answers: tuple[Tensor, Tensor]
+        self, losses: Tensor, confusion: Tensor, corrupt: set[int], answers: tuple[Tensor, Tensor, Tensor]
     ) -> Evaluation:
         samples = len(answers[0])
         counts = self.ranks.sum(confusion).reshape(self.classes, self.classes)
         # Each batch's loss and each image's answer come from one rank and zeros from the others: nothing is rounded.
         loss = math.fsum(self.ranks.sum(losses).tolist()) / samples
         everybodys = sorted(set().union(*self.ranks.gather(corrupt)))
-        predicted, probability = map(self.ranks.sum, answers)
+        predicted, probability, among_best = map(self.ranks.sum, answers)
         result = Evaluation(
-            loss=loss, confusion=counts, corrupt=tuple(everybodys), predicted=predicted, probability=probability
+            loss=loss,
+            confusion=counts,
+            corrupt=tuple(everybodys),
+            predicted=predicted,
+            probability=probability,
+            among_best=int(among_best),
         )
         if result.total != samples:
             raise AssertionError(f"{result.total} of {samples} samples were counted")
         return result
-
-
-def confusion_csv(confusion: Tensor, classes: tuple[str, ...]) -> str:
-    """The confusion matrix with the names of the classes: a row for each true class, a column for each answer."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["true class", *classes])
-    writer.writerows([name, *row] for name, row in zip(classes, confusion.tolist(), strict=True))
-    return text.getvalue()

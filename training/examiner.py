@@ -6,21 +6,28 @@ Runs on every rank; rank 0 writes.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from hpc.errors import UserError
-from hpc.rundir import CONFUSION, SAMPLES
+from hpc.files import read_json_lines
+from hpc.rundir import CLASSES, CONFUSION, CONFUSION_PICTURE, HISTORY, MODEL_CARD, SAMPLES
+from training.card import make_card
 from training.corrupt import check_limit
 from training.data import Data, Source
-from training.evaluate import Evaluation, Evaluator, confusion_csv
+from training.evaluate import Evaluation, Evaluator
+from training.history import history_csv
 from training.job import Job
+from training.origin import made_from
+from training.picture import confusion_png
 from training.recorder import Recorder
 from training.result import describe
 from training.samples import samples_json
 from training.schedule import follow_plateau
 from training.state import TrainState
+from training.tables import classes_csv, confusion_csv
 from training.window import Window
 
 
@@ -44,10 +51,11 @@ class Examiner:
             check_limit(source, result.corrupt, self.job.config.max_corrupt)
             names = ", ".join(map(source.name, result.corrupt))
             console.warn(f"others take the place of {len(result.corrupt)} unreadable images in {split}: {names}")
-        numbers = {"loss": round(result.loss, 6), "accuracy": result.accuracy}
+        numbers = {"loss": round(result.loss, 6), "accuracy": result.accuracy, "top5_accuracy": result.top5_accuracy}
         counts = {"correct": result.correct, "total": result.total, "corrupt": len(result.corrupt)}
+        seconds = time.monotonic() - began
         place = {"step": progress.step, "epoch": progress.epoch, "split": split}
-        self.recorder.evaluation(place | numbers | counts)
+        self.recorder.evaluation(place | numbers | counts | {"seconds": round(seconds, 3)})
         console.say(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
         self.window.leave_out(time.monotonic() - began)
         return result
@@ -62,14 +70,16 @@ class Examiner:
         follow_plateau(self.job.config, progress, result.loss)
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
             progress.best_accuracy, progress.best_epoch = result.accuracy, progress.epoch
-            self.recorder.best(self.weights(), self.result())
+            self.recorder.best(self.weights(), self.result(), self.card())
         progress.evaluated_epochs = progress.epoch
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the model's weights in the host's memory, under the names that the model's own code gives them."""
         if not self.evaluator.ranks.leads:
             return {}
-        return {name: value.to("cpu", copy=True) for name, value in self.evaluator.model.state_dict().items()}
+        state = self.evaluator.model.state_dict()
+        # A file holds tensors whose numbers lie in the order of their dimensions.
+        return {name: value.to("cpu", copy=True).contiguous() for name, value in state.items()}
 
     def result(self) -> dict[str, Any]:
         """What is known of the model as it is now."""
@@ -86,6 +96,7 @@ class Examiner:
         test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
         result = {
             "test_accuracy": test.accuracy if test else None,
+            "test_top5_accuracy": test.top5_accuracy if test else None,
             "test_loss": test.loss if test else None,
             "test_correct": test.correct if test else None,
             "test_total": test.total if test else None,
@@ -93,19 +104,43 @@ class Examiner:
             **self.result(),
         }
         self.job.heartbeat.beat("end")
-        self.recorder.final(self.weights(), result, self.told(test) if test else {})
+        files = self.card() | self.history() | (self.told(test) if test else {})
+        self.recorder.final(self.weights(), result, files)
         self.recorder.event("train_completed", step=self.state.progress.step, ended=ended)
         known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
         self.recorder.console.say(f"complete after {self.state.progress.step} steps: {known}")
 
-    def told(self, test: Evaluation) -> dict[str, str]:
+    @cached_property
+    def _origin(self) -> dict[str, Any]:
+        return made_from(self.job, self.data, self.evaluator.ranks)
+
+    def card(self) -> dict[str, bytes]:
+        """The file that says how to build the model and how to make images ready for it, by its name."""
+        if not self.evaluator.ranks.leads:
+            return {}
+        card = make_card(self.job.config, self.data, self.evaluator.preprocess, self._origin)
+        return {MODEL_CARD: card.to_json().encode()}
+
+    def history(self) -> dict[str, bytes]:
+        """The file with a line for each epoch, by its name."""
+        if not self.evaluator.ranks.leads:
+            return {}
+        run = self.job.run_dir
+        return {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics))).encode()}
+
+    def told(self, test: Evaluation) -> dict[str, bytes]:
         """The files that tell more of a test, by their names."""
-        confusion = {CONFUSION: confusion_csv(test.confusion, self.data.classes)}
         if self.data.test is None or not self.evaluator.ranks.leads:
-            return confusion
+            return {}
+        classes = self.data.classes
+        tables = {
+            CONFUSION: confusion_csv(test.confusion, classes).encode(),
+            CLASSES: classes_csv(test.confusion, classes).encode(),
+            CONFUSION_PICTURE: confusion_png(test.confusion, classes),
+        }
         try:
-            return {**confusion, SAMPLES: samples_json(self.data.test, test, self.data.classes)}
+            return {**tables, SAMPLES: samples_json(self.data.test, test, classes).encode()}
         except UserError as error:
             # Another rank had read it. A finished training is worth more than its pictures.
             self.recorder.console.warn(f"there will be no sample predictions: {error}")
-            return confusion
+            return tables

@@ -22,3 +22,5 @@ class Job:
     """What outlives the processes on this node; None: there are no snapshots."""
     fault: Fault = NO_FAULT
     heartbeat: Heartbeat = SILENT
+    recipe: str | None = None
+    """The recipe that the flags began with."""

@@ -3,6 +3,7 @@
 What is written to /dev/shm counts as the job's memory, whose limit Slurm may have had a control group enforce.
 """
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,11 @@ def spare_memory() -> int:
     node = _numbers(Path("/proc/meminfo"))
     spare = (node["MemAvailable:"] - int(node["MemTotal:"] * _RESERVE)) * 1024
     return min([spare, *allowed(Path("/proc/self/cgroup").read_text(), _CONTROL_GROUPS)])
+
+
+def resident_memory() -> int:
+    """Bytes that this process has in memory, shared ones included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def allowed(membership: str, root: Path) -> Iterator[int]:

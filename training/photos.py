@@ -17,7 +17,7 @@ from training.data import Batch
 from training.plan import Request
 
 # Part of the shorter side that is looked at in an evaluation: the usual 224 of 256 pixels.
-_CENTER = 224 / 256
+CENTER = 224 / 256
 # With so many corrupt images in a row it is no accident.
 _MOST_IN_A_ROW = 100
 
@@ -92,7 +92,7 @@ class Photos:
         if epoch is not None and self.augmentation is not None:
             return self.augmentation.one(epoch, index, image)
         height, width = image.shape[:2]
-        return cut(image, center_box(height, width, _CENTER), self.size)
+        return cut(image, center_box(height, width, CENTER), self.size)
 
     def part(self, indices: Tensor) -> "Photos":
         """Some of the images, as a source of their own."""

@@ -1,21 +1,20 @@
 """Everything that a run writes for others to read: events, metrics, results. Rank 0 writes, the other ranks do not."""
 
 import errno
-import io
 import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from hpc.errors import TorchrelayError, UserError
 from hpc.files import write_json
 from hpc.ledger import Writer
 from hpc.outcome import EXIT_NO_SPACE
-from hpc.rundir import RunDir
+from hpc.rundir import MODEL_WEIGHTS, RunDir
 from training.background import Background
 from training.console import Console
 from training.data import Source
@@ -23,9 +22,10 @@ from training.directories import publish, sweep
 from training.metrics import Metrics
 from training.state import Progress
 
-_RESULT, _MODEL = "result.json", "model.pt"
+_RESULT = "result.json"
 
 Weights = dict[str, Tensor]
+Files = Mapping[str, bytes]
 
 
 class NoSpaceError(TorchrelayError):
@@ -45,7 +45,7 @@ class Recorder:
         self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
         self.console = console
         self._best = Background()
-        self._unpublished: tuple[Weights, dict[str, Any]] | None = None
+        self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
         self._ledger = Writer(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
         self._metrics: Metrics | None = None
         if writes:
@@ -94,31 +94,32 @@ class Recorder:
         else:
             self.console.say(f"the {len(indices)} images of step {step} are in {self._run_dir.diverged}")
 
-    def best(self, weights: Weights, result: dict[str, Any]) -> None:
+    def best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Begin to replace `best/`. A full disk costs only this, unless there is room at the end.
 
         Args:
             weights: by name, in memory that does not change any more.
             result: what is known of the model.
+            files: more files, by their names.
         """
         if self._writes:
-            self._best.start(partial(self._publish_best, weights, result))
+            self._best.start(partial(self._publish_best, weights, result, files))
 
-    def _publish_best(self, weights: Weights, result: dict[str, Any]) -> None:
+    def _publish_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         self._unpublished = None
         try:
-            publish(self._run_dir.best, partial(_write_model, weights, result, {}))
+            publish(self._run_dir.best, partial(_write_model, weights, result, files))
         except OSError as error:
-            self._unpublished = (weights, result)
+            self._unpublished = (weights, result, files)
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
 
-    def final(self, weights: Weights, result: dict[str, Any], texts: Mapping[str, str]) -> None:
+    def final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Write `final/`: from now on the run is complete.
 
         Args:
             weights: by name.
             result: what is known of the model.
-            texts: more files, by their names.
+            files: more files, by their names.
 
         Raises:
             NoSpaceError: the disk is full. The newest checkpoint is the end of the training.
@@ -128,7 +129,7 @@ class Recorder:
             return
         self.wait()
         try:
-            publish(self._run_dir.final, partial(_write_model, weights, result, texts))
+            publish(self._run_dir.final, partial(_write_model, weights, result, files))
         except OSError as error:
             full = error.errno in {errno.ENOSPC, errno.EDQUOT}
             raise (NoSpaceError if full else TorchrelayError)(
@@ -153,16 +154,14 @@ class Recorder:
             self._metrics.close()
 
 
-def _write_model(weights: Weights, result: dict[str, Any], texts: Mapping[str, str], directory: Path) -> None:
+def _write_model(weights: Weights, result: dict[str, Any], files: Files, directory: Path) -> None:
     """The files of a model and its result.
 
     Raises:
         OSError: the disk is full, for example.
     """
-    # In memory first: what torch says of a full disk is no OSError.
-    buffer = io.BytesIO()
-    torch.save(weights, buffer)
-    (directory / _MODEL).write_bytes(buffer.getbuffer())
+    # In memory first: what safetensors says of a full disk is no OSError.
+    (directory / MODEL_WEIGHTS).write_bytes(save(weights, {"format": "pt"}))
     (directory / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
-    for name, text in texts.items():
-        (directory / name).write_text(text)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)

@@ -163,6 +163,7 @@ class Trainer:
                     return over
                 self.job.fault.strike("boundary", progress.step + 1, ranks.rank)
                 self.log_samples(batch)
+                self.window.add_wait(self.pace.loading)
                 self.corrupt.add(batch.corrupt.tolist())
                 self.stepper.step(batch, self.window)
                 self.pace.step_done()
@@ -233,14 +234,15 @@ class Trainer:
             self.samples.append({"step": self.state.progress.step + 1, "indices": batch.indices.tolist()})
 
     def log_if_due(self) -> None:
-        """Every --log-every steps, record the mean loss since the last time."""
+        """Every --log-every steps and at the end of an epoch, record the mean loss since the last time."""
         step = self.state.progress.step
-        if step % self.config.log_every and step != self.plan.total_steps:
+        if step % self.config.log_every and self.state.progress.samples_seen:
             return
         speed = self.window.images_per_second()
         loss = self.window.total_loss(step) / self.window.images
         epoch = (step - 1) // self.plan.steps_per_epoch + 1
         lr = rate_of(self.state.optimizer)
+        waiting, memory = self.window.data_wait_share, self.ranks.used_memory
         self.state.progress.logged_step = step
         self.recorder.train(
             {
@@ -251,12 +253,15 @@ class Trainer:
                 "images_per_second": round(speed, 1),
                 "world_size": self.ranks.world_size,
                 "train_seconds": round(self.window.train_seconds, 3),
+                "data_wait_share": round(waiting, 4),
+                "memory_bytes": memory,
             }
         )
         left = round((self.plan.total_steps - step) * self.plan.batch_size / speed)
         self.console.metrics(
             f"epoch {epoch}/{self.config.epochs} step {step}/{self.plan.total_steps}",
-            f"loss {loss:.3f} lr {lr:.4f} {speed:.0f} img/s eta {left // 60}:{left % 60:02d}",
+            f"loss {loss:.3f} lr {lr:.4f} {speed:.0f} img/s, {waiting:.0%} waiting for data, "
+            f"{memory / 2**30:.2f} GiB, eta {left // 60}:{left % 60:02d}",
         )
         self.window.restart()
 

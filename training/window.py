@@ -40,12 +40,19 @@ class Window:
         """Steps before the first one with which the sum ceased to be finite: it does not become so again."""
         self._timed_images = 0
         self._started: float | None = None
+        self._waited = 0.0
+        self._data_wait_share = 0.0
         self._earlier_seconds = 0.0
 
     def begin_step(self) -> None:
         """A step begins. With the first one the clock starts: getting ready is not training."""
         if self._started is None:
             self._started = time.monotonic()
+
+    def add_wait(self, seconds: float) -> None:
+        """Count the time that this rank has waited for a batch; the first one is awaited before the clock starts."""
+        if self._started is not None:
+            self._waited += seconds
 
     def add_loss(self, loss: Tensor) -> None:
         """Count the sum (float32) of the losses of some of this rank's images."""
@@ -64,7 +71,16 @@ class Window:
         Raises:
             DivergedError: the sum is not finite.
         """
-        return self.check(float(self._ranks.sum(self.loss)), step)
+        share = self._waited / max(self._seconds, 1e-9)
+        # Together: another message between the ranks would be another wait.
+        sums = self._ranks.sum(torch.stack([self.loss.to("cpu"), torch.tensor(share, dtype=torch.float64)]))
+        self._data_wait_share = float(sums[1]) / self._ranks.world_size
+        return self.check(float(sums[0]), step)
+
+    @property
+    def data_wait_share(self) -> float:
+        """The part of its time that a rank has waited for data, the mean of all ranks, when the loss was last told."""
+        return self._data_wait_share
 
     def check(self, total: float, step: int) -> float:
         """The sum of the losses of all ranks' images, which is finite. Every rank must have the same sum.
@@ -99,7 +115,7 @@ class Window:
     def restart(self) -> None:
         """Begin anew, after a line of metrics."""
         self._earlier_seconds = self.train_seconds
-        self._started = time.monotonic()
+        self._started, self._waited = time.monotonic(), 0.0
         self.loss.zero_()
         self.images = self._timed_images = self._steps = 0
         self._finite_steps.zero_()

@@ -153,7 +153,7 @@ def read_result(case: Case, directory: Path) -> dict[str, Any]:
     newest = max((directory / "checkpoints").glob("step-*"))
     state = load_file(newest / "state.safetensors")
     optimizer = {name: value for name, value in state.items() if name.startswith("optimizer/")}
-    model = torch.load(directory / "final/model.pt", weights_only=True)
+    model = load_file(directory / "final/model.safetensors")
     accuracy = json.loads((directory / "final/result.json").read_bytes())["test_accuracy"]
     return {"state": {"model": model, "optimizer": optimizer}, "accuracy": accuracy}
 

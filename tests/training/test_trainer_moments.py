@@ -31,7 +31,7 @@ MOMENTS = {
     "taking a snapshot": "training.snapshotter:Snapshotter.take",
     "an evaluation": "training.evaluate:Evaluator._count",
     "keeping the best model": "training.recorder:Recorder.best",
-    "the test": "training.evaluate:confusion_csv",
+    "the test": "training.examiner:Examiner.told",
     "writing the result": "training.recorder:Recorder.final",
     "the end of the writing": "training.recorder:Recorder.close",
     "leaving the other ranks": "training.launch:disconnect",

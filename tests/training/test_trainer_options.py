@@ -29,7 +29,7 @@ ONE_STEP = ("--epochs=1", "--batch-size=193", "--momentum=0", "--weight-decay=0"
 
 
 def final(run_dir: Path) -> dict[str, Tensor]:
-    return torch.load(run_dir / "final" / "model.pt", weights_only=True)
+    return load_file(run_dir / "final" / "model.safetensors")
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_rig import Starter, events, lines
 
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all.
@@ -14,7 +15,7 @@ STEPS = 54
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return torch.load(run_dir / "final" / "model.pt", weights_only=True)
+    return load_file(run_dir / "final" / "model.safetensors")
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_rig import Starter, Training, events, lines, make_folder, make_idx
 
 from hpc.outcome import EXIT_DIVERGED
@@ -40,14 +41,17 @@ def test_a_training_learns_and_leaves_everything_that_is_promised(start: Starter
     assert final["config"]["epochs"] == 6
     best = json.loads((run / "best" / "result.json").read_text())
     assert best["val_accuracy"] == final["best_val_accuracy"]
-    assert torch.load(run / "best" / "model.pt", weights_only=True).keys()
+    assert load_file(run / "best" / "model.safetensors").keys()
 
     train = lines(run / "metrics" / "train.jsonl")
-    assert [line["step"] for line in train] == [7, 14, 21, 28, 35, 42, 49, 54]
-    assert [line["epoch"] for line in train] == [1, 2, 3, 4, 4, 5, 6, 6]
+    assert [line["step"] for line in train] == [7, 9, 14, 18, 21, 27, 28, 35, 36, 42, 45, 49, 54]
+    assert [line["epoch"] for line in train] == [1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 6, 6]
     assert train[0].keys() == {
         *("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time"),
+        *("data_wait_share", "memory_bytes"),
     }
+    assert all(0 <= line["data_wait_share"] <= 1 for line in train)
+    assert all(10 * 2**20 < line["memory_bytes"] < 2**40 for line in train)
     evaluations = lines(run / "metrics" / "eval.jsonl")
     assert [(line["epoch"], line["split"]) for line in evaluations] == [*((n, "val") for n in range(1, 7)), (6, "test")]
     assert all(line["correct"] / line["total"] == line["accuracy"] for line in evaluations)
@@ -90,7 +94,7 @@ def test_the_gradient_is_that_of_the_global_batch_however_it_is_shared(start: St
     losses = [[line["loss"] for line in lines(run / "metrics" / "train.jsonl")] for run in (alone, shared)]
     assert len(losses[0]) == 27
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    weights = [torch.load(run / "final" / "model.pt", weights_only=True) for run in (alone, shared)]
+    weights = [load_file(run / "final" / "model.safetensors") for run in (alone, shared)]
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name], rtol=1e-3, atol=1e-4), name
 
@@ -172,7 +176,7 @@ def test_unreadable_images_are_replaced_counted_and_listed(start: Starter, corru
     weights = []
     for run, world_size in (("alone", 1), ("again", 1), ("shared", 2)):
         training = start.complete("--epochs=3", "--batch-size=4", "--lr=0.01", run=run, world_size=world_size)
-        weights.append(torch.load(training.run_dir / "final" / "model.pt", weights_only=True))
+        weights.append(load_file(training.run_dir / "final" / "model.safetensors"))
         assert sorted(event["path"] for event in events(training.run_dir, "image_corrupt")) == corrupt
         assert result(training.run_dir)["corrupt_images"] == corrupt
         assert all(training.output().count(f"warning: {path} cannot be read") == 1 for path in corrupt)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_rig import Starter, events, lines
 
 from hpc.outcome import EXIT_NO_SPACE
@@ -194,7 +195,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_a_state_to_resume(start: Starter,
     assert events(run, "train_started")[1]["step"] == (10 if number == 10 else 5)
     assert not events(run, "checkpoint_rejected")
     assert names(run / "checkpoints") == [f"step-{STEPS:08d}"], "the killed writer's files are still there"
-    weights = [torch.load(path / "final" / "model.pt", weights_only=True) for path in (whole, run)]
+    weights = [load_file(path / "final" / "model.safetensors") for path in (whole, run)]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from trainer_rig import Starter, make_idx
 
 from hpc.rundir import RunDir
@@ -150,10 +151,10 @@ def differing(one: RunDir, other: RunDir) -> dict[str, str]:
 def test_one_different_bit_is_found_and_named(two_runs: tuple[RunDir, RunDir]) -> None:
     one, other = two_runs
     assert differing(one, other) == {}
-    path = other.final / "model.pt"
-    weights = torch.load(path, weights_only=True)
+    path = other.final / "model.safetensors"
+    weights = load_file(path)
     weights["0.bias"][3] = torch.nextafter(weights["0.bias"][3], torch.tensor(1.0))
-    torch.save(weights, path)
+    save_file(weights, path)
     [(name, difference)] = differing(one, other).items()
     assert name == "final model"
     assert difference.startswith("0.bias: 1 of 16 numbers, by up to ")

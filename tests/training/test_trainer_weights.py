@@ -47,7 +47,7 @@ def make_weights(path: Path, classes: int = 3, around: str = "", prefix: str = "
 
 
 def final(run_dir: Path) -> dict[str, Tensor]:
-    return torch.load(run_dir / "final" / "model.pt", weights_only=True)
+    return load_file(run_dir / "final" / "model.safetensors")
 
 
 def parameters_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
