@@ -7,7 +7,7 @@ a model is exported or used.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from hpc.errors import UserError
 from training.config import TrainConfig
@@ -40,7 +40,7 @@ class Card:
     mean: tuple[float, ...]
     """Of each channel, of values from 0 to 1."""
     std: tuple[float, ...]
-    amp: str
+    amp: Literal["none", "bf16", "fp16"]
     """The precision in which the model was tested."""
     made_from: Mapping[str, Any]
     """The flags, the data, the versions: `training.origin`."""
@@ -67,7 +67,7 @@ class Card:
     def config(self) -> TrainConfig:
         """The flags that the model is built with."""
         weights = "./was-pretrained" if self.transform_input else None
-        return TrainConfig(data=".", model=self.model, head_hidden=self.head_hidden, weights=weights)
+        return TrainConfig(data=".", model=self.model, head_hidden=self.head_hidden, weights=weights, amp=self.amp)
 
 
 def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from: Mapping[str, Any]) -> Card:

@@ -7,16 +7,17 @@ from torch.nn import functional
 from training.box import Box
 
 
-def cut(image: Tensor, box: Box, size: int) -> Tensor:
-    """The part of an image (uint8 [h, w, 3]) in a box, scaled to uint8 [3, size, size].
+def cut(image: Tensor, box: Box, size: int | tuple[int, int]) -> Tensor:
+    """The part of an image (uint8 [h, w, c]) in a box, scaled to uint8 [c, size, size], or [c, *size].
 
     Pixels whose channels lie together take two thirds of the time of separate channels.
     """
     top, left, height, width = box
     part = image[top : top + height, left : left + width].permute(2, 0, 1)
-    if (height, width) == (size, size):
+    wanted = (size, size) if isinstance(size, int) else size
+    if (height, width) == wanted:
         return part
-    return functional.interpolate(part[None], (size, size), mode="bilinear", antialias=True)[0]
+    return functional.interpolate(part[None], wanted, mode="bilinear", antialias=True)[0]
 
 
 def empty_squares(count: int, size: int) -> Tensor:
