@@ -15,7 +15,7 @@ from hpc.spec import Resources, RunSpec
 from hpc.staging import archive
 from hpc.staging.source import is_archive
 from hpc.units import format_minutes, walltime_minutes
-from training.config import TrainConfig, check_data
+from training.config import TrainConfig, check_data, resolve_data
 
 _DAY_MINUTES = 24 * 60
 # Packing decodes every image once, as an epoch does: from the third epoch on it has paid.
@@ -189,7 +189,7 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
         UserError: the data are no image folder.
     """
     data = Path(train.data)
-    if asked == "off":
+    if asked == "off" or train.synthetic:
         return None
     kind = None if is_archive(data) else check_data(data).kind
     if asked == "auto" and (kind != "image-folder" or train.epochs < _EPOCHS_THAT_PAY):
@@ -198,6 +198,21 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
         raise UserError(f"--pack is on, but {data} is no image folder: leave it out, these data need no packing")
     seen = train.image_size or _USUAL_SIZE
     return size or -(-seen * 8 // 7 // 8) * 8
+
+
+def training_data(train: TrainConfig) -> Path | None:
+    """Where the files of a training's data are; None: they are generated.
+
+    Of a data set below the directory, nothing else is to be staged. What is in an archive is seen when it has been
+    unpacked.
+
+    Raises:
+        UserError: there are none that the trainer can read.
+    """
+    if train.synthetic:
+        return None
+    data = resolve_data(train.data)
+    return check_archive(data) if is_archive(data) else check_data(data).path
 
 
 def check_script(script: tuple[str, ...]) -> None:

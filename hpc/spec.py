@@ -134,7 +134,7 @@ class RunSpec:
     cluster: Cluster
     resources: Resources
     data: str | None
-    """The directory that every node stages; None: a script that reads none."""
+    """The directory that every node stages; None: there are none to read."""
     train: TrainConfig | None = None
     """Our trainer's flags; None: a script runs instead."""
     script: tuple[str, ...] = ()

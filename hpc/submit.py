@@ -24,7 +24,7 @@ from hpc.rundir import RunDir
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.source import ARCHIVES, is_archive
 from hpc.units import duration_seconds
-from training.config import RecipeName, TrainConfig, check_data, check_model, check_world, resolve_data, resolve_weights
+from training.config import RecipeName, TrainConfig, check_model, check_world, resolve_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,13 +185,10 @@ def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig |
     """The trainer's flags, if it is the trainer that runs, and where the data are."""
     if isinstance(options, SubmitTraining):
         check_model(options.train.model)
-        data = resolve_data(options.train.data)
-        # Where the files are: of a data set below the directory, nothing else is to be staged. What is in an archive
-        # is seen when it has been unpacked.
-        data = checks.check_archive(data) if is_archive(data) else check_data(data).path
+        data = checks.training_data(options.train)
         # The file of the weights: the nodes may have another cache.
         weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
-        return dataclasses.replace(options.train, data=str(data), weights=weights), data
+        return dataclasses.replace(options.train, data=str(data or ""), weights=weights), data
     checks.check_script(script)
     given = options.data if isinstance(options, SubmitScript) else None
     if given is not None and is_archive(given):

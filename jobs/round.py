@@ -64,7 +64,7 @@ def _command(node: Node, orders: Orders, data: Path | None, threads: int) -> tup
     )  # fmt: skip
     address = local_address(place)
     environment = rank_environment(env.activated(os.environ, node.python), place, ranks, address, threads)
-    if spec.train is not None and data is not None:
+    if spec.train is not None:
         program = train.command(spec.train, run, attempt.attempt, data, node.memory, node.python)
     elif orders.preflight:
         program = script.preflight(run, attempt.attempt, node.python)

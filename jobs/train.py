@@ -9,9 +9,11 @@ from hpc.rundir import RunDir
 from training.config import TrainConfig, check_data, to_argv
 
 
-def command(config: TrainConfig, run: RunDir, attempt: int, data: Path, memory: NodeDir, python: str) -> list[str]:
-    """Our trainer, with the data and the memory where this node has them."""
-    flags = to_argv(dataclasses.replace(config, data=str(find_data(data))))
+def command(
+    config: TrainConfig, run: RunDir, attempt: int, data: Path | None, memory: NodeDir, python: str
+) -> list[str]:
+    """Our trainer, with the data, unless they are generated, and the memory where this node has them."""
+    flags = to_argv(dataclasses.replace(config, data=str(find_data(data))) if data else config)
     where = [f"--run-dir={run.path}", f"--attempt={attempt}", f"--node-dir={memory.path}"]
     return [python, "-u", "-P", "-m", "training", *flags, *where]
 

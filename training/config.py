@@ -47,8 +47,10 @@ RecipeName = Annotated[str | None, listed("The flags of a training that is known
 class TrainConfig:
     """What to train on what, and how. Every field is a flag."""
 
-    data: str
+    data: str = ""
     """A directory of images, packed images, IDX or CIFAR files, or `fashion-mnist` (Debian's dataset-fashion-mnist)."""
+    synthetic: bool = False
+    """Train on generated images of the model's size, and do not read --data: the speed that no data can exceed."""
     model: str = SMALL_CNN
     """`small-cnn`, `resnet20` (to 110: for small images), or a torchvision classification model such as resnet50."""
     weights: str | None = None
@@ -162,6 +164,7 @@ class TrainConfig:
 
 # (what does not go together, why and what to use)
 _CONFLICTS: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = (
+    (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {FASHION_MNIST}, or --synthetic"),
     (lambda c: c.freeze and c.weights is None, "--freeze keeps all but the head as it begins: give --weights too"),
     (
         lambda c: c.compile and c.sync_bn,
@@ -193,7 +196,7 @@ _LARGEST_SEED = 2**63 - 1
 
 # field: (what it accepts, what to use instead)
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "data": (lambda v: isinstance(v, str) and v != "", f"give a directory, or {FASHION_MNIST}"),
+    "data": (lambda v: isinstance(v, str), f"give a directory, or {FASHION_MNIST}"),
     "model": (lambda v: isinstance(v, str) and v != "", f"give {SMALL_CNN} or a torchvision model such as resnet50"),
     "weights": (lambda v: v is None or (isinstance(v, str) and v != ""), "give a file or a name, or leave it out"),
     "head_hidden": (lambda v: _is_whole(v, 0), "use 0 or more"),

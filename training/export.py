@@ -116,7 +116,9 @@ def real_images(card: Card, given: str | None) -> tuple[str, Tensor]:
     Raises:
         UserError: the data set is not there, or is another one.
     """
-    name = given or str(card.made_from["data"]["path"])
+    name = given or card.made_from["data"]["path"]
+    if not name:
+        raise UserError("the model was trained on generated images: give --data, to compare with the exported one")
     try:
         layout = check_data(resolve_data(name))
     except UserError as error:

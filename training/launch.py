@@ -18,6 +18,7 @@ from training.model import FORMATS, Preprocess, build_model, input_channels, inp
 from training.norm import synchronise
 from training.place import Place
 from training.preflight import check
+from training.synthetic import synthetic_data
 from training.trainer import Trainer
 
 _MOST_WORKERS = 8
@@ -78,11 +79,12 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
     config = job.config
     with ranks.together():
         check_world(config, ranks.world_size)
-        layout = check_data(resolve_data(config.data))
+        layout = None if config.synthetic else check_data(resolve_data(config.data))
     listing = _share_listing(layout, job, ranks)
     job.heartbeat.beat("start")
     with ranks.together():
-        data = load_data(config, layout, input_size(config, None), listing)
+        side = input_size(config, None)
+        data = load_data(config, layout, side, listing) if layout else synthetic_data(config, side)
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
@@ -98,11 +100,11 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
     return Trainer(job, ranks, data, model, preprocess, _workers(config.workers, data, ranks.place))
 
 
-def _share_listing(layout: DataLayout, job: Job, ranks: Ranks) -> bytes:
+def _share_listing(layout: DataLayout | None, job: Job, ranks: Ranks) -> bytes:
     """The list of an image folder's images: rank 0 alone looks for them, and the others believe it."""
     listing = b""
     with ranks.together():
-        if ranks.leads and layout.kind == "image-folder":
+        if ranks.leads and layout and layout.kind == "image-folder":
             listing = find_listing(layout, job.run_dir.index, time.time_ns())
     return ranks.broadcast_bytes(listing)
 

@@ -31,7 +31,11 @@ def made_from(job: Job, data: Data, ranks: Ranks) -> dict[str, Any]:
         "config": asdict(job.config),
         "spec": spec or None,
         # Nodes train from copies: what the user named is in the spec.
-        "data": {"path": spec.get("data") or job.config.data, "fingerprint": data.fingerprint, "images": sizes},
+        "data": {
+            "path": None if job.config.synthetic else spec.get("data") or job.config.data,
+            "fingerprint": data.fingerprint,
+            "images": sizes,
+        },
         "code": {"revision": _revision(job.run_dir)},
         "versions": versions(),
         "ranks": {"world_size": ranks.world_size, "device": _device(ranks)},

@@ -102,7 +102,8 @@ def check_arguments(arguments: Arguments) -> list[int]:
         raise UserError(f"--cuts is {arguments.cuts}: use 1 or more")
     check_model(arguments.train.model)
     check_world(arguments.train, max(sizes))
-    check_data(resolve_data(arguments.train.data))
+    if not arguments.train.synthetic:
+        check_data(resolve_data(arguments.train.data))
     return sizes
 
 

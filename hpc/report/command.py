@@ -12,10 +12,12 @@ def submit_command(spec: RunSpec) -> list[str]:
     """The words to type: every setting that is not the default, those that submit has chosen among them."""
     owners: list[tuple[Any, Any]] = [(spec.resources, Resources()), (spec.recovery, Recovery())]
     if spec.train is not None:
-        owners.append((spec.train, TrainConfig(data=spec.train.data)))
+        synthetic = spec.train.synthetic
+        owners.append((spec.train, TrainConfig(data=spec.train.data, synthetic=synthetic)))
     data = spec.train.data if spec.train is not None else spec.data
     flags = [f"--cluster={spec.cluster}", *([f"--data={data}"] if data else [])]
     flags += [word for owner, default in owners for word in _changed(owner, default)]
+    flags += ["--synthetic"] if spec.train is not None and spec.train.synthetic else []
     flags += [f"--stage-dir={spec.stage_dir}"] if spec.stage_dir != "/tmp" else []  # noqa: S108 - submit's default
     flags += [f"--stage-keep={spec.stage_keep}"] if spec.stage_keep != "7d" else []
     flags += [] if spec.pack is None else ["--pack=on", f"--pack-size={spec.pack}"]

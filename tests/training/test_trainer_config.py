@@ -29,7 +29,7 @@ from training.config import (
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("data", "", "--data is '': give a directory, or fashion-mnist"),
+        ("data", "", "--data is missing: give a directory, fashion-mnist, or --synthetic"),
         ("epochs", 0, "--epochs is 0: use 1 or more"),
         ("batch_size", -4, "--batch-size is -4: use 1 or more (images of all ranks together)"),
         ("lr", 0.0, "--lr is 0.0: use a number above 0"),
