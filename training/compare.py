@@ -16,8 +16,8 @@ from training.checkpoint import NUMBERS, TENSORS, list_checkpoints
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # What tells when and how fast something was done, not what.
-_OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "seconds"}
-_OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes"}
+OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "seconds"}
+OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def _histories(one: RunDir, other: RunDir) -> Iterator[Part]:
 
 
 def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in _OF_THE_ATTEMPT}
+    return {key: value for key, value in record.items() if key not in OF_THE_ATTEMPT}
 
 
 def compare_tensors(name: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Part:

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from trainer_rig import Starter, events, lines
 
+from training.compare import OF_THE_ATTEMPT
+
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all.
 FLAGS = ("--epochs=2", "--batch-size=6", "--val-fraction=0.2", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
 STEPS = 54
@@ -29,9 +31,8 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def history(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    of_the_attempt = {"time", "attempt", "images_per_second", "train_seconds"}
     records = lines(run_dir / "metrics" / f"{kind}.jsonl")
-    return [{name: value for name, value in record.items() if name not in of_the_attempt} for record in records]
+    return [{name: value for name, value in record.items() if name not in OF_THE_ATTEMPT} for record in records]
 
 
 @pytest.mark.parametrize(
