@@ -18,6 +18,7 @@ from hpc.files import append_json_line
 from hpc.job import parse_jobs
 from hpc.rundir import RunDir
 from hpc.summary import jobs_by_run
+from hpc.table import waiting
 
 Squeue = Callable[[str], None]
 CLAIMED = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["gpu01"]}
@@ -271,3 +272,24 @@ def test_ledger_skips_what_is_no_event(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"time": 2.0, "event": "b"}\n{"time": 1.0}\n')
     (tmp_path / "b.jsonl").write_text('{"time": 1.5, "event": "a"}\n{"time": 3.0, "event": "c", "x": {"y"')
     assert [event["event"] for event in ledger.read(tmp_path)] == ["a", "b"]
+
+
+def staging(node: str, done: int, left: float) -> dict[str, Any]:
+    return {
+        "event": "staging", "attempt": 1, "node": node, "source": "/data", "what": "copying", "bytes_done": done,
+        "bytes_total": 200_000_000, "bytes_per_second": 10_000_000, "eta_seconds": left,
+    }  # fmt: skip
+
+
+def test_copy_that_takes_long_is_no_hang(tmp_path: Path, squeue: Squeue) -> None:
+    claim = {**CLAIMED, "port": 1, "nodes": ["gpu01", "gpu02"]}
+    copies = (staging("gpu01", 150_000_000, 5.0), staging("gpu02", 50_000_000, 135.0))
+    run = make_run(tmp_path, claim, *copies)
+    squeue(printing(tmp_path, alive(run, "RUNNING")))
+    row = Board().look_at(run)
+    assert (row["staging"]["node"], row["staging"]["bytes_done"]) == ("gpu02", 50_000_000), "the slowest"
+    assert waiting(row) == "copying data, 25%, 10 MB/s, 2:15 left"
+    done = [{"event": "staged", "attempt": 1, "node": node, "in_place": None} for node in ("gpu01", "gpu02")]
+    other = make_run(tmp_path, claim, *copies, *done, name="other")
+    squeue(printing(tmp_path, alive(other, "RUNNING")))
+    assert Board().look_at(other)["staging"] is None
