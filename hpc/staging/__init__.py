@@ -13,6 +13,7 @@ Once per node, before torchrun starts and so outside any collective.
     agree.py    one list of files for all nodes
     patience.py waiting, while everything else is looked after
     archive.py  unpacking
+    members.py  what stands in archives
     stage.py    all of it together
     staged.py   what it came to
 """

@@ -4,27 +4,17 @@ Runs on compute nodes. One thread unpacks, others checksum and write. Links are 
 written through one.
 """
 
-import lzma
 import os
 import queue
 import shutil
-import stat
-import tarfile
 import threading
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO
-
-import zstandard
 
 from hpc.errors import TorchrelayError
 from hpc.staging.manifest import Copied
+from hpc.staging.members import CANNOT_UNPACK, Member, opened
 from hpc.staging.pieces import checksum
 from hpc.staging.source import inside_name, stop_if
 
@@ -32,37 +22,15 @@ _PIECE_BYTES = 16 * 2**20
 _WRITERS = 4
 # Pieces in memory at a time, at most.
 _WAITING = 8
-_PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-# A name, or what else stands before a member: longer ones are there to fill the memory.
-_LONGEST_HEADER_BYTES = 2**20
 # A file takes whole blocks, and an inode.
 _FILE_BYTES = 4096 + 512
-_CANNOT_UNPACK = (
-    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
-    NotImplementedError,
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Member:
-    """What an archive says of one thing in it."""
-
-    name: str
-    kind: str
-    """`file`, `directory`, `symlink` or `hardlink`; anything else is refused."""
-    size: int = 0
-    executable: bool = False
-    target: str = ""
-    modified: int | None = None
-    """Seconds since the epoch, if it says."""
-    open: Callable[[], IO[bytes] | None] = lambda: None
 
 
 def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> tuple[Copied, ...]:
     """Unpack a tar or zip archive into a directory, and return what is in it.
 
     Args:
-        archive: .tar, .tar.gz, .tgz, .tar.zst or .zip
+        archive: one of `hpc.staging.source.ARCHIVES`, by its name.
         target: an empty directory that nobody else can write to.
         room: bytes that it may take; an archive that goes on is refused before the disk is full.
         progress: is told the bytes unpacked so far, and says whether to stop.
@@ -74,9 +42,9 @@ def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], boo
     """
     unpacker = _Unpacker(archive, target, room, progress)
     try:
-        with _opened(archive) as members:
+        with opened(archive) as members:
             return unpacker.run(members)
-    except _CANNOT_UNPACK as error:
+    except CANNOT_UNPACK as error:
         raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole? Make it again") from error
 
 
@@ -88,21 +56,10 @@ def check(archive: Path) -> None:
         OSError: it cannot be read.
     """
     try:
-        with _opened(archive) as members:
+        with opened(archive) as members:
             next(members, None)
-    except _CANNOT_UNPACK as error:
+    except CANNOT_UNPACK as error:
         raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole?") from error
-
-
-class _TarInfo(tarfile.TarInfo):
-    """Refuses headers that tarfile would read into memory whole, whatever their size."""
-
-    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        special = self.type in {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *_PAX_TYPES}
-        if special and not 0 <= self.size <= _LONGEST_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {self.size} bytes")
-        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]  # typeshed leaves it out
-        return member
 
 
 class _Unpacker:
@@ -112,11 +69,11 @@ class _Unpacker:
         self._checksums: dict[str, dict[int, str]] = {}
         self._sizes: dict[str, int] = {}
         self._modified: dict[str, int] = {}
-        self._links = list[_Member]()
+        self._links = list[Member]()
         self._queue: queue.Queue[tuple[str, int, bytes] | None] = queue.Queue(_WAITING)
         self._error: BaseException | None = None
 
-    def run(self, members: Iterator[_Member]) -> tuple[Copied, ...]:
+    def run(self, members: Iterator[Member]) -> tuple[Copied, ...]:
         writers = [threading.Thread(target=self._write, daemon=True, name="unpack") for _ in range(_WRITERS)]
         for writer in writers:
             writer.start()
@@ -142,14 +99,14 @@ class _Unpacker:
             for name, sums in sorted(self._checksums.items())
         )
 
-    def _refuse(self, member: _Member, why: str) -> TorchrelayError:
+    def _refuse(self, member: Member, why: str) -> TorchrelayError:
         return TorchrelayError(f"{self._archive.name} is refused: {member.name!r} {why}; nothing of it was kept")
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _take(self, member: _Member) -> None:
+    def _take(self, member: Member) -> None:
         self._raise_error()
         if PurePosixPath(member.name) == PurePosixPath():
             return  # the top itself, `./`
@@ -172,7 +129,7 @@ class _Unpacker:
         else:
             raise self._refuse(member, f"is a {member.kind}")
 
-    def _take_file(self, member: _Member, name: str, path: Path) -> None:
+    def _take_file(self, member: Member, name: str, path: Path) -> None:
         self._grow(member, member.size)
         if name in self._checksums:
             raise self._refuse(member, "is in it twice")
@@ -196,7 +153,7 @@ class _Unpacker:
         if offset != member.size:
             raise self._refuse(member, f"has {offset} bytes, where the archive says {member.size}")
 
-    def _grow(self, member: _Member, size: int) -> None:
+    def _grow(self, member: Member, size: int) -> None:
         if size < 0:
             raise self._refuse(member, f"has {size} bytes")
         self._bytes += size + _FILE_BYTES
@@ -215,7 +172,7 @@ class _Unpacker:
             except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that unpacks
                 self._error = error
 
-    def _make_link(self, member: _Member) -> None:
+    def _make_link(self, member: Member) -> None:
         name = inside_name(member.name)
         path = self._target / name
         if os.path.lexists(path):
@@ -235,7 +192,7 @@ class _Unpacker:
         shutil.copyfile(self._target / original, path, follow_symlinks=False)
         self._checksums[name], self._sizes[name] = self._checksums[original], self._sizes[original]
 
-    def _check_link(self, member: _Member) -> None:
+    def _check_link(self, member: Member) -> None:
         top = Path(os.path.realpath(self._target))
         if member.kind == "symlink" and not Path(os.path.realpath(self._target / member.name)).is_relative_to(top):
             raise self._refuse(member, f"is a link to {member.target!r}, out of the archive")
@@ -246,59 +203,3 @@ def _write_all(descriptor: int, content: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
-
-
-@contextmanager
-def _opened(archive: Path) -> Iterator[Iterator[_Member]]:
-    if archive.suffix == ".zip":
-        with zipfile.ZipFile(archive) as zipped:
-            yield (_zip_member(zipped, info) for info in zipped.infolist())
-    elif archive.suffix == ".zst":
-        with (
-            archive.open("rb") as raw,
-            zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as data,
-            tarfile.open(fileobj=data, mode="r|", tarinfo=_TarInfo) as file,
-        ):
-            yield _tar_members(file)
-    else:
-        with tarfile.open(archive, "r|*", tarinfo=_TarInfo) as file:
-            yield _tar_members(file)
-
-
-def _tar_members(file: tarfile.TarFile) -> Iterator[_Member]:
-    for info in file:
-        yield _Member(
-            name=info.name,
-            kind=_tar_kind(info),
-            size=info.size if info.isreg() else 0,
-            executable=bool(info.mode & stat.S_IXUSR),
-            target=info.linkname,
-            modified=int(info.mtime),
-            open=partial(file.extractfile, info),
-        )
-        vars(file)["members"].clear()  # it would keep all of them, a kilobyte each
-
-
-def _tar_kind(info: tarfile.TarInfo) -> str:
-    kinds = (
-        (info.issparse(), "sparse file"),
-        (info.isreg(), "file"),
-        (info.isdir(), "directory"),
-        (info.issym(), "symlink"),
-        (info.islnk(), "hardlink"),
-        (info.isfifo(), "named pipe"),
-    )
-    return next((kind for applies, kind in kinds if applies), "device")
-
-
-def _zip_member(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
-    mode = info.external_attr >> 16
-    if info.flag_bits & 1:
-        raise NotImplementedError(f"{info.filename!r} is encrypted")
-    kinds: dict[int, str] = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
-    kind = "directory" if info.is_dir() else kinds.get(stat.S_IFMT(mode), "device")
-    target = file.read(info).decode() if kind == "symlink" and info.file_size < 4096 else ""
-    return _Member(
-        name=info.filename, kind=kind, size=info.file_size, executable=bool(mode & stat.S_IXUSR), target=target,
-        open=partial(file.open, info),
-    )  # fmt: skip

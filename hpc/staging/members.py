@@ -1,0 +1,107 @@
+"""What stands in tar and zip archives, without believing it. Runs on compute nodes and on the login node."""
+
+import lzma
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import zstandard
+
+_PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+# A name, or what else stands before a member: longer ones are there to fill the memory.
+_LONGEST_HEADER_BYTES = 2**20
+CANNOT_UNPACK = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
+    NotImplementedError,
+)  # fmt: skip
+"""What Python's readers make of an archive that is damaged, or none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """What an archive says of one thing in it."""
+
+    name: str
+    kind: str
+    """`file`, `directory`, `symlink` or `hardlink`; anything else is refused."""
+    size: int = 0
+    executable: bool = False
+    target: str = ""
+    modified: int | None = None
+    """Seconds since the epoch, if it says."""
+    open: Callable[[], IO[bytes] | None] = lambda: None
+
+
+class _TarInfo(tarfile.TarInfo):
+    """Refuses headers that tarfile would read into memory whole, whatever their size."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        special = self.type in {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *_PAX_TYPES}
+        if special and not 0 <= self.size <= _LONGEST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]  # typeshed leaves it out
+        return member
+
+
+@contextmanager
+def opened(archive: Path) -> Iterator[Iterator[Member]]:
+    """The members of an archive, as they come."""
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as zipped:
+            yield (_zip_member(zipped, info) for info in zipped.infolist())
+    elif archive.suffix == ".zst":
+        with (
+            archive.open("rb") as raw,
+            zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as data,
+            tarfile.open(fileobj=data, mode="r|", tarinfo=_TarInfo) as file,
+        ):
+            yield _tar_members(file)
+    else:
+        with tarfile.open(archive, "r|*", tarinfo=_TarInfo) as file:
+            yield _tar_members(file)
+
+
+def _tar_members(file: tarfile.TarFile) -> Iterator[Member]:
+    for info in file:
+        yield Member(
+            name=info.name,
+            kind=_tar_kind(info),
+            size=info.size if info.isreg() else 0,
+            executable=bool(info.mode & stat.S_IXUSR),
+            target=info.linkname,
+            modified=int(info.mtime),
+            open=partial(file.extractfile, info),
+        )
+        vars(file)["members"].clear()  # it would keep all of them, a kilobyte each
+
+
+def _tar_kind(info: tarfile.TarInfo) -> str:
+    kinds = (
+        (info.issparse(), "sparse file"),
+        (info.isreg(), "file"),
+        (info.isdir(), "directory"),
+        (info.issym(), "symlink"),
+        (info.islnk(), "hardlink"),
+        (info.isfifo(), "named pipe"),
+    )
+    return next((kind for applies, kind in kinds if applies), "device")
+
+
+def _zip_member(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
+    mode = info.external_attr >> 16
+    if info.flag_bits & 1:
+        raise NotImplementedError(f"{info.filename!r} is encrypted")
+    kinds: dict[int, str] = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
+    kind = "directory" if info.is_dir() else kinds.get(stat.S_IFMT(mode), "device")
+    target = file.read(info).decode() if kind == "symlink" and info.file_size < 4096 else ""
+    return Member(
+        name=info.filename, kind=kind, size=info.file_size, executable=bool(mode & stat.S_IXUSR), target=target,
+        open=partial(file.open, info),
+    )  # fmt: skip
