@@ -30,13 +30,18 @@ drill: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python benchmarks/recovery.py
 
+# The tests of the trainer compute, those on the Slurm mostly wait, and have to go first where both want a core. (The shell
+# has a process in the background ignore Ctrl-C, which some tests are about.)
 test: $(READY)
 ifeq ($(ROOT),)
 	@echo "$(NO_ROOT), and skipping the tests that need one"
 else
 	@$(call INSTALL,$(TEST_PACKAGES))
 endif
-	$(BIN)/python -m pytest
+	@log=$$(mktemp); \
+	nice env --default-signal=INT $(BIN)/python -m pytest tests/training >"$$log" 2>&1 & trainer=$$!; \
+	$(BIN)/python -m pytest --ignore=tests/training; others=$$?; \
+	wait $$trainer; trainer=$$?; cat "$$log"; rm "$$log"; [ $$others = 0 ] && [ $$trainer = 0 ]
 
 check: $(READY)
 	$(BIN)/ruff check
