@@ -16,8 +16,8 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 from torch.distributed.rendezvous import rendezvous
 
 from hpc.errors import TorchrelayError, UserError
+from hpc.memory import resident_memory
 from hpc.outcome import EXIT_BAD_NODE
-from training.memory import resident_memory
 from training.place import Place
 
 # A rank that waits this long for another one waits for a dead one.

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from hpc.files import last_json_line, read_json_lines
+from hpc.memory import spare_memory
 from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
 from training.checkpoint import NUMBERS, checkpoint_path, list_checkpoints, read_checkpoint, save_checkpoint, step_of
 from training.directories import sweep
-from training.memory import spare_memory
 
 KEPT = 2
 _MEGABYTE = 10**6

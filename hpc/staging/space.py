@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 from hpc.machine import type_of
+from hpc.memory import spare_memory
 from hpc.staging.store import Store
-from training.memory import spare_memory
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 # Beside the copy the node's disk has to hold other people's files, and what the job itself writes to /tmp.

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from trainer_rig import Starter, Training, events, lines
 
+from hpc.memory import allowed, spare_memory
 from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
 from training.checkpoint import list_checkpoints, step_of
 from training.compare import compare_runs
-from training.memory import allowed, spare_memory
 from training.snapshot import flush, no_room
 
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all. Checkpoints are at the epochs' ends.
