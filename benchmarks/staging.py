@@ -272,7 +272,7 @@ def main(options: Options) -> None:
                 subprocess.run(["scancel", job], check=False)
         size = bench.tar.stat().st_size
     rows = summary(found)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
+    settings = {key: value for key, value in asdict(options).items() if not isinstance(value, Path)}
     options.results.parent.mkdir(parents=True, exist_ok=True)
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     measured = {"throttle_mb_per_second": throttle, "tar_bytes": size, "summary": rows, "measurements": found}
