@@ -1,10 +1,8 @@
 """The packed environment on several nodes, without Slurm: a process and a directory for each node."""
 
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +12,8 @@ from typing import Any
 
 import pytest
 from cluster import Site, need
-from environments import BASE, ROOT, SITE, make_venv, pack
+from environments import BASE, SITE, make_venv, pack
+from staging_rig import disk, end_nodes, start_nodes
 
 from hpc import ledger
 from hpc.env_archive import DIRECTORY
@@ -31,25 +30,12 @@ class Nodes:
 
     def disk(self, rank: int) -> Path:
         """A node's disk."""
-        path = self.path / f"disk-{rank}"
-        path.mkdir(exist_ok=True)
-        return path
+        return disk(self.path, rank)
 
     def start(self, archive: Path, **environments: dict[str, str]) -> list["subprocess.Popen[str]"]:
         """Start a job; `node_1` is what the environment of node 1 has beside the usual."""
-        with socket.create_server(("", 0)) as probe:
-            port = probe.getsockname()[1]
-        self.processes = [
-            subprocess.Popen(
-                [
-                    sys.executable, "benchmarks/staging_node.py", f"--rank={rank}", f"--nodes={NODES}",
-                    f"--port={port}", f"--run={self.path / 'job'}", f"--source={archive}", "--env",
-                    f"--stage-dir={self.disk(rank)}",
-                ],
-                cwd=ROOT, env={**os.environ, **environments.get(f"node_{rank}", {})}, stdout=subprocess.PIPE, text=True,
-            )
-            for rank in range(NODES)
-        ]  # fmt: skip
+        beside = {int(name.removeprefix("node_")): extra for name, extra in environments.items()}
+        self.processes = start_nodes(self.path, archive, NODES, "--env", environments=beside)
         return self.processes
 
     def use(self, archive: Path, **environments: dict[str, str]) -> list[Path]:
@@ -70,9 +56,7 @@ class Nodes:
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     here = Nodes(tmp_path)
     yield here
-    for process in here.processes:
-        process.kill()
-        process.communicate()
+    end_nodes(here.processes)
 
 
 def test_every_node_has_a_copy_that_works(nodes: Nodes, tmp_path: Path) -> None:

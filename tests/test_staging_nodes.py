@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from staging_rig import disk, end_nodes, start_nodes
 
 from hpc import ledger
 from hpc.staging import stage
@@ -22,7 +21,6 @@ from hpc.staging.source import list_source
 from hpc.staging.team import Need, Standing, choose_owners
 
 MB = 2**20
-ROOT = Path(__file__).parent.parent
 NODES = 3
 
 
@@ -45,25 +43,11 @@ class Nodes:
 
     def local(self, rank: int) -> Path:
         """A node's disk."""
-        path = self.path / f"disk-{rank}"
-        path.mkdir(exist_ok=True)
-        return path
+        return disk(self.path, rank)
 
     def start(self, source: Path, count: int = NODES, job: str = "job") -> list["subprocess.Popen[str]"]:
         """Start a job."""
-        with socket.create_server(("", 0)) as probe:
-            port = probe.getsockname()[1]
-        started = [
-            subprocess.Popen(
-                [
-                    sys.executable, "benchmarks/staging_node.py", f"--rank={rank}", f"--nodes={count}",
-                    f"--port={port}", f"--run={self.path / job}", f"--source={source}",
-                    f"--stage-dir={self.local(rank)}",
-                ],
-                cwd=ROOT, stdout=subprocess.PIPE, text=True,
-            )
-            for rank in range(count)
-        ]  # fmt: skip
+        started = start_nodes(self.path, source, count, job=job)
         self.processes += started
         return started
 
@@ -86,9 +70,7 @@ def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     here = Nodes(tmp_path)
     yield here
-    for process in here.processes:
-        process.kill()
-        process.communicate()
+    end_nodes(here.processes)
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from hpc.errors import TorchrelayError
+from hpc.staging import space
 from hpc.staging.manifest import Copied
 from hpc.staging.members import CANNOT_UNPACK, Member, opened
-from hpc.staging.pieces import checksum
+from hpc.staging.pieces import checksum, write_piece
 from hpc.staging.source import inside_name, stop_if
 
 _PIECE_BYTES = 16 * 2**20
 _WRITERS = 4
 # Pieces in memory at a time, at most.
 _WAITING = 8
-# A file takes whole blocks, and an inode.
-_FILE_BYTES = 4096 + 512
 
 
 def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> tuple[Copied, ...]:
@@ -156,7 +155,7 @@ class _Unpacker:
     def _grow(self, member: Member, size: int) -> None:
         if size < 0:
             raise self._refuse(member, f"has {size} bytes")
-        self._bytes += size + _FILE_BYTES
+        self._bytes += space.needed(size, files=1)
         if self._bytes > self._room:
             raise self._refuse(member, f"makes it larger than the {self._room // 2**20} MB that there is room for")
 
@@ -166,8 +165,7 @@ class _Unpacker:
                 continue  # take them all, or who fills the queue would wait for ever
             name, offset, content = piece
             try:
-                with (self._target / name).open("r+b", buffering=0) as file:
-                    _write_all(file.fileno(), content, offset)
+                write_piece(f"{self._target}/{name}", offset, memoryview(content), 0o600)
                 self._checksums[name][offset] = checksum(content)
             except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that unpacks
                 self._error = error
@@ -196,10 +194,3 @@ class _Unpacker:
         top = Path(os.path.realpath(self._target))
         if member.kind == "symlink" and not Path(os.path.realpath(self._target / member.name)).is_relative_to(top):
             raise self._refuse(member, f"is a link to {member.target!r}, out of the archive")
-
-
-def _write_all(descriptor: int, content: bytes, offset: int) -> None:
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written

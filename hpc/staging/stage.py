@@ -22,7 +22,6 @@ from hpc.staging.staged import NoRoomError, Staged
 from hpc.staging.store import Entry, StalledError, Store, open_store
 from hpc.staging.team import Address, Alone, Need, Team
 
-_POLL_SECONDS = 0.05
 # The leading node decides who reads what within seconds; without its word this node reads everything.
 _PLAN_SECONDS = 60.0
 # How long a node that has unpacked its archive keeps it for those that still copy it from here.

@@ -1,0 +1,42 @@
+"""Nodes without Slurm: a process and a directory for each, with real agents' links between them."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def disk(path: Path, rank: int) -> Path:
+    """A node's own disk."""
+    directory = path / f"disk-{rank}"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def start_nodes(
+    path: Path, source: Path, count: int, *flags: str, job: str = "job", environments: Mapping[int, dict[str, str]] = {}
+) -> list["subprocess.Popen[str]"]:
+    """Start a job; `environments` says what that of a node has beside the usual."""
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [
+                sys.executable, "benchmarks/staging_node.py", f"--rank={rank}", f"--nodes={count}", f"--port={port}",
+                f"--run={path / job}", f"--source={source}", f"--stage-dir={disk(path, rank)}", *flags,
+            ],
+            cwd=ROOT, env={**os.environ, **environments.get(rank, {})}, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+
+
+def end_nodes(processes: list["subprocess.Popen[str]"]) -> None:
+    """End what is left of a job."""
+    for process in processes:
+        process.kill()
+        process.communicate()
