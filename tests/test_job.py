@@ -170,7 +170,8 @@ def test_two_crashes_without_progress_fail_the_run(site: Site) -> None:
     assert [event["cause"] for event in run.events("incident")] == ["crashed"], "torchrun tried once more"
     assert not run.events("requeued")
     logs = site.hpc("logs", "crash", "--all").stdout.splitlines()
-    assert logs.count("[1:0] no luck") == 2
+    # torchrun may have begun once more before the agents could end it.
+    assert logs.count("[1:0] no luck") in {2, 3}
 
 
 def test_taken_port_is_retried(site: Site) -> None:

@@ -4,7 +4,6 @@ Runs on every rank. A source is indexed with a `Request`, so one call makes one 
 is made: in the rank or in a loader worker. No source has random numbers of its own.
 """
 
-import ctypes
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from training.augment import Augmentation
+from training.child import leave_to_parent
 from training.plan import Request
 
 
@@ -109,7 +109,6 @@ class Data:
 # Slurm delivers a step's signals to all its processes. A worker that died of one would take the rank down with it
 # before the rank has saved (KempnerInstitute/KempnerForge#177).
 _NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1
 
 
 def _begin_worker(_worker: int) -> None:
@@ -118,9 +117,7 @@ def _begin_worker(_worker: int) -> None:
     torch's workers look after their parent every five seconds only. As long as they keep a dead rank's sockets open,
     the other ranks wait for it.
     """
-    for number in _NOT_FOR_WORKERS:
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    leave_to_parent(_NOT_FOR_WORKERS)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 Runs in the packer's own process, and starts the work in the others; imports no torch.
 """
 
-import ctypes
 import hashlib
 import signal
 from collections import deque
@@ -12,6 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 from hpc.files import write_atomic
+from training.child import leave_to_parent
 from training.pack_index import PackedFile, PackedPart, PackIndex, write_index
 from training.pack_plan import Plan
 from training.pack_progress import Progress
@@ -21,7 +21,6 @@ from training.shard import Packed, Record, Shard, begin, find, pack_images, seal
 _TOGETHER = 16
 # Of what each process is to do next, so much is decided beforehand.
 _AHEAD = 4
-_PR_SET_PDEATHSIG = 1
 
 Records = dict[str, Record]
 """The records of whole shards, by the shard's name."""
@@ -29,9 +28,7 @@ Records = dict[str, Record]
 
 def begin_worker() -> None:
     """Leave it to the packer to react to signals, and die with it."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    leave_to_parent((signal.SIGTERM, signal.SIGINT))
 
 
 def whole_shards(plan: Plan, directory: Path, pool: ProcessPoolExecutor) -> Records:

@@ -109,7 +109,7 @@ def test_the_hours_of_all_attempts_count(start: Starter) -> None:
     [saved] = [event["step"] for event in events(training.run_dir, "checkpoint_saved")][-1:]
     ended = start(*flags, world_size=2, prepare=partial(spend, 60))
     assert ended.wait() == [0, 0], ended.output()
-    assert 0 < stopped["step"] < saved < 14
+    assert 0 < stopped["step"] <= saved < 14  # the kill may have come before the checkpoint of step 12
     told = result(training.run_dir)
     assert (told["ended"], told["step"]) == ("max_hours", 21)
     assert "no step follows step 21: --max-hours 0.3333 are over" in ended.output()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_rig import Starter, Training, children, lines
+from trainer_rig import Starter, Training, children, lines, wait_for_the_end_of
 
 from hpc.nodedir import NodeDir
 from training.heartbeat import Heartbeat
@@ -181,13 +181,6 @@ def test_a_rank_that_waits_for_its_loader_dies_of_a_signal_and_its_workers_with_
     assert ("in batches" in training.output()) == (number == signal.SIGABRT)
     for worker in workers:
         wait_for_the_end_of(worker)
-
-
-def wait_for_the_end_of(pid: int) -> None:
-    """Until a process is no more, or nothing but a number that nobody has asked for."""
-    status = Path(f"/proc/{pid}/stat")
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
-        pass
 
 
 def test_the_steps_of_a_resumed_training_go_on_in_its_heartbeat(start: Starter, node: NodeDir) -> None:

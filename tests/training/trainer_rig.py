@@ -3,6 +3,7 @@
 Ranks are forked from a server that has imported torch already, so a whole training takes about a second.
 """
 
+import contextlib
 import gzip
 import io
 import json
@@ -76,6 +77,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def children(pid: int) -> list[int]:
     """The processes that a process has started, in its first thread."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_the_end_of(pid: int) -> None:
+    """Until a process is no more, or nothing but a number that nobody has asked for."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
