@@ -11,18 +11,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from hpc.errors import TorchrelayError
 from hpc.staging import space
 from hpc.staging.manifest import Copied
 from hpc.staging.members import CANNOT_UNPACK, Member, opened
-from hpc.staging.pieces import checksum, write_piece
+from hpc.staging.pieces import checksum, fill, write, write_piece
 from hpc.staging.source import inside_name, stop_if
 
 _PIECE_BYTES = 16 * 2**20
-_WRITERS = 4
-# Pieces in memory at a time, at most.
-_WAITING = 8
+# Small files are handed to the writers together: threads that take turns for each cost more than the writing.
+_GROUP_BYTES, _GROUP_PARTS = 4 * 2**20, 500
+_WRITERS = 2
+# Groups in memory at a time, at most.
+_WAITING = 4
+_TWO_KINDS = "is a file and a directory at once"
 
 
 def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> tuple[Copied, ...]:
@@ -61,24 +65,42 @@ def check(archive: Path) -> None:
         raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole?") from error
 
 
+class _Part(NamedTuple):
+    """A file that is in the archive, or a piece of a large one."""
+
+    member: Member
+    name: str
+    offset: int
+    size: int
+    content: bytes | None
+    """None: it stands in the archive as it is."""
+    whole: bool
+
+
 class _Unpacker:
     def __init__(self, archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> None:
         self._archive, self._target, self._room, self._progress = archive, target, room, progress
+        self._needed = 0
+        """Bytes on the disk."""
         self._bytes = 0
+        """Those that the writers have got."""
+        self._directories = {PurePosixPath()}
         self._checksums: dict[str, dict[int, str]] = {}
         self._sizes: dict[str, int] = {}
         self._modified: dict[str, int] = {}
         self._links = list[Member]()
-        self._queue: queue.Queue[tuple[str, int, bytes] | None] = queue.Queue(_WAITING)
+        self._group, self._group_bytes = list[_Part](), 0
+        self._queue: queue.Queue[list[_Part] | None] = queue.Queue(_WAITING)
         self._error: BaseException | None = None
 
     def run(self, members: Iterator[Member]) -> tuple[Copied, ...]:
-        writers = [threading.Thread(target=self._write, daemon=True, name="unpack") for _ in range(_WRITERS)]
+        writers = [threading.Thread(target=self._write_groups, daemon=True, name="unpack") for _ in range(_WRITERS)]
         for writer in writers:
             writer.start()
         try:
             for member in members:
                 self._take(member)
+            self._hand_over()
         finally:
             for _ in writers:
                 self._queue.put(None)
@@ -113,62 +135,100 @@ class _Unpacker:
             name = inside_name(member.name)
         except TorchrelayError:
             raise self._refuse(member, "leads out of the archive") from None
-        path = self._target / name
-        try:
-            if member.kind == "directory":
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                return
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise self._refuse(member, "is a file and a directory at once") from None
+        path = PurePosixPath(name)
+        self._make_directory(member, path if member.kind == "directory" else path.parent)
+        if member.kind == "directory":
+            return
         if member.kind in {"symlink", "hardlink"}:
             self._links.append(member)
         elif member.kind == "file":
-            self._take_file(member, name, path)
+            self._take_file(member, name)
         else:
             raise self._refuse(member, f"is a {member.kind}")
 
-    def _take_file(self, member: Member, name: str, path: Path) -> None:
+    def _make_directory(self, member: Member, path: PurePosixPath) -> None:
+        if path in self._directories:
+            return
+        try:
+            (self._target / path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise self._refuse(member, _TWO_KINDS) from None
+        self._directories.add(path)
+
+    def _take_file(self, member: Member, name: str) -> None:
         self._grow(member, member.size)
         if name in self._checksums:
             raise self._refuse(member, "is in it twice")
         self._checksums[name], self._sizes[name] = {}, member.size
         if member.modified is not None:
             self._modified[name] = member.modified
+        source = member.open() if member.offset is None else None
+        whole = member.size <= _PIECE_BYTES
+        if not whole:
+            os.close(self._create(member, name))
+        for offset in range(0, max(1, member.size), _PIECE_BYTES):
+            size = min(_PIECE_BYTES, member.size - offset)
+            content = source.read(size) if source else None
+            if content is not None and len(content) != size:
+                raise self._too_short(member, offset + len(content))
+            self._group.append(_Part(member, name, offset, size, content, whole))
+            self._group_bytes += size
+            if self._group_bytes >= _GROUP_BYTES or len(self._group) >= _GROUP_PARTS:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give what has come together to the writers."""
+        self._raise_error()
+        self._queue.put(self._group)
+        self._bytes += self._group_bytes
+        self._group, self._group_bytes = [], 0
+        stop_if(self._progress(self._bytes))
+
+    def _too_short(self, member: Member, found: int) -> TorchrelayError:
+        return self._refuse(member, f"has {found} bytes, where the archive says {member.size}")
+
+    def _create(self, member: Member, name: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o700 if member.executable else 0o600))
+            return os.open(f"{self._target}/{name}", flags, 0o700 if member.executable else 0o600)
         except (FileExistsError, IsADirectoryError):
-            raise self._refuse(member, "is a file and a directory at once") from None
-        content, offset = member.open(), 0
-        while True:
-            piece = content.read(min(_PIECE_BYTES, member.size - offset)) if content else b""
-            if not piece and offset:
-                break
-            self._queue.put((name, offset, piece))
-            offset += len(piece)
-            stop_if(self._progress(self._bytes - member.size + offset))
-            if offset >= member.size:
-                break
-        if offset != member.size:
-            raise self._refuse(member, f"has {offset} bytes, where the archive says {member.size}")
+            raise self._refuse(member, _TWO_KINDS) from None
+
+    def _write_groups(self) -> None:
+        with self._archive.open("rb", buffering=0) as archive:
+            room = memoryview(bytearray(_PIECE_BYTES))
+            while (group := self._queue.get()) is not None:
+                if self._error is not None:
+                    continue  # take them all, or who fills the queue would wait for ever
+                try:
+                    for part in group:
+                        self._write(part, archive.fileno(), room)
+                except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that unpacks
+                    self._error = error
+
+    def _write(self, part: _Part, archive: int, room: memoryview) -> None:
+        if part.content is not None:
+            content = memoryview(part.content)
+        else:
+            content, place = room[: part.size], (part.member.offset or 0) + part.offset
+            if (found := fill(archive, content, place)) < part.size:
+                raise self._too_short(part.member, part.offset + found)
+        if part.whole:
+            descriptor = self._create(part.member, part.name)
+            try:
+                write(descriptor, content, part.offset)
+            finally:
+                os.close(descriptor)
+        else:
+            write_piece(f"{self._target}/{part.name}", part.offset, content, 0o600)
+        self._checksums[part.name][part.offset] = checksum(content)
 
     def _grow(self, member: Member, size: int) -> None:
         if size < 0:
             raise self._refuse(member, f"has {size} bytes")
-        self._bytes += space.needed(size, files=1)
-        if self._bytes > self._room:
+        self._needed += space.needed(size, files=1)
+        if self._needed > self._room:
             raise self._refuse(member, f"makes it larger than the {self._room // 2**20} MB that there is room for")
-
-    def _write(self) -> None:
-        while (piece := self._queue.get()) is not None:
-            if self._error is not None:
-                continue  # take them all, or who fills the queue would wait for ever
-            name, offset, content = piece
-            try:
-                write_piece(f"{self._target}/{name}", offset, memoryview(content), 0o600)
-                self._checksums[name][offset] = checksum(content)
-            except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that unpacks
-                self._error = error
 
     def _make_link(self, member: Member) -> None:
         name = inside_name(member.name)

@@ -18,8 +18,9 @@ from hpc.staging.pieces import checksum, read_piece, write_piece
 from hpc.staging.source import Listing, Piece, stop_if
 from hpc.staging.team import Address
 
-# Shared storage answers several requests at a time; hashing and writing use a core each.
-_SOURCE_THREADS, _MOST_PEER_THREADS = 4, 8
+# Threads that need not wait get in each other's way: two keep a core and a half busy. Shared storage that lets them
+# wait answers several requests at a time.
+_SOURCE_THREADS, _MOST_SOURCE_THREADS, _PEER_THREADS = 2, 8, 2
 _POLL_SECONDS = 0.1
 _END_SECONDS = 5.0
 
@@ -103,6 +104,8 @@ class Copy:
         """Of the pieces of each batch that is there."""
         self._mine: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._read_seconds = self._write_seconds = 0.0
+        """Of all readers together."""
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
         self._peers = set[Peer]()
@@ -142,6 +145,8 @@ class Copy:
 
         def tell() -> None:
             seconds = time.monotonic() - began
+            if len(readers) < _MOST_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
+                readers.append(self._start(self._read, "stage-source"))
             stop_if(watch(Progress(bytes_done=self.tally.bytes, bytes_total=total, seconds=seconds)))
 
         # What an owner does not give is read here: until all have been asked, there may be more to read.
@@ -156,8 +161,7 @@ class Copy:
         tell()
 
     def _end_readers(self) -> None:
-        for _ in range(_SOURCE_THREADS):
-            self._mine.put(None)
+        self._mine.put(None)
 
     def _make_directories(self, batches: Sequence[int]) -> None:
         files = {piece.file for number in batches for piece in self._listing.batches[number]}
@@ -167,7 +171,7 @@ class Copy:
     def _groups(self) -> list[list[tuple[Address, tuple[int, ...]]]]:
         """The owners that one thread each asks."""
         others = self._parts.others
-        threads = min(len(others), _MOST_PEER_THREADS)
+        threads = min(len(others), _PEER_THREADS)
         return [list(others[first::threads]) for first in range(threads)]
 
     def _start(self, work: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
@@ -202,14 +206,18 @@ class Copy:
         while (number := self._mine.get()) is not None and not self._cancelled.is_set():
             checksums = []
             for piece in self._listing.batches[number]:
-                content = room[: piece.length]
+                content, began = room[: piece.length], time.monotonic()
                 read_piece(self._listing, piece, content, self._cancelled)
+                read = time.monotonic()
                 # While it is in the processor's cache.
                 checksums.append(checksum(content))
                 self._write(piece, content)
                 with self._lock:
+                    self._read_seconds += read - began
+                    self._write_seconds += time.monotonic() - read
                     self.tally.from_source += piece.length
             self._keep(number, tuple(checksums), read=True)
+        self._mine.put(None)  # for the next reader
 
     def _ask(self, group: list[tuple[Address, tuple[int, ...]]]) -> None:
         """Get the batches of some owners, in turn; what one does not give is read from the source."""

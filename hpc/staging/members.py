@@ -36,7 +36,10 @@ class Member:
     target: str = ""
     modified: int | None = None
     """Seconds since the epoch, if it says."""
+    offset: int | None = None
+    """Of a file: where in the archive its content stands, if it stands there as it is."""
     open: Callable[[], IO[bytes] | None] = lambda: None
+    """Else its content, to be read before the next member."""
 
 
 class _TarInfo(tarfile.TarInfo):
@@ -63,12 +66,23 @@ def opened(archive: Path) -> Iterator[Iterator[Member]]:
             tarfile.open(fileobj=data, mode="r|", tarinfo=_TarInfo) as file,
         ):
             yield _tar_members(file)
+    elif (plain := _open_plain(archive)) is not None:
+        with plain:
+            yield _tar_members(plain, plain=True)
     else:
         with tarfile.open(archive, "r|*", tarinfo=_TarInfo) as file:
             yield _tar_members(file)
 
 
-def _tar_members(file: tarfile.TarFile) -> Iterator[Member]:
+def _open_plain(archive: Path) -> tarfile.TarFile | None:
+    """A tar archive of which nothing but the headers need be read: it is not compressed, whatever its name."""
+    try:
+        return tarfile.open(archive, "r:", tarinfo=_TarInfo)
+    except tarfile.ReadError:
+        return None
+
+
+def _tar_members(file: tarfile.TarFile, *, plain: bool = False) -> Iterator[Member]:
     for info in file:
         yield Member(
             name=info.name,
@@ -77,6 +91,7 @@ def _tar_members(file: tarfile.TarFile) -> Iterator[Member]:
             executable=bool(info.mode & stat.S_IXUSR),
             target=info.linkname,
             modified=int(info.mtime),
+            offset=info.offset_data if plain else None,
             open=partial(file.extractfile, info),
         )
         vars(file)["members"].clear()  # it would keep all of them, a kilobyte each

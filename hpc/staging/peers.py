@@ -11,6 +11,7 @@ import io
 import json
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from typing import Any, Self
 
 from hpc.files import json_line
 from hpc.staging.pieces import checksum
-from hpc.staging.source import Listing
+from hpc.staging.source import Listing, Piece
 from hpc.staging.team import Address
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20.0
@@ -86,9 +87,10 @@ class Shelf:
             descriptor = os.open(
                 self.listing.files[piece.file].name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._directory
             )
-            with os.fdopen(descriptor, "rb", buffering=0) as file:
-                if connection.sendfile(file, piece.offset, piece.length) != piece.length:
-                    raise OSError("the file has become shorter")
+            try:
+                _send_file(connection, descriptor, piece)
+            finally:
+                os.close(descriptor)
 
     def close(self) -> None:
         """Nothing is to be had here any more."""
@@ -96,6 +98,22 @@ class Shelf:
         descriptor, self._directory = self._directory, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _send_file(connection: socket.socket, descriptor: int, piece: Piece) -> None:
+    # socket.sendfile makes a selector for each file.
+    takes_more, sent = select.poll(), 0
+    takes_more.register(connection, select.POLLOUT)
+    while sent < piece.length:
+        try:
+            count = os.sendfile(connection.fileno(), descriptor, piece.offset + sent, piece.length - sent)
+        except BlockingIOError:
+            if not takes_more.poll(_IDLE_SECONDS * 1000):
+                raise TimeoutError("the other node takes nothing any more") from None
+            continue
+        if not count:
+            raise OSError("the file has become shorter")
+        sent += count
 
 
 class Server:

@@ -54,12 +54,7 @@ def read_piece(listing: Listing, piece: Piece, into: memoryview, cancelled: thre
 def _read_once(path: str, offset: int, into: memoryview, unchanged: tuple[int, int]) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        have = 0
-        while have < len(into):
-            got = os.preadv(descriptor, [into[have:]], offset + have)
-            if not got:
-                break  # it has become shorter: the check says so
-            have += got
+        fill(descriptor, into, offset)  # if it has become shorter, the check says so
         status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
@@ -70,12 +65,25 @@ def _read_once(path: str, offset: int, into: memoryview, unchanged: tuple[int, i
         )
 
 
+def fill(descriptor: int, into: memoryview, offset: int) -> int:
+    """Read from there on until it is full or the file ends, and return how many bytes that were."""
+    have = 0
+    while have < len(into) and (got := os.preadv(descriptor, [into[have:]], offset + have)):
+        have += got
+    return have
+
+
+def write(descriptor: int, content: memoryview, offset: int) -> None:
+    """Write all of it there."""
+    while content:
+        written = os.pwrite(descriptor, content, offset)
+        content, offset = content[written:], offset + written
+
+
 def write_piece(path: str, offset: int, content: memoryview, mode: int) -> None:
     """Write a part of a file, which need not be there yet."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
-        while content:
-            written = os.pwrite(descriptor, content, offset)
-            content, offset = content[written:], offset + written
+        write(descriptor, content, offset)
     finally:
         os.close(descriptor)
