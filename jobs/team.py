@@ -78,8 +78,7 @@ class NodeTeam:
         all_told = len(told) >= expected
         late = time.monotonic() - self._offered_at > _GATHER_SECONDS
         if plan.owners is None and (all_told or late):
-            # Where all wait for other jobs' copies, there may be none to read.
-            plan = replace(plan, owners=choose_owners(told) or None)
+            plan = replace(plan, owners=choose_owners(told))
         # A node that has never said a word is not waited for for ever.
         done = (all_told or late) and all(standing.need in {Need.NOTHING, Need.ABSENT} for _, standing in told)
         self._publish(replace(plan, done=done))

@@ -49,7 +49,7 @@ def make(archive: Path, tree: Path) -> Path:
         archive.write_bytes(zstandard.compress(plain.read_bytes()))
     else:
         flags = {".gz": "czf", ".tgz": "czf", ".xz": "cJf"}.get(archive.suffix, "cf")
-        subprocess.run(["tar", flags, archive, "-C", tree, "."], check=True)
+        subprocess.run(["tar", flags, archive, "-C", tree, "."], check=True, env={**os.environ, "XZ_OPT": "-0"})
     return archive
 
 

@@ -102,6 +102,14 @@ def test_nodes_that_have_the_data_give_them_to_those_that_have_not(nodes: Nodes,
     assert contents(Path(answers[2]["path"])) == contents(source)
 
 
+def test_nodes_that_all_mend_wait_for_nobody(nodes: Nodes, source: Path) -> None:
+    for told in nodes.stage(source, 2):
+        next(path for path in sorted(Path(told["path"]).rglob("*")) if path.is_file()).unlink()
+    answers = nodes.stage(source, 2, "next")
+    assert [(told["repaired"], told["fallback"]) for told in answers] == [(1, None)] * 2
+    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
+
+
 def test_archive_is_read_once_and_unpacked_on_every_node(nodes: Nodes, source: Path, tmp_path: Path) -> None:
     archive = tmp_path / "data.tar.gz"
     subprocess.run(["tar", "czf", archive, "-C", source, "."], check=True)
@@ -205,4 +213,6 @@ def test_who_has_the_data_owns_them_else_who_is_about_to_read_them() -> None:
     assert choose_owners(reading) == (("a", 9), ("c", 9))
     assert choose_owners([*reading, ("d", standing(Need.NOTHING))]) == (("d", 9),)
     assert choose_owners([*reading, ("d", standing(Need.NOTHING, 0))]) == (("a", 9), ("c", 9))
-    assert choose_owners([("a", standing(Need.ABSENT))]) == ()
+    assert choose_owners([("a", standing(Need.ABSENT)), ("b", standing(Need.SOME))]) == ()
+    assert choose_owners([("a", standing(Need.SOME)), ("b", standing(Need.WAITS))]) is None
+    assert choose_owners([]) is None

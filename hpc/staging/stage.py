@@ -215,8 +215,7 @@ class Stager:
         self._held.callback(shelf.close)
         if self._server and self._is_shared(damaged):
             self._server.shelves[listing.entry] = shelf
-        # Who only mends reads no part for the others.
-        self._team.stand(Need.ALL if damaged is None else Need.WAITS, self._port())
+        self._team.stand(Need.ALL if damaged is None else Need.SOME, self._port())
         owners = self._owners()
         copy = Copy(
             listing,

@@ -19,6 +19,8 @@ class Need(StrEnum):
     """Nothing: it is about to copy."""
     NOTHING = "nothing"
     """A whole copy."""
+    SOME = "some"
+    """A copy of which it is about to mend some files: it reads no part for the others."""
     WAITS = "waits"
     """Another job on this node copies the same at the moment."""
     ABSENT = "absent"
@@ -100,8 +102,8 @@ class Alone:
         """Nobody listens."""
 
 
-def choose_owners(told: Iterable[tuple[str, Standing]]) -> tuple[Address, ...]:
-    """Who has the data already, or, if nobody does, those who are about to read them.
+def choose_owners(told: Iterable[tuple[str, Standing]]) -> tuple[Address, ...] | None:
+    """Who has the data already, or, if nobody does, those who are about to read them; None: nobody can say yet.
 
     Args:
         told: hosts with what they have told.
@@ -111,4 +113,6 @@ def choose_owners(told: Iterable[tuple[str, Standing]]) -> tuple[Address, ...]:
         found = tuple((host, standing.port) for host, standing in standings if standing.need is need and standing.port)
         if found:
             return found
-    return ()
+    # Where all wait for other jobs' copies, there may be none to read.
+    ready = bool(standings) and all(standing.need in {Need.SOME, Need.ABSENT} for _, standing in standings)
+    return () if ready else None
