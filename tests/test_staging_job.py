@@ -1,8 +1,12 @@
 """Staging in jobs on a real Slurm, where each node has a /tmp of its own."""
 
+import json
 import os
 import pwd
+import signal
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +112,97 @@ def test_directory_that_another_user_has_planted_is_refused_by_name(ordinary_use
         assert not site.slurm(*on_the_node, "ls", "-A", planted)
     finally:
         site.slurm(*on_the_node, "rmdir", planted)
+
+
+# The node that these tests leave as they find it.
+NODE = "gpu04"
+# On a node: begin to copy, and as soon as there is a part of the copy, do something else.
+MEANWHILE = """
+set -u
+"$0" -m hpc.stage "$1" --json > "$1.out" 2> "$1.err" & copier=$!
+until ls /tmp/torchrelay-*/.*.partial/data/large.bin > /dev/null 2>&1; do :; done
+eval "$2"
+wait $copier
+echo $?
+"""
+
+
+SRUN = ("srun", "--quiet", "--nodes=1", f"--nodelist={NODE}")
+
+
+def on_node(site: Site, *command: str) -> str:
+    return site.slurm(*SRUN, *command)
+
+
+def stage_there(site: Site, data: Path, *flags: str) -> dict[str, Any]:
+    return dict(json.loads(on_node(site, sys.executable, "-m", "hpc.stage", str(data), "--json", *flags)))
+
+
+def while_it_copies(site: Site, data: Path, then: str) -> str:
+    """Do something meanwhile, and return the copier's exit code."""
+    (data / "large.bin").touch()
+    os.truncate(data / "large.bin", 1000 * MB)
+    return on_node(site, "bash", "-c", MEANWHILE, sys.executable, str(data), then)
+
+
+def test_copier_that_is_killed_on_a_node_leaves_nothing_that_is_trusted(site: Site) -> None:
+    data = photos(site)
+    try:
+        assert while_it_copies(site, data, "kill -KILL $copier") == str(128 + signal.SIGKILL)
+        os.truncate(data / "large.bin", 20 * MB)
+        staged = stage_there(site, data)
+        assert not staged["reused"]
+        assert on_node(site, "diff", "-r", str(data), staged["path"]) == ""
+        # A byte that has changed since, with the file's size and time as they were.
+        photo = f"{staged['path']}/7.jpg"
+        on_node(
+            site, "bash", "-c", f"touch -r {photo} then; printf x | dd of={photo} conv=notrunc; touch -r then {photo}"
+        )
+        checked = site.type(*SRUN, sys.executable, "-m", "hpc.stage", str(data), "--verify", "--json")
+        assert (checked.returncode, json.loads(checked.stdout)[0]["damaged"]) == (1, ["7.jpg"])
+        assert on_node(site, "diff", "-r", str(data), staged["path"]) == ""
+    finally:
+        on_node(site, sys.executable, "-m", "hpc.stage", "--clean")
+
+
+def test_source_that_changes_while_it_is_copied_is_refused_on_a_node(site: Site) -> None:
+    data = photos(site)
+    try:
+        assert while_it_copies(site, data, 'touch "$1/large.bin"') == "1"
+        said = data.with_suffix(".err").read_text()
+        assert f"{data}/large.bin was changed while the data were being copied" in said
+        assert json.loads(on_node(site, sys.executable, "-m", "hpc.stage", "--list", "--json")) == []
+    finally:
+        on_node(site, sys.executable, "-m", "hpc.stage", "--clean")
+
+
+def test_run_on_a_disk_that_is_too_small_reads_in_place_and_says_so(site: Site) -> None:
+    data, small = photos(site), "/tmp/small"
+    on_node(site, "bash", "-c", f"mkdir {small} && mount -t tmpfs -o size=8m,mode=1777 tmpfs {small}")
+    try:
+        run = submit(site, data, "--nodes=1", "--name=small", f"--stage-dir={small}", f"--sbatch=nodelist={NODE}")
+        run.wait("the staging", lambda: run.events("staged"))
+        [staged] = run.events("staged")
+        assert staged["path"] == str(data)
+        assert "which is memory, has room for 7 MB, and the data need 22 MB" in staged["in_place"]
+        assert any(f"{NODE} reads the data from shared storage" in warning for warning in run.status()["warnings"])
+    finally:
+        site.end_all_jobs()
+        on_node(site, "bash", "-c", f"umount {small} && rmdir {small}")
+
+
+def test_hostile_archive_ends_the_run_and_leaves_nothing(site: Site) -> None:
+    photos(site)
+    with tarfile.open(site.path / "evil.tar", "w") as file:
+        file.add(site.path / "look.py", "inside.py")
+        file.add(site.path / "look.py", "../../outside.py")
+    run = submit(site, site.path / "evil.tar", "--nodes=1", "--name=evil", f"--sbatch=nodelist={NODE}")
+    run.wait("the refusal", lambda: run.events("node_failed"))
+    assert (
+        "'../../outside.py' leads out of the archive; nothing of it was kept" in run.events("node_failed")[0]["detail"]
+    )
+    run.cancel()
+    assert on_node(site, "find", "/tmp", "-name", "*side.py") == ""
 
 
 def test_trainer_reads_what_was_in_an_archive(site: Site) -> None:
