@@ -59,11 +59,11 @@ def _no_snapshots(event: Event) -> str:
 def _not_as_wished(event: Event) -> str | None:
     if event.get("in_place"):
         return (
-            f"{event['node']} reads the data from shared storage, all the time: {event['in_place']}; use --stage-dir "
+            f"{event['node']} reads {event['source']} in place, all the time: {event['in_place']}; use --stage-dir "
             "with a larger disk of the nodes, or hpc stage --clean there"
         )
     if event.get("in_memory"):
-        return f"the copy of the data on {event['node']} is in memory: ask for so much more with --mem"
+        return f"the copy of {event['source']} on {event['node']} is in memory: ask for so much more with --mem"
     return None
 
 

@@ -70,11 +70,19 @@ def test_run_that_only_a_person_can_mend_says_what_to_do(cause: str, said: str |
 
 def test_data_that_are_not_on_the_nodes_own_disk_are_said() -> None:
     def staged(**fields: Any) -> dict[str, Any]:
-        return {"time": 2.0, "event": "staged", "attempt": 1, "node": "gpu01", "in_place": None, **fields}
+        return {
+            "time": 2.0,
+            "event": "staged",
+            "attempt": 1,
+            "node": "gpu01",
+            "source": "/photos",
+            "in_place": None,
+            **fields,
+        }
 
     assert warnings_of([SUBMITTED, claimed(1), staged()]) == []
     [warning] = warnings_of([SUBMITTED, claimed(1), staged(), staged(in_place="no room"), staged()])
-    assert warning.startswith("gpu01 reads the data from shared storage, all the time: no room; use --stage-dir")
+    assert warning.startswith("gpu01 reads /photos in place, all the time: no room; use --stage-dir")
     [warning] = warnings_of([SUBMITTED, claimed(1), staged(in_memory=True)])
     assert "is in memory" in warning
     assert "--mem" in warning
