@@ -1,5 +1,6 @@
 """Unpacking: what data sets have in them, and what only somebody hostile would put there."""
 
+import gzip
 import io
 import os
 import stat
@@ -231,6 +232,31 @@ def test_damaged_archive_is_said(tree: Path, tmp_path: Path, local: Path, suffix
     archive.write_bytes(b"no archive at all")
     with pytest.raises(TorchrelayError, match="cannot be unpacked"):
         check(archive)
+
+
+def spoil_third_header(content: bytes) -> bytes:
+    return content[:2058] + b"!" + content[2059:]
+
+
+BREAKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "a damaged header": (spoil_third_header, "bad checksum at byte 2048"),
+    "an end in a header": (lambda content: content[:2100], "truncated header at byte 2048"),
+    "an end between two files": (lambda content: content[:2048], "empty header at byte 2048"),
+}
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
+def test_archive_that_breaks_off_is_not_taken_for_a_shorter_one(
+    tmp_path: Path, kind: str, pack: Callable[[bytes], bytes]
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    archive = tar_of(*(member(str(number)) for number in range(4)))(tmp_path)
+    spoil, says = BREAKS[kind]
+    archive.write_bytes(pack(spoil(archive.read_bytes())))
+    with pytest.raises(TorchrelayError, match=says):
+        unpack(archive, target, 20 * MB, lambda _: False)
 
 
 def test_stop_in_the_middle(tree: Path, tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import zstandard
 
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_BROKEN_HEADERS = (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]  # typeshed leaves them out
 # A name, or what else stands before a member: longer ones are there to fill the memory.
 _LONGEST_HEADER_BYTES = 2**20
 CANNOT_UNPACK = (
@@ -43,7 +44,19 @@ class Member:
 
 
 class _TarInfo(tarfile.TarInfo):
-    """Refuses headers that tarfile would read into memory whole, whatever their size."""
+    """Refuses what tarfile bears: headers of any size, which it would read into memory, and an archive that breaks off.
+
+    To tarfile a damaged header is the end, as is the end of a file that has been cut between two members.
+    """
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tar)
+        except _BROKEN_HEADERS as error:
+            if tar.offset:
+                raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
+            raise
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         special = self.type in {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *_PAX_TYPES}
