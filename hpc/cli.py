@@ -1,27 +1,19 @@
-"""What all verbs share: parse the flags, call, and turn errors into one line and an exit code.
+"""What all verbs share: their flags, and how a run is named. Runs on the login node."""
 
-Runs on the login node. Exit codes: 0 done, 1 the work failed, 2 the user's mistake.
-"""
-
-import contextlib
 import difflib
-import io
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import tyro
-
-from hpc import slurm
-from hpc.errors import TorchrelayError, UserError
+from hpc import program, slurm
+from hpc.errors import UserError
+from hpc.program import parse
 from hpc.rundir import RunDir
 
 
@@ -35,33 +27,6 @@ class Common:
     """Show the traceback of an error."""
 
 
-Options = TypeVar("Options")
-
-
-def parse(options: type[Options], argv: Sequence[str], prog: str) -> Options:
-    """Parse flags into a dataclass.
-
-    Raises:
-        UserError: one line that says which flag is wrong and why. (tyro draws a box of several.)
-    """
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(options, args=list(argv), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as stop:
-        if stop.code in {0, None}:
-            raise
-        raise UserError(_one_line(box.getvalue())) from None
-
-
-def _one_line(box: str) -> str:
-    """The sentence inside the box that tyro draws around an error."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
-    sections = [section.strip() for section in re.split(r"─{3,}", " ".join(line for line in lines if line))]
-    useful = [section for section in sections if section and not section.startswith("Argument helptext")]
-    return re.sub(r"\s+", " ", "; ".join(useful))
-
-
 def run(
     verb: Callable[[Any], int],
     options: type[Any],
@@ -71,26 +36,12 @@ def run(
 ) -> int:
     """Run one verb from its command line to its exit code. `expand` may add arguments before they are parsed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
-    try:
+
+    def work() -> int:
         slurm.adopt_environment(os.environ)
         return verb(parse(options, expand(arguments), f"hpc {name}"))
-    except TorchrelayError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"hpc {name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain once more while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"hpc {name}: {error}", file=sys.stderr)
-        return UserError.exit_code if isinstance(error, PermissionError) else TorchrelayError.exit_code
-    except KeyboardInterrupt:
-        return 130
+
+    return program.run(work, f"hpc {name}", debug="--debug" in arguments)
 
 
 def own_command() -> str:

@@ -12,6 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from hpc import program
 from hpc.errors import TorchrelayError, UserError
 from hpc.files import write_atomic
 from training.card import Card
@@ -23,7 +24,6 @@ from training.datasets import load_data
 from training.exported import FORMATS, Classify, Format, require
 from training.plan import Request
 
-_INTERRUPTED = 130
 _IMAGES = 64
 # Sums in another order make differences of a millionth; another computation, of more.
 _MOST_DIFFERENT = 1e-4
@@ -49,15 +49,13 @@ class Arguments:
 
 
 def main() -> int:
-    """Parse, export, and turn errors into one line and an exit code."""
-    try:
-        print(export(tyro.cli(Arguments, prog="python -m training.export")))
-    except TorchrelayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 0
+    """From the command line to the exit code."""
+
+    def work() -> int:
+        print(export(program.parse(Arguments, sys.argv[1:], "python -m training.export")))
+        return 0
+
+    return program.run(work)
 
 
 def export(arguments: Arguments) -> str:

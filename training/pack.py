@@ -20,6 +20,7 @@ from typing import Annotated
 
 import tyro
 
+from hpc import program
 from hpc.errors import TorchrelayError, UserError
 from hpc.files import fsync_directory
 from hpc.private import open_lock, try_lock
@@ -30,7 +31,6 @@ from training.pack_progress import Progress
 from training.pack_work import begin_worker, complete, pack_shards, whole_shards
 from training.shard import Shard
 
-_INTERRUPTED = 130
 _LOCK = ".lock"
 
 
@@ -62,23 +62,21 @@ class Arguments:
 
 
 def main() -> int:
-    """Parse, pack, and turn errors into one line and an exit code."""
+    """From the command line to the exit code."""
     signal.signal(signal.SIGTERM, _end)
     if not sys.stdout.isatty():
         # A log that is read while it is written needs whole lines at once.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
-    try:
-        arguments = tyro.cli(Arguments, prog="python -m training.pack")
-        workers = check_arguments(arguments)
-        if arguments.verify:
-            verify(arguments.dst, workers)
-        else:
-            pack(arguments, workers)
-    except TorchrelayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    return program.run(_work)
+
+
+def _work() -> int:
+    arguments = program.parse(Arguments, sys.argv[1:], "python -m training.pack")
+    workers = check_arguments(arguments)
+    if arguments.verify:
+        verify(arguments.dst, workers)
+    else:
+        pack(arguments, workers)
     return 0
 
 

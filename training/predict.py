@@ -21,13 +21,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from hpc.errors import TorchrelayError, UserError
+from hpc import program
+from hpc.errors import UserError
 from training.card import Card
 from training.classifier import find_model, load_classifier
 from training.exported import FORMATS, Classify, format_of, load_exported
 from training.looks import Reader, UnreadableError, find_images
 
-_INTERRUPTED = 130
 _BATCH = 256
 
 
@@ -63,21 +63,15 @@ class Told:
 
 
 def main() -> int:
-    """Parse, predict, print, and turn errors into one line and an exit code."""
-    try:
-        arguments = tyro.cli(Arguments, prog="python -m training.predict")
+    """From the command line to the exit code: 1 if an image cannot be read."""
+
+    def work() -> int:
+        arguments = program.parse(Arguments, sys.argv[1:], "python -m training.predict")
         told = predict(arguments)
         _print(arguments, told)
-    except TorchrelayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain once more while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 1 if any(each.error for each in told) else 0
+        return int(any(each.error for each in told))
+
+    return program.run(work)
 
 
 def predict(arguments: Arguments) -> list[Told]:

@@ -19,7 +19,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from hpc import ledger
+from hpc import ledger, program
 from hpc.config import flag_names, with_config
 from hpc.errors import TorchrelayError, UserError
 from hpc.files import read_json_lines
@@ -40,7 +40,6 @@ _DONE = {
 _LOSS_TOLERANCE = 0.01
 # For all ranks to say what is wrong, after one has failed.
 _GRACE_SECONDS = 10
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +64,18 @@ class Arguments:
 
 
 def main() -> int:
-    """Parse, verify, and turn errors into one line and an exit code."""
+    """From the command line to the exit code: 1 if anything differs."""
     # Ended by Slurm or anybody, the ranks must not train on alone.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    try:
-        argv = with_config(sys.argv[1:], flag_names(TrainConfig))
-        arguments = tyro.cli(Arguments, args=argv, prog="python -m training.verify_resume")
-        sizes = check_arguments(arguments)
-        directory = _new_directory(arguments.keep)
-        same = verify(arguments.train, sizes, arguments.cuts, directory)
-    except TorchrelayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    return program.run(_work)
+
+
+def _work() -> int:
+    argv = with_config(sys.argv[1:], flag_names(TrainConfig))
+    arguments = tyro.cli(Arguments, args=argv, prog="python -m training.verify_resume")
+    sizes = check_arguments(arguments)
+    directory = _new_directory(arguments.keep)
+    same = verify(arguments.train, sizes, arguments.cuts, directory)
     if same and arguments.keep is None:
         shutil.rmtree(directory)
     else:
