@@ -15,7 +15,8 @@ FASHION_MNIST = "fashion-mnist"
 FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-VALIDATION_NAMES = ("val", "valid", "validation")
+# Whatever their case: people write Train/ and Validation/ too.
+_PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 IDX_STEMS = {
     "train_images": "train-images-idx3-ubyte",
     "train_labels": "train-labels-idx1-ubyte",
@@ -63,7 +64,7 @@ CIFAR: dict[Kind, CifarFiles] = {
     ),
 }
 LAYOUTS = (
-    "class directories of images, or train/ (and val/, test/) with class directories, "
+    "class directories of images, or train/ (and val/ or validation/, and test/) with class directories, "
     "or what python -m training.pack made of them, "
     "or IDX files such as train-images-idx3-ubyte.gz, or cifar-10-batches-py, or cifar-100-python"
 )
@@ -172,16 +173,29 @@ def _is_cifar(place: Path, files: CifarFiles) -> bool:
 
 
 def _folder_layout(path: Path) -> DataLayout:
-    split = (path / "train").is_dir()
-    train = path / "train" if split else path
+    parts = {name: _part(path, names) for name, names in _PART_NAMES.items()}
+    train = parts["train"] or path
     if not has_class_images(train):
         raise UserError(f"--data is {path}, but there are no images in class directories below {train}: give {LAYOUTS}")
-    val = next((path / name for name in VALIDATION_NAMES if (path / name).is_dir()), None) if split else None
-    test = path / "test" if split and (path / "test").is_dir() else None
+    val, test = (parts[name] if parts["train"] else None for name in ("val", "test"))
     for part in (val, test):
         if part and not has_class_images(part):
             raise UserError(f"--data is {path}, but {part} holds no class directories with images: fill or remove it")
     return DataLayout(kind="image-folder", path=path, train=train, val=val, test=test)
+
+
+def _part(path: Path, names: tuple[str, ...]) -> Path | None:
+    """The directory of a part of the data. One that holds images itself is a class, of vehicles for example.
+
+    Raises:
+        UserError: there are several.
+    """
+    with os.scandir(path) as entries:
+        named = sorted(entry.path for entry in entries if entry.name.lower() in names and entry.is_dir())
+    found = [directory for directory in named if not _holds_image(directory)]
+    if len(found) > 1:
+        raise UserError(f"--data is {path}, which has {' and '.join(found)}: leave one of them")
+    return Path(found[0]) if found else None
 
 
 def is_image(name: str) -> bool:
@@ -202,4 +216,4 @@ def is_class_directory(entry: os.DirEntry[str]) -> bool:
 
 def _holds_image(directory: str) -> bool:
     with os.scandir(directory) as entries:
-        return any(is_image(entry.name) for entry in entries)
+        return any(entry.is_file() and is_image(entry.name) for entry in entries)

@@ -1,12 +1,14 @@
 """The fixtures of the trainer's tests."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_rig import Starter, make_cifar, make_folder, make_idx
+from trainer_rig import Ask, Starter, make_cifar, make_folder, make_idx
 
+from training import predict
 from training.distributed import Ranks, connect, disconnect
 from training.local import prepare_server
 from training.place import place_from
@@ -41,10 +43,29 @@ def start(idx_data: Path, tmp_path: Path) -> Iterator[Starter]:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """This process as the only rank, with one thread as a rank has."""
+def one_thread() -> Iterator[None]:
+    """As many as a rank has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Type `python -m training.predict ...`, or another program: the exit code, and what it prints."""
+
+    def typed(*arguments: object, program: Callable[[], int] = predict.main) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
+        code = program()
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return typed
+
+
+@pytest.fixture
+def ranks(one_thread: None) -> Iterator[Ranks]:  # noqa: ARG001  # for what it does
+    """This process as the only rank."""
     yield connect(place_from({}))
     disconnect()
-    torch.set_num_threads(threads)

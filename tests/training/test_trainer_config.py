@@ -197,6 +197,27 @@ def test_image_folders_are_recognised_with_and_without_parts(tmp_path: Path) -> 
     assert (classes_alone.val, classes_alone.test) == (None, None)
 
 
+@pytest.mark.parametrize(
+    "names", [("Train", "Validation", "test"), ("TRAIN", "Valid", "Test"), ("train", "val", "TEST")]
+)
+def test_the_parts_of_a_folder_may_be_written_in_other_ways(tmp_path: Path, names: tuple[str, ...]) -> None:
+    layout = check_data(make_folder(tmp_path / "data", parts=names, per_class=1))
+    assert [part and part.name for part in (layout.train, layout.val, layout.test)] == list(names)
+
+
+def test_a_part_in_two_spellings_is_not_chosen_from(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "data", parts=("train", "val", "Validation"), per_class=1)
+    with pytest.raises(UserError, match=f"which has {data}/Validation and {data}/val: leave one of them"):
+        check_data(data)
+
+
+def test_a_class_may_have_the_name_of_a_part(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data", parts=("Train",), per_class=1)
+    vehicles = (tmp_path / "data" / "Train" / "red").rename(tmp_path / "data" / "Train" / "train").parent
+    layout = check_data(vehicles)
+    assert (layout.train, layout.val, layout.test) == (vehicles, None, None)
+
+
 def test_a_directory_of_no_known_layout_is_refused_with_the_layouts(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").touch()
     (tmp_path / "notes").mkdir()

@@ -4,18 +4,15 @@ import csv
 import io
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
-from trainer_rig import Starter, make_folder, make_idx
+from trainer_rig import Ask, Starter, make_folder, make_idx
 
 from hpc.errors import TorchrelayError, UserError
-from training import export, predict
+from training import export
 from training.classifier import load_classifier
 from training.exported import FORMATS, Format, require
 from training.idx import read_idx_pair
@@ -25,12 +22,7 @@ IDX = ("--epochs=16", "--batch-size=20", "--lr=0.05", "--image-size=16", "--ema=
 FOLDER = ("--epochs=3", "--batch-size=9", "--lr=0.02", "--model=resnet20", "--image-size=24", "--head-hidden=8")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +43,6 @@ def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("colors")
     Starter(make_folder(directory / "data"), directory).complete(*FOLDER)
     return directory
-
-
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Type `python -m training.predict ...`, or another program: the exit code, and what it prints."""
-
-    def typed(*arguments: object, program: Callable[[], int] = predict.main) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
-        code = program()
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return typed
-
-
-Ask = Callable[..., tuple[int, str, str]]
 
 
 def result(directory: Path) -> dict[str, float]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from training.data import Data
 
 _PATIENCE_SECONDS = 120
+# What the fixture `ask` is: types a program's arguments, and returns its exit code and what it prints.
+Ask = Callable[..., tuple[int, str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,13 +199,22 @@ def make_cifar(directory: Path, kind: str = "cifar10", per_file: int = 30) -> Pa
     """Random images in the files of CIFAR-10 (of 3 classes) or CIFAR-100 (of 3 fine ones)."""
     from training.layout import CIFAR
 
+    random = np.random.default_rng(3)
+    labels = np.arange(per_file) % 3
+    files = CIFAR[kind]  # type: ignore[index]  # one of its keys
+    parts = {name: (random.integers(0, 256, (per_file, 3, 32, 32)), labels) for name in (*files.train, files.test)}
+    return write_cifar(directory, kind, parts, ["frog", "ship", "truck"])
+
+
+def write_cifar(directory: Path, kind: str, parts: dict[str, tuple[np.ndarray, np.ndarray]], names: list[str]) -> Path:
+    """The files of CIFAR-10 or CIFAR-100, with the images [n, 3, 32, 32] and labels [n] of each by its name."""
+    from training.layout import CIFAR
+
     directory.mkdir(parents=True)
-    files, random = CIFAR[kind], np.random.default_rng(3)
-    for name in (*files.train, files.test):
-        images = random.integers(0, 256, (per_file, 3072)).astype(np.uint8)
-        labels = [number % 3 for number in range(per_file)]
-        content = {"data": images, files.label_key: labels, "batch_label": name, "coarse_labels": [0] * per_file}
-        (directory / name).write_bytes(pickled_as_published(content))
-    meta = {files.names_key: ["frog", "ship", "truck"], "num_vis": 3072}
-    (directory / files.meta).write_bytes(pickled_as_published(meta))
+    files = CIFAR[kind]  # type: ignore[index]  # one of its keys
+    for name, (images, labels) in parts.items():
+        rows = images.astype(np.uint8).reshape(len(images), -1)
+        told = {files.label_key: labels.tolist(), "batch_label": name, "coarse_labels": [0] * len(labels)}
+        (directory / name).write_bytes(pickled_as_published({"data": rows, **told}))
+    (directory / files.meta).write_bytes(pickled_as_published({files.names_key: names, "num_vis": 3072}))
     return directory
