@@ -87,6 +87,7 @@ def _told(run: RunDir, records: Records, jobs: Sequence[Job] | None) -> Summary:
         "train_loss": train.get("loss"),
         "val_accuracy": records.val_accuracy,
         "test_accuracy": (records.final or {}).get("test_accuracy"),
+        "best_test_accuracy": _of_best(records.final or {}),
         "steps_lost": sum(incident.steps_lost for incident in incidents) if attempts else None,
         "goodput": _goodput(events, attempts, train, state),
         "incidents": [dict(vars(incident)) for incident in incidents],
@@ -181,6 +182,12 @@ def _final_result(run: RunDir) -> dict[str, Any] | None:
     except ValueError:
         result = None  # damaged, but there: the run is complete
     return result if isinstance(result, dict) else {}
+
+
+def _of_best(final: Mapping[str, Any]) -> float | None:
+    """The test accuracy of the model that did best in validation, if there is one."""
+    best = final.get("best")
+    return best.get("test_accuracy") if isinstance(best, dict) else None
 
 
 def _goodput(

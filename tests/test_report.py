@@ -41,6 +41,7 @@ def test_page_of_a_run_has_everything_and_loads_nothing(tmp_path: Path, capsys: 
     ]
     assert headings(html) == wanted
     assert "85.00%" in html
+    assert "87.50% in best/" in html
     assert "2 steps made again" in html
     addresses = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)', html)
     outside = [found for pair in addresses for found in pair if found and not found.startswith(("#", "data:image/png"))]

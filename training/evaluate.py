@@ -5,7 +5,7 @@ and each image's probability, never averages, and the total must be the size of 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +98,17 @@ class Evaluator:
                     losses[turn * world_size + rank], predicted[places], probability[places] = answers
                     corrupt.update(batch.corrupt.tolist())
         return self._summed(losses, confusion, corrupt, (predicted, probability, among_best))
+
+    def evaluate_other(
+        self, weights: Mapping[str, Tensor], source: Source, before_batch: Callable[[], object]
+    ) -> Evaluation:
+        """As `evaluate`, with other weights, which the model has for that long."""
+        own = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict(weights)
+        try:
+            return self.evaluate(source, before_batch)
+        finally:
+            self.model.load_state_dict(own)
 
     @torch.inference_mode()
     def _count(self, batch: Batch, confusion: Tensor, among_best: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from safetensors.torch import load, save
 from torch import Tensor
 
 from hpc.errors import UserError
@@ -23,12 +24,15 @@ from training.job import Job
 from training.origin import made_from
 from training.picture import confusion_png
 from training.recorder import Recorder
-from training.result import describe
+from training.result import describe, describe_test
 from training.samples import samples_json
 from training.schedule import follow_plateau
 from training.state import TrainState
 from training.tables import classes_csv, confusion_csv
 from training.window import Window
+
+# What is told of the best model beside its test.
+_OF_BEST = ("step", "epoch", "val_accuracy", "val_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,21 +98,41 @@ class Examiner:
             ended: why that was before the last epoch's end; None: it was not.
         """
         test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
-        result = {
-            "test_accuracy": test.accuracy if test else None,
-            "test_top5_accuracy": test.top5_accuracy if test else None,
-            "test_loss": test.loss if test else None,
-            "test_correct": test.correct if test else None,
-            "test_total": test.total if test else None,
-            "ended": ended,
-            **self.result(),
-        }
+        best = self.test_best(test, before_batch)
+        result = {**describe_test(test), "best": best, "ended": ended, **self.result()}
         self.job.heartbeat.beat("end")
         files = self.card() | self.history() | (self.told(test) if test else {})
         self.recorder.final(self.weights(), result, files)
         self.recorder.event("train_completed", step=self.state.progress.step, ended=ended)
         known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
+        if test and best:
+            known += f", and {best['test_accuracy']:.2%} of the best model, that of epoch {best['epoch']}"
         self.recorder.console.say(f"complete after {self.state.progress.step} steps: {known}")
+
+    def test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
+        """Test the model that did best in validation, and add that to `best/`.
+
+        Args:
+            last: the test of the model after the last step, which may be the best one.
+            before_batch: is called before every batch.
+
+        Returns:
+            Which one it is, and its test; None: there is none.
+        """
+        progress, ranks = self.state.progress, self.evaluator.ranks
+        if progress.best_accuracy is None:
+            return None
+        weights, known = self.recorder.kept_best() or ({}, None)
+        best = ranks.gather({name: known[name] for name in _OF_BEST} if known else None)[0]
+        if best is None:
+            return None
+        test = last
+        if self.data.test is not None and best["step"] != progress.step:
+            weights = load(ranks.broadcast_bytes(save(weights) if ranks.leads else None))
+            self.state.release()
+            test = self.evaluator.evaluate_other(weights, self.data.test, before_batch)
+        self.recorder.best_tested(describe_test(test))
+        return {**best, **describe_test(test)}
 
     @cached_property
     def _origin(self) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from hpc.errors import TorchrelayError, UserError
@@ -112,6 +113,36 @@ class Recorder:
         except OSError as error:
             self._unpublished = (weights, result, files)
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
+
+    def kept_best(self) -> tuple[Weights, dict[str, Any]] | None:
+        """The weights in `best/` and what is known of them; None: there are none, or another rank has them."""
+        if not self._writes:
+            return None
+        self.wait()
+        if self._unpublished:
+            return self._unpublished[:2]
+        try:
+            return load_file(self._run_dir.best / MODEL_WEIGHTS), json.loads(self._best_result.read_bytes())
+        except (OSError, SafetensorError, ValueError) as error:
+            self.console.warn(f"{self._run_dir.best} cannot be read ({error}): the best model is not tested")
+            return None
+
+    def best_tested(self, test: dict[str, Any]) -> None:
+        """Add its test to what is known of the best model."""
+        if not self._writes:
+            return
+        try:
+            if self._unpublished:
+                weights, result, files = self._unpublished
+                self._unpublished = (weights, result | test, files)
+            else:
+                write_json(self._best_result, json.loads(self._best_result.read_bytes()) | test)
+        except OSError as error:
+            self.console.warn(f"{self._best_result} cannot be written ({error}): it lacks the test")
+
+    @property
+    def _best_result(self) -> Path:
+        return self._run_dir.best / _RESULT
 
     def final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Write `final/`: from now on the run is complete.

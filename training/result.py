@@ -8,10 +8,13 @@ from torch import nn
 from training.config import TrainConfig
 from training.data import Data
 from training.distributed import Ranks
+from training.evaluate import Evaluation
 from training.job import Job
 from training.model import Preprocess
 from training.plan import Plan
 from training.state import Progress
+
+_OF_TEST = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 
 
 def greeting(config: TrainConfig, data: Data, plan: Plan, ranks: Ranks, model: nn.Module) -> str:
@@ -39,3 +42,8 @@ def describe(job: Job, data: Data, preprocess: Preprocess, progress: Progress, w
         "world_size": world_size,
         "attempt": job.attempt,
     }
+
+
+def describe_test(test: Evaluation | None) -> dict[str, Any]:
+    """The numbers of a test; null where there was none."""
+    return {f"test_{name}": getattr(test, name, None) for name in _OF_TEST}

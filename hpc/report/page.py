@@ -65,11 +65,11 @@ def _in_short(spec: RunSpec) -> list[str]:
 def _facts(record: Record, now: float) -> list[tuple[str, str, str | None]]:
     summary, validations = record.summary, record.evaluations[record.evaluations["split"] == "val"]
     of_all = f"of {summary['total_steps']:,}" if summary["total_steps"] else None
-    eta = summary["eta_seconds"]
+    eta, of_best = summary["eta_seconds"], summary["best_test_accuracy"]
     recovery = ", ".join(f"{cost['count']} {cause.replace('_', ' ')}" for cause, cost in summary["recovery"].items())
     attempts = len(record.attempts)
     return [
-        ("Test accuracy", percent(summary["test_accuracy"]), None),
+        ("Test accuracy", percent(summary["test_accuracy"]), f"{percent(of_best)} in best/" if of_best else None),
         ("Best validation", percent(validations["accuracy"].max()), None),
         ("Training loss", number(summary["train_loss"], "{:.4f}"), None),
         ("Step", number(summary["step"]), of_all),

@@ -3,23 +3,31 @@
 import csv
 import io
 import json
+import os
+import shutil
+import signal
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from trainer_rig import Starter, lines
 
 from hpc import snapshot
 from hpc.config import flag_names, with_config
 from hpc.rundir import RunDir
 from training.card import read_card
-from training.checkpoint import NUMBERS
+from training.checkpoint import NUMBERS, TENSORS, list_checkpoints
+from training.classifier import load_classifier
+from training.compare import compare_runs
 from training.config import TrainConfig
 from training.distributed import Ranks
 from training.history import history_csv
+from training.idx import read_idx_pair
 from training.picture import confusion_png
 from training.tables import classes_csv
 from training.window import Window
@@ -132,3 +140,88 @@ def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:
         assert run.revision.read_text() == f"{git('rev-parse', 'HEAD')}{ending}\n"
         (tmp_path / "own" / "notes").write_text("two")
     assert snapshot.revision_of(Path("/")) is None
+
+
+# --- the best model ---
+
+# The rate does not fall: the epoch that does best is not the last one.
+SHAKY = ("--epochs=6", "--batch-size=20", "--lr=0.1", "--schedule=constant", "--warmup-epochs=0", "--val-fraction=0.2")
+
+
+def told_of(directory: Path) -> dict[str, Any]:
+    return dict(json.loads((directory / "result.json").read_text()))
+
+
+def accuracy_of(model: Path, data: Path) -> float:
+    """Of the model in a directory, on the test images of IDX files."""
+    images, labels = read_idx_pair(data, "test")
+    return float((load_classifier(model).classify(images).argmax(1) == labels).float().mean())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("ema", ["0", "0.5"])
+def test_the_best_model_is_tested_too(start: Starter, ema: str) -> None:
+    training = start.complete(*SHAKY, f"--ema={ema}", world_size=2)
+    final, best = (told_of(training.run_dir / name) for name in ("final", "best"))
+    assert best["epoch"] == 5, "the case needs one that is not the last"
+    assert best["test_accuracy"] == pytest.approx(accuracy_of(training.run_dir / "best", start.data))
+    assert final["test_accuracy"] == pytest.approx(accuracy_of(training.run_dir / "final", start.data))
+    assert final["test_accuracy"] != best["test_accuracy"]
+    assert final["best"].items() <= best.items()
+    assert final["best"].keys() == {
+        *("step", "epoch", "val_accuracy", "val_loss"),
+        *("test_accuracy", "test_top5_accuracy", "test_loss", "test_correct", "test_total"),
+    }
+    assert f"of the best model, that of epoch {best['epoch']}" in training.output()
+    state = load_file(list_checkpoints(training.run_dir / "checkpoints")[0] / TENSORS)
+    weights = load_file(training.run_dir / "final" / "model.safetensors")
+    prefix = "ema" if float(ema) else "model"
+    assert all(torch.equal(value, state[f"{prefix}/{name}"]) for name, value in weights.items())
+
+
+def evaluate_in_small_batches() -> None:
+    from training import evaluate
+
+    evaluate._BATCH = 8  # noqa: SLF001
+
+
+def stop_in_the_test_of_the_best() -> None:
+    """In a rank: be told to stop in the middle of it."""
+    from training.evaluate import Evaluator
+
+    evaluate_in_small_batches()
+    test = Evaluator.evaluate_other
+
+    def stopped(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return test(*arguments)
+
+    Evaluator.evaluate_other = stopped  # type: ignore[method-assign]
+
+
+def test_a_stop_in_the_test_of_the_best_model_changes_nothing(start: Starter) -> None:
+    whole = start(*SHAKY, run="whole", world_size=2, prepare=evaluate_in_small_batches)
+    assert whole.wait() == [0, 0], whole.output()
+    stopped = start(*SHAKY, world_size=2, prepare=stop_in_the_test_of_the_best)
+    assert stopped.wait() == [0, 0], stopped.output()
+    assert not (stopped.run_dir / "final").exists()
+    assert "test_accuracy" not in told_of(stopped.run_dir / "best")
+    cut = start(*SHAKY, world_size=2, prepare=evaluate_in_small_batches)
+    assert cut.wait() == [0, 0], cut.output()
+    assert not [part for part in compare_runs(RunDir(whole.run_dir), RunDir(cut.run_dir)) if part.difference]
+
+
+def test_if_the_last_model_is_the_best_its_test_counts_for_both(start: Starter) -> None:
+    run = start.complete("--epochs=1", "--batch-size=20").run_dir
+    final, best = (told_of(run / name) for name in ("final", "best"))
+    assert final["best"]["test_loss"] == best["test_loss"] == final["test_loss"]
+
+
+def test_a_best_model_that_is_lost_costs_its_test_alone(start: Starter) -> None:
+    stopped = start(*SHAKY, "--fault=stop@44:0", world_size=2)
+    assert stopped.wait() == [0, 0]
+    shutil.rmtree(stopped.run_dir / "best")
+    resumed = start.complete(*SHAKY, world_size=2)
+    assert f"warning: {resumed.run_dir}/best cannot be read (" in resumed.output()
+    final = told_of(resumed.run_dir / "final")
+    assert (final["best"], final["test_total"]) == (None, 101)

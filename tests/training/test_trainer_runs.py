@@ -119,7 +119,7 @@ def test_without_a_validation_set_there_is_no_best_and_without_a_test_set_no_tes
     start.data = make_folder(tmp_path / "data", parts=("train",)) / "train"
     run = start.complete(*SHORT, "--val-fraction=0").run_dir
     assert not (run / "best").exists()
-    assert (result(run)["val_accuracy"], result(run)["test_accuracy"]) == (None, None)
+    assert (result(run)["val_accuracy"], result(run)["test_accuracy"], result(run)["best"]) == (None, None, None)
 
 
 @pytest.mark.parametrize(
