@@ -15,7 +15,7 @@ from hpc.spec import Resources, RunSpec
 from hpc.staging import archive
 from hpc.staging.source import is_archive
 from hpc.units import format_minutes, walltime_minutes
-from training.config import TrainConfig, check_data, resolve_data
+from training.config import TrainConfig, check_data, check_validation, resolve_data
 
 _DAY_MINUTES = 24 * 60
 # Packing decodes every image once, as an epoch does: from the third epoch on it has paid.
@@ -207,12 +207,17 @@ def training_data(train: TrainConfig) -> Path | None:
     unpacked.
 
     Raises:
-        UserError: there are none that the trainer can read.
+        UserError: there are none that the trainer can read, or none to validate with for a flag that needs it.
     """
     if train.synthetic:
+        check_validation(train, validates=False)
         return None
     data = resolve_data(train.data)
-    return check_archive(data) if is_archive(data) else check_data(data).path
+    if is_archive(data):
+        return check_archive(data)
+    layout = check_data(data)
+    check_validation(train, validates=layout.val is not None or train.val_fraction > 0)
+    return layout.path
 
 
 def check_script(script: tuple[str, ...]) -> None:

@@ -24,7 +24,7 @@ from hpc.rundir import RunDir
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.source import ARCHIVES, is_archive
 from hpc.units import duration_seconds
-from training.config import RecipeName, TrainConfig, check_model, check_world, resolve_weights
+from training.config import RecipeName, TrainConfig, check_model, check_world, resolve_weights, without_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,8 @@ def flag_names(options: type[Submit]) -> dict[str, bool]:
 def submit(options: Submit, script: tuple[str, ...]) -> int:
     """Check, make the run directory, submit, and wait if asked to."""
     run, spec = plan(options, script)
+    for told in without_effect(spec.train) if spec.train else []:
+        print(f"hpc submit: warning: {told}", file=sys.stderr)
     environment = env.this_environment() if options.stage_env else None
     if options.dry_run:
         return _print_plan(options, run, spec)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.errors import UserError
 from training.choices import OPTIMIZERS, SCALINGS, SCHEDULES, flag, listed, parse_drops
+from training.combinations import check_validation, without_effect
 from training.interval import WORDS, Interval, parse_interval
 from training.layout import FASHION_MNIST, DataLayout, check_data, resolve_data
 from training.names import SMALL_CNN, check_model, torchvision_models
@@ -27,6 +28,7 @@ __all__ = [
     "TrainConfig",
     "check_data",
     "check_model",
+    "check_validation",
     "check_world",
     "flag",
     "parse_interval",
@@ -36,6 +38,7 @@ __all__ = [
     "resolve_weights",
     "to_argv",
     "torchvision_models",
+    "without_effect",
 ]
 
 
@@ -165,6 +168,10 @@ class TrainConfig:
 # (what does not go together, why and what to use)
 _CONFLICTS: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = (
     (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {FASHION_MNIST}, or --synthetic"),
+    (
+        lambda c: c.head_hidden > 0 and c.model.startswith("squeezenet"),
+        "--head-hidden does not go with SqueezeNets, which end with a convolution: use 0, or another --model",
+    ),
     (lambda c: c.freeze and c.weights is None, "--freeze keeps all but the head as it begins: give --weights too"),
     (
         lambda c: c.compile and c.sync_bn,

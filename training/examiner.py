@@ -105,7 +105,7 @@ class Examiner:
         self.recorder.final(self.weights(), result, files)
         self.recorder.event("train_completed", step=self.state.progress.step, ended=ended)
         known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
-        if test and best:
+        if test and best and best["step"] != self.state.progress.step:
             known += f", and {best['test_accuracy']:.2%} of the best model, that of epoch {best['epoch']}"
         self.recorder.console.say(f"complete after {self.state.progress.step} steps: {known}")
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from hpc.errors import UserError
-from training.config import DataLayout, TrainConfig, check_data, check_world, resolve_data
+from training.config import DataLayout, check_data, check_validation, check_world, resolve_data
 from training.data import Data
 from training.datasets import load_data
 from training.distributed import Ranks, SharedError, connect, disconnect
@@ -94,7 +93,7 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
     _check_same(data, ranks)
     with ranks.together():
         check_world(config, ranks.world_size, len(data.train))
-        _check_validation(config, data)
+        check_validation(config, validates=data.val is not None)
     preprocess = Preprocess.make(data.mean, data.std, channels, size, ranks.device)
     preprocess = replace(preprocess, memory_format=FORMATS[config.memory_format])
     return Trainer(job, ranks, data, model, preprocess, _workers(config.workers, data, ranks.place))
@@ -121,14 +120,6 @@ def _check_same(data: Data, ranks: Ranks) -> None:
             f"--data is not the same everywhere: rank 0 has {prints[0][0]} training images, rank {other} "
             f"{prints[other][0]}, or other names or labels: stage the data again"
         )
-
-
-def _check_validation(config: TrainConfig, data: Data) -> None:
-    """Refuse what listens to the validation where there is none."""
-    listeners = {f"--patience {config.patience}": config.patience, "--schedule plateau": config.schedule == "plateau"}
-    listener = next((flag for flag, is_set in listeners.items() if is_set), None)
-    if listener and data.val is None:
-        raise UserError(f"{listener} follows the validation, and there is none: use --val-fraction 0.1, or add val/")
 
 
 def _workers(wanted: int | None, data: Data, place: Place) -> int:

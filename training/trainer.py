@@ -13,7 +13,7 @@ from training import stop
 from training.agreement import Agreement, StopRequested, Wishes
 from training.budget import MAX_HOURS, PATIENCE, Budget, out_of_patience
 from training.capture import Capturer
-from training.config import together
+from training.config import together, without_effect
 from training.console import Console
 from training.corrupt import CorruptImages
 from training.data import Batch, Data, load_ahead
@@ -139,6 +139,8 @@ class Trainer:
         )
         begin = f"resuming from {restored.source} {restored.name}" if restored else "starting"
         self.console.say(f"{begin}: {greeting(self.config, self.data, self.plan, self.ranks, self.state.model)}")
+        for told in without_effect(self.config):
+            self.console.warn(told)
         self.console.start(progress.step, self.plan.total_steps)
         self.heartbeat.beat("start", progress.step)
 

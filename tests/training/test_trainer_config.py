@@ -23,6 +23,7 @@ from training.config import (
     resolve_data,
     to_argv,
     torchvision_models,
+    without_effect,
 )
 
 
@@ -66,6 +67,49 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
     with pytest.raises(UserError) as raised:
         TrainConfig(**{"data": "x", field: value})
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden does not go with SqueezeNets"),
+        ({"freeze": True}, "--freeze keeps all but the head as it begins: give --weights too"),
+        ({"compile": True, "sync_bn": True}, "--compile does not go with --sync-bn"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TrainConfig(data="x", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"drop_epochs": "5"}, "--drop-epochs 5 changes nothing: it is for --schedule step"),
+        ({"drop_factor": 0.3}, "--drop-factor 0.3 changes nothing: it is for --schedule step and --schedule plateau"),
+        ({"plateau_patience": 3}, "--plateau-patience 3 changes nothing: it is for --schedule plateau"),
+        ({"patience": 7}, "--patience 7 changes nothing: there are too few --epochs to end before the last"),
+        ({"decay_all": True, "weight_decay": 0.0}, "--decay-all changes nothing: --weight-decay is 0"),
+        ({"sync_bn": True}, "--sync-bn changes nothing: small-cnn has no batch normalisation"),
+        ({"warmup_epochs": 9.5}, "--warmup-epochs 9.5 is more than --epochs: --lr is not reached"),
+    ],
+)
+def test_a_flag_that_changes_nothing_is_named(settings: dict[str, Any], told: str) -> None:
+    assert without_effect(TrainConfig(data="x", **settings)) == [told]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"schedule": "step", "drop_epochs": "5", "drop_factor": 0.3},
+        {"schedule": "plateau", "plateau_patience": 2, "drop_factor": 0.3},
+        {"patience": 6, "decay_all": True, "sync_bn": True, "model": "resnet20"},
+        {"epochs": 1},
+    ],
+)
+def test_flags_that_count_are_not_named(settings: dict[str, Any]) -> None:
+    assert without_effect(TrainConfig(data="x", **settings)) == []
 
 
 @pytest.mark.parametrize(

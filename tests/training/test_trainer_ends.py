@@ -13,6 +13,7 @@ import torch
 from trainer_rig import Starter, events, lines, make_folder
 
 from hpc.outcome import EXIT_DIVERGED
+from hpc.submit import main as submit
 from training.budget import out_of_patience
 from training.config import TrainConfig
 from training.plan import make_plan
@@ -56,6 +57,28 @@ def test_what_follows_the_validation_needs_one(start: Starter, flag: str) -> Non
     training = start("--epochs=1", "--val-fraction=0", flag)
     assert training.wait() == [2]
     assert f"{flag.replace('=', ' ')} follows the validation, and there is none" in training.output()
+
+
+@pytest.mark.parametrize("flags", [("--patience=3",), ("--schedule=plateau",)])
+def test_a_submission_without_validation_is_refused_for_it(
+    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    where = ["--cluster=local", "--dry-run", f"--runs-dir={tmp_path}"]
+    for data in ([f"--data={idx_data}", "--val-fraction=0"], ["--synthetic"]):
+        assert submit([*where, *data, *flags]) == 2
+        assert "follows the validation, and there is none: use --val-fraction" in capsys.readouterr().err
+    assert submit([*where, f"--data={idx_data}", *flags]) == 0
+
+
+def test_flags_without_effect_are_said_when_it_is_submitted_and_when_it_begins(
+    start: Starter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--data={start.data}", "--drop-epochs=5", "--epochs=1"]
+    assert submit(["--cluster=local", "--dry-run", "--json", f"--runs-dir={tmp_path}", *flags]) == 0
+    said = capsys.readouterr()
+    assert said.err == "hpc submit: warning: --drop-epochs 5 changes nothing: it is for --schedule step\n"
+    assert json.loads(said.out)["cluster"] == "local"
+    assert "warning: --drop-epochs 5 changes nothing" in start.complete(*flags).output()
 
 
 @pytest.mark.parametrize("fault", ["step@20:1", "stop@20:0", "evaluate@27:0", "save@36:0", "evaluate@36:1"])
