@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_rig import Starter, make_idx
+from trainer_rig import Starter, make_folder, make_idx
 
 from hpc.rundir import RunDir
 from training.checkpoint import list_checkpoints
@@ -82,6 +82,32 @@ def test_augmentation_and_loader_workers_are_exact_too(
     output = capsys.readouterr().out
     assert same, output
     assert "after 3 of 3 cuts" in output
+
+
+def test_images_in_color_in_memory_and_the_rarer_flags_are_exact_too(
+    cifar_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rare = {"policy": "autoaugment", "crop": "resized", "flip": "on", "random_erase": 0.3, "lr_scaling": "linear"}
+    rare |= {"val_fraction": 0.0, "keep_checkpoints": 1, "seed": 7, "warmup_epochs": 0.5, "decay_all": True}
+    config = TrainConfig(data=str(cifar_data), **{**SHORT, "batch_size": 25, **rare})  # type: ignore[arg-type]
+    assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
+    assert len(list_checkpoints(tmp_path / "interrupted" / "checkpoints")) == 1
+
+
+def test_images_that_cannot_be_read_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_folder(tmp_path / "data", parts=("train", "val", "test"))
+    for name in ("train/red/2.jpg", "train/green/5.png", "test/red/0.jpg"):
+        (data / name).write_bytes(b"torn")
+    settings = {**SHORT, "image_size": 16, "batch_size": 7, "max_corrupt": 3, "epochs": 3, "workers": 0}
+    (tmp_path / "runs").mkdir()
+    assert verify(TrainConfig(data=str(data), **settings), [2], 3, tmp_path / "runs"), capsys.readouterr().out  # type: ignore[arg-type]
+    result = json.loads((tmp_path / "runs" / "interrupted" / "final" / "result.json").read_text())
+    assert len(result["corrupt_images"]) == 2
+
+
+def test_generated_images_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig(synthetic=True, image_size=8, epochs=1, batch_size=4, checkpoint_every="20", log_every=5)
+    assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
 
 
 # Deep networks with batch normalisation blow rounding errors up, the more so the faster they learn: see
