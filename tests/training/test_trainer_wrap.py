@@ -6,20 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from trainer_rig import trainer_with
 
 from hpc.errors import UserError
-from hpc.rundir import RunDir
 from training.config import TrainConfig
 from training.distributed import Ranks, SharedError
-from training.job import Job
-from training.launch import make_trainer
 from training.trainer import Trainer
 from training.wrap import compile_training
-
-
-def trainer_with(ranks: Ranks, data: Path, directory: Path, **settings: object) -> Trainer:
-    config = TrainConfig(data=str(data), batch_size=20, **settings)  # type: ignore[arg-type]  # any of its fields
-    return make_trainer(Job(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), ranks)
 
 
 def gradients(trainer: Trainer) -> list[torch.Tensor]:

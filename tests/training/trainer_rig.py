@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from PIL import Image
 
+from hpc.rundir import RunDir
 from training.local import kill, start_ranks
 
 if TYPE_CHECKING:
     from training.data import Data
+    from training.distributed import Ranks
+    from training.trainer import Trainer
 
 _PATIENCE_SECONDS = 120
 # What the fixture `ask` is: types a program's arguments, and returns its exit code and what it prints.
@@ -138,6 +141,16 @@ def load(path: Path, **settings: object) -> "Data":
 
     config = TrainConfig(data=str(path), **settings)  # type: ignore[arg-type]  # any of its fields
     return load_data(config, check_data(path), folder_size=config.image_size or 16)
+
+
+def trainer_with(ranks: "Ranks", data: Path, directory: Path, **settings: object) -> "Trainer":
+    """A trainer in this process, with these flags; a step has 20 images."""
+    from training.config import TrainConfig
+    from training.job import Job
+    from training.launch import make_trainer
+
+    config = TrainConfig(**{"data": str(data), "batch_size": 20, **settings})  # type: ignore[arg-type]  # its fields
+    return make_trainer(Job(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), ranks)
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
