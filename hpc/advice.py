@@ -31,10 +31,10 @@ def save_seconds(events: Sequence[Event]) -> float | None:
 def _too_little_time(submitted: Event, took: float | None) -> list[str]:
     found = list[str]()
     lead, grace = submitted.get("stop_lead_seconds"), submitted.get("grace_seconds")
-    if took is not None and lead is not None and took > _MOST_SHARE * lead:
+    if took is not None and lead is not None and took > _MOST_SHARE * (lead - REQUEUE_SECONDS):
         found.append(
-            f"saving took {took:.1f} s, and {lead} s before the time limit the run is told to: "
-            f"submit with --stop-lead {ceil(2 * took / 60)}m"
+            f"saving took {took:.1f} s, and the run is told to {lead} s before the time limit, the last "
+            f"{REQUEUE_SECONDS:.0f} s of which are for the requeue: submit with --stop-lead {ceil(2 * took / 60)}m"
         )
     if took is not None and grace is not None and took > _MOST_SHARE * patience_seconds(grace):
         enough = ceil(took / _MOST_SHARE + REQUEUE_SECONDS)

@@ -26,8 +26,8 @@ def test_longest_save_counts() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "flags"),
-    [(7.0, []), (9.0, ["GraceTime=22"]), (25.0, ["--stop-lead 1m", "GraceTime=42"]),
-     (100.0, ["--stop-lead 4m", "GraceTime=135"])],
+    [(7.0, []), (9.0, ["GraceTime=22"]), (17.0, ["--stop-lead 1m", "GraceTime=32"]),
+     (25.0, ["--stop-lead 1m", "GraceTime=42"]), (100.0, ["--stop-lead 4m", "GraceTime=135"])],
 )  # fmt: skip
 def test_save_that_hardly_fits_is_said_with_the_flag_to_change(seconds: float, flags: list[str]) -> None:
     warnings = warnings_of([SUBMITTED, stopped(seconds)])
@@ -38,9 +38,11 @@ def test_save_that_hardly_fits_is_said_with_the_flag_to_change(seconds: float, f
 
 
 def test_without_a_known_grace_there_is_nothing_to_compare_with() -> None:
-    assert warnings_of([{**SUBMITTED, "grace_seconds": None}, stopped(25.0)]) == [
-        "saving took 25.0 s, and 30 s before the time limit the run is told to: submit with --stop-lead 1m"
-    ]
+    (warning,) = warnings_of([{**SUBMITTED, "grace_seconds": None}, stopped(25.0)])
+    assert warning == (
+        "saving took 25.0 s, and the run is told to 30 s before the time limit, the last 10 s of which are for the "
+        "requeue: submit with --stop-lead 1m"
+    )
     assert warnings_of([{"time": 0.0, "event": "submitted", "job_id": "7"}, stopped(25.0)]) == []
 
 
