@@ -16,12 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from trainer_rig import Ask, Starter, write_cifar
+from safetensors.torch import load_file
+from trainer_rig import Ask, Starter, lines, write_cifar
 
 from training import export
+from training.config import TrainConfig
 from training.idx import class_names, read_idx_pair
 from training.layout import CIFAR, FASHION_MNIST_DIRECTORY, check_data
+from training.model import build_model
 
 CIFAR10 = CIFAR["cifar10"]
 # Those that scikit-image ships; together they have hundreds of pieces that do not overlap.
@@ -121,3 +125,56 @@ def test_photographs_are_told_apart_and_others_can_use_the_model(
         code, out, _ = ask(model, album / "test", "--csv")
         right = [row["class"] == Path(row["path"]).parent.name for row in csv.DictReader(io.StringIO(out))]
         assert (code, sum(right), len(right)) == (0, told["test_correct"], told["test_total"])
+
+
+# --- recipes for photographs ---
+
+
+def make_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Weights of a small network for images in color, with a head of 20 classes."""
+    config = TrainConfig(data="x", model="resnet20", seed=9)
+    weights = build_model(config, classes=20, channels=3, size=16).state_dict()
+    torch.save(weights, path)
+    return weights
+
+
+def changed(run: Path, before: dict[str, torch.Tensor]) -> set[str]:
+    """The outermost parts of the model whose weights have changed."""
+    after = load_file(run / "final" / "model.safetensors")
+    same = {name for name, value in before.items() if name in after and torch.equal(value, after[name])}
+    return {name.partition(".")[0] for name in after.keys() - same}
+
+
+def logged(run: Path) -> dict[int, float]:
+    """The learning rate at the end of each epoch."""
+    return {line["epoch"]: line["lr"] for line in lines(run / "metrics" / "train.jsonl")}
+
+
+def test_the_vgg19_recipe_trains_the_head_alone_at_its_rate(start: Starter, album: Path, tmp_path: Path) -> None:
+    start.data, before = album, make_weights(tmp_path / "w.pth")
+    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.pth'}", "--image-size=16", "--epochs=2", "--workers=0")
+    run = start.complete("--recipe=vgg19-20class", *flags, "--batch-size=100", world_size=2).run_dir
+    assert changed(run, before) == {"fc"}
+    assert logged(run) == pytest.approx({1: 2e-4 * (100 / 256) ** 0.5, 2: 2e-4 * (100 / 256) ** 0.5})
+    thawed = start.complete("--recipe=vgg19-20class", *flags, "--no-freeze", run="thawed").run_dir
+    assert changed(thawed, before) == {"features", "fc"}
+
+
+def test_the_finetune_recipe_trains_everything_and_lowers_the_rate_on_a_plateau(
+    start: Starter, album: Path, tmp_path: Path
+) -> None:
+    start.data, before = album, make_weights(tmp_path / "w.pth")
+    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.pth'}", "--image-size=16", "--epochs=8", "--workers=0")
+    flags = (*flags, "--plateau-patience=0", "--lr=0.003", "--batch-size=18")
+    training = start.complete("--recipe=finetune", *flags, world_size=2)
+    assert "but a new fc.0, fc.2" in training.output()
+    assert changed(training.run_dir, before) == {"features", "fc"}
+    head = load_file(training.run_dir / "final" / "model.safetensors")["fc.0.weight"]
+    assert head.shape == (512, 64)
+    losses = [line["loss"] for line in lines(training.run_dir / "metrics" / "eval.jsonl") if line["split"] == "val"]
+    expected, rate, lowest = {}, 0.003, float("inf")
+    for epoch, loss in enumerate(losses, start=1):
+        expected[epoch] = rate
+        rate, lowest = (rate, loss) if loss < lowest * (1 - 1e-4) else (rate / 10, lowest)
+    assert logged(training.run_dir) == pytest.approx(expected)
+    assert expected[8] < 0.003, "the case needs a plateau"
