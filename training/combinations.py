@@ -54,4 +54,5 @@ def check_validation(config: "TrainConfig", *, validates: bool) -> None:
     """
     listener = next((told.format(config=config) for listens, told in _LISTENERS if listens(config)), None)
     if listener and not validates:
-        raise UserError(f"{listener} follows the validation, and there is none: use --val-fraction 0.1, or add val/")
+        fix = "leave out --synthetic" if config.synthetic else "use --val-fraction 0.1, or add val/"
+        raise UserError(f"{listener} follows the validation, and there is none: {fix}")

@@ -64,9 +64,12 @@ def test_a_submission_without_validation_is_refused_for_it(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     where = ["--cluster=local", "--dry-run", f"--runs-dir={tmp_path}"]
-    for data in ([f"--data={idx_data}", "--val-fraction=0"], ["--synthetic"]):
-        assert submit([*where, *data, *flags]) == 2
-        assert "follows the validation, and there is none: use --val-fraction" in capsys.readouterr().err
+    without = f"{flags[0].replace('=', ' ')} follows the validation, and there is none: "
+    refused = {"--val-fraction=0": f"{without}use --val-fraction 0.1, or add val/"}
+    refused["--synthetic"] = f"{without}leave out --synthetic"
+    for flag, message in refused.items():
+        assert submit([*where, f"--data={idx_data}", flag, *flags]) == 2
+        assert capsys.readouterr().err == f"hpc submit: {message}\n"
     assert submit([*where, f"--data={idx_data}", *flags]) == 0
 
 
