@@ -1,8 +1,8 @@
 """Augmentation as a function of (seed, epoch, index of the image): the same whoever computes it, and whenever.
 
-Runs on every rank and in its loader workers. Random numbers are counted in two ways. Shifting, mirroring and the
-random crops of photographs take them from the epoch's stream, at places that belong to the image, without torchvision.
-Everything else is torchvision's, which draws from torch's own generator: that one begins anew for every
+Runs on every rank and in its loader workers. Random numbers are counted in two ways. Crops, mirroring and erasing
+take them from the epoch's streams, at places that belong to the image: on the CPU, wherever the images are, without
+torchvision. The policies are torchvision's, which draws from torch's own generator: that one begins anew for every
 image, at the number of its stream, and is put back afterwards.
 """
 
@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpc.errors import UserError
-from training.box import center_box, random_box
+from training.box import Box, center_box, random_box
 from training.config import TrainConfig
 from training.counted import Purpose, below, number, stream
-from training.crop import cut
+from training.crop import cut, cut_all
+from training.erase import Erasing
 from training.layout import Kind
+from training.transfer import sent
 
 # The random numbers that one image may take from the stream of an epoch.
 _DRAWS = 32
@@ -66,19 +68,24 @@ class Augmentation:
     flip: bool = False
     """Mirror half of the images."""
     transform: Callable[[Any], Tensor] | None = None
-    """What torchvision does to one image; None: nothing."""
+    """What torchvision does to one image, on the CPU; None: nothing."""
+    erasing: Erasing | None = None
+
+    @property
+    def does_more(self) -> bool:
+        """Whether it does anything but mirror."""
+        return bool(self.padding or self.transform or self.erasing)
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-        """The images (uint8 [n, C, H, W]) with these indices (int64 [n]) as they look in an epoch."""
+        """The images (uint8 [n, C, H, W], on any device) with these indices (int64 [n]) as they look in an epoch."""
         key = stream(self.seed, Purpose.AUGMENTATION, epoch)
         if self.padding:
             images = _shift(images, self.padding, key, indices)
         if self.flip:
-            mirrored = below(key, indices * _DRAWS + _FLIP, 2).bool()
-            images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+            images = _mirror(images, below(key, indices * _DRAWS + _FLIP, 2).bool())
         if self.transform is not None and len(images):
             images = torch.stack([self.one(epoch, *each) for each in zip(indices.tolist(), images, strict=True)])
-        return images
+        return self.erasing.batch(epoch, indices, images) if self.erasing else images
 
     def one(self, epoch: int, index: int, image: Any) -> Tensor:
         """What torchvision makes of an image (Pillow's, or uint8 [C, H, W]) in an epoch."""
@@ -106,8 +113,8 @@ def _drawing(key: int) -> Iterator[None]:
 class PhotoAugmentation:
     """What is done to photographs of any size: a part of each becomes a square, then the same as in memory."""
 
-    size: int
-    """Side of the squares."""
+    size: int | tuple[int, int]
+    """Side of the squares, or height and width."""
     resized: bool
     """Random resized crops; else the square in the middle."""
     flip: bool
@@ -117,21 +124,35 @@ class PhotoAugmentation:
 
     def one(self, epoch: int, index: int, image: Tensor) -> Tensor:
         """What becomes of an image (uint8 [h, w, 3]) in an epoch: uint8 [3, size, size]."""
-        key = stream(self.rest.seed, Purpose.AUGMENTATION, epoch)
-        places = (number(key, index * _DRAWS + place) for place in range(_BOX, _DRAWS))
-        height, width = image.shape[:2]
-        box = random_box(places, height, width, _AREA) if self.resized else center_box(height, width)
-        square = cut(image, box, self.size)
-        if self.flip and number(key, index * _DRAWS + _FLIP) < 1 / 2:
+        square = cut(image, self._box(epoch, index, *image.shape[:2]), self.size)
+        if self.flip and number(self._key(epoch), index * _DRAWS + _FLIP) < 1 / 2:
             square = square.flip(2)
-        if self.rest.padding or self.rest.transform:
-            square = self.rest.batch(epoch, torch.tensor([index]), square[None])[0]
-        return square
+        # A loader worker has one image at a time: what is not asked for must not cost it anything.
+        return self.rest.batch(epoch, torch.tensor([index]), square[None])[0] if self.rest.does_more else square
+
+    def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
+        """The same of many (uint8 [n, C, h, w], on any device), whose indices (int64 [n]) are on the CPU."""
+        boxes = [self._box(epoch, index, *images.shape[2:]) for index in indices.tolist()]
+        squares = cut_all(images, torch.tensor(boxes, dtype=torch.int64).reshape(-1, 4), self.size)
+        if self.flip:
+            squares = _mirror(squares, below(self._key(epoch), indices * _DRAWS + _FLIP, 2) == 0)
+        return self.rest.batch(epoch, indices, squares)
+
+    def _key(self, epoch: int) -> int:
+        return stream(self.rest.seed, Purpose.AUGMENTATION, epoch)
+
+    def _box(self, epoch: int, index: int, height: int, width: int) -> Box:
+        """The part that is looked at."""
+        if not self.resized:
+            return center_box(height, width)
+        key = self._key(epoch)
+        places = (number(key, index * _DRAWS + place) for place in range(_BOX, _DRAWS))
+        return random_box(places, height, width, _AREA)
 
 
 def memory_augmentation(
     config: TrainConfig, kind: Kind, shape: tuple[int, int, int], mean: tuple[float, ...]
-) -> Augmentation:
+) -> Augmentation | PhotoAugmentation:
     """For images in memory, which keep their shape [C, H, W]: a model of another size gets them scaled on its device.
 
     A mirrored image is cropped and not the other way round, which is as likely to give any result.
@@ -143,22 +164,27 @@ def memory_augmentation(
         raise UserError(f"--policy is {config.policy}, but the images have {shape[0]} channels: use --policy none")
     crop, flip = _crop_and_flip(config, kind)
     padding = max(1, round(min(shape[1:]) * _USUAL[kind].padding)) if crop == "padded" else 0
-    transform = None
-    if crop == "resized" or config.policy != "none" or config.random_erase:
-        from torchvision.transforms import v2  # noqa: PLC0415  # takes two seconds: only who needs it waits
-
-        crops = [v2.RandomResizedCrop(shape[1:], scale=_AREA)] if crop == "resized" else []
-        transform = v2.Compose([*crops, *_policy(config, kind), *_erasing(config, mean)])
-    return Augmentation(seed=config.seed, padding=padding, flip=flip, transform=transform)
+    policy = _policy(config, kind)
+    rest = Augmentation(
+        seed=config.seed,
+        padding=padding,
+        flip=flip and crop != "resized",
+        transform=_compose(policy) if policy else None,
+        erasing=_erasing(config, mean),
+    )
+    return PhotoAugmentation(size=shape[1:], resized=True, flip=flip, rest=rest) if crop == "resized" else rest
 
 
 def photo_augmentation(config: TrainConfig, size: int, mean: tuple[float, ...]) -> PhotoAugmentation:
     """For photographs of any size, which become [3, size, size]."""
     crop, flip = _crop_and_flip(config, "image-folder")
-    policy, erasing = _policy(config, "image-folder"), _erasing(config, mean)
-    steps = [*_through_pillow(policy), *erasing]
-    padding = max(1, round(size * _USUAL["image-folder"].padding)) if crop == "padded" else 0
-    rest = Augmentation(seed=config.seed, padding=padding, transform=_compose(steps) if steps else None)
+    policy = _through_pillow(_policy(config, "image-folder"))
+    rest = Augmentation(
+        seed=config.seed,
+        padding=max(1, round(size * _USUAL["image-folder"].padding)) if crop == "padded" else 0,
+        transform=_compose(policy) if policy else None,
+        erasing=_erasing(config, mean),
+    )
     return PhotoAugmentation(size=size, resized=crop == "resized", flip=flip, rest=rest)
 
 
@@ -200,23 +226,27 @@ def _policy(config: TrainConfig, kind: Kind) -> list[Any]:
     return [makers[config.policy]()]
 
 
-def _erasing(config: TrainConfig, mean: tuple[float, ...]) -> list[Any]:
-    """Random erasing (Zhong et al., 2017), filled with the mean color, which is zero for the model."""
+def _erasing(config: TrainConfig, mean: tuple[float, ...]) -> Erasing | None:
+    """Random erasing, filled with the mean color, which is zero for the model."""
     if not config.random_erase:
-        return []
-    from torchvision.transforms import v2  # noqa: PLC0415
+        return None
+    color = tuple(round(255 * channel) for channel in mean)
+    return Erasing(seed=config.seed, probability=config.random_erase, color=color)
 
-    return [v2.RandomErasing(config.random_erase, value=[round(255 * channel) for channel in mean])]
+
+def _mirror(images: Tensor, mirrored: Tensor) -> Tensor:
+    """The images, of which some (bool [n], on the CPU) are mirrored."""
+    return torch.where(sent(mirrored, images.device)[:, None, None, None], images.flip(3), images)
 
 
 def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:
     """Pad with zeros and cut a random window of the old size out of each image."""
-    count, _, height, width = images.shape
+    (count, _, height, width), device = images.shape, images.device
     padded = functional.pad(images, (padding,) * 4)
-    top = below(key, indices * _DRAWS + _ROW, 2 * padding + 1)
-    left = below(key, indices * _DRAWS + _COLUMN, 2 * padding + 1)
-    rows = top[:, None] + torch.arange(height)
-    columns = left[:, None] + torch.arange(width)
+    drawn = torch.stack([below(key, indices * _DRAWS + place, 2 * padding + 1) for place in (_ROW, _COLUMN)])
+    top, left = sent(drawn, device)
+    rows = top[:, None] + torch.arange(height, device=device)
+    columns = left[:, None] + torch.arange(width, device=device)
     # Advanced indices around a slice put the sliced dimension last.
-    window = padded[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+    window = padded[torch.arange(count, device=device)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
     return window.permute(0, 3, 1, 2)

@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     STEP = 5
     MIX = 6
     CUT = 7
+    ERASE = 8
 
 
 def _mix(value: int) -> int:

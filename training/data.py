@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from training.augment import Augmentation
+from training.augment import Augmentation, PhotoAugmentation
 from training.child import leave_to_parent
 from training.plan import Request
 
@@ -63,7 +63,7 @@ class MemoryImages:
     """int64 [n]"""
     title: str
     """What the images are together, such as `the training set`."""
-    augmentation: Augmentation | None = None
+    augmentation: Augmentation | PhotoAugmentation | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpc.errors import UserError
-from training.augment import memory_augmentation, photo_augmentation
+from training.augment import Augmentation, memory_augmentation, photo_augmentation
 from training.cifar import read_cifar, read_cifar_names
 from training.config import TrainConfig
 from training.counted import Purpose, permutation, stream
@@ -78,7 +78,7 @@ def _in_memory(
         channels=channels,
         shape=(height, width),
         in_memory=True,
-        cheap=augmentation.transform is None,
+        cheap=isinstance(augmentation, Augmentation) and augmentation.transform is None,
         fingerprint=_fingerprint(train, test),
     )
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchvision
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
@@ -19,11 +18,10 @@ from trainer_rig import load
 
 from hpc.errors import UserError
 from training.augment import memory_augmentation, photo_augmentation
-from training.box import RANDOM_NUMBERS, random_box
 from training.config import TrainConfig
-from training.counted import Purpose, number, stream
-from training.crop import cut
+from training.counted import Purpose, stream
 from training.data import Batch, Source, load_ahead
+from training.erase import Erasing
 from training.layout import Kind
 from training.plan import Request
 
@@ -120,15 +118,15 @@ def test_auto_is_what_suits_the_data(kind: str, usual: dict[str, Any], request: 
     assert torch.equal(look(load(data).train, 1), look(load(data, **usual).train, 1))
 
 
-def test_loader_workers_pay_for_what_torchvision_does(idx_data: Path, folder_data: Path) -> None:
-    assert load(idx_data, crop="padded", flip="on").cheap
-    for data, options in ((idx_data, {"random_erase": 0.1}), (idx_data, {"crop": "resized"}), (folder_data, {})):
+def test_loader_workers_pay_for_scaling_and_policies(idx_data: Path, folder_data: Path) -> None:
+    assert load(idx_data, crop="padded", flip="on", random_erase=0.5).cheap
+    for data, options in ((idx_data, {"policy": "randaugment"}), (idx_data, {"crop": "resized"}), (folder_data, {})):
         assert not load(data, **options).cheap
 
 
-def test_shifting_and_mirroring_images_in_memory_imports_no_torchvision(idx_data: Path) -> None:
-    code = "import sys; from trainer_rig import load; from pathlib import Path; load(Path(sys.argv[1]), flip='on')"
-    code += "; sys.exit('torchvision' in sys.modules)"
+def test_all_but_a_policy_is_done_to_images_in_memory_without_torchvision(idx_data: Path) -> None:
+    code = "import sys; from trainer_rig import load; from pathlib import Path; "
+    code += "load(Path(sys.argv[1]), flip='on', random_erase=0.5); sys.exit('torchvision' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code, str(idx_data)], env=environment, check=False)
     assert done.returncode == 0, "torchvision was imported, or the data could not be loaded"
@@ -191,11 +189,9 @@ def noise(count: int, channels: int = 3, size: int = 32) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "transform"),
     [
-        ({"crop": "resized"}, v2.RandomResizedCrop((32, 32), scale=(0.25, 1))),
         ({"policy": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
         ({"policy": "randaugment"}, v2.RandAugment()),
         ({"policy": "trivialaugment"}, v2.TrivialAugmentWide()),
-        ({"random_erase": 0.5}, v2.RandomErasing(0.5, value=128)),
     ],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
@@ -232,42 +228,13 @@ CROPPED = {"crop": "resized", "flip": "on"}
 def test_all_that_is_asked_of_a_photo_is_done_in_order(policy: str) -> None:
     photo = Image.fromarray(noise(1, size=64)[0].permute(1, 2, 0).numpy())
     changes = [v2.ToPILImage(), v2.RandAugment(), v2.PILToTensor()] if policy == "randaugment" else []
-    expected = v2.Compose([*changes, v2.RandomErasing(1.0, value=128)])
+    erasing = Erasing(seed=0, probability=1.0, color=(128,) * 3)
     for index in range(10):
         cropped = as_photo(index, photo, 32, **CROPPED)
         seen = as_photo(index, photo, 32, **CROPPED, policy=policy, random_erase=1.0)
-        assert torch.equal(seen, with_seed_of(index, expected, cropped))
-
-
-@pytest.mark.parametrize("shape", [(40, 50), (50, 40), (64, 64), (20, 100)])
-def test_a_random_crop_of_a_photo_is_a_box_scaled_as_torchvision_does_it(shape: tuple[int, int]) -> None:
-    image = torch.randint(0, 256, (*shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    for index in range(20):
-        box = random_box((number(5, 32 * index + place) for place in range(RANDOM_NUMBERS)), *shape, (0.25, 1))
-        planes = image.permute(2, 0, 1)
-        expected = v2.functional.resized_crop(planes, *box, [32, 32], antialias=True)
-        assert torch.equal(cut(image, box, 32), expected)
-
-
-def boxes(count: int, height: int, width: int) -> Tensor:
-    key = stream(0, Purpose.AUGMENTATION, 0)
-    numbers = ((number(key, 32 * index + place) for place in range(RANDOM_NUMBERS)) for index in range(count))
-    return torch.tensor([random_box(each, height, width, (0.25, 1)) for each in numbers])
-
-
-@pytest.mark.parametrize("shape", [(300, 400), (256, 256), (100, 500), (7, 5)])
-def test_random_crops_are_distributed_as_torchvisions(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    image, count = torch.empty(3, *shape), 4000
-    theirs = torch.tensor(
-        [torchvision.transforms.RandomResizedCrop.get_params(image, [0.25, 1], [3 / 4, 4 / 3]) for _ in range(count)]
-    )
-    ours = boxes(count, *shape)
-    assert bool((ours >= 0).all())
-    assert bool((ours[:, :2] + ours[:, 2:] <= torch.tensor(shape)).all())
-    for quantile in (0.1, 0.5, 0.9):
-        found, wanted = (torch.quantile(each.float(), quantile, dim=0) for each in (ours, theirs))
-        assert torch.allclose(found, wanted, atol=1, rtol=0.08), (found, wanted)
+        changed = with_seed_of(index, v2.Compose(changes), cropped) if changes else cropped
+        assert torch.equal(seen, erasing.batch(0, torch.tensor([index]), changed[None])[0])
+        assert not torch.equal(seen, changed)
 
 
 def test_as_many_images_are_erased_as_was_asked_for_in_part_with_the_mean_color() -> None:
@@ -278,6 +245,15 @@ def test_as_many_images_are_erased_as_was_asked_for_in_part_with_the_mean_color(
     assert 70 < int((share > 0).sum()) < 130
     assert float(share[share > 0].min()) > 0.01
     assert float(share.max()) < 0.35
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_random_crop_of_images_in_memory_is_that_of_photos_of_their_shape(channels: int) -> None:
+    images = noise(20, channels)
+    config = TrainConfig(data="data", **CROPPED)
+    photos = photo_augmentation(config, 32, (0.5,) * 3)
+    expected = [photos.one(0, index, image.permute(1, 2, 0)) for index, image in enumerate(images)]
+    assert torch.equal(in_memory(images, **CROPPED), torch.stack(expected))
 
 
 @pytest.mark.parametrize("channels", [2, 4])
