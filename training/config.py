@@ -135,6 +135,9 @@ class TrainConfig:
     """Part of the training set that is held out for validation, if the data have no val/ of their own."""
     max_corrupt: int = 10
     """Unreadable images that are replaced by others; with more the run ends."""
+    data_on_device: Literal["auto", "on", "off"] = "auto"
+    """Hold all images, as bytes, in each rank's GPU, and augment them there: packed data, IDX and CIFAR files, without
+    a --policy. `auto`: if they take less than a tenth of its free memory."""
     workers: int | None = None
     """Loader processes per rank; by default the cores that the rank has, or none where images cost nothing to make."""
     log_every: int = 20
@@ -173,6 +176,10 @@ _CONFLICTS: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = (
         "--head-hidden does not go with SqueezeNets, which end with a convolution: use 0, or another --model",
     ),
     (lambda c: c.freeze and c.weights is None, "--freeze keeps all but the head as it begins: give --weights too"),
+    (
+        lambda c: c.data_on_device == "on" and c.policy != "none",
+        "--data-on-device on does not go with a --policy, which works on the CPU: use --policy none, or leave it out",
+    ),
     (
         lambda c: c.compile and c.sync_bn,
         "--compile does not go with --sync-bn, in the middle of whose layers the ranks talk: leave out either",

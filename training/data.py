@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader
 from training.augment import Augmentation, PhotoAugmentation
 from training.child import leave_to_parent
 from training.plan import Request
+from training.transfer import copied_ahead, sent
 
 
 class Batch(NamedTuple):
     """What a request is answered with. A tuple, because that is what a loader can pin."""
 
     images: Tensor
-    """uint8 [n, C, H, W]"""
+    """uint8 [n, C, H, W], where the source has them."""
     labels: Tensor
     """int64 [n]: of the images that are shown."""
     indices: Tensor
@@ -55,12 +56,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryImages:
-    """Images in memory."""
+    """Images in memory, of the host or of a device: there are its batches made."""
 
     images: Tensor
     """uint8 [n, C, H, W]"""
     labels: Tensor
-    """int64 [n]"""
+    """int64 [n], on the CPU."""
     title: str
     """What the images are together, such as `the training set`."""
     augmentation: Augmentation | PhotoAugmentation | None = None
@@ -71,7 +72,7 @@ class MemoryImages:
     def __getitem__(self, request: Request) -> Batch:
         """The images of a request."""
         indices = torch.tensor(request.indices, dtype=torch.int64)
-        images = self.images[indices]
+        images = self.images[sent(indices, self.images.device)]
         if request.epoch is not None and self.augmentation is not None:
             images = self.augmentation.batch(request.epoch, indices, images)
         return Batch(images, self.labels[indices], indices, torch.empty(0, dtype=torch.int64))
@@ -99,6 +100,8 @@ class Data:
     """Whether a batch for training is made so fast that loader workers would not pay."""
     fingerprint: str
     """Changes when images or labels are added, removed or reordered; not with the directory that they lie in."""
+    on_device: bool = False
+    """Whether all images lie on the rank's device, where batches are made."""
 
     @property
     def size(self) -> int:
@@ -151,3 +154,16 @@ def load_ahead(
     if workers:
         # What the iterator's destructor calls, whenever that may be.
         batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way
+
+
+@contextmanager
+def batches_on(
+    device: torch.device, source: Source, requests: Iterable[Request], workers: int
+) -> Iterator[Iterator[Batch]]:
+    """The same, whose images and labels are on a rank's device before the step asks for them; on a CPU they are there.
+
+    What workers make is pinned by a thread of the loader; without workers it is pinned when it is copied.
+    """
+    on_gpu = device.type == "cuda"
+    with load_ahead(source, requests, workers, pin_memory=on_gpu and workers > 0) as batches:
+        yield copied_ahead(batches, device) if on_gpu else batches

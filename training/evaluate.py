@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training.config import TrainConfig
-from training.data import Batch, Source, load_ahead
+from training.data import Batch, Source, batches_on
 from training.distributed import Ranks
 from training.model import Preprocess
 from training.optim import autocast
@@ -89,7 +89,7 @@ class Evaluator:
         among_best = torch.zeros((), dtype=torch.int64, device=device)
         corrupt: set[int] = set()
         requests = evaluation_requests(len(source), _BATCH, rank, world_size)
-        with load_ahead(source, requests, self.workers, pin_memory=device.type == "cuda") as batches:
+        with batches_on(device, source, requests, self.workers) as batches:
             for turn, batch in enumerate(batches):
                 before_batch()
                 if len(batch.labels):

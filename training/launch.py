@@ -11,6 +11,7 @@ from training.config import DataLayout, check_data, check_validation, check_worl
 from training.data import Data
 from training.datasets import load_data
 from training.distributed import Ranks, SharedError, connect, disconnect
+from training.hold import hold
 from training.job import Job
 from training.listing import find_listing
 from training.model import FORMATS, Preprocess, build_model, input_channels, input_size
@@ -87,6 +88,7 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
+        data = hold(config, data, ranks.device, lambda: job.heartbeat.beat("start"))
     job.heartbeat.beat("start")
     if config.sync_bn:
         model = synchronise(model, ranks.device)
@@ -123,7 +125,12 @@ def _check_same(data: Data, ranks: Ranks) -> None:
 
 
 def _workers(wanted: int | None, data: Data, place: Place) -> int:
-    """Loader workers of a rank: its share of the node's cores, unless there is next to nothing to do."""
+    """Loader workers of a rank: its share of the node's cores, unless there is next to nothing to do.
+
+    What lies on a device is out of a worker's reach, and needs none.
+    """
+    if data.on_device:
+        return 0
     if wanted is not None:
         return wanted
     if data.cheap:

@@ -5,15 +5,15 @@ Ranks do the same number of turns, however long each takes, because steps need a
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from training.data import Batch, load_ahead
+from training.data import Batch, batches_on, load_ahead
 from training.photos import Photos
 from training.plan import Request
 from training.trainer import Trainer
+from training.transfer import sent
 
 _MOST_TURNS = 500
 # Decoding is measured one image after the other, in this process.
@@ -50,16 +50,17 @@ class Meter:
         """All of them. Every rank must call this."""
         trainer, several = self.trainer, self.ranks.world_size > 1
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-        with self._batches() as batches:
+        pinned = self.ranks.device.type == "cuda" and trainer.workers > 0
+        with load_ahead(trainer.data.train, self._requests(), trainer.workers, pin_memory=pinned) as batches:
             loading = self._milliseconds(lambda: next(batches))
             batch = next(batches)
-        on_gpu = self.ranks.device.type == "cuda"
-        copy = self._milliseconds(lambda: self._on_device(batch)) if on_gpu else None
+        copied = self.ranks.device != batch.images.device
+        copy = self._milliseconds(lambda: self._on_device(batch)) if copied else None
         ready = self._on_device(batch)
         together = self._milliseconds(lambda: self._step(ready)) if several else None
         with trainer.stepper.ddp.no_sync():
             compute = self._milliseconds(lambda: self._step(ready))
-        with self._batches() as batches:
+        with batches_on(self.ranks.device, trainer.data.train, self._requests(), trainer.workers) as batches:
             whole = self._milliseconds(lambda: self._step(next(batches)))
         decode, augment = self._loading_parts(batch)
         exposed = None if together is None else max(0.0, together - compute)
@@ -73,17 +74,12 @@ class Meter:
             all_reduce=exposed,
         )
 
-    @contextmanager
-    def _batches(self) -> Iterator[Iterator[Batch]]:
-        trainer, ranks = self.trainer, self.ranks
-        requests = trainer.plan.requests(0, 0, ranks.rank, ranks.world_size)
-        pinned = ranks.device.type == "cuda"
-        with load_ahead(trainer.data.train, requests, trainer.workers, pin_memory=pinned) as batches:
-            yield batches
+    def _requests(self) -> Iterator[Request]:
+        return self.trainer.plan.requests(0, 0, self.ranks.rank, self.ranks.world_size)
 
     def _on_device(self, batch: Batch) -> Batch:
         device = self.ranks.device
-        return batch._replace(images=batch.images.to(device), labels=batch.labels.to(device))
+        return batch._replace(images=sent(batch.images, device), labels=sent(batch.labels, device))
 
     def _step(self, batch: Batch) -> None:
         self.trainer.stepper.step(batch, self.trainer.window)

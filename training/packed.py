@@ -6,6 +6,7 @@ Runs on every rank and in its loader workers.
 import os
 import socket
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from hpc.errors import UserError
 from training.pack_index import AGAIN, INDEX, PackedFile, PackedPart, PackIndex, checksum
+
+# Images that are read at once where all are wanted: 100 MB of 256 x 256 pixels.
+_PIECE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,33 @@ class PackedImages:
     def part(self, indices: Tensor) -> "PackedImages":
         """Some of the images."""
         return replace(self, places=self.places[indices])
+
+    @property
+    def side(self) -> int:
+        """Side of the squares in pixels."""
+        return self.shards[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """What all of these images take."""
+        return len(self) * 3 * self.side**2
+
+    def corrupt_among(self) -> frozenset[int]:
+        """The places among these images of those that could not be decoded."""
+        places = self.places.tolist() if self.corrupt else []
+        return frozenset(index for index, place in enumerate(places) if place in self.corrupt)
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """All of these images (uint8 [n, side, side, 3]), some at a time, each time with the place of the first one.
+
+        The places in the part must be in ascending order, as those that are held out and those that are left are.
+        """
+        for first in range(0, len(self), _PIECE):
+            places = self.places[first : first + _PIECE]
+            shards = places.div(self.shard_images, rounding_mode="floor")
+            numbers = range(int(shards[0]), int(shards[-1]) + 1)
+            found = [self.shards[number][places[shards == number] % self.shard_images] for number in numbers]
+            yield first, torch.cat(found)
 
 
 def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[PackedImages, Tensor]:

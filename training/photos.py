@@ -66,7 +66,7 @@ class Photos:
         images = empty_squares(len(request.indices), self.size)
         shown, corrupt = [], set[int]()
         for place, index in enumerate(request.indices):
-            readable, image = self._next_readable(index, corrupt)
+            readable, image = self.next_readable(index, corrupt)
             images[place] = self._look(readable, image, request.epoch)
             shown.append(readable)
         indices, shown_indices, corrupt_indices = (
@@ -78,7 +78,7 @@ class Photos:
         """The image's path."""
         return self.album.name(index)
 
-    def _next_readable(self, index: int, corrupt: set[int]) -> tuple[int, Tensor]:
+    def next_readable(self, index: int, corrupt: set[int]) -> tuple[int, Tensor]:
         """The first image from `index` on that is whole; those before it are added to `corrupt`."""
         most = min(len(self), _MOST_IN_A_ROW)
         for candidate in (place % len(self) for place in range(index, index + most)):

@@ -45,7 +45,10 @@ ADVICE = {
         "more cores for more --workers, a smaller --image-size, or a cheaper --policy",
     ),
     "loading": ("making batches", "more cores for more --workers"),
-    "copy": ("copying to the GPU", "--workers 1 or more: their batches are in pinned memory before the step asks"),
+    "copy": (
+        "copying to the GPU",
+        "--data-on-device on, if packed images fit into its memory; or a smaller --image-size",
+    ),
     "compute": (
         "the model",
         "it does not wait for data: --amp bf16 on a GPU, --compile, a smaller --image-size or --model, or more GPUs",

@@ -55,7 +55,7 @@ def _sample(source: Source, test: Evaluation, classes: Sequence[str], kind: str,
         "true": classes[int(source.labels[place])],
         "predicted": classes[int(test.predicted[place])],
         "probability": round(float(test.probability[place]), 4),
-        "png": base64.b64encode(_png(batch.images[0])).decode(),
+        "png": base64.b64encode(_png(batch.images[0].cpu())).decode(),
     }
 
 

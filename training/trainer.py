@@ -16,7 +16,7 @@ from training.capture import Capturer
 from training.config import together, without_effect
 from training.console import Console
 from training.corrupt import CorruptImages
-from training.data import Batch, Data, load_ahead
+from training.data import Batch, Data, batches_on
 from training.distributed import Ranks
 from training.ema import Ema
 from training.evaluate import Evaluator
@@ -158,7 +158,7 @@ class Trainer:
             return over
         requests = self.plan.requests(progress.epoch, progress.samples_seen, ranks.rank, ranks.world_size)
         first = progress.step + 1
-        with load_ahead(self.data.train, requests, self.workers, pin_memory=ranks.device.type == "cuda") as batches:
+        with batches_on(ranks.device, self.data.train, requests, self.workers) as batches:
             for batch in self.pace.batches(batches, progress):
                 if over := self.agree_and_save():
                     self.save()
