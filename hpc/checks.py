@@ -196,8 +196,21 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
         return None
     if kind not in {None, "image-folder"}:
         raise UserError(f"--pack is on, but {data} is no image folder: leave it out, these data need no packing")
-    seen = train.image_size or _USUAL_SIZE
+    seen = max(train.image_size or _USUAL_SIZE, train.eval_size or 0)
     return size or -(-seen * 8 // 7 // 8) * 8
+
+
+def check_held(train: TrainConfig, *, packed: bool) -> None:
+    """Refuse to hold the images of a folder on the device, unless the nodes pack them.
+
+    Raises:
+        UserError: that is asked for.
+    """
+    data = Path(train.data)
+    if train.data_on_device != "on" or packed or train.synthetic or is_archive(data):
+        return
+    if check_data(data).kind == "image-folder":
+        raise UserError(f"--data-on-device is on, but {data} holds files to decode: use --pack on, or leave it out")
 
 
 def training_data(train: TrainConfig) -> Path | None:

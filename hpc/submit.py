@@ -159,6 +159,7 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     pack = None
     if isinstance(options, SubmitTraining) and train is not None:
         pack = checks.pack_size(options.pack, options.pack_size, train)
+        checks.check_held(train, packed=pack is not None)
     cluster = choose_cluster(options.cluster)
     if cluster == "slurm":
         resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)

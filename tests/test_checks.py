@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 
-from hpc.checks import check_recovery, local_resources, resolve_resources
+from hpc.checks import check_held, check_recovery, local_resources, pack_size, resolve_resources
 from hpc.errors import UserError
 from hpc.slurm import Partition, parse_partitions
 from hpc.spec import Cluster, Recovery, Resources, RunSpec
+from training.config import TrainConfig
 
 # As sinfo prints it: two kinds of node in one partition, one without GPUs, one that is down.
 SINFO = """\
@@ -89,3 +92,27 @@ def test_recovery_that_the_cluster_cannot_give() -> None:
     with pytest.raises(UserError, match="--stop-lead is 10m, but the time limit is 00:10:00"):
         check_recovery(spec(Recovery(stop_lead="10m")))
     check_recovery(spec(Recovery(spares=1, stop_lead="9m")))
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    (tmp_path / "red").mkdir()
+    (tmp_path / "red" / "1.jpg").touch()
+    return tmp_path
+
+
+def test_files_to_decode_are_not_held_on_the_device_unless_they_are_packed(photos: Path) -> None:
+    train = TrainConfig(data=str(photos), data_on_device="on")
+    check_held(train, packed=True)
+    with pytest.raises(
+        UserError, match=r"--data-on-device is on, but .* holds files to decode: use --pack on, or leave"
+    ):
+        check_held(train, packed=False)
+    check_held(TrainConfig(data=str(photos)), packed=False)
+    check_held(TrainConfig(synthetic=True, data_on_device="on"), packed=False)
+
+
+def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos: Path) -> None:
+    sizes = ({"image_size": 176}, {"image_size": 176, "eval_size": 224}, {"image_size": 224, "eval_size": 176})
+    packed = [pack_size("on", None, TrainConfig(data=str(photos), **each)) for each in sizes]
+    assert packed == [208, 256, 256]

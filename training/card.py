@@ -71,14 +71,15 @@ class Card:
 
 
 def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from: Mapping[str, Any]) -> Card:
-    """The card of a model of this training."""
+    """The card of a model of this training; `preprocess` is that of its evaluations."""
+    shape = data.shape if data.in_memory else (preprocess.size, preprocess.size)
     return Card(
         model=config.model,
         head_hidden=config.head_hidden,
         transform_input=config.weights is not None and config.model in {"googlenet", "inception_v3"},
         classes=data.classes,
         center=1.0 if data.in_memory else CENTER,
-        pixels=(data.channels, *data.shape),
+        pixels=(data.channels, *shape),
         channels=preprocess.channels,
         size=preprocess.size,
         mean=data.mean,

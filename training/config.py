@@ -131,6 +131,8 @@ class TrainConfig:
     """The number that everything random follows from: weights, order, augmentation, the held-out part."""
     image_size: int | None = None
     """Side of the square images that the model sees; by default what suits the model and the data."""
+    eval_size: int | None = None
+    """The same in evaluations, where larger images are recognised better than in training; by default --image-size."""
     val_fraction: float = 0.05
     """Part of the training set that is held out for validation, if the data have no val/ of their own."""
     max_corrupt: int = 10
@@ -235,6 +237,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "warmup_epochs": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "seed": (lambda v: _is_whole(v, 0) and v <= _LARGEST_SEED, f"use a whole number from 0 to {_LARGEST_SEED}"),
     "image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
+    "eval_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
     "val_fraction": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
     "workers": (lambda v: v is None or _is_whole(v, 0), "use 0 or more, or leave it out"),
     "log_every": (lambda v: _is_whole(v, 1), "use 1 or more steps"),

@@ -94,7 +94,7 @@ class Data:
     std: tuple[float, ...]
     channels: int
     shape: tuple[int, int]
-    """Height and width in pixels of the images as they come."""
+    """Height and width in pixels of the images to train on, as they come."""
     in_memory: bool
     cheap: bool
     """Whether a batch for training is made so fast that loader workers would not pay."""
@@ -105,7 +105,7 @@ class Data:
 
     @property
     def size(self) -> int:
-        """Side in pixels (height, if they differ) of the images as they come."""
+        """Side in pixels (height, if they differ) of the images to train on, as they come."""
         return self.shape[0]
 
 

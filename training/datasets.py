@@ -37,7 +37,7 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, listing
     Args:
         config: says how much to hold out, and how to augment.
         layout: where the data are.
-        folder_size: side in pixels that photographs are scaled to.
+        folder_size: side in pixels that photographs are scaled to; in evaluations to --eval-size, if that is given.
         listing: the images of a folder, as rank 0's `find_listing` gave them; empty: they are listed here.
 
     Raises:
@@ -108,6 +108,7 @@ def _photos(
     if val is None:
         held, kept = _hold_out(config, len(train))
         val, train = train.part(held) if len(held) else None, train.part(kept)
+    val, test = (part and replace(part, size=config.eval_size or part.size) for part in (val, test))
     return Data(
         train=replace(train, augmentation=photo_augmentation(config, train.size, _PHOTO_MEAN)),
         val=val,

@@ -65,6 +65,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"--image-size is {size}, which {config.model} cannot take ({reason}): use another") from error
+    _try_in_evaluation(config, model, channels, size)
     if config.head_hidden:
         deepen(model, config.head_hidden)
     if config.freeze:
@@ -91,6 +92,19 @@ def _construct(name: str, classes: int, channels: int, size: int) -> nn.Module:
 def _try(model: nn.Module, channels: int, size: int) -> None:
     """See whether an image is large enough for all the layers."""
     model.eval()(torch.zeros(1, channels, size, size))
+
+
+def _try_in_evaluation(config: TrainConfig, model: nn.Module, channels: int, size: int) -> None:
+    """See whether the model takes images of another size than it was made for."""
+    if config.eval_size in {None, size}:
+        return
+    try:
+        _try(model, channels, config.eval_size or size)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"--eval-size is {config.eval_size}, and {config.model} for {size} pixels does not take that "
+            f"({str(error).partition(chr(10))[0]}): leave it out"
+        ) from error
 
 
 def small_cnn(classes: int, channels: int, size: int) -> nn.Sequential:

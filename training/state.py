@@ -67,6 +67,7 @@ _IDENTIFYING = (
     "optimizer",
     "ema",
     "image_size",
+    "eval_size",
     "val_fraction",
     "freeze",
     "head_hidden",

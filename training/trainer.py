@@ -5,6 +5,7 @@ short is done again, and costs nothing else.
 """
 
 import time
+from dataclasses import replace
 
 from torch import nn
 
@@ -74,7 +75,7 @@ class Trainer:
         evaluator = Evaluator(
             config=config,
             model=self.state.evaluated_model,
-            preprocess=preprocess,
+            preprocess=replace(preprocess, size=config.eval_size or preprocess.size),
             ranks=ranks,
             classes=len(data.classes),
             workers=workers,

@@ -48,6 +48,8 @@ from training.config import (
         ("amp", "fp8", "--amp is 'fp8': use one of none, bf16, fp16"),
         ("seed", -1, "--seed is -1: use a whole number from 0 to 9223372036854775807"),
         ("image_size", 4, "--image-size is 4: use 8 or more pixels, or leave it out"),
+        ("eval_size", 0, "--eval-size is 0: use 8 or more pixels, or leave it out"),
+        ("data_on_device", "gpu", "--data-on-device is 'gpu': use one of auto, on, off"),
         ("val_fraction", 1.0, "--val-fraction is 1.0: use 0 or more and less than 1"),
         ("workers", -1, "--workers is -1: use 0 or more, or leave it out"),
         ("log_every", 0, "--log-every is 0: use 1 or more steps"),
