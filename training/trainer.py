@@ -78,7 +78,8 @@ class Trainer:
             preprocess=replace(preprocess, size=config.eval_size or preprocess.size),
             ranks=ranks,
             classes=len(data.classes),
-            workers=workers,
+            # Images in memory are not augmented in an evaluation: to start workers takes longer than to take them.
+            workers=0 if data.in_memory else workers,
         )
         self.examiner = Examiner(
             job=job, evaluator=evaluator, data=data, state=self.state, recorder=self.recorder, window=self.window
