@@ -8,7 +8,7 @@ image, at the number of its stream, and is put back afterwards.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -73,8 +73,8 @@ class Augmentation:
 
     @property
     def does_more(self) -> bool:
-        """Whether it does anything but mirror."""
-        return bool(self.padding or self.transform or self.erasing)
+        """Whether it does anything but mirror and erase."""
+        return bool(self.padding or self.transform)
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
         """The images (uint8 [n, C, H, W], on any device) with these indices (int64 [n]) as they look in an epoch."""
@@ -120,10 +120,11 @@ class PhotoAugmentation:
     flip: bool
     """Mirror half of the images."""
     rest: Augmentation
-    """What is done to the squares."""
+    """What is done to the squares, without erasing."""
+    erasing: Erasing | None = None
 
     def one(self, epoch: int, index: int, image: Tensor) -> Tensor:
-        """What becomes of an image (uint8 [h, w, 3]) in an epoch: uint8 [3, size, size]."""
+        """What becomes of an image (uint8 [h, w, 3]) in an epoch, but for erasing: uint8 [3, size, size]."""
         square = cut(image, self._box(epoch, index, *image.shape[:2]), self.size)
         if self.flip and number(self._key(epoch), index * _DRAWS + _FLIP) < 1 / 2:
             square = square.flip(2)
@@ -131,12 +132,16 @@ class PhotoAugmentation:
         return self.rest.batch(epoch, torch.tensor([index]), square[None])[0] if self.rest.does_more else square
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-        """The same of many (uint8 [n, C, h, w], on any device), whose indices (int64 [n]) are on the CPU."""
+        """What becomes of many (uint8 [n, C, h, w], on any device), whose indices (int64 [n]) are on the CPU."""
         boxes = [self._box(epoch, index, *images.shape[2:]) for index in indices.tolist()]
         squares = cut_all(images, torch.tensor(boxes, dtype=torch.int64).reshape(-1, 4), self.size)
         if self.flip:
             squares = _mirror(squares, below(self._key(epoch), indices * _DRAWS + _FLIP, 2) == 0)
-        return self.rest.batch(epoch, indices, squares)
+        return self.erase(epoch, indices, self.rest.batch(epoch, indices, squares))
+
+    def erase(self, epoch: int, indices: Tensor, squares: Tensor) -> Tensor:
+        """What comes last: of many at once, for the random numbers of one cost as much time."""
+        return self.erasing.batch(epoch, indices, squares) if self.erasing else squares
 
     def _key(self, epoch: int) -> int:
         return stream(self.rest.seed, Purpose.AUGMENTATION, epoch)
@@ -164,28 +169,24 @@ def memory_augmentation(
         raise UserError(f"--policy is {config.policy}, but the images have {shape[0]} channels: use --policy none")
     crop, flip = _crop_and_flip(config, kind)
     padding = max(1, round(min(shape[1:]) * _USUAL[kind].padding)) if crop == "padded" else 0
-    policy = _policy(config, kind)
+    policy, erasing = _policy(config, kind), _erasing(config, mean)
     rest = Augmentation(
-        seed=config.seed,
-        padding=padding,
-        flip=flip and crop != "resized",
-        transform=_compose(policy) if policy else None,
-        erasing=_erasing(config, mean),
+        seed=config.seed, padding=padding, flip=flip, transform=_compose(policy) if policy else None, erasing=erasing
     )
-    return PhotoAugmentation(size=shape[1:], resized=True, flip=flip, rest=rest) if crop == "resized" else rest
+    if crop != "resized":
+        return rest
+    rest = replace(rest, flip=False, erasing=None)
+    return PhotoAugmentation(size=shape[1:], resized=True, flip=flip, rest=rest, erasing=erasing)
 
 
 def photo_augmentation(config: TrainConfig, size: int, mean: tuple[float, ...]) -> PhotoAugmentation:
     """For photographs of any size, which become [3, size, size]."""
     crop, flip = _crop_and_flip(config, "image-folder")
     policy = _through_pillow(_policy(config, "image-folder"))
-    rest = Augmentation(
-        seed=config.seed,
-        padding=max(1, round(size * _USUAL["image-folder"].padding)) if crop == "padded" else 0,
-        transform=_compose(policy) if policy else None,
-        erasing=_erasing(config, mean),
-    )
-    return PhotoAugmentation(size=size, resized=crop == "resized", flip=flip, rest=rest)
+    padding = max(1, round(size * _USUAL["image-folder"].padding)) if crop == "padded" else 0
+    rest = Augmentation(seed=config.seed, padding=padding, transform=_compose(policy) if policy else None)
+    erasing = _erasing(config, mean)
+    return PhotoAugmentation(size=size, resized=crop == "resized", flip=flip, rest=rest, erasing=erasing)
 
 
 def _through_pillow(policy: list[Any]) -> list[Any]:

@@ -39,12 +39,10 @@ class Erasing:
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
         """The images (uint8 [n, C, H, W], on any device) with these indices (int64 [n], on the CPU) in an epoch."""
-        height, width = images.shape[2:]
-        boxes = sent(self.boxes(epoch, indices, height, width), images.device)
-        top, left, high, wide = boxes.unbind(1)
-        inside = _within(top, high, height)[:, None, :, None] & _within(left, wide, width)[:, None, None, :]
-        color = sent(torch.tensor(self.color, dtype=torch.uint8), images.device)
-        return torch.where(inside, color[:, None, None], images)
+        boxes, color = self.boxes(epoch, indices, *images.shape[2:]), torch.tensor(self.color, dtype=torch.uint8)
+        if images.device.type == "cpu":
+            return fill_each(images, boxes, color)
+        return fill_all(images, sent(boxes, images.device), sent(color, images.device))
 
     def boxes(self, epoch: int, indices: Tensor, height: int, width: int) -> Tensor:
         """Top, left, height and width (int64 [n, 4]) of what images of this size lose; of no height: nothing."""
@@ -60,6 +58,23 @@ class Erasing:
         high, wide = highs.gather(1, first)[:, 0] * erased, wides.gather(1, first)[:, 0]
         top, left = (drawn[:, 1] * (height - high + 1)).long(), (drawn[:, 2] * (width - wide + 1)).long()
         return torch.stack([top, left, high, wide], dim=1)
+
+
+def fill_each(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
+    """Images (uint8 [n, C, H, W]) with their boxes (int64 [n, 4]) filled: a CPU is fastest if it looks at no others."""
+    filled = images.clone()
+    for place in boxes[:, 2].nonzero()[:, 0].tolist():
+        top, left, high, wide = boxes[place].tolist()
+        filled[place, :, top : top + high, left : left + wide] = color[:, None, None]
+    return filled
+
+
+def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
+    """The same in a few operations, and without any that a GPU is to be waited for."""
+    height, width = images.shape[2:]
+    top, left, high, wide = boxes.unbind(1)
+    inside = _within(top, high, height)[:, None, :, None] & _within(left, wide, width)[:, None, None, :]
+    return torch.where(inside, color[:, None, None], images)
 
 
 def _within(first: Tensor, length: Tensor, size: int) -> Tensor:

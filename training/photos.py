@@ -72,6 +72,8 @@ class Photos:
         indices, shown_indices, corrupt_indices = (
             torch.tensor(values, dtype=torch.int64) for values in (request.indices, shown, sorted(corrupt))
         )
+        if request.epoch is not None and self.augmentation is not None:
+            images = self.augmentation.erase(request.epoch, shown_indices, images)
         return Batch(images, self.labels[shown_indices], indices, corrupt_indices)
 
     def name(self, index: int) -> str:

@@ -143,7 +143,9 @@ def in_memory(images: Tensor, kind: Kind = "cifar10", **options: Any) -> Tensor:
 def as_photo(index: int, image: Image.Image, size: int, **options: Any) -> Tensor:
     """What becomes of a photo with this index in epoch 0."""
     config = TrainConfig(data="data", **NOTHING | options)
-    return photo_augmentation(config, size, (0.5, 0.5, 0.5)).one(0, index, torch.from_numpy(np.array(image)))
+    augmentation = photo_augmentation(config, size, (0.5, 0.5, 0.5))
+    square = augmentation.one(0, index, torch.from_numpy(np.array(image)))
+    return augmentation.erase(0, torch.tensor([index]), square[None])[0]
 
 
 @pytest.mark.parametrize(("kind", "size", "most"), [("idx", 28, 1), ("cifar10", 32, 4), ("cifar100", 32, 4)])

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 from training.box import RANDOM_NUMBERS, random_box
 from training.counted import Purpose, number, stream
 from training.crop import cut, cut_all, scale
-from training.erase import Erasing
+from training.erase import Erasing, fill_all, fill_each
 
 
 @pytest.mark.parametrize("shape", [(40, 50), (50, 40), (64, 64), (20, 100)])
@@ -60,6 +60,17 @@ def test_erased_rectangles_are_distributed_as_torchvisions(height: int, width: i
     for quantile in (0.1, 0.5, 0.9):
         found, expected = (torch.quantile(each.float(), quantile, dim=0) for each in (ours, wanted))
         assert torch.allclose(found, expected, atol=1, rtol=0.08), (found, expected)
+
+
+def test_a_gpu_fills_the_rectangles_that_the_cpu_does() -> None:
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (200, 3, 20, 30), dtype=torch.uint8)
+    erasing = Erasing(seed=0, probability=0.6, color=(1, 2, 3))
+    boxes, color = erasing.boxes(0, torch.arange(200), 20, 30), torch.tensor(erasing.color, dtype=torch.uint8)
+    filled = fill_all(images, boxes, color)
+    assert torch.equal(filled, fill_each(images, boxes, color))
+    assert torch.equal(filled, erasing.batch(0, torch.arange(200), images))
+    assert 80 < int((filled != images).any(3).any(2).any(1).sum()) < 160
 
 
 SHAPES = [(3, 256, 256, 224), (1, 28, 28, 28), (2, 20, 31, (20, 31)), (3, 40, 33, 16), (3, 256, 256, 24), (3, 8, 9, 64)]
