@@ -64,7 +64,7 @@ class HeldPhotos:
         if epoch is not None and augmentation is not None:
             return augmentation.batch(epoch, places, squares)
         side = self.squares.shape[2]
-        middle = torch.tensor(center_box(side, side, CENTER)).expand(len(squares), 4)
+        middle = torch.tensor(center_box(side, side, CENTER)).repeat(len(squares), 1)
         return cut_all(squares, middle, self.photos.size)
 
 
