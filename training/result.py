@@ -20,9 +20,10 @@ _OF_TEST = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 def greeting(config: TrainConfig, data: Data, plan: Plan, ranks: Ranks, model: nn.Module) -> str:
     """What is about to be trained."""
     weights = sum(parameter.numel() for parameter in model.parameters())
+    held = ", which holds all images" if data.on_device else ""
     return (
         f"{config.model} ({weights:,} weights) on {len(data.train):,} images of {len(data.classes)} classes, "
-        f"{plan.total_steps} steps of {plan.batch_size} images, {ranks.world_size} ranks on {ranks.device.type}"
+        f"{plan.total_steps} steps of {plan.batch_size} images, {ranks.world_size} ranks on {ranks.device.type}{held}"
     )
 
 

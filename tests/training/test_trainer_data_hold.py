@@ -159,6 +159,7 @@ def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter
     one = start.complete(*flags, "--data-on-device=on", "--workers=3", run="on", world_size=2)
     other = start.complete(*flags, "--workers=1", run="off", world_size=2)
     assert all(torch.equal(value, weights(other.run_dir)[name]) for name, value in weights(one.run_dir).items())
+    assert ["holds all images" in each.output() for each in (one, other)] == [True, False]
     evaluations = [lines(each.run_dir / "metrics" / "eval.jsonl") for each in (one, other)]
     for seen, expected in zip(*evaluations, strict=True):
         assert [seen[key] for key in ("loss", "correct", "corrupt")] == [

@@ -80,4 +80,5 @@ def test_a_model_that_takes_one_size_alone_says_so(model: str, size: int, other:
 
 def test_the_same_size_is_no_other() -> None:
     config = TrainConfig(data=".", image_size=28, eval_size=28)
-    build_model(config, classes=3, channels=3, size=28)
+    model = build_model(config, classes=3, channels=3, size=28)
+    assert model(torch.zeros(1, 3, 28, 28)).shape == (1, 3)
