@@ -34,7 +34,7 @@ def publish(path: Path, fill: Callable[[Path], None], mode: int | None = None) -
         for file in temporary.iterdir():
             if mode is not None:
                 file.chmod(mode & 0o666)
-            _flush(file)
+            flush(file)
         fsync_directory(temporary)
         _put_in_place(temporary, path)
     except BaseException:
@@ -46,7 +46,8 @@ def _aside(path: Path, ending: str) -> Path:
     return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file's bytes on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

@@ -5,7 +5,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class Ranks:
     """A group on the CPU, for talk that must not make the device wait."""
     connected_at: float
     """time.monotonic() when all ranks were."""
+    patience: timedelta = _TIMEOUT
+    """How long ranks wait for each other."""
 
     @property
     def rank(self) -> int:
@@ -116,6 +118,10 @@ class Ranks:
         distributed.all_gather_object(values, value, group=self.control)
         return values
 
+    def apart(self) -> "Ranks":
+        """The same ranks with a group of their own for talk, for a thread of each. All ranks must call this."""
+        return replace(self, control=_control_group(self.patience))
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Do something that may fail on some ranks only: then it fails on all of them, with the reason of the first.
@@ -160,9 +166,14 @@ def connect(place: Place, *, watched: bool = False) -> Ranks:
         "nccl" if gpu else "gloo",
         store=store, rank=place.rank, world_size=place.world_size, timeout=patience, device_id=gpu,
     )  # fmt: skip
-    control = distributed.new_group(backend="gloo", timeout=patience)
-    assert isinstance(control, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
-    return Ranks(place=place, device=device, control=control, connected_at=time.monotonic())
+    control = _control_group(patience)
+    return Ranks(place=place, device=device, control=control, connected_at=time.monotonic(), patience=patience)
+
+
+def _control_group(patience: timedelta) -> distributed.ProcessGroup:
+    group = distributed.new_group(backend="gloo", timeout=patience)
+    assert isinstance(group, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
+    return group
 
 
 def _meet() -> Store:
