@@ -15,19 +15,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from training.budget import Budget
-from training.checkpoint import NUMBERS, TENSORS
+from training.checkpoint import NUMBERS
 from training.corrupt import CorruptImages
 from training.distributed import Ranks
+from training.parts import Layout, own_part
 from training.state import TrainState
 from training.window import Window
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A state at one step, the same on every rank."""
+    """A state at one step, the same on every rank, or the rank's part of it."""
 
     tensors: dict[str, Tensor]
     """By name, on the device: those of the training itself where only the optimizer changes them."""
+    layout: Layout
     loss: Tensor
     """The sum of all ranks' losses since the last line of metrics, on the device."""
     numbers: dict[str, Any]
@@ -64,7 +66,10 @@ class Capturer:
         accounting = {"train_seconds": self.window.train_seconds, "spent_seconds": self.budget.spent_seconds}
         counted = {"window": {"images": self.window.images}, "accounting": accounting}
         loss = self.ranks.sum_on_device(self.window.loss)
-        return Captured(tensors=tensors | statistics, loss=loss, numbers=self.state.numbers() | counted)
+        tensors, layout = tensors | statistics, Layout()
+        if self.state.sharded:
+            tensors, layout = own_part(tensors, self.ranks)
+        return Captured(tensors=tensors, layout=layout, loss=loss, numbers=self.state.numbers() | counted)
 
 
 class HostCopy:
@@ -74,6 +79,7 @@ class HostCopy:
         self._tensors: dict[str, Tensor] = {}
         self._loss = torch.zeros((), dtype=torch.float64, pin_memory=torch.cuda.is_available())
         self._captured: Captured | None = None
+        self._layout = Layout()
         self._numbers: dict[str, Any] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -93,7 +99,7 @@ class HostCopy:
                 # Pinned memory, so that a GPU copies at full speed and without the host.
                 self._tensors[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
         # Held until the copy is there: the device must not use its memory for anything else before.
-        self._captured, self._numbers = captured, captured.numbers
+        self._captured, self._layout, self._numbers = captured, captured.layout, captured.numbers
         if not captured.loss.is_cuda:
             self._copy(captured)
             return None
@@ -121,14 +127,20 @@ class HostCopy:
         self._numbers["window"]["loss"] = float(self._loss)
         return float(self._loss)
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory: Path, *, shared: bool = True) -> None:
         """Write the files of the copy, which is there, into a directory.
+
+        Args:
+            directory: where to.
+            shared: whether what all ranks have of a sharded state is written too, its numbers among it.
 
         Raises:
             OSError: the disk is full, for example.
         """
+        tensors = self._layout.chosen(self._tensors, shared=shared)
         try:
-            save_file(self._tensors, directory / TENSORS)
+            save_file(tensors, directory / self._layout.file, self._layout.header(tensors))
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        (directory / NUMBERS).write_text(json.dumps(self._numbers, indent=2))
+        if shared:
+            (directory / NUMBERS).write_text(json.dumps(self._numbers, indent=2))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hpc.files import read_json_lines
 from hpc.rundir import MODEL_WEIGHTS, RunDir
-from training.checkpoint import NUMBERS, TENSORS, list_checkpoints
+from training.checkpoint import NUMBERS, list_checkpoints
+from training.parts import read_whole
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # What tells when and how fast something was done, not what.
@@ -45,7 +46,7 @@ def _newest(run: RunDir) -> Path:
 
 
 def _states(one: Path, other: Path) -> Iterator[Part]:
-    tensors = [load_file(path / TENSORS) for path in (one, other)]
+    tensors = [read_whole(path) for path in (one, other)]
     for name, part in (
         ("weights", _select(tensors, "model/", statistics=False)),
         ("batch statistics", _select(tensors, "model/", statistics=True)),

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -105,8 +105,10 @@ class TrainConfig:
     """Batch normalisation over the whole batch instead of each rank's share."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Mixed precision: off, bfloat16, or float16 with a scaled loss."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """What each rank holds: the whole state (DDP), or its part of it (FSDP2), for models too large for one GPU."""
     memory_format: Literal["channels-last", "contiguous"] = "channels-last"
-    """How images and weights lie in memory: channels-last is what convolutions are fastest with."""
+    """How images and weights (of ddp) lie in memory: channels-last is what convolutions are fastest with."""
     compile: bool = False
     """Have torch compile the training's forward and backward passes, which takes a minute at each start."""
     static_graph: bool = False
@@ -170,6 +172,10 @@ class TrainConfig:
         check_combinations(self)
 
 
+def _shards_with(name: str, config: TrainConfig) -> bool:
+    return config.strategy == "fsdp" and getattr(config, name) != getattr(TrainConfig, name)
+
+
 # (what does not go together, why and what to use)
 _CONFLICTS: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = (
     (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {FASHION_MNIST}, or --synthetic"),
@@ -185,6 +191,11 @@ _CONFLICTS: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = (
     (
         lambda c: c.compile and c.sync_bn,
         "--compile does not go with --sync-bn, in the middle of whose layers the ranks talk: leave out either",
+    ),
+    (lambda c: c.strategy == "fsdp" and c.amp == "fp16", "--strategy fsdp does not scale losses: use --amp bf16"),
+    *(
+        (partial(_shards_with, name), f"--strategy fsdp does not go with {flag(name)}: leave out either")
+        for name in ("ema", "sync_bn", "compile", "static_graph", "compress_gradients")
     ),
 )
 

@@ -97,6 +97,8 @@ class Evaluator:
                     answers = self._count(batch, confusion, among_best)
                     losses[turn * world_size + rank], predicted[places], probability[places] = answers
                     corrupt.update(batch.corrupt.tolist())
+                elif self.config.strategy == "fsdp":
+                    self._keep_company(batch)
         return self._summed(losses, confusion, corrupt, (predicted, probability, among_best))
 
     def evaluate_other(
@@ -104,7 +106,12 @@ class Evaluator:
     ) -> Evaluation:
         """As `evaluate`, with other weights, which the model has for that long."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.model.load_state_dict(weights)
+        if self.config.strategy == "fsdp":
+            from training.fsdp import load_whole  # noqa: PLC0415  # a second, which DDP does without
+
+            load_whole(self.model, weights)
+        else:
+            self.model.load_state_dict(weights)
         try:
             return self.evaluate(source, before_batch)
         finally:
@@ -121,6 +128,11 @@ class Evaluator:
         likelier = (logits > logits.gather(1, labels[:, None])).sum(1)
         among_best += (likelier < _BEST).sum()
         return functional.cross_entropy(logits, labels, reduction="sum"), predicted, logits.softmax(1).amax(1)
+
+    @torch.inference_mode()
+    def _keep_company(self, batch: Batch) -> None:
+        """Make a pass with nothing to evaluate: the others need this rank's part of the model for theirs."""
+        self.model(self.preprocess(batch.images.new_zeros(1, *batch.images.shape[1:])))
 
     def _share_buffers(self) -> None:
         """All ranks evaluate rank 0's batch statistics; between steps, each rank's are its own."""

@@ -30,6 +30,7 @@ from training.schedule import follow_plateau
 from training.state import TrainState
 from training.tables import classes_csv, confusion_csv
 from training.window import Window
+from training.wrap import whole_tensors
 
 # What is told of the best model beside its test.
 _OF_BEST = ("step", "epoch", "val_accuracy", "val_loss")
@@ -78,12 +79,13 @@ class Examiner:
         progress.evaluated_epochs = progress.epoch
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the model's weights in the host's memory, under the names that the model's own code gives them."""
-        if not self.evaluator.ranks.leads:
-            return {}
-        state = self.evaluator.model.state_dict()
+        """On rank 0 a copy of the model's weights in the host's memory, under the names of the model's own code.
+
+        All ranks must call this.
+        """
+        tensors = whole_tensors(self.evaluator.model, self.evaluator.ranks, sharded=self.state.sharded)
         # A file holds tensors whose numbers lie in the order of their dimensions.
-        return {name: value.to("cpu", copy=True).contiguous() for name, value in state.items()}
+        return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
 
     def result(self) -> dict[str, Any]:
         """What is known of the model as it is now."""

@@ -16,6 +16,7 @@ from signal import SIGKILL
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _PRELOADED = ["training.__main__", "training.launch", "torch.utils.tensorboard", "torch._dynamo"]
+_PRELOADED += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor"]
 _PRELOADED += ["torchvision.models", "torchvision.transforms.v2"]
 
 

@@ -56,8 +56,8 @@ _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """Mixed precision as configured."""
-    dtype = _DTYPES[config.amp]
+    """Mixed precision as configured; FSDP has a way of its own (training.fsdp)."""
+    dtype = _DTYPES[config.amp] if config.strategy == "ddp" else None
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 

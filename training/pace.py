@@ -46,8 +46,8 @@ class Pace:
         self._forwards: list[tuple[_Mark, _Mark]] = []
         self._unread: deque[_Step] = deque()
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_STEPS)
-        # SyncBN waits for the other ranks in the middle of the forward pass: then the loading must do.
-        if not job.config.sync_bn:
+        # SyncBN and FSDP wait for the other ranks in the middle of the forward pass: then the loading must do.
+        if not job.config.sync_bn and job.config.strategy == "ddp":
             model.register_forward_pre_hook(self._enter)
             model.register_forward_hook(self._leave)
 

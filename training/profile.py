@@ -87,6 +87,8 @@ def main() -> int:
         argv = with_config(sys.argv[1:], flag_names(TrainConfig))
         arguments = tyro.cli(Arguments, args=argv, prog="python -m training.profile", console_outputs=place.leads)
         check_model(arguments.train.model)
+        if arguments.train.strategy == "fsdp":
+            raise UserError("--strategy is fsdp, whose exchange has no end apart from its steps: leave it out here")
         if not arguments.seconds > 0:
             raise UserError(f"--seconds is {arguments.seconds:g}: use more than 0")
         profile(arguments)

@@ -2,24 +2,40 @@
 
 Rank 0 offers the checkpoints, the first rank of each node its snapshots. The newest one is read, by who offered it; if
 it is of no use, the next newest. So nothing is read in vain, and no rank needs another one's storage.
+
+With a sharded state every rank reads what it needs of a checkpoint, which all must see, and its own part of a snapshot:
+that is on offer if all ranks have theirs.
 """
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load
+from safetensors.torch import load, save
+from torch import Tensor
 
 from hpc.errors import TorchrelayError
-from training.checkpoint import NUMBERS, TENSORS, list_checkpoints, read_checkpoint, set_aside, step_of
+from training.checkpoint import (
+    NUMBERS,
+    TENSORS,
+    checkpoint_path,
+    damage,
+    list_checkpoints,
+    read_checkpoint,
+    read_file,
+    set_aside,
+    step_of,
+)
 from training.directories import sweep
 from training.distributed import Ranks
 from training.job import Job
+from training.parts import read_own_part, read_parts, read_whole
 from training.recorder import Recorder
-from training.snapshot import not_recorded, remove_newer
-from training.snapshotter import writing_directory
+from training.snapshot import not_recorded, remove_newer, remove_others
+from training.snapshotter import part_directory, writing_directory
 from training.state import TrainState, check_identity, read_numbers
 
 CHECKPOINT, SNAPSHOT = "checkpoint", "snapshot"
@@ -59,7 +75,7 @@ def restore(job: Job, state: TrainState, ranks: Ranks, recorder: Recorder) -> Re
         TorchrelayError: the storage does not give it.
     """
     directory = writing_directory(job, ranks)
-    offers = _offers(job, ranks, directory)
+    offers = _offers(job, ranks, directory, parts=state.sharded)
     restored = None
     while not restored and (best := max(filter(None, ranks.gather(offers[-1] if offers else None)), default=None)):
         if best.rank == ranks.rank:
@@ -67,11 +83,14 @@ def restore(job: Job, state: TrainState, ranks: Ranks, recorder: Recorder) -> Re
         restored = _take(best, job, state, ranks, recorder)
     if directory:
         remove_newer(directory, state.progress.step)
+    if state.sharded and job.node_dir and ranks.place.local_rank == 0:
+        here = range(ranks.rank, ranks.rank + ranks.place.local_world_size)
+        remove_others(job.node_dir.snapshots, {part_directory(rank, ranks.world_size) for rank in here})
     return restored
 
 
-def _offers(job: Job, ranks: Ranks, snapshots: Path | None) -> list[Offer]:
-    """What this rank can read, the best last."""
+def _offers(job: Job, ranks: Ranks, snapshots: Path | None, *, parts: bool) -> list[Offer]:
+    """What this rank can read, the best last. Where snapshots are parts, rank 0 offers those that all ranks have."""
     places = {True: job.run_dir.checkpoints if ranks.leads else None, False: snapshots}
     found = []
     for durable, directory in places.items():
@@ -79,45 +98,87 @@ def _offers(job: Job, ranks: Ranks, snapshots: Path | None) -> list[Offer]:
             sweep(directory, "step-*")
             paths = list_checkpoints(directory)
             found += [Offer(step=step_of(path), durable=durable, rank=ranks.rank, path=path) for path in paths]
+    if parts:
+        common = set.intersection(*ranks.gather({offer.step for offer in found if not offer.durable}))
+        found = [offer for offer in found if ranks.leads and (offer.durable or offer.step in common)]
     return sorted(found)
 
 
 def _take(offer: Offer, job: Job, state: TrainState, ranks: Ranks, recorder: Recorder) -> Restored | None:
     """Become the state on offer, on all ranks, unless it is of no use."""
-    mine = offer.rank == ranks.rank
+    directory = writing_directory(job, ranks)
+    path = checkpoint_path(directory, offer.step) if _is_part(offer, state) and directory else offer.path
     with ranks.together():
-        files, problem = _examine(offer, state) if mine else ({}, "")
-    problem = ranks.gather(problem)[offer.rank]
+        files, problem = _examine(offer, path, state, ranks)
+    problem = next(filter(None, ranks.gather(problem)), "")
     numbers = {} if problem else json.loads(ranks.broadcast_bytes(files.get(NUMBERS), offer.rank))
     if not (problem or offer.durable):
         problem = ranks.gather(not_recorded(numbers, job.run_dir) if ranks.leads else "")[0]
     if problem:
-        _discard(offer, problem, recorder, mine=mine)
+        _discard(offer, path, problem, recorder, mine=offer.rank == ranks.rank or _is_part(offer, state))
         return None
-    state.restore(load(ranks.broadcast_bytes(files.get(TENSORS), offer.rank)), numbers)
-    return Restored(name=offer.path.name, source=offer.source, numbers=numbers)
+    state.restore(_tensors(offer, path, files, state, ranks), numbers)
+    return Restored(name=path.name, source=offer.source, numbers=numbers)
 
 
-def _examine(offer: Offer, state: TrainState) -> tuple[dict[str, bytes], str]:
-    """The files of a state on offer, or why it is of no use."""
+def _is_part(offer: Offer, state: TrainState) -> bool:
+    """Whether each rank has a part of what is on offer, in a place of its own."""
+    return state.sharded and not offer.durable
+
+
+def _examine(offer: Offer, path: Path, state: TrainState, ranks: Ranks) -> tuple[dict[str, bytes], str]:
+    """The files of a state on offer, on the rank that offers it, or why it is of no use."""
+    mine = offer.rank == ranks.rank
     try:
-        files = read_checkpoint(offer.path)
-        if isinstance(files, str):
-            return {}, files
-        numbers = read_numbers(files, offer.path.name)
-        check_identity(numbers["identity"], state.identity, offer.path.name)
+        if state.sharded:
+            files, problem = _read_numbers(path, ranks if offer.durable else None, mine=mine)
+        else:
+            files, problem = _read(path) if mine else ({}, "")
+        if files:
+            numbers = read_numbers(files, path.name)
+            check_identity(numbers["identity"], state.identity, path.name)
     except TorchrelayError as error:
         # Other flags than before are a mistake, to be undone; a snapshot is no reason to stop for.
         if offer.durable:
             raise
         return {}, str(error)
-    return files, ""
+    return files, problem
 
 
-def _discard(offer: Offer, reason: str, recorder: Recorder, *, mine: bool) -> None:
-    recorder.console.warn(f"{offer.source} {offer.path} is not used: {reason}")
-    recorder.event("checkpoint_rejected", path=str(offer.path), reason=reason)
+def _read(path: Path) -> tuple[dict[str, bytes], str]:
+    """The files of a whole state, or what is wrong with it. One that was saved in parts is put together."""
+    files = read_checkpoint(path)
+    if isinstance(files, str):
+        return {}, files
+    return (files if TENSORS in files or NUMBERS not in files else files | {TENSORS: save(read_whole(path))}), ""
+
+
+def _read_numbers(path: Path, share: Ranks | None, *, mine: bool) -> tuple[dict[str, bytes], str]:
+    """The numbers of a state in parts, if they are asked for, or what is wrong with its files.
+
+    Args:
+        path: of the state.
+        share: the ranks that share the work of looking at all files; None: this one does it alone.
+        mine: whether this rank is asked for the numbers.
+    """
+    problem = damage(path, share.rank, share.world_size) if share else damage(path)
+    # The tensors are read later, by who needs them.
+    return ({TENSORS: b"", NUMBERS: read_file(path / NUMBERS)} if mine and not problem else {}), problem
+
+
+def _tensors(
+    offer: Offer, path: Path, files: dict[str, bytes], state: TrainState, ranks: Ranks
+) -> Mapping[str, Tensor]:
+    """Those of the state on offer, which is intact, as this rank holds them."""
+    if not state.sharded:
+        return load(ranks.broadcast_bytes(files.get(TENSORS), offer.rank))
+    return read_parts(path, state) if offer.durable else read_own_part(path, state, ranks)
+
+
+def _discard(offer: Offer, path: Path, reason: str, recorder: Recorder, *, mine: bool) -> None:
+    recorder.console.warn(f"{offer.source} {path} is not used: {reason}")
+    recorder.event("checkpoint_rejected", path=str(path), reason=reason)
     if mine and offer.durable:
-        set_aside(offer.path)
+        set_aside(path)
     elif mine:
-        shutil.rmtree(offer.path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)

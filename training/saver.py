@@ -1,4 +1,4 @@
-"""When the state is saved for good. Runs on every rank; rank 0 writes.
+"""When the state is saved for good. Runs on every rank; rank 0 writes, or each rank its part.
 
 The state is copied to the host's memory, for which the training hardly waits; a thread writes the copy.
 """
@@ -15,6 +15,7 @@ from training.config import parse_interval
 from training.job import Job
 from training.recorder import Recorder
 from training.restore import SNAPSHOT
+from training.together import save_together
 
 
 class Saver:
@@ -26,6 +27,8 @@ class Saver:
         self._capturer, self._recorder = capturer, recorder
         self._state, self._window, self._ranks = capturer.state, capturer.window, capturer.ranks
         self._fault, self._console = job.fault, recorder.console
+        self._writes = self._ranks.leads or self._state.sharded
+        self._publish = partial(save_together, self._ranks.apart()) if self._state.sharded else save_checkpoint
         self._copy, self._background = HostCopy(), Background()
         self._unwritten = False
         self._saved_step: int | None = 0
@@ -62,7 +65,7 @@ class Saver:
         self._saved_step, self._saved_at = step, time.monotonic()
         captured = self._capturer.capture()
         self._window.check(float(captured.loss), step)
-        if self._ranks.leads:
+        if self._writes:
             # The copy may still be being written; and what is saved knows of the best model.
             self.wait()
             began = time.monotonic()
@@ -88,7 +91,7 @@ class Saver:
         began = time.monotonic()
         self._copy.finish()
         try:
-            save_checkpoint(self._directory, step, partial(self._fill, step), self._keep)
+            self._publish(self._directory, step, partial(self._fill, step), self._keep)
         except OSError as error:
             self._console.warn(f"no checkpoint of step {step} ({error}): free some space below {self._directory}")
             self._recorder.event("checkpoint_failed", step=step, reason=str(error))
@@ -98,5 +101,5 @@ class Saver:
             self._recorder.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copied, 4))
 
     def _fill(self, step: int, directory: Path) -> None:
-        self._copy.write(directory)
+        self._copy.write(directory, shared=self._ranks.leads)
         self._fault.strike("save", step, self._ranks.rank)

@@ -7,7 +7,7 @@ ranks are gone. Two are kept while a third is being written, so the memory holds
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,13 @@ def remove_newer(directory: Path, step: int) -> None:
     sweep(directory, "step-*")
     for path in list_checkpoints(directory):
         if step_of(path) > step:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_others(directory: Path, keep: Collection[str]) -> None:
+    """Remove the parts of states of which no rank here holds one any more, and whole ones: other ranks saved them."""
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
 
 

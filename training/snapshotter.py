@@ -1,6 +1,6 @@
 """When a snapshot is taken, and its writing while the training goes on. Runs on every rank.
 
-The first rank of every node writes; rank 0 decides when.
+The first rank of every node writes, or with a sharded state each rank its part; rank 0 decides when.
 """
 
 import math
@@ -21,8 +21,15 @@ from training.snapshot import KEPT, no_room, remove_newer
 _MODE = 0o700
 
 
+def part_directory(rank: int, world_size: int) -> str:
+    """The name of a directory of snapshots of one rank's part."""
+    return f"rank-{rank:05d}-of-{world_size:05d}"
+
+
 def writing_directory(job: Job, ranks: Ranks) -> Path | None:
-    """Where this rank writes its node's snapshots; None: it does not."""
+    """Where this rank writes its node's snapshots, or those of its part; None: it does not."""
+    if job.node_dir and job.config.strategy == "fsdp":
+        return job.node_dir.snapshots / part_directory(ranks.rank, ranks.world_size)
     return job.node_dir.snapshots if job.node_dir and ranks.place.local_rank == 0 else None
 
 
@@ -33,6 +40,7 @@ class Snapshotter:
         self._capturer, self._recorder = capturer, recorder
         self._ranks, self._state = capturer.ranks, capturer.state
         self._directory = writing_directory(job, self._ranks)
+        self._parents = (job.node_dir.path, job.node_dir.snapshots) if job.node_dir else ()
         self._every = parse_interval("snapshot_every", job.config.snapshot_every)
         self._final = job.run_dir.final_result
         self._copy, self._background = HostCopy(), Background()
@@ -69,6 +77,9 @@ class Snapshotter:
         began = time.monotonic()
         self._taken_step, self._taken_at = step, began
         captured = self._capturer.capture()
+        if self._state.sharded:
+            # Parts are of use only where all have them of the same step: nobody leaves one out.
+            self._background.wait()
         if self._directory and not self._background.busy and self._has_room(self._directory, captured.size):
             if not self._copy.has_memory:
                 # The first one asks for memory, which takes its time; those to come use it again.
@@ -78,10 +89,11 @@ class Snapshotter:
         self._stall_seconds = max(0.0, time.monotonic() - began)
 
     def _has_room(self, directory: Path, size: int) -> bool:
+        writers = self._ranks.place.local_world_size if self._state.sharded else 1
         try:
-            for path in (directory.parent, directory):
+            for path in (*self._parents, directory):
                 path.mkdir(mode=_MODE, exist_ok=True)
-            problem = no_room(directory, size)
+            problem = no_room(directory, size * writers)
         except OSError as error:
             problem = str(error)
         if problem:

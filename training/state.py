@@ -134,6 +134,8 @@ class TrainState:
     ema: Ema | None
     progress: Progress
     identity: dict[str, Any]
+    sharded: bool = False
+    """Whether each rank holds a part of every parameter, and of what the optimizer knows of it."""
     copies: list[torch.cuda.Event] = field(default_factory=list)
     """The ends of copies from the GPU that are under way."""
 

@@ -31,7 +31,7 @@ class Stepper:
     ) -> None:
         self.config, self.plan, self.ranks, self.state = config, plan, ranks, state
         self.preprocess, self.fault = preprocess, fault
-        self.ddp = wrap(state.model, config)
+        self.ddp = wrap(state.model, config, ranks)
 
     def warm_up(self, channels: int, size: int) -> None:
         """Make a backward pass that changes nothing, of images as they come from the data.
@@ -76,7 +76,8 @@ class Stepper:
         """One optimizer step.
 
         DDP averages over the ranks. Each rank's sum is scaled such that the average is the mean over the global
-        batch, however unequal the shares. Of an accumulated step only the last part's backward pass communicates.
+        batch, however unequal the shares; FSDP averages too. Of an accumulated step only the last part's backward pass
+        communicates with DDP.
         """
         config, state, progress = self.config, self.state, self.state.progress
         window.begin_step()

@@ -37,6 +37,7 @@ from training.state import Progress, TrainState, identity
 from training.step import Stepper
 from training.weights import begin_with
 from training.window import DivergedError, Window
+from training.wrap import place
 
 
 class Trainer:
@@ -49,7 +50,7 @@ class Trainer:
         self.config, self.job, self.ranks, self.data, self.workers = config, job, ranks, data, workers
         self.preprocess = preprocess
         self.plan = make_plan(len(data.train), config.batch_size, config.epochs, config.seed, together(config))
-        model = model.to(ranks.device)
+        model = place(model, config, ranks)
         self.state = TrainState(
             model=model,
             optimizer=make_optimizer(config, model),
@@ -57,6 +58,7 @@ class Trainer:
             ema=Ema(model, config.ema) if config.ema else None,
             progress=Progress(),
             identity=identity(config, data),
+            sharded=config.strategy == "fsdp",
         )
         self.stepper = Stepper(config, self.plan, ranks, self.state, preprocess, job.fault)
         self.heartbeat = job.heartbeat

@@ -40,7 +40,12 @@ def begin_with(config: TrainConfig, state: TrainState, ranks: Ranks) -> str:
             path = resolve_weights(config.model, config.weights)
             found, new = choose(read_weights(path), state.model, path)
     told = load(ranks.broadcast_bytes(save(found) if ranks.leads else None))
-    state.model.load_state_dict(told, strict=False)
+    if state.sharded:
+        from training.fsdp import load_whole  # noqa: PLC0415  # a second, which DDP does without
+
+        load_whole(state.model, told)
+    else:
+        state.model.load_state_dict(told, strict=False)
     if state.ema:
         state.ema.model.load_state_dict(state.model.state_dict())
     return f"beginning with {path}" + (f", but a new {', '.join(new)}" if new else "")

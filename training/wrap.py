@@ -1,9 +1,10 @@
-"""What is put around a model for its training: the compiler, and DDP with its options. Runs on every rank.
+"""What is done to a model for its training: the compiler and DDP with its options, or FSDP. Runs on every rank.
 
 None of it changes the names of the model's tensors, nor how it is evaluated.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +12,49 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config import TrainConfig
+from training.distributed import Ranks
+
+if TYPE_CHECKING:
+    from training.fsdp import Sharded
 
 # Shapes by ranks, parts of a step and the pass that warms up: more than the few that torch allows by default.
 _MOST_SHAPES = 64
 
 
-def wrap(model: nn.Module, config: TrainConfig) -> DistributedDataParallel:
-    """The model in DDP.
+def place(model: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
+    """The model on this rank's device, or with `--strategy fsdp` its part of it. The optimizer comes after this."""
+    if config.strategy == "ddp":
+        return model.to(ranks.device)
+    from training.fsdp import shard  # noqa: PLC0415  # a second, which DDP does without
+
+    return shard(model, config, ranks)
+
+
+def wrap(model: nn.Module, config: TrainConfig, ranks: Ranks) -> "DistributedDataParallel | Sharded":
+    """The model in DDP, or as FSDP has sharded it.
 
     Before the first forward pass of a step every rank gets rank 0's batch statistics: those are saved. Gradients are
     views of DDP's buckets, which saves a copy of all.
     """
+    if config.strategy == "fsdp":
+        from training.fsdp import Sharded  # noqa: PLC0415  # as above
+
+        return Sharded(model, ranks)
     if config.compile:
         compile_training(model)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
     if config.compress_gradients == "bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
+
+
+def whole_tensors(model: nn.Module, ranks: Ranks, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
+    """On rank 0 every tensor of a model by name, one after the other; nothing elsewhere. All ranks must call this."""
+    if not sharded:
+        return model.state_dict().items() if ranks.leads else ()
+    from training.fsdp import gather_tensors  # noqa: PLC0415  # as above
+
+    return gather_tensors(model, leads=ranks.leads)
 
 
 def compile_training(model: nn.Module) -> None:

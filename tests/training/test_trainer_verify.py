@@ -40,6 +40,8 @@ SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
              "static_graph": True, "accumulate": 2, "epochs": 3, "patience": 3}),
         (2, {"schedule": "one-cycle", "optimizer": "sgd-heavy-ball", "decay_all": True, "lr_scaling": "sqrt",
              "lr": 0.1, "compress_gradients": "bf16", "memory_format": "contiguous", "max_hours": 1.0, **SNAPSHOTS}),
+        (3, {"strategy": "fsdp", "amp": "bf16", "accumulate": 2, "clip_norm": 0.5, "optimizer": "adamw", "lr": 0.002,
+             **SNAPSHOTS}),
         (4, {"accumulate": 2, "ema": 0.99, "label_smoothing": 0.1, "workers": 1, "deterministic": True}),
     ],
 )  # fmt: skip
