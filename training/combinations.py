@@ -1,4 +1,4 @@
-"""What becomes of flags beside other flags, and beside the data: some need a validation, some change nothing.
+"""What becomes of flags beside other flags, and beside the data: some exclude each other, some change nothing.
 
 What changes nothing is said and not refused: a recipe or a file may bring it. Pure; imports no torch.
 """
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc.errors import UserError
 from training.choices import flag
+from training.layout import FASHION_MNIST
 from training.names import SMALL_CNN
 
 if TYPE_CHECKING:
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
 
 Test = Callable[[Any], bool]
 
+# (what does not go together, why and what to use)
+_CONFLICTS: tuple[tuple[Test, str], ...] = (
+    (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {FASHION_MNIST}, or --synthetic"),
+    (
+        lambda c: c.head_hidden > 0 and c.model.startswith("squeezenet"),
+        "--head-hidden does not go with SqueezeNets, which end with a convolution: use 0, or another --model",
+    ),
+    (lambda c: c.freeze and c.weights is None, "--freeze keeps all but the head as it begins: give --weights too"),
+    (
+        lambda c: c.data_on_device == "on" and c.policy != "none",
+        "--data-on-device on does not go with a --policy, which works on the CPU: use --policy none, or leave it out",
+    ),
+    (
+        lambda c: c.compile and c.sync_bn,
+        "--compile does not go with --sync-bn, in the middle of whose layers the ranks talk: leave out either",
+    ),
+    (lambda c: c.strategy == "fsdp" and c.amp == "fp16", "--strategy fsdp does not scale losses: use --amp bf16"),
+)
+_NOT_WITH_FSDP = ("ema", "sync_bn", "compile", "static_graph", "compress_gradients")
 # (a field, when it counts, why it does not otherwise)
 _COUNTS: tuple[tuple[str, Test, str], ...] = (
     ("drop_epochs", lambda c: c.schedule == "step", "it is for --schedule step"),
@@ -30,6 +50,20 @@ _LISTENERS: tuple[tuple[Test, str], ...] = (
     (lambda c: c.patience > 0, "--patience {config.patience}"),
     (lambda c: c.schedule == "plateau", "--schedule plateau"),
 )
+
+
+def check_combinations(config: "TrainConfig") -> None:
+    """Refuse flags that do not go together.
+
+    Raises:
+        UserError: names them.
+    """
+    for conflict, fix in _CONFLICTS:
+        if conflict(config):
+            raise UserError(fix)
+    for name in _NOT_WITH_FSDP if config.strategy == "fsdp" else ():
+        if getattr(config, name) != getattr(type(config), name):
+            raise UserError(f"--strategy fsdp does not go with {flag(name)}: leave out either")
 
 
 def without_effect(config: "TrainConfig") -> list[str]:

@@ -8,13 +8,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.errors import UserError
 from training.choices import OPTIMIZERS, SCALINGS, SCHEDULES, flag, listed, parse_drops
-from training.combinations import check_validation, without_effect
+from training.combinations import check_combinations, check_validation, without_effect
 from training.interval import WORDS, Interval, parse_interval
 from training.layout import FASHION_MNIST, DataLayout, check_data, resolve_data
 from training.names import SMALL_CNN, check_model, torchvision_models
@@ -170,45 +170,6 @@ class TrainConfig:
             parse_interval(name, getattr(self, name))
         parse_drops(self.drop_epochs)
         check_combinations(self)
-
-
-def _shards_with(name: str, config: TrainConfig) -> bool:
-    return config.strategy == "fsdp" and getattr(config, name) != getattr(TrainConfig, name)
-
-
-# (what does not go together, why and what to use)
-_CONFLICTS: tuple[tuple[Callable[[TrainConfig], bool], str], ...] = (
-    (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {FASHION_MNIST}, or --synthetic"),
-    (
-        lambda c: c.head_hidden > 0 and c.model.startswith("squeezenet"),
-        "--head-hidden does not go with SqueezeNets, which end with a convolution: use 0, or another --model",
-    ),
-    (lambda c: c.freeze and c.weights is None, "--freeze keeps all but the head as it begins: give --weights too"),
-    (
-        lambda c: c.data_on_device == "on" and c.policy != "none",
-        "--data-on-device on does not go with a --policy, which works on the CPU: use --policy none, or leave it out",
-    ),
-    (
-        lambda c: c.compile and c.sync_bn,
-        "--compile does not go with --sync-bn, in the middle of whose layers the ranks talk: leave out either",
-    ),
-    (lambda c: c.strategy == "fsdp" and c.amp == "fp16", "--strategy fsdp does not scale losses: use --amp bf16"),
-    *(
-        (partial(_shards_with, name), f"--strategy fsdp does not go with {flag(name)}: leave out either")
-        for name in ("ema", "sync_bn", "compile", "static_graph", "compress_gradients")
-    ),
-)
-
-
-def check_combinations(config: TrainConfig) -> None:
-    """Refuse flags that do not go together.
-
-    Raises:
-        UserError: names them.
-    """
-    for conflict, fix in _CONFLICTS:
-        if conflict(config):
-            raise UserError(fix)
 
 
 def _is_whole(value: Any, least: int) -> bool:

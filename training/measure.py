@@ -58,7 +58,7 @@ class Meter:
         copy = self._milliseconds(lambda: self._on_device(batch)) if copied else None
         ready = self._on_device(batch)
         together = self._milliseconds(lambda: self._step(ready)) if several else None
-        with trainer.stepper.ddp.no_sync():
+        with trainer.stepper.wrapped.no_sync():
             compute = self._milliseconds(lambda: self._step(ready))
         with batches_on(self.ranks.device, trainer.data.train, self._requests(), trainer.workers) as batches:
             whole = self._milliseconds(lambda: self._step(next(batches)))

@@ -31,7 +31,7 @@ class Stepper:
     ) -> None:
         self.config, self.plan, self.ranks, self.state = config, plan, ranks, state
         self.preprocess, self.fault = preprocess, fault
-        self.ddp = wrap(state.model, config, ranks)
+        self.wrapped = wrap(state.model, config, ranks)
 
     def warm_up(self, channels: int, size: int) -> None:
         """Make a backward pass that changes nothing, of images as they come from the data.
@@ -51,7 +51,7 @@ class Stepper:
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
         try:
             with autocast(self.config, self.ranks.device):
-                logits = self.ddp(self.preprocess(blank))
+                logits = self.wrapped(self.preprocess(blank))
             logits.float().sum().backward()
         except ValueError as error:
             # What batch normalisation says if it sees one value.
@@ -63,7 +63,7 @@ class Stepper:
                 raise
             reason = str(error).partition(".")[0]
             raise SharedError(f"--deterministic does not work with {self.config.model} here: {reason}") from error
-        self.ddp.zero_grad()
+        self.wrapped.zero_grad()
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
 
@@ -87,7 +87,7 @@ class Stepper:
         mix = draw_mix(config, progress.step, self.preprocess.size)
         for part in range(config.accumulate):
             start, end = share(len(batch.labels), part, config.accumulate, self.plan.together)
-            with nullcontext() if part == config.accumulate - 1 else self.ddp.no_sync():
+            with nullcontext() if part == config.accumulate - 1 else self.wrapped.no_sync():
                 loss = self._loss(batch.images[start:end], batch.labels[start:end], mix)
                 scaled = state.scaler.scale(loss * (self.ranks.world_size / self.plan.batch_size))
                 torch.autograd.backward(scaled)
@@ -103,7 +103,7 @@ class Stepper:
         """The sum of the losses of a part of this rank's share."""
         inputs = self.preprocess(images)
         with autocast(self.config, self.ranks.device):
-            logits = self.ddp(mix_images(mix, inputs) if mix else inputs)
+            logits = self.wrapped(mix_images(mix, inputs) if mix else inputs)
         targets = labels.to(self.ranks.device, non_blocking=True)
         if mix:
             targets = mix_labels(mix, targets, logits.shape[1])

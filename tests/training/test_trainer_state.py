@@ -41,7 +41,7 @@ NOT_STATE = {
     "recorder._best",
     "saver._background",  # threads, idle
     "agreement._pending",  # a wish of the boundary before: it is stated again
-    "stepper.ddp",  # torch's, around the model; its buckets are the same from the first step on (Stepper.warm_up)
+    "stepper.wrapped",  # torch's, around the model; its buckets are the same from the first step on (Stepper.warm_up)
     "console",
 }
 

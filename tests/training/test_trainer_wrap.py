@@ -46,7 +46,7 @@ def test_a_static_graph_is_told_to_ddp_and_gives_the_same_gradients(
 ) -> None:
     usual = trainer_with(ranks, idx_data, tmp_path / "usual")
     static = trainer_with(ranks, idx_data, tmp_path / "static", static_graph=True)
-    assert (usual.stepper.ddp.static_graph, static.stepper.ddp.static_graph) == (False, True)
+    assert (usual.stepper.wrapped.static_graph, static.stepper.wrapped.static_graph) == (False, True)
     assert all(map(torch.equal, gradients(usual), gradients(static)))
 
 
