@@ -1,18 +1,19 @@
 """Data from node to node: a server of this node's batches, and a client of another's. Runs on compute nodes.
 
-A request is one JSON line, `{"salt", "entry", "want", "proof"}` with a batch's number or `list`. The answer is one JSON
-line, `{"answer", "proof"}`, and the bytes after it. Who cannot prove that he knows the job's nonce, which stands in the
-run directory, gets nothing, and is not believed. What comes is checked against the checksums of what was read.
+A request is one JSON line, `{"salt", "entry", "want", "proof"}` with a batch's number or `list`. The answer is four
+bytes with a length, so much JSON, `{"answer", "proof"}`, and the bytes after it. Who cannot prove that he knows the
+job's nonce, which stands in the run directory, gets nothing, and is not believed. What comes is checked against the
+checksums of what was read.
 """
 
 import contextlib
 import hmac
-import io
 import json
 import os
 import secrets
 import select
 import socket
+import struct
 import threading
 import time
 import zlib
@@ -25,14 +26,13 @@ from hpc.staging.pieces import checksum
 from hpc.staging.source import Listing, Piece
 from hpc.staging.team import Address
 
-_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20.0
+_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20
 # The owner answers "later" this often while its storage lets it wait, and is given up when nothing comes for so long.
 _LATER_SECONDS, _PATIENCE_SECONDS, _IDLE_SECONDS = 5.0, 60.0, 3600.0
 # What a stranger may make this node remember; an answer has a checksum for every piece of a batch.
 _LONGEST_REQUEST, _LONGEST_ANSWER = 2**12, 2**26
 _LIST = "list"
-
-
+_LENGTH, _TIMEVAL = struct.Struct("!I"), struct.Struct("@ll")
 # What a node that is broken, or none of ours, may make of an answer.
 _BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, zlib.error)
 
@@ -166,8 +166,8 @@ class _Conversation(StreamRequestHandler):
 
         def say(**answer: object) -> None:
             text = json.dumps(answer)
-            line = json_line({"answer": text, "proof": _proof(owner.nonce, "answer", *asked, text)})
-            self.wfile.write(line.encode())
+            said = json.dumps({"answer": text, "proof": _proof(owner.nonce, "answer", *asked, text)}).encode()
+            self.wfile.write(_LENGTH.pack(len(said)) + said)
 
         if want == _LIST:
             content = owner.listings[request["entry"]]
@@ -190,7 +190,7 @@ class _Conversation(StreamRequestHandler):
 
 
 def _proof(nonce: str, *words: str) -> str:
-    """Shows that one knows the nonce, without saying it, to whoever may listen on a port that was another node's."""
+    """Shows that one knows the nonce, without saying it, to whoever may listen on another's former port."""
     return hmac.new(nonce.encode(), json.dumps(words).encode(), "sha256").hexdigest()
 
 
@@ -204,8 +204,10 @@ class Peer:
         except OSError as error:
             raise PeerError(f"{self._name} cannot be reached ({error})") from error
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection.settimeout(_ANSWER_SECONDS)
-        self._answers = io.BufferedReader(self._connection.makefile("rb", buffering=0), 2**16)
+        # The kernel's own timeouts: with Python's, the many pieces of a large file would come one by one.
+        self._connection.settimeout(None)
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._connection.setsockopt(socket.SOL_SOCKET, direction, _TIMEVAL.pack(_ANSWER_SECONDS, 0))
 
     def __enter__(self) -> Self:
         return self
@@ -273,10 +275,11 @@ class Peer:
         proof = _proof(self._nonce, "ask", *asked)
         request = {"salt": self._salt, "entry": self._entry, "want": want, "proof": proof}
         self._connection.sendall(json_line(request).encode())
-        line = self._answers.readline(_LONGEST_ANSWER)
-        if not line:
-            raise PeerError(f"{self._name} has closed the connection")
-        said = json.loads(line)
+        length = bytearray(_LENGTH.size)
+        self._fill(memoryview(length))
+        text = bytearray(min(*_LENGTH.unpack(length), _LONGEST_ANSWER))
+        self._fill(memoryview(text))
+        said = json.loads(text)
         if not hmac.compare_digest(str(said["proof"]), _proof(self._nonce, "answer", *asked, said["answer"])):
             raise PeerError(f"who answers on {self._name} does not belong to the job")
         answer: dict[str, Any] = json.loads(said["answer"])
@@ -287,7 +290,10 @@ class Peer:
     def _fill(self, view: memoryview) -> None:
         have = 0
         while have < len(view):
-            got = self._answers.readinto(view[have:])
+            try:
+                got = self._connection.recv_into(view[have:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise PeerError(f"{self._name} has sent nothing for {_ANSWER_SECONDS} s") from None
             if not got:
                 raise PeerError(f"{self._name} has closed the connection")
             have += got
