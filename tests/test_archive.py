@@ -15,7 +15,8 @@ import zstandard
 
 from hpc.errors import TorchrelayError
 from hpc.staging import StagingStopped, stage
-from hpc.staging.archive import check, unpack
+from hpc.staging.archive import _Unpacker, check, unpack
+from hpc.staging.members import opened
 from hpc.staging.store import open_store
 
 MB = 2**20
@@ -91,6 +92,15 @@ def test_links_inside_are_kept_and_hard_ones_become_files(tree: Path, tmp_path: 
     assert contents(target) == contents(tree)
     assert (target / "link").is_symlink()
     assert (target / "zz-again").stat().st_nlink == 1
+    assert (target / "zz-again").stat().st_mode == (target / "run.sh").stat().st_mode
+
+
+@pytest.mark.parametrize("mtime", ["inf", "nan", "-1", str(2**70)])
+def test_times_that_no_disk_has_are_left_out(tmp_path: Path, mtime: str) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    unpack(tar_of(member("a", pax_headers={"mtime": mtime}))(tmp_path), target, 2**20, lambda _: False)
+    assert (target / "a").read_bytes() == b"x"
 
 
 def member(name: str, content: bytes = b"x", **fields: object) -> tuple[tarfile.TarInfo, bytes]:
@@ -162,6 +172,15 @@ def negative_size(directory: Path) -> Path:
     return path
 
 
+def many_headers(directory: Path) -> Path:
+    """Names of names, 3000 deep."""
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 2
+    path = directory / "hostile.tar"
+    path.write_bytes((info.tobuf(tarfile.GNU_FORMAT) + b"a".ljust(512, b"\0")) * 3000 + bytes(1024))
+    return path
+
+
 HOSTILE = {
     "absolute": (tar_of(member("/etc/evil")), "leads out of the archive"),
     "upwards": (tar_of(member("a/../../evil")), "leads out of the archive"),
@@ -187,6 +206,8 @@ HOSTILE = {
     "hard link over a file": (tar_of(member("a"), member("b"), link("a", "b", tarfile.LNKTYPE)), "is in it twice"),
     "hard link to itself": (tar_of(member("a"), link("a", "a", tarfile.LNKTYPE)), "is in it twice"),
     "many empty files": (tar_of(*(member(str(number), b"") for number in range(5000))), "larger than the 20 MB"),
+    "long link zip": (zip_of(zip_link("out", "a" * 5000)), "is a link of 5000 bytes"),
+    "many headers": (many_headers, "cannot be unpacked"),
     "enormous header": (enormous_header, "a header of 104857600 bytes"),
     "negative size": (negative_size, "cannot be unpacked|has -"),
     "twice": (tar_of(member("a"), member("a")), "is in it twice"),
@@ -238,8 +259,13 @@ def spoil_third_header(content: bytes) -> bytes:
     return content[:2058] + b"!" + content[2059:]
 
 
+def empty_third_header(content: bytes) -> bytes:
+    return content[:2048] + bytes(512) + content[2560:]
+
+
 BREAKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a damaged header": (spoil_third_header, "bad checksum at byte 2048"),
+    "an empty header": (empty_third_header, "it ends at byte 2048, and there is more after that"),
     "an end in a header": (lambda content: content[:2100], "truncated header at byte 2048"),
     "an end between two files": (lambda content: content[:2048], "empty header at byte 2048"),
 }
@@ -257,6 +283,24 @@ def test_archive_that_breaks_off_is_not_taken_for_a_shorter_one(
     archive.write_bytes(pack(spoil(archive.read_bytes())))
     with pytest.raises(TorchrelayError, match=says):
         unpack(archive, target, 20 * MB, lambda _: False)
+
+
+def test_compressed_archive_with_another_checksum_is_refused(tree: Path, tmp_path: Path) -> None:
+    archive = make(tmp_path / "photos.tar.gz", tree)
+    archive.write_bytes(archive.read_bytes()[:-8] + bytes(8))
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(TorchrelayError, match=r"cannot be unpacked \(CRC check failed"):
+        unpack(archive, target, 2**30, lambda _: False)
+
+
+def test_archive_that_cannot_be_read_any_more_is_said(tree: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    archive = make(tmp_path / "photos.tar", tree)
+    unpacker = _Unpacker(tmp_path / "gone.tar", target, 2**30, lambda _: False)
+    with opened(archive) as members, pytest.raises(FileNotFoundError, match="gone"):
+        unpacker.run(members)
 
 
 def test_stop_in_the_middle(tree: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -203,6 +204,21 @@ def test_owner_that_fails_says_so_to_those_who_wait(server: Server, source: Path
     peer = Peer(("127.0.0.1", server.port), "nonce", listing.entry)
     with peer, pytest.raises(PeerError, match="its disk is full"):
         peer.ask(1)
+
+
+@pytest.mark.parametrize("said", [b"[" * 200_000, b"null", b"[1]", b"", b"\xff\xfe"])
+def test_stranger_on_a_nodes_former_port_is_not_believed_whatever_he_says(source: Path, said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def talk() -> None:
+            connection, _ = stranger.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(len(said).to_bytes(4, "big") + said)
+
+        threading.Thread(target=talk, daemon=True).start()
+        with Peer(stranger.getsockname()[:2], "nonce", list_source(source).entry) as peer, pytest.raises(PeerError):
+            peer.ask(0)
 
 
 def test_who_has_the_data_owns_them_else_who_is_about_to_read_them() -> None:

@@ -50,6 +50,7 @@ class Capturer:
     budget: Budget
     corrupt: CorruptImages
     ranks: Ranks
+    attempt: int
 
     def capture(self) -> Captured:
         """The state as it is. All ranks must call this; on a GPU no host waits for it.
@@ -64,7 +65,7 @@ class Capturer:
         tensors = self.state.tensors()
         statistics = self.ranks.copies_of_first({name: tensors[name] for name in self.state.buffers()})
         accounting = {"train_seconds": self.window.train_seconds, "spent_seconds": self.budget.spent_seconds}
-        counted = {"window": {"images": self.window.images}, "accounting": accounting}
+        counted = {"window": {"images": self.window.images}, "accounting": accounting, "attempt": self.attempt}
         loss = self.ranks.sum_on_device(self.window.loss)
         tensors, layout = tensors | statistics, Layout()
         if self.state.sharded:

@@ -43,6 +43,7 @@ _COUNTS: tuple[tuple[str, Test, str], ...] = (
     ("plateau_patience", lambda c: c.schedule == "plateau", "it is for --schedule plateau"),
     ("patience", lambda c: c.patience < c.epochs - 1, "there are too few --epochs to end before the last"),
     ("decay_all", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
+    ("eval_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalisation"),
 )
 # What follows the validation.

@@ -50,20 +50,25 @@ def _shard_norms(model: nn.Module, mesh: DeviceMesh) -> None:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The parts to be gathered one at a time, the inner ones first; what is in none is gathered with the model itself.
 
-    Models are rows of blocks, in Sequentials, or have them as children. Not what is inside of a block: some use the
-    weights of their children without calling them, as attention does.
+    Models are rows of blocks, in Sequentials or lists, or have them as children. Not what is inside of a block: some use
+    the weights of their children without calling them, as attention does.
     """
-    found = [*_members(model), *(child for child in model.children() if not isinstance(child, nn.Sequential))]
+    found = [*_members(model), *(child for child in model.children() if not _is_row(child))]
     large = [part for part in dict.fromkeys(found) if sum(map(torch.numel, part.parameters())) >= _LEAST_WEIGHTS]
     return [part for part in large if not isinstance(part, FSDPModule)]
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(module, nn.Sequential) and not isinstance(child, nn.Sequential):
+        if _is_row(module) and not _is_row(child):
             yield child
         else:
             yield from _members(child)
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Whether it is but its children, one after the other. A list of modules is not even called."""
+    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
 class Sharded:

@@ -83,9 +83,11 @@ def restore(job: Job, state: TrainState, ranks: Ranks, recorder: Recorder) -> Re
         restored = _take(best, job, state, ranks, recorder)
     if directory:
         remove_newer(directory, state.progress.step)
-    if state.sharded and job.node_dir and ranks.place.local_rank == 0:
+    if job.node_dir and ranks.place.local_rank == 0:
         here = range(ranks.rank, ranks.rank + ranks.place.local_world_size)
-        remove_others(job.node_dir.snapshots, {part_directory(rank, ranks.world_size) for rank in here})
+        parts = {part_directory(rank, ranks.world_size) for rank in here}
+        whole = {path.name for path in list_checkpoints(job.node_dir.snapshots)}
+        remove_others(job.node_dir.snapshots, parts if state.sharded else whole)
     return restored
 
 
@@ -99,9 +101,18 @@ def _offers(job: Job, ranks: Ranks, snapshots: Path | None, *, parts: bool) -> l
             paths = list_checkpoints(directory)
             found += [Offer(step=step_of(path), durable=durable, rank=ranks.rank, path=path) for path in paths]
     if parts:
-        common = set.intersection(*ranks.gather({offer.step for offer in found if not offer.durable}))
-        found = [offer for offer in found if ranks.leads and (offer.durable or offer.step in common)]
+        # Of the same attempt: with other flags the same step is another one.
+        common = set.intersection(*ranks.gather({_saved_by(offer) for offer in found if not offer.durable}))
+        found = [offer for offer in found if ranks.leads and (offer.durable or _saved_by(offer) in common)]
     return sorted(found)
+
+
+def _saved_by(offer: Offer) -> tuple[int, int]:
+    """Which step and which attempt a snapshot is of; none that there is if it cannot be read."""
+    try:
+        return offer.step, json.loads((offer.path / NUMBERS).read_bytes())["attempt"]
+    except (OSError, ValueError, KeyError):
+        return offer.step, -1
 
 
 def _take(offer: Offer, job: Job, state: TrainState, ranks: Ranks, recorder: Recorder) -> Restored | None:

@@ -33,7 +33,7 @@ def save_together(ranks: Ranks, directory: Path, step: int, fill: Fill, keep: in
         try:
             save_checkpoint(directory, step, partial(_fill_all, ranks, fill), keep)
         except OSError as error:
-            problem = str(error)
+            problem = str(error) or repr(error)
         # No directory is to be filled any more; if there was no room to make one, none has been.
         ranks.broadcast_bytes(b"")
     else:
@@ -62,4 +62,4 @@ def _filled(ranks: Ranks, fill: Fill, temporary: Path) -> tuple[dict[str, Any], 
         flush(temporary / name)
         return {name: described(temporary / name)}, ""
     except OSError as error:
-        return {}, f"rank {ranks.rank}: {error}"
+        return {}, f"rank {ranks.rank}: {str(error) or repr(error)}"

@@ -71,7 +71,14 @@ class Trainer:
         self.agreement = Agreement(ranks.control)
         self.window = Window(ranks)
         self.budget = Budget(config)
-        capturer = Capturer(state=self.state, window=self.window, budget=self.budget, corrupt=self.corrupt, ranks=ranks)
+        capturer = Capturer(
+            state=self.state,
+            window=self.window,
+            budget=self.budget,
+            corrupt=self.corrupt,
+            ranks=ranks,
+            attempt=job.attempt,
+        )
         self.saver = Saver(job, capturer, self.recorder)
         self.snapshotter = Snapshotter(job, capturer, self.recorder)
         evaluator = Evaluator(

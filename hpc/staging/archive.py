@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hpc.errors import TorchrelayError
 from hpc.staging import space
 from hpc.staging.manifest import Copied
-from hpc.staging.members import CANNOT_UNPACK, Member, opened
+from hpc.staging.members import Member, is_damage, opened
 from hpc.staging.pieces import checksum, fill, write, write_piece
 from hpc.staging.source import inside_name, stop_if
 
@@ -47,7 +47,9 @@ def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], boo
     try:
         with opened(archive) as members:
             return unpacker.run(members)
-    except CANNOT_UNPACK as error:
+    except Exception as error:
+        if not is_damage(error):
+            raise
         raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole? Make it again") from error
 
 
@@ -61,7 +63,9 @@ def check(archive: Path) -> None:
     try:
         with opened(archive) as members:
             next(members, None)
-    except CANNOT_UNPACK as error:
+    except Exception as error:
+        if not is_damage(error):
+            raise
         raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole?") from error
 
 
@@ -195,16 +199,16 @@ class _Unpacker:
             raise self._refuse(member, _TWO_KINDS) from None
 
     def _write_groups(self) -> None:
-        with self._archive.open("rb", buffering=0) as archive:
-            room = memoryview(bytearray(_PIECE_BYTES))
-            while (group := self._queue.get()) is not None:
-                if self._error is not None:
-                    continue  # take them all, or who fills the queue would wait for ever
-                try:
-                    for part in group:
+        try:
+            with self._archive.open("rb", buffering=0) as archive:
+                room = memoryview(bytearray(_PIECE_BYTES))
+                while (group := self._queue.get()) is not None:
+                    for part in group if self._error is None else ():
                         self._write(part, archive.fileno(), room)
-                except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that unpacks
-                    self._error = error
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that unpacks
+            self._error = error
+            while self._queue.get() is not None:
+                pass  # take them all, or who fills the queue would wait for ever
 
     def _write(self, part: _Part, archive: int, room: memoryview) -> None:
         if part.content is not None:
@@ -247,7 +251,7 @@ class _Unpacker:
         if original not in self._checksums:
             raise self._refuse(member, f"is a link to {member.target!r}, which is no file in it")
         self._grow(member, self._sizes[original])
-        shutil.copyfile(self._target / original, path, follow_symlinks=False)
+        shutil.copy(self._target / original, path, follow_symlinks=False)
         self._checksums[name], self._sizes[name] = self._checksums[original], self._sizes[original]
 
     def _check_link(self, member: Member) -> None:

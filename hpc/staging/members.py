@@ -1,5 +1,6 @@
 """What stands in tar and zip archives, without believing it. Runs on compute nodes and on the login node."""
 
+import gzip
 import lzma
 import stat
 import tarfile
@@ -17,12 +18,19 @@ import zstandard
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 _BROKEN_HEADERS = (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]  # typeshed leaves them out
 # A name, or what else stands before a member: longer ones are there to fill the memory.
-_LONGEST_HEADER_BYTES = 2**20
-CANNOT_UNPACK = (
+_LONGEST_HEADER_BYTES, _LONGEST_LINK = 2**20, 4096
+_BLOCK_BYTES = 2**20
+_GZIP = b"\x1f\x8b"
+_LATEST = 2**33
+_DAMAGED = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
-    NotImplementedError,
+    NotImplementedError, OverflowError, RecursionError,
 )  # fmt: skip
-"""What Python's readers make of an archive that is damaged, or none."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether this is what Python's readers make of an archive that is damaged, or none, and not a disk's error."""
+    return isinstance(error, _DAMAGED) or (isinstance(error, OSError) and error.errno is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +54,7 @@ class Member:
 class _TarInfo(tarfile.TarInfo):
     """Refuses what tarfile bears: headers of any size, which it would read into memory, and an archive that breaks off.
 
-    To tarfile a damaged header is the end, as is the end of a file that has been cut between two members.
+    To tarfile a damaged or empty header is the end, as is the end of a file that has been cut between two members.
     """
 
     @classmethod
@@ -56,6 +64,12 @@ class _TarInfo(tarfile.TarInfo):
         except _BROKEN_HEADERS as error:
             if tar.offset:
                 raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
+            raise
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # as above
+            # To its end, where compressed files have their checksums.
+            while block := tar.fileobj.read(_BLOCK_BYTES):
+                if block.count(0) < len(block):
+                    raise tarfile.ReadError(f"it ends at byte {tar.offset}, and there is more after that") from None
             raise
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
@@ -82,9 +96,18 @@ def opened(archive: Path) -> Iterator[Iterator[Member]]:
     elif (plain := _open_plain(archive)) is not None:
         with plain:
             yield _tar_members(plain, plain=True)
+    elif _begins_like_gzip(archive):
+        # tarfile's own reader does not look at the checksum.
+        with gzip.open(archive) as unzipped, tarfile.open(fileobj=unzipped, mode="r|", tarinfo=_TarInfo) as file:
+            yield _tar_members(file)
     else:
         with tarfile.open(archive, "r|*", tarinfo=_TarInfo) as file:
             yield _tar_members(file)
+
+
+def _begins_like_gzip(archive: Path) -> bool:
+    with archive.open("rb") as file:
+        return file.read(len(_GZIP)) == _GZIP
 
 
 def _open_plain(archive: Path) -> tarfile.TarFile | None:
@@ -103,7 +126,7 @@ def _tar_members(file: tarfile.TarFile, *, plain: bool = False) -> Iterator[Memb
             size=info.size if info.isreg() else 0,
             executable=bool(info.mode & stat.S_IXUSR),
             target=info.linkname,
-            modified=int(info.mtime),
+            modified=int(info.mtime) if 0 <= info.mtime < _LATEST else None,
             offset=info.offset_data if plain else None,
             open=partial(file.extractfile, info),
         )
@@ -128,7 +151,9 @@ def _zip_member(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
         raise NotImplementedError(f"{info.filename!r} is encrypted")
     kinds: dict[int, str] = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
     kind = "directory" if info.is_dir() else kinds.get(stat.S_IFMT(mode), "device")
-    target = file.read(info).decode() if kind == "symlink" and info.file_size < 4096 else ""
+    if kind == "symlink" and info.file_size >= _LONGEST_LINK:
+        raise NotImplementedError(f"{info.filename!r} is a link of {info.file_size} bytes")
+    target = file.read(info).decode() if kind == "symlink" else ""
     return Member(
         name=info.filename, kind=kind, size=info.file_size, executable=bool(mode & stat.S_IXUSR), target=target,
         open=partial(file.open, info),

@@ -16,7 +16,6 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any, Self
@@ -34,7 +33,7 @@ _LONGEST_REQUEST, _LONGEST_ANSWER = 2**12, 2**26
 _LIST = "list"
 _LENGTH, _TIMEVAL = struct.Struct("!I"), struct.Struct("@ll")
 # What a node that is broken, or none of ours, may make of an answer.
-_BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, zlib.error)
+_BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, RecursionError)
 
 
 class PeerError(Exception):
@@ -153,7 +152,7 @@ class _Conversation(StreamRequestHandler):
 
     def handle(self) -> None:
         # Whatever is wrong with a request or a connection: the other node reads the batch itself.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+        with contextlib.suppress(*_BROKEN):
             while line := self.rfile.readline(_LONGEST_REQUEST):
                 self._answer(json.loads(line))
 

@@ -15,7 +15,7 @@ from trainer_rig import Starter, Training, events, lines
 from hpc.errors import UserError
 from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
-from training.checkpoint import list_checkpoints, step_of
+from training.checkpoint import NUMBERS, described, list_checkpoints, step_of
 from training.config import TrainConfig
 from training.distributed import Ranks
 from training.fsdp import blocks
@@ -253,6 +253,20 @@ def test_snapshots_of_parts_are_of_no_use_to_other_ranks_nor_if_one_is_lost(star
     assert not {path.name for path in node.snapshots.iterdir()} - {f"rank-0000{rank}-of-00003" for rank in range(3)}
 
 
+def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(start: Starter, node: NodeDir) -> None:
+    cut = killed(start, node)
+    checkpoint = newest(cut.run_dir).name
+    for path in list_checkpoints(node.snapshots / "rank-00001-of-00002"):
+        manifest, numbers = path / "manifest.json", path / NUMBERS
+        numbers.write_text(json.dumps(json.loads(numbers.read_text()) | {"attempt": 7}))
+        known = json.loads(manifest.read_text())
+        known["files"][NUMBERS] = described(numbers)
+        manifest.write_text(json.dumps(known))
+    again = start.complete(*FSDP, f"--node-dir={node.path}", world_size=2)
+    assert newest_before(again, 1) == checkpoint
+    assert events(again.run_dir, "train_started")[1]["source"] == "checkpoint"
+
+
 # --- what it does not do ---
 
 
@@ -286,3 +300,12 @@ def test_the_layers_of_a_transformer_are_gathered_one_at_a_time_and_as_a_whole()
     names = [name for name, module in model.named_modules() if any(module is part for part in blocks(model))]
     layers = [f"encoder.layers.encoder_layer_{number}" for number in range(12)]
     assert sorted(names) == sorted(["conv_proj", "encoder", *layers, "heads.head"])
+
+
+def test_a_list_of_blocks_is_gathered_block_by_block() -> None:
+    from torchvision.models import maxvit_t
+
+    with torch.device("meta"):
+        model = maxvit_t()
+    names = [name for name, module in model.named_modules() if any(module is part for part in blocks(model))]
+    assert [name for name in names if name.startswith("blocks")] == [f"blocks.{number}" for number in range(4)]
