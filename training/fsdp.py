@@ -50,8 +50,8 @@ def _shard_norms(model: nn.Module, mesh: DeviceMesh) -> None:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The parts to be gathered one at a time, the inner ones first; what is in none is gathered with the model itself.
 
-    Models are rows of blocks, in Sequentials or lists, or have them as children. Not what is inside of a block: some use
-    the weights of their children without calling them, as attention does.
+    Models are rows of blocks, in Sequentials or lists, or have them as children. Not what is inside of a block: some
+    use the weights of their children without calling them, as attention does.
     """
     found = [*_members(model), *(child for child in model.children() if not _is_row(child))]
     large = [part for part in dict.fromkeys(found) if sum(map(torch.numel, part.parameters())) >= _LEAST_WEIGHTS]
