@@ -99,7 +99,12 @@ def run(case: dict[str, object], ranks: Ranks, directory: Path) -> None:
     trainer = make_trainer(job, ranks)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     capturer = Capturer(
-        state=trainer.state, window=trainer.window, budget=trainer.budget, corrupt=trainer.corrupt, ranks=ranks
+        state=trainer.state,
+        window=trainer.window,
+        budget=trainer.budget,
+        corrupt=trainer.corrupt,
+        ranks=ranks,
+        attempt=job.attempt,
     )
     snapshotters = {
         setting: Snapshotter(replace(job, config=replace(config, snapshot_every=setting)), capturer, trainer.recorder)
