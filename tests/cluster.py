@@ -176,7 +176,7 @@ class Run:
 
         def reached() -> bool:
             nonlocal asked
-            written = sum(path.stat().st_size for path in self.directory.events.iterdir())
+            written = sum(path.stat().st_size for path in self.directory.events.glob("*.jsonl"))
             if written == asked[0] and time.monotonic() < asked[1] + 1.5:
                 return False
             asked = written, time.monotonic()

@@ -210,11 +210,11 @@ def write_late(run_dir: Path) -> None:
 
     write = HostCopy.write
 
-    def slow_write(copy: HostCopy, directory: Path) -> None:
+    def slow_write(copy: HostCopy, directory: Path, **how: bool) -> None:
         saved = int(directory.name.split("-")[1].split(".")[0])
         while saved < 30 and not any(line["step"] >= saved + 5 for line in lines(run_dir / "metrics/train.jsonl")):
             time.sleep(0.01)
-        write(copy, directory)
+        write(copy, directory, **how)
 
     HostCopy.write = slow_write  # type: ignore[method-assign]
 
