@@ -22,7 +22,6 @@ from pathlib import Path
 from hpc.nodedir import NodeDir
 from hpc.rundir import RunDir
 from training.agreement import Agreement
-from training.capture import Capturer
 from training.config import TrainConfig
 from training.distributed import Ranks, connect, disconnect
 from training.job import Job
@@ -98,18 +97,8 @@ def run(case: dict[str, object], ranks: Ranks, directory: Path) -> None:
     job = Job(config=config, run_dir=RunDir(directory / str(case["model"])), attempt=1, started=0.0, node_dir=node)
     trainer = make_trainer(job, ranks)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-    capturer = Capturer(
-        state=trainer.state,
-        window=trainer.window,
-        budget=trainer.budget,
-        corrupt=trainer.corrupt,
-        ranks=ranks,
-        attempt=job.attempt,
-    )
-    snapshotters = {
-        setting: Snapshotter(replace(job, config=replace(config, snapshot_every=setting)), capturer, trainer.recorder)
-        for setting in SETTINGS
-    }
+    jobs = {setting: replace(job, config=replace(config, snapshot_every=setting)) for setting in SETTINGS}
+    snapshotters = {setting: Snapshotter(each, trainer.capturer, trainer.recorder) for setting, each in jobs.items()}
     turns = {name: Turn(snapshotter) for name, snapshotter in snapshotters.items()}
     images = measure(trainer, turns) * trainer.plan.batch_size
     if ranks.leads:

@@ -18,6 +18,7 @@ from training.distributed import Ranks
 from training.model import Preprocess
 from training.optim import autocast
 from training.plan import evaluation_requests
+from training.wrap import take_tensors
 
 _BATCH = 256
 _BEST = 5
@@ -106,12 +107,7 @@ class Evaluator:
     ) -> Evaluation:
         """As `evaluate`, with other weights, which the model has for that long."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
-        if self.config.strategy == "fsdp":
-            from training.fsdp import load_whole  # noqa: PLC0415  # a second, which DDP does without
-
-            load_whole(self.model, weights)
-        else:
-            self.model.load_state_dict(weights)
+        take_tensors(self.model, weights, sharded=self.config.strategy == "fsdp")
         try:
             return self.evaluate(source, before_batch)
         finally:

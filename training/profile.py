@@ -18,6 +18,7 @@ from rich.table import Table
 
 from hpc.config import flag_names, with_config
 from hpc.errors import TorchrelayError, UserError
+from hpc.program import INTERRUPTED
 from hpc.rundir import RunDir
 from training.config import RecipeName, TrainConfig, check_model
 from training.distributed import connect, disconnect
@@ -28,7 +29,6 @@ from training.measure import Costs, Meter
 from training.place import place_from
 from training.trainer import Trainer
 
-_INTERRUPTED = 130
 # No training ends while it is being measured.
 _EPOCHS = 10**6
 # A part that takes this much of a step in spite of the others running beside it is what the step waits for.
@@ -97,7 +97,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     return 0
 
 

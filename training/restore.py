@@ -102,8 +102,9 @@ def _offers(job: Job, ranks: Ranks, snapshots: Path | None, *, parts: bool) -> l
             found += [Offer(step=step_of(path), durable=durable, rank=ranks.rank, path=path) for path in paths]
     if parts:
         # Of the same attempt: with other flags the same step is another one.
-        common = set.intersection(*ranks.gather({_saved_by(offer) for offer in found if not offer.durable}))
-        found = [offer for offer in found if ranks.leads and (offer.durable or _saved_by(offer) in common)]
+        saved_by = {offer: _saved_by(offer) for offer in found if not offer.durable}
+        common = set.intersection(*ranks.gather(set(saved_by.values())))
+        found = [offer for offer in found if ranks.leads and (offer.durable or saved_by[offer] in common)]
     return sorted(found)
 
 

@@ -71,7 +71,7 @@ class Trainer:
         self.agreement = Agreement(ranks.control)
         self.window = Window(ranks)
         self.budget = Budget(config)
-        capturer = Capturer(
+        self.capturer = Capturer(
             state=self.state,
             window=self.window,
             budget=self.budget,
@@ -79,8 +79,8 @@ class Trainer:
             ranks=ranks,
             attempt=job.attempt,
         )
-        self.saver = Saver(job, capturer, self.recorder)
-        self.snapshotter = Snapshotter(job, capturer, self.recorder)
+        self.saver = Saver(job, self.capturer, self.recorder)
+        self.snapshotter = Snapshotter(job, self.capturer, self.recorder)
         evaluator = Evaluator(
             config=config,
             model=self.state.evaluated_model,

@@ -15,6 +15,7 @@ from training.config import TrainConfig, resolve_weights
 from training.distributed import Ranks
 from training.head import head_of
 from training.state import TrainState
+from training.wrap import take_tensors
 
 # What others put around the weights in a file, and around their names.
 _AROUND = ("model", "state_dict")
@@ -40,12 +41,7 @@ def begin_with(config: TrainConfig, state: TrainState, ranks: Ranks) -> str:
             path = resolve_weights(config.model, config.weights)
             found, new = choose(read_weights(path), state.model, path)
     told = load(ranks.broadcast_bytes(save(found) if ranks.leads else None))
-    if state.sharded:
-        from training.fsdp import load_whole  # noqa: PLC0415  # a second, which DDP does without
-
-        load_whole(state.model, told)
-    else:
-        state.model.load_state_dict(told, strict=False)
+    take_tensors(state.model, told, sharded=state.sharded, strict=False)
     if state.ema:
         state.ema.model.load_state_dict(state.model.state_dict())
     return f"beginning with {path}" + (f", but a new {', '.join(new)}" if new else "")

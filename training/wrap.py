@@ -3,7 +3,7 @@
 None of it changes the names of the model's tensors, nor how it is evaluated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +55,16 @@ def whole_tensors(model: nn.Module, ranks: Ranks, *, sharded: bool) -> Iterable[
     from training.fsdp import gather_tensors  # noqa: PLC0415  # as above
 
     return gather_tensors(model, leads=ranks.leads)
+
+
+def take_tensors(model: nn.Module, tensors: Mapping[str, Tensor], *, sharded: bool, strict: bool = True) -> None:
+    """Have a model become tensors that every rank has whole; unless `strict`, as far as there are any."""
+    if not sharded:
+        model.load_state_dict(tensors, strict=strict)
+        return
+    from training.fsdp import load_whole  # noqa: PLC0415  # as above
+
+    load_whole(model, tensors)
 
 
 def compile_training(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -44,13 +45,8 @@ def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], boo
         OSError: the disk is full.
     """
     unpacker = _Unpacker(archive, target, room, progress)
-    try:
-        with opened(archive) as members:
-            return unpacker.run(members)
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole? Make it again") from error
+    with _tell_damage(archive, "is it whole? Make it again"), opened(archive) as members:
+        return unpacker.run(members)
 
 
 def check(archive: Path) -> None:
@@ -60,13 +56,18 @@ def check(archive: Path) -> None:
         TorchrelayError: it does not.
         OSError: it cannot be read.
     """
+    with _tell_damage(archive, "is it whole?"), opened(archive) as members:
+        next(members, None)
+
+
+@contextmanager
+def _tell_damage(archive: Path, advice: str) -> Iterator[None]:
     try:
-        with opened(archive) as members:
-            next(members, None)
+        yield
     except Exception as error:
         if not is_damage(error):
             raise
-        raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): is it whole?") from error
+        raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): {advice}") from error
 
 
 class _Part(NamedTuple):

@@ -29,7 +29,7 @@ NOT_STATE = {
     "window._steps",  # what there was before has been found to be finite
     "window._finite_steps",
     "budget",  # a clock; saved, but it goes on
-    "saver._capturer.budget",
+    "capturer.budget",
     "window._timed_images",  # for the speed alone
     "window._earlier_seconds",  # saved, but the clock goes on
     "snapshotter",  # when a snapshot is taken changes nothing
