@@ -20,10 +20,11 @@ import torch
 import tyro
 from torch.nn import functional
 
-from training.config import TrainConfig
-from training.launch import make_repeatable
-from training.model import build_model
-from training.optim import autocast, make_optimizer
+from training.config.train_config import TrainConfig
+from training.engine.launch import make_repeatable
+from training.engine.optim import make_optimizer
+from training.models.factory import build_model
+from training.models.precision import autocast
 
 SETTINGS = ("fastest", "default", "--deterministic")
 

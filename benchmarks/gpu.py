@@ -34,19 +34,20 @@ from loader import hardware, make_folder
 from rich.console import Console
 from rich.table import Table
 
-from hpc.files import write_json
-from hpc.rundir import RunDir
-from training.config import TrainConfig, check_data, resolve_data
-from training.data import Batch, Source, batches_on, load_ahead
-from training.datasets import load_data
-from training.distributed import Ranks, connect, disconnect
-from training.hold import hold
-from training.job import Job
-from training.launch import make_repeatable, make_trainer
-from training.lean import leave_out_compiler
-from training.place import place_from
-from training.plan import Request
-from training.trainer import Trainer
+from hpc.core.files import write_json
+from hpc.core.rundir import RunDir
+from training.config.dataset_layout import check_data, resolve_data
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import Request
+from training.data.build import load_data
+from training.data.dataset import Batch, Source, batches_on, load_ahead
+from training.data.device_dataset import hold
+from training.engine.launch import make_repeatable, make_trainer
+from training.engine.skip_dynamo import leave_out_compiler
+from training.engine.trainer import Trainer
+from training.runtime.process_group import Ranks, connect, disconnect
+from training.runtime.rank_info import place_from
+from training.runtime.run_context import Job
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 WARM_UP = 8

@@ -37,11 +37,12 @@ from rich.console import Console
 from rich.table import Table
 from torchvision import transforms
 
-from hpc.files import write_json
-from training.config import TrainConfig, check_data
-from training.data import load_ahead
-from training.datasets import load_data
-from training.plan import make_plan
+from hpc.core.files import write_json
+from training.config.dataset_layout import check_data
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import make_plan
+from training.data.build import load_data
+from training.data.dataset import load_ahead
 
 RESULTS = Path(__file__).parent / "results" / "loader.json"
 SIZE, HEIGHT, WIDTH, QUALITY = 224, 375, 500, 92

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpc.accounting import PARTS
+from hpc.status.downtime import PARTS
 
 HPC = [sys.executable, "-m", "hpc"]
 RUN = [

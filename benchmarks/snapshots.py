@@ -19,17 +19,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpc.nodedir import NodeDir
-from hpc.rundir import RunDir
-from training.agreement import Agreement
-from training.config import TrainConfig
-from training.distributed import Ranks, connect, disconnect
-from training.job import Job
-from training.launch import make_repeatable, make_trainer
-from training.place import place_from
-from training.plan import Request
-from training.snapshotter import Snapshotter
-from training.trainer import Trainer
+from hpc.core.nodedir import NodeDir
+from hpc.core.rundir import RunDir
+from training.checkpoint.snapshot_writer import Snapshotter
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import Request
+from training.engine.launch import make_repeatable, make_trainer
+from training.engine.trainer import Trainer
+from training.runtime.process_group import Ranks, connect, disconnect
+from training.runtime.rank_info import place_from
+from training.runtime.run_context import Job
+from training.runtime.stop_consensus import Agreement
 
 SETTINGS = ("off", "auto", "1")
 CASES = ({"model": "small-cnn", "batch_size": 512}, {"model": "resnet18", "image_size": 32, "batch_size": 128})

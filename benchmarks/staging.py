@@ -42,9 +42,9 @@ from rich.table import Table
 from staging_methods import METHODS, OURS, SBCAST, Bench, Method, allocate
 from throttle import MB, Speed, Storage
 
-from hpc.files import write_json
+from hpc.core.files import write_json
+from hpc.slurm.testbed_conf import running_slurm_conf
 from hpc.staging import space
-from hpc.testbed import running_slurm_conf
 
 _RESULTS = Path(__file__).with_name("results") / "staging.json"
 _CLASSES, _PICTURES = 100, 16

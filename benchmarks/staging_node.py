@@ -15,19 +15,19 @@ from pathlib import Path
 
 import tyro
 
-from hpc.attempts import Attempt
-from hpc.ledger import Writer
-from hpc.nodedir import NodeDir
-from hpc.rundir import RunDir
+from hpc.core.attempts import Attempt
+from hpc.core.ledger import Writer
+from hpc.core.nodedir import NodeDir
+from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
-from jobs.data import stage
-from jobs.env import stage_environment
-from jobs.link import LOST_SECONDS, Hub, Link
-from jobs.node import Node
-from jobs.ranks import LocalRanks
-from jobs.rendezvous import Place
-from jobs.report import Phase, Report
-from jobs.torchrun import StopRequest
+from jobs.context import Node
+from jobs.control.channel import LOST_SECONDS, Hub, Link
+from jobs.control.messages import Phase, Report
+from jobs.ranks.local_ranks import LocalRanks
+from jobs.ranks.rendezvous import Place
+from jobs.ranks.torchrun import StopRequest
+from jobs.staging.data import stage
+from jobs.staging.unpack_environment import stage_environment
 
 NONCE = "not-a-secret"
 

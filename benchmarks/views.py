@@ -30,8 +30,8 @@ from typing import Any
 
 import tyro
 
-from hpc.files import json_line
-from hpc.rundir import RunDir
+from hpc.core.files import json_line
+from hpc.core.rundir import RunDir
 
 ATTEMPTS, SAVES, STEPS = 4, 30, 10_000
 NODES = ["gpu01", "gpu02"]
@@ -126,7 +126,7 @@ def queue_lines(runs: list[RunDir], jobs: int) -> list[str]:
     alive = [(i, run) for i, run in enumerate(runs) if STATES[i % len(STATES)] in words]
     ours = [(*words[STATES[i % len(STATES)]], str(run.script)) for i, run in alive]
     other = [("PENDING", "Resources", "", f"/home/me/sweep/{i}/run.sh") for i in range(jobs - len(ours))]
-    # In the order of the fields that hpc.job asks for.
+    # In the order of the fields that hpc.core.job_state asks for.
     form = f"{{}}|{{}}|{{}}|{{}}|0|{TIME}|{TIME}|{{}}|"
     return [form.format(i, *job) for i, job in enumerate([*ours, *other])]
 

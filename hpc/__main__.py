@@ -18,7 +18,7 @@ VERBS = {
     "drill": "break a run on purpose, and see what that costs",
     "testbed": "a real Slurm on this machine",
 }
-_PACKAGES = {"report", "testbed"}
+_FILES = {"cancel", "stage"}
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
         close = difflib.get_close_matches(verb, VERBS, n=1) or list(VERBS)
         print(f"hpc: there is no verb {verb!r}: use {' or '.join(close)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"hpc.{verb}.__main__" if verb in _PACKAGES else f"hpc.{verb}")
+    module = importlib.import_module(f"hpc.{verb}" if verb in _FILES else f"hpc.{verb}.__main__")
     run: Callable[[list[str]], int] = module.main
     return run(arguments[1:])
 

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import tyro
 
-from hpc import cli, ledger, slurm
-from hpc.board import Board
-from hpc.errors import TorchrelayError
-from hpc.ledger import Writer
-from hpc.processes import is_alive
-from hpc.rundir import RunDir
+from hpc import cli
+from hpc.core import ledger
+from hpc.core.errors import TorchrelayError
+from hpc.core.ledger import Writer
+from hpc.core.processes import is_alive
+from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
 from hpc.spec import RunSpec
-from hpc.summary import jobs_of
+from hpc.status.run_view import jobs_of
+from hpc.status.status_cache import Board
 
 _OVER = frozenset({"completed", "cancelled"})
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc import program, slurm
-from hpc.errors import UserError
-from hpc.program import parse
-from hpc.rundir import RunDir
+from hpc.core import program
+from hpc.core.errors import UserError
+from hpc.core.program import parse
+from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """RunSpec: everything that one run is, frozen and validated; the single source of every flag of `submit`.
 
 Runs on the login node (made, checked) and on compute nodes (read back from `spec.json`). Imports no torch:
-`training.config` is free of it.
+`training.config.train_config` is free of it.
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import tyro
 
-from hpc.errors import UserError
-from hpc.files import write_json
-from hpc.rundir import RunDir
-from hpc.units import duration_seconds, stop_lead_seconds, walltime_minutes
-from training.config import TrainConfig
+from hpc.core.errors import UserError
+from hpc.core.files import write_json
+from hpc.core.rundir import RunDir
+from hpc.core.units import duration_seconds, stop_lead_seconds, walltime_minutes
+from training.config.train_config import TrainConfig
 
 Cluster = Literal["slurm", "local"]
 

@@ -19,11 +19,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemai
 from rich.table import Table
 
 from hpc import cli
-from hpc.errors import TorchrelayError, UserError
+from hpc.core.errors import TorchrelayError, UserError
 from hpc.staging import copy, space
 from hpc.staging.source import absolute, list_source
-from hpc.staging.stage import Stager
 from hpc.staging.staged import Staged
+from hpc.staging.stager import Stager
 from hpc.staging.store import Entry, Store, open_store
 
 _WHOLE = "whole"

@@ -1,6 +1,7 @@
 """The per-node process: claim or join an attempt, stage the data, take part in its rounds, see that the run goes on.
 
-Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent decides (jobs.captain);
+Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent decides
+(jobs.control.coordinator);
 the others report to it and follow its orders; when it dies, one of them hands the run to a new job.
 """
 
@@ -15,31 +16,33 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc import ledger, relaunch, slurm
-from hpc.attempts import Attempt, attempts_of
-from hpc.errors import TorchrelayError
-from hpc.files import look_again
-from hpc.job import JobState
-from hpc.nodedir import MEMORY, open_node_dir
-from hpc.outcome import Cause
-from hpc.rundir import RunDir
+from hpc.core import ledger
+from hpc.core.attempts import Attempt, attempts_of
+from hpc.core.errors import TorchrelayError
+from hpc.core.files import look_again
+from hpc.core.job_state import JobState
+from hpc.core.nodedir import MEMORY, open_node_dir
+from hpc.core.outcome import Cause
+from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
+from hpc.slurm import relaunch
 from hpc.spec import RunSpec
 from hpc.staging import StagingStopped
 from jobs import claim
-from jobs.captain import Captain
-from jobs.conclusion import conclude
-from jobs.data import stage_data
-from jobs.env import stage_environment
-from jobs.formation import Limits
-from jobs.handover import save_snapshot, take_over
-from jobs.link import Hub, Link
-from jobs.node import Node
-from jobs.ranks import LocalRanks
-from jobs.rendezvous import Place, find_place, pick_port
-from jobs.report import Orders, Phase, Report
-from jobs.round import run_round
-from jobs.say import say
-from jobs.torchrun import StopRequest
+from jobs.context import Node
+from jobs.control.channel import Hub, Link
+from jobs.control.coordinator import Captain
+from jobs.control.membership import Limits
+from jobs.control.messages import Orders, Phase, Report
+from jobs.ending.conclusion import conclude
+from jobs.ending.failover import save_snapshot, take_over
+from jobs.log import say
+from jobs.ranks.local_ranks import LocalRanks
+from jobs.ranks.rendezvous import Place, find_place, pick_port
+from jobs.ranks.round import run_round
+from jobs.ranks.torchrun import StopRequest
+from jobs.staging.data import stage_data
+from jobs.staging.unpack_environment import stage_environment
 
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 0.5

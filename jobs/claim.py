@@ -1,19 +1,19 @@
 """Who begins an attempt: exactly one agent does, the others join and follow.
 
-Runs on compute nodes. A claim, like an end (hpc.relaunch), is a file of events that is created exclusively, with its
-line in it.
+Runs on compute nodes. A claim, like an end (hpc.slurm.relaunch), is a file of events that is created exclusively,
+with its line in it.
 """
 
 import time
 from collections.abc import Callable
 
-from hpc import ledger
-from hpc.attempts import Attempt, attempts_of
-from hpc.errors import TorchrelayError
-from hpc.files import json_line, look_again, write_exclusive
-from hpc.ledger import Writer
-from hpc.rundir import RunDir
-from jobs.rendezvous import Place
+from hpc.core import ledger
+from hpc.core.attempts import Attempt, attempts_of
+from hpc.core.errors import TorchrelayError
+from hpc.core.files import json_line, look_again, write_exclusive
+from hpc.core.ledger import Writer
+from hpc.core.rundir import RunDir
+from jobs.ranks.rendezvous import Place
 
 _POLL_SECONDS = 0.5
 

@@ -13,12 +13,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from hpc import slurm
-from hpc.errors import TorchrelayError
-from hpc.machine import InJob, Machine, look, to_json
-from hpc.rundir import RunDir
-from jobs import script
-from jobs.rendezvous import (
+from hpc.core.errors import TorchrelayError
+from hpc.core.node_info import InJob, Machine, look, to_json
+from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
+from jobs.ranks import script_command
+from jobs.ranks.rendezvous import (
     LOWEST_PORT,
     Place,
     Rendezvous,
@@ -28,8 +28,8 @@ from jobs.rendezvous import (
     program_argv,
     torchrun_argv,
 )
-from jobs.round import rank_environment
-from jobs.torchrun import ENVIRONMENT
+from jobs.ranks.round import rank_environment
+from jobs.ranks.torchrun import ENVIRONMENT
 
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 # Enough for a slow import of torch from shared storage.
@@ -86,7 +86,7 @@ def complaint_of_clients() -> str:
 
 
 def preflight(place: Place, own: Path, ranks: int) -> tuple[bool, str]:
-    """Start the ranks as an attempt does, and have them run `training.preflight`.
+    """Start the ranks as an attempt does, and have them run `training.engine.preflight`.
 
     Returns:
         Whether all is well, and what was said.
@@ -96,7 +96,7 @@ def preflight(place: Place, own: Path, ranks: int) -> tuple[bool, str]:
     except OSError as error:
         return False, f"{place.host} does not find the other nodes: {error}"
     argv = torchrun_argv(meeting(place), ranks, address, sys.executable)
-    program = program_argv(script.preflight(RunDir(own), 1, sys.executable))
+    program = program_argv(script_command.preflight(RunDir(own), 1, sys.executable))
     limit = ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS)]
     done = subprocess.run(
         [*limit, *argv, "--max-restarts=0", *program],

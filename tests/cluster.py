@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from hpc import ledger
-from hpc.files import read_json_lines
-from hpc.processes import is_alive
-from hpc.rundir import RunDir
-from hpc.testbed import STATE_DIRECTORY
+from hpc.core import ledger
+from hpc.core.files import read_json_lines
+from hpc.core.processes import is_alive
+from hpc.core.rundir import RunDir
+from hpc.slurm.testbed_conf import STATE_DIRECTORY
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 # Generous: the machine may be busy, and Slurm's own clocks tick in tens of seconds.
 TIMEOUT_SECONDS = 150.0

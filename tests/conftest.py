@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cluster import Site, need, tiny_data, what_slurm_holds
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 USER = "torchrelay-test"
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it.
 LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")

@@ -6,10 +6,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from hpc.env import Environment
-from hpc.env_archive import provide, silent
+from hpc.submit.environment_archive import provide, silent
+from hpc.submit.python_environment import Environment
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 SITE = f"lib/python3.{sys.version_info.minor}/site-packages"
 BASE = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from PIL import Image
 
-from hpc.files import append_json_line
+from hpc.core.files import append_json_line
+from hpc.core.rundir import RunDir
 from hpc.report.__main__ import main
-from hpc.rundir import RunDir
 from hpc.spec import Resources, RunSpec
-from training.config import TrainConfig
+from training.config.train_config import TrainConfig
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
 CLASSES = ("cat", "dog", HOSTILE)

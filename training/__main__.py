@@ -4,15 +4,16 @@ import faulthandler
 import gc
 import time
 
-from training import stop
+from training.runtime import signals
 
 # The first things of all: importing torch takes seconds, and a signal in them must not end the rank unsaved. A rank
 # that hangs is sent SIGABRT: it prints the stacks of its threads and dies.
 _STARTED = time.monotonic()
-stop.install()
+signals.install()
 faulthandler.enable(all_threads=True)
 if __name__ == "__main__":
-    # Imports make objects by the million and no garbage: looking for it takes a sixth of their time (training.launch).
+    # Imports make objects by the million and no garbage: looking for it takes a sixth of their time
+    # (training.engine.launch).
     gc.disable()
 
 import os  # noqa: E402
@@ -24,15 +25,16 @@ from typing import NoReturn  # noqa: E402
 
 import tyro  # noqa: E402
 
-from hpc.config import flag_names, with_config  # noqa: E402
-from hpc.errors import TorchrelayError, UserError  # noqa: E402
-from hpc.nodedir import NodeDir  # noqa: E402
-from hpc.rundir import RunDir  # noqa: E402
-from training.config import RecipeName, TrainConfig, check_model  # noqa: E402
-from training.fault import NO_FAULT, Fault, parse_fault  # noqa: E402
-from training.heartbeat import Heartbeat  # noqa: E402
-from training.job import Job  # noqa: E402
-from training.place import Place, place_from  # noqa: E402
+from hpc.core.errors import TorchrelayError, UserError  # noqa: E402
+from hpc.core.nodedir import NodeDir  # noqa: E402
+from hpc.core.rundir import RunDir  # noqa: E402
+from training.config.config_file import flag_names, with_config  # noqa: E402
+from training.config.model_names import check_model  # noqa: E402
+from training.config.train_config import RecipeName, TrainConfig  # noqa: E402
+from training.runtime.fault_injection import NO_FAULT, Fault, parse_fault  # noqa: E402
+from training.runtime.heartbeat import Heartbeat  # noqa: E402
+from training.runtime.rank_info import Place, place_from  # noqa: E402
+from training.runtime.run_context import Job  # noqa: E402
 
 _INTERRUPTED = 130
 
@@ -46,7 +48,7 @@ class Arguments:
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
     recipe: RecipeName = None
-    """A name of `training.recipe.recipes`."""
+    """A name of `training.config.recipe.recipes`."""
     config: Path | None = None
     """YAML file with flags and their values; it wins over --recipe, and flags on the command line over both."""
     run_dir: Path = Path("runs/standalone")
@@ -56,7 +58,9 @@ class Arguments:
     node_dir: Path | None = None
     """A directory in this node's memory, for what outlives the processes: snapshots of the state, signs of life."""
     fault: str = ""
-    """For tests: POINT@STEP:RANK, what is to go wrong (training.fault); or TORCHRELAY_FAULT in the environment."""
+    """For tests: POINT@STEP:RANK, what is to go wrong (training.runtime.fault_injection); or TORCHRELAY_FAULT in
+    the environment.
+    """
 
 
 def main() -> int:
@@ -84,7 +88,7 @@ def main() -> int:
         _finish_output()
         leave(1)
     finally:
-        stop.ignore()
+        signals.ignore()
         _finish_output()
 
 
@@ -105,9 +109,9 @@ def _train(arguments: Arguments) -> int:
     # cuBLAS is repeatable only with a fixed workspace, and reads this when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # After the user's simplest mistakes: these imports take seconds.
-    from training.distributed import SharedError  # noqa: PLC0415
-    from training.launch import launch  # noqa: PLC0415
-    from training.lean import leave_out_compiler  # noqa: PLC0415
+    from training.engine.launch import launch  # noqa: PLC0415
+    from training.engine.skip_dynamo import leave_out_compiler  # noqa: PLC0415
+    from training.runtime.process_group import SharedError  # noqa: PLC0415
 
     if not arguments.train.compile:
         leave_out_compiler()

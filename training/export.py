@@ -12,17 +12,18 @@ import torch
 import tyro
 from torch import Tensor
 
-from hpc import program
-from hpc.errors import TorchrelayError, UserError
-from hpc.files import write_atomic
-from training.card import Card
-from training.choices import listed
-from training.classifier import Classifier, find_model, load_classifier
-from training.config import TrainConfig, check_data, resolve_data
-from training.data import Source
-from training.datasets import load_data
-from training.exported import FORMATS, Classify, Format, require
-from training.plan import Request
+from hpc.core import program
+from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.files import write_atomic
+from training.config.choices import listed
+from training.config.dataset_layout import check_data, resolve_data
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import Request
+from training.data.build import load_data
+from training.data.dataset import Source
+from training.inference.classifier import Classifier, find_model, load_classifier
+from training.inference.exported_model import FORMATS, Classify, Format, require
+from training.inference.model_card import Card
 
 _IMAGES = 64
 # Sums in another order make differences of a millionth; another computation, of more.
@@ -43,7 +44,7 @@ class Arguments:
     output: Path
     """The file."""
     format: Annotated[str, listed("What kind of file.", {name: kind.about for name, kind in FORMATS.items()})] = "torch"
-    """A name of `training.exported.FORMATS`."""
+    """A name of `training.inference.exported_model.FORMATS`."""
     data: str | None = None
     """Where the data set is, for the comparison; by default where it was trained from."""
 

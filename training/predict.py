@@ -21,12 +21,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from hpc import program
-from hpc.errors import UserError
-from training.card import Card
-from training.classifier import find_model, load_classifier
-from training.exported import FORMATS, Classify, format_of, load_exported
-from training.looks import Reader, UnreadableError, find_images
+from hpc.core import program
+from hpc.core.errors import UserError
+from training.inference.classifier import find_model, load_classifier
+from training.inference.exported_model import FORMATS, Classify, format_of, load_exported
+from training.inference.image_reader import Reader, UnreadableError, find_images
+from training.inference.model_card import Card
 
 _BATCH = 256
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import tyro
 
 from hpc import cli
-from hpc.errors import UserError
-from hpc.files import write_atomic
+from hpc.core.errors import UserError
+from hpc.core.files import write_atomic
+from hpc.core.rundir import RunDir
 from hpc.report.compare import comparison_page
 from hpc.report.gather import Record, gather
 from hpc.report.page import run_page
 from hpc.report.tables import tables_of
-from hpc.rundir import RunDir
-from hpc.status import summaries
+from hpc.status.__main__ import summaries
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from hpc.spec import Recovery, Resources, RunSpec
-from training.config import TrainConfig, flag
+from training.config.choices import flag
+from training.config.train_config import TrainConfig
 
 
 def submit_command(spec: RunSpec) -> list[str]:

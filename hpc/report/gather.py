@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from hpc import ledger
-from hpc.accounting import PARTS
-from hpc.attempts import attempts_of
-from hpc.errors import UserError
-from hpc.files import read_json_lines
-from hpc.rundir import RunDir
+from hpc.core import ledger
+from hpc.core.attempts import attempts_of
+from hpc.core.errors import UserError
+from hpc.core.files import read_json_lines
+from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
-from hpc.summary import TERMINAL, Summary
+from hpc.status.downtime import PARTS
+from hpc.status.run_view import TERMINAL, Summary
 
 TRAIN = (
     *("step", "epoch", "loss", "lr", "images_per_second"),

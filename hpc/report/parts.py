@@ -5,11 +5,11 @@ from importlib import resources
 
 import pandas as pd
 
-from hpc.accounting import PARTS
 from hpc.report.gather import Record
 from hpc.report.markup import Markup, join, tag, void
 from hpc.report.write import UNKNOWN, duration, moment, number
-from hpc.summary import TERMINAL
+from hpc.status.downtime import PARTS
+from hpc.status.run_view import TERMINAL
 
 # The page may load nothing from anywhere, whatever it shows.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from hpc.outcome import Cause
+from hpc.core.outcome import Cause
 from hpc.report.gather import Record
 from hpc.report.markup import Markup
 from hpc.report.svg import COLORS, SERIES, Size, figure

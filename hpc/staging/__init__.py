@@ -19,8 +19,8 @@ Once per node, before torchrun starts and so outside any collective.
 """
 
 from hpc.staging.source import StagingStopped
-from hpc.staging.stage import stage
 from hpc.staging.staged import NoRoomError, Staged
+from hpc.staging.stager import stage
 from hpc.staging.team import Alone
 
 __all__ = ["Alone", "NoRoomError", "Staged", "StagingStopped", "stage"]

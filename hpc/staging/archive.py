@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from hpc.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError
 from hpc.staging import space
+from hpc.staging.archive_members import Member, is_damage, opened
+from hpc.staging.chunks import checksum, fill, write, write_piece
 from hpc.staging.manifest import Copied
-from hpc.staging.members import Member, is_damage, opened
-from hpc.staging.pieces import checksum, fill, write, write_piece
 from hpc.staging.source import inside_name, stop_if
 
 _PIECE_BYTES = 16 * 2**20

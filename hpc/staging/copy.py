@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpc.staging.chunks import checksum, read_piece, write_piece
 from hpc.staging.manifest import Copied
 from hpc.staging.peers import Peer, PeerError, Shelf
-from hpc.staging.pieces import checksum, read_piece, write_piece
 from hpc.staging.source import Listing, Piece, stop_if
 from hpc.staging.team import Address
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc.files import write_atomic
-from hpc.staging.pieces import new_checksum
+from hpc.core.files import write_atomic
+from hpc.staging.chunks import new_checksum
 from hpc.staging.source import pack_records, stop_if, unpack_records
 
 _CHUNK_BYTES = 4 * 2**20

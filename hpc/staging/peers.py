@@ -20,8 +20,8 @@ from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any, Self
 
-from hpc.files import json_line
-from hpc.staging.pieces import checksum
+from hpc.core.files import json_line
+from hpc.staging.chunks import checksum
 from hpc.staging.source import Listing, Piece
 from hpc.staging.team import Address
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from hpc.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
 # Enough to keep a parallel file system busy; a local one answers one as fast.

@@ -4,8 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
-from hpc.machine import type_of
-from hpc.memory import spare_memory
+from hpc.core.memory import spare_memory
+from hpc.core.node_info import type_of
 from hpc.staging.store import Store
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})

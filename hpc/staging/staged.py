@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError
 
 
 @dataclass(frozen=True, kw_only=True)

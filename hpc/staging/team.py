@@ -1,6 +1,6 @@
 """What the nodes of a job tell each other while they stage: where the list of files is, and who reads what.
 
-Pure data, and the node that is alone. The nodes of a job are `jobs.team`.
+Pure data, and the node that is alone. The nodes of a job are `jobs.staging.coordination`.
 """
 
 from collections.abc import Iterable

@@ -3,9 +3,10 @@
 import os
 from pathlib import Path
 
-from hpc.errors import TorchrelayError
-from hpc.files import write_atomic
-from hpc.testbed import namespaces, running_slurm_conf
+from hpc.core.errors import TorchrelayError
+from hpc.core.files import write_atomic
+from hpc.slurm.testbed_conf import running_slurm_conf
+from hpc.testbed import namespaces
 from hpc.testbed.layout import LOGIN_NAME, Places
 from hpc.testbed.system import run, start, succeeds, wait_until
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.errors import UserError
+from hpc.core.errors import UserError
 
 LOGIN_NAME = "login"
 LOGIN_ADDRESS = "10.77.0.254"

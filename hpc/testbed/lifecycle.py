@@ -12,9 +12,10 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc.errors import UserError
-from hpc.files import write_atomic
-from hpc.testbed import STATE_DIRECTORY, accounting, daemons, namespaces, network, nodes, render, running_slurm_conf
+from hpc.core.errors import UserError
+from hpc.core.files import write_atomic
+from hpc.slurm.testbed_conf import STATE_DIRECTORY, running_slurm_conf
+from hpc.testbed import daemons, namespaces, network, nodes, render, slurmdbd
 from hpc.testbed.layout import Places, Shape
 from hpc.testbed.system import locked, require_packages, require_root, wait_until
 
@@ -118,7 +119,7 @@ def _is_healthy(shape: Shape) -> bool:
         return False
     if not (daemons.munge_answers(PLACES) and daemons.controller_answers(PLACES)):
         return False
-    if shape.accounting and not accounting.accounting_answers(PLACES):
+    if shape.accounting and not slurmdbd.accounting_answers(PLACES):
         return False
     states = daemons.node_states(PLACES)
     return all(
@@ -140,7 +141,7 @@ def _build(shape: Shape) -> None:
     daemons.create_controller_host(PLACES)
     daemons.start_munged(PLACES)
     if shape.accounting:
-        accounting.start_accounting(PLACES)
+        slurmdbd.start_accounting(PLACES)
     daemons.start_slurmctld(PLACES)
     for node in shape.all_nodes:
         nodes.power_on(node, PLACES)

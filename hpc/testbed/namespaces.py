@@ -10,7 +10,7 @@ import os
 import signal
 from pathlib import Path
 
-from hpc.errors import UserError
+from hpc.core.errors import UserError
 from hpc.testbed.system import run, wait_until
 
 

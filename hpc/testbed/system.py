@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hpc.errors import TorchrelayError, UserError
+from hpc.core.errors import TorchrelayError, UserError
 
 # Daemons and what they start get this environment and nothing of the caller's: a virtual environment or an outer
 # job's SLURM_* would turn up in every job of the testbed.

@@ -9,9 +9,9 @@ import torch
 from trainer_rig import Ask, Starter, make_cifar, make_folder, make_idx
 
 from training import predict
-from training.distributed import Ranks, connect, disconnect
-from training.local import prepare_server
-from training.place import place_from
+from training.runtime.process_group import Ranks, connect, disconnect
+from training.runtime.rank_info import place_from
+from training.verify_resume.local_launch import prepare_server
 
 
 @pytest.fixture(scope="session", autouse=True)

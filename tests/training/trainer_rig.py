@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from hpc.rundir import RunDir
-from training.local import kill, start_ranks
+from hpc.core.rundir import RunDir
+from training.verify_resume.local_launch import kill, start_ranks
 
 if TYPE_CHECKING:
-    from training.data import Data
-    from training.distributed import Ranks
-    from training.trainer import Trainer
+    from training.data.dataset import Data
+    from training.engine.trainer import Trainer
+    from training.runtime.process_group import Ranks
 
 _PATIENCE_SECONDS = 120
 # What the fixture `ask` is: types a program's arguments, and returns its exit code and what it prints.
@@ -136,8 +136,9 @@ class Starter:
 
 def load(path: Path, **settings: object) -> "Data":
     """The data in a directory, with these flags; images of a folder become 16 x 16 pixels."""
-    from training.config import TrainConfig, check_data
-    from training.datasets import load_data
+    from training.config.dataset_layout import check_data
+    from training.config.train_config import TrainConfig
+    from training.data.build import load_data
 
     config = TrainConfig(data=str(path), **settings)  # type: ignore[arg-type]  # any of its fields
     return load_data(config, check_data(path), folder_size=config.image_size or 16)
@@ -145,9 +146,9 @@ def load(path: Path, **settings: object) -> "Data":
 
 def trainer_with(ranks: "Ranks", data: Path, directory: Path, **settings: object) -> "Trainer":
     """A trainer in this process, with these flags; a step has 20 images."""
-    from training.config import TrainConfig
-    from training.job import Job
-    from training.launch import make_trainer
+    from training.config.train_config import TrainConfig
+    from training.engine.launch import make_trainer
+    from training.runtime.run_context import Job
 
     config = TrainConfig(**{"data": str(data), "batch_size": 20, **settings})  # type: ignore[arg-type]  # its fields
     return make_trainer(Job(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), ranks)
@@ -210,7 +211,7 @@ def pickled_as_published(content: dict[str, object]) -> bytes:
 
 def make_cifar(directory: Path, kind: str = "cifar10", per_file: int = 30) -> Path:
     """Random images in the files of CIFAR-10 (of 3 classes) or CIFAR-100 (of 3 fine ones)."""
-    from training.layout import CIFAR
+    from training.config.dataset_layout import CIFAR
 
     random = np.random.default_rng(3)
     labels = np.arange(per_file) % 3
@@ -221,7 +222,7 @@ def make_cifar(directory: Path, kind: str = "cifar10", per_file: int = 30) -> Pa
 
 def write_cifar(directory: Path, kind: str, parts: dict[str, tuple[np.ndarray, np.ndarray]], names: list[str]) -> Path:
     """The files of CIFAR-10 or CIFAR-100, with the images [n, 3, 32, 32] and labels [n] of each by its name."""
-    from training.layout import CIFAR
+    from training.config.dataset_layout import CIFAR
 
     directory.mkdir(parents=True)
     files = CIFAR[kind]  # type: ignore[index]  # one of its keys

@@ -1,0 +1,1 @@
+"""The base of all three packages: run directories, files, the ledger, units, errors. Runs anywhere."""

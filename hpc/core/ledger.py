@@ -1,0 +1,86 @@
+"""The ledger: what happened to a run, as JSON lines, one file per writer. Runs everywhere.
+
+One writer per file, because appends by several hosts tear on NFS. Every record has `time` (seconds since the
+epoch) and `event`; all but submitted, refused and cancelled have `attempt`. The events and their other fields, of
+which a failure has those that are known:
+
+| event | by | fields |
+|---|---|---|
+| submitted | submit | job_id cluster started stop_lead_seconds grace_seconds (on preemption; null if unknown) |
+| claimed | the head node's agent, as its file's first line | job_id restart nonce port nodes |
+| refused | the head node's agent | job_id restart detail |
+| joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
+| staging | every agent whose copy takes longer | node source what bytes_done bytes_total bytes_per_second eta_seconds |
+| staged | every agent | node source and what hpc.staging.Staged has |
+| packed | every agent, with --pack | node path seconds |
+| environment | every agent of a run with --stage-env | node python seconds fallback (why it is the shared one) |
+| node_failed | an agent that cannot go on | node detail |
+| rendezvous | the head node's agent | round port members (node ranks) |
+| checked | the head node's agent: the preflight before a script was passed | nodes (names) |
+| preflight | rank 0 | world_size allreduce_gb_per_second seconds |
+| train_started | rank 0, at every start | step epoch total_steps world_size restored_from source and the times |
+| first_step | rank 0, at every start of the ranks | step |
+| checkpoint_saved | rank 0 | step seconds copy_seconds |
+| checkpoint_failed | rank 0 | step reason |
+| checkpoint_rejected | rank 0 | path reason |
+| flushed | the agent that saved a snapshot as a checkpoint | step seconds |
+| snapshot_off | rank 0 | reason |
+| image_corrupt | rank 0 | path |
+| slow_rank | the head node's agent | rank node busy_seconds median_seconds |
+| rank_failed | the agent of its node | round rank node exit_code signal cause detail failed_at |
+| node_lost | the head node's agent, or a surviving one if that is lost | node last_heard detail |
+| incident | the head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
+| train_stopped | rank 0 | step signal seconds (from the signal until the state was saved) |
+| diverged | rank 0 | step (the first whose loss is not finite) loss |
+| train_completed | rank 0 | step ended (why before the last epoch: patience, max_hours; or null) |
+| attempt_ended | head's agent, next to go on, or supervisor | cause step detail last_heard failed_at rank node |
+| requeued | the head node's agent, or the supervisor | job_id |
+| relaunched | the agent, or supervisor, that handed the run to a new job | job_id old_job_id excluded (node names) |
+| excluded | who changed which nodes a waiting job keeps away from: an agent, the supervisor | job_id excluded |
+| released | the supervisor: Slurm's wait, or its hold, is ended | attempt job_id |
+| relaunching | the agent, or supervisor, that is about to submit a new job | attempt host pid started |
+| dropped | the supervisor: somebody cancelled the last job with scancel | attempt job_id |
+| told | the supervisor, before it calls --on-end | state |
+| cancelled | cancel | by |
+
+`step` of a failure is the last that any rank had done; `failed_at` and `last_heard` are seconds since the epoch.
+train_started has `source` ("checkpoint", "snapshot" or null), `seconds` since the process began, of which
+`connect_seconds` went until all ranks were connected, and `restore_seconds` into reading the state and sharing it.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc.core.files import append_json_line, read_json_lines
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Appends to one file of a ledger; the only one that does."""
+
+    path: Path
+
+    def append(self, event: str, **fields: Any) -> None:
+        """Record that something happened, now."""
+        append_json_line(self.path, record(event, **fields))
+
+
+def record(event: str, **fields: Any) -> Event:
+    """An event with its time."""
+    return {"time": time.time(), "event": event, **fields}
+
+
+def read(events: Path) -> list[Event]:
+    """All events of all writers of a run, in the order of their times."""
+    try:
+        with os.scandir(events) as entries:
+            paths = sorted(entry.path for entry in entries if entry.name.endswith(".jsonl"))
+    except FileNotFoundError:
+        return []
+    found = [event for path in paths for event in read_json_lines(path)]
+    return sorted((event for event in found if "event" in event), key=lambda event: event.get("time", 0.0))

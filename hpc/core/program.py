@@ -1,0 +1,71 @@
+"""A program from its command line to its exit code: parse the flags, call, tell errors in one line. Runs anywhere.
+
+Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
+"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tyro
+
+from hpc.core.errors import TorchrelayError, UserError
+
+INTERRUPTED = 130
+Options = TypeVar("Options")
+
+
+def parse(options: type[Options], argv: Sequence[str], prog: str) -> Options:
+    """Parse flags into a dataclass.
+
+    Raises:
+        UserError: one line that says which flag is wrong and why. (tyro draws a box of several.)
+    """
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(options, args=list(argv), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as stop:
+        if stop.code in {0, None}:
+            raise
+        raise UserError(_one_line(box.getvalue())) from None
+
+
+def _one_line(box: str) -> str:
+    """The sentence inside the box that tyro draws around an error."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
+    sections = [section.strip() for section in re.split(r"─{3,}", " ".join(line for line in lines if line))]
+    useful = [section for section in sections if section and not section.startswith("Argument helptext")]
+    return re.sub(r"\s+", " ", "; ".join(useful))
+
+
+def run(work: Callable[[], int], says: str = "error", *, debug: bool = False) -> int:
+    """Call, and return the exit code.
+
+    Args:
+        work: the program; its result is the exit code.
+        says: stands before what went wrong.
+        debug: show the traceback, too.
+    """
+    try:
+        return work()
+    except TorchrelayError as error:
+        code, told = error.exit_code, " ".join(str(error).split())
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain once more while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        own = isinstance(error, PermissionError)
+        code, told = UserError.exit_code if own else TorchrelayError.exit_code, str(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if debug:
+        traceback.print_exc()
+    print(f"{says}: {told}", file=sys.stderr)
+    return code

@@ -1,0 +1,215 @@
+"""What Slurm's configuration costs a run, and what to ask for: one small function a symptom. Pure; login node."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from hpc.core.units import KILL_WAIT_SECONDS, patience_seconds
+from hpc.doctor.findings import Check, Verdict, costs, note, ok
+from hpc.doctor.node_findings import LEAST_STAGE_BYTES, Experience, small_stage
+from hpc.slurm.cluster import Cluster, number
+
+# Of the time that there is to save. The rest is for storage that is slower on another day.
+_MOST_SHARE = 0.8
+_LEAST_SAVE_SECONDS = 10.0
+_LONG_TIMEOUT_SECONDS = 60
+_CRED_EXPIRE_SECONDS, _SHORT_EXPIRE_SECONDS, _LONG_EXPIRE_SECONDS = 120, 30, 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A cluster, and a run that has been on it."""
+
+    cluster: Cluster
+    run: Experience | None = None
+
+
+def may_be_preempted(cluster: Cluster) -> bool | None:
+    """Whether Slurm ends jobs of the partition for the sake of others; None if it does not say."""
+    kind, mode = cluster.config.get("PreemptType"), cluster.partition.get("PreemptMode")
+    if kind is None or mode is None or kind.endswith("/qos"):
+        return None
+    own = number(cluster.partition, "PriorityTier") or 0
+    higher = any((number(other, "PriorityTier") or 0) > own for other in cluster.partitions)
+    return not kind.endswith("/none") and higher and mode != "OFF" and "SUSPEND" not in mode
+
+
+def seconds_to_save(grace: int, kill_wait: int | None) -> float:
+    """How long the ranks of a preempted run may take: its agents know of GraceTime, but not of KillWait."""
+    if grace:
+        return patience_seconds(grace)
+    return min(patience_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
+
+
+def _grace(took: float | None) -> int:
+    """A GraceTime that is long enough."""
+    return max(60, ceil((took or 0) / _MOST_SHARE) + 10)
+
+
+def _took(run: Experience | None) -> str:
+    return f", and a save of run {run.name} took {run.save_seconds:.1f} s" if run and run.save_seconds else ""
+
+
+def _preemption(site: Site) -> Verdict | None:
+    config, partition = site.cluster.config, site.cluster.partition
+    if config.get("PreemptType", "").endswith("/qos"):
+        return note(
+            "PreemptType=preempt/qos: the time to save is the QOS's",
+            "a save that takes longer than its GraceTime is cut off, and the steps since the last checkpoint are lost",
+            "look with sacctmgr show qos format=name,preempt,preemptmode,gracetime",
+        )
+    preempted, grace = may_be_preempted(site.cluster), number(partition, "GraceTime")
+    if preempted is None or grace is None:
+        return None
+    if not preempted:
+        return ok("jobs of this partition are not preempted")
+    seconds = seconds_to_save(grace, number(config, "KillWait"))
+    took = site.run.save_seconds if site.run else None
+    value = f"GraceTime={grace}: {seconds:g} s to save on preemption{_took(site.run)}"
+    fits = seconds >= _LEAST_SAVE_SECONDS and grace > 0 if took is None else took <= _MOST_SHARE * seconds
+    if fits:
+        return ok(value)
+    say = note if took is None else costs
+    return say(
+        value,
+        "a save that takes longer is cut off, and the steps since the last checkpoint are lost",
+        f"ask the administrators for GraceTime={_grace(took)} in the line PartitionName="
+        f"{partition.get('PartitionName', '...')} of slurm.conf; with a shorter --checkpoint-every less is lost",
+    )
+
+
+def _user_signal(site: Site) -> Verdict | None:
+    given = site.cluster.config.get("SlurmctldParameters")
+    if given is None:
+        return None
+    if "preempt_send_user_signal" in given:
+        return ok("preempt_send_user_signal is set")
+    if may_be_preempted(site.cluster) is False:
+        return ok("not set, and jobs of this partition are not preempted")
+    if site.run and not site.run.is_script:
+        return ok("not set; the trainer saves on SIGTERM as well")
+    return note(
+        "preempt_send_user_signal is not set",
+        "preemption comes as SIGTERM alone; the trainer saves then too, but a script of your own that only knows "
+        "SIGUSR2 loses what it has done since its last save",
+        "have the script save on SIGTERM as well, or ask for SlurmctldParameters=preempt_send_user_signal",
+    )
+
+
+def _job_requeue(site: Site) -> Verdict | None:
+    given = number(site.cluster.config, "JobRequeue")
+    return None if given is None else ok(f"JobRequeue={given}; the script of a run says --requeue itself, which wins")
+
+
+def _kill_wait(site: Site) -> Verdict | None:
+    given = number(site.cluster.config, "KillWait")
+    if given is None:
+        return None
+    seconds = seconds_to_save(0, given)
+    took = site.run.save_seconds if site.run else None
+    value = f"KillWait={given} s{_took(site.run)}"
+    if given >= KILL_WAIT_SECONDS if took is None else took <= _MOST_SHARE * seconds:
+        return ok(value)
+    enough = given >= KILL_WAIT_SECONDS
+    return note(
+        value,
+        f"a run that somebody requeues has {seconds:g} s to save, else it loses the steps since the last checkpoint",
+        "use a shorter --checkpoint-every" if enough else "ask the administrators for KillWait=30 in slurm.conf",
+    )
+
+
+def _slurmd_timeout(site: Site) -> Verdict | None:
+    seconds = number(site.cluster.config, "SlurmdTimeout")
+    if seconds is None:
+        return None
+    value, ask = f"SlurmdTimeout={seconds} s", "ask the administrators for SlurmdTimeout=60 in slurm.conf"
+    if seconds == 0:
+        return costs(value, "Slurm never notices a dead node: a run of one node hangs with it for ever", ask)
+    if seconds <= _LONG_TIMEOUT_SECONDS:
+        return ok(value)
+    return note(
+        value,
+        f"Slurm notices a dead node after {seconds} s; the agents of a run notice after 5 s, so only a run of one "
+        "node, which nobody survives, waits for it",
+        f"hpc supervise notices after a minute; or {ask}",
+    )
+
+
+def _cred_expire(site: Site) -> Verdict | None:
+    given = site.cluster.config.get("AuthInfo")
+    if given is None:
+        return None
+    match = re.search(r"cred_expire=(\d+)", given)
+    seconds = int(match[1]) if match else _CRED_EXPIRE_SECONDS
+    value = f"cred_expire={seconds} s" + ("" if match else ", Slurm's default")
+    if seconds <= _SHORT_EXPIRE_SECONDS:
+        return ok(value)
+    say = costs if seconds > _LONG_EXPIRE_SECONDS else note
+    return say(
+        value,
+        f"a run that was requeued, as at its time limit or by a preemption, waits {seconds} s before it may start",
+        "hpc supervise ends the wait of your jobs; or ask the administrators for "
+        "cred_expire=30 in AuthInfo= of slurm.conf, if their prologue takes less",
+    )
+
+
+def _accounting(site: Site) -> Verdict:
+    if not site.cluster.accounting:
+        return ok("sacct answers")
+    return note(
+        site.cluster.accounting,
+        "runs do not need it; but what became of a job that Slurm has forgotten (MinJobAge), sacct cannot tell",
+        "ask the administrators for AccountingStorageType=accounting_storage/slurmdbd, if you want that",
+    )
+
+
+def _submits_from_nodes(site: Site) -> Verdict | None:
+    given = site.cluster.partition.get("AllocNodes")
+    if given is None:
+        return None
+    if given == "ALL":
+        return ok("AllocNodes=ALL")
+    return note(
+        f"AllocNodes={given}",
+        "if these are not the compute nodes, a run that has lost its head node, or too many, cannot start elsewhere "
+        "before Slurm has noticed too (SlurmdTimeout)",
+        f"ask the administrators for AllocNodes=ALL in the line PartitionName="
+        f"{site.cluster.partition.get('PartitionName', '...')} of slurm.conf",
+    )
+
+
+def _private_tmp(site: Site) -> Verdict | None:
+    config = site.cluster.config
+    kind = config.get("JobContainerType", config.get("NamespaceType"))  # its name since 25.11
+    if kind is None:
+        return None
+    if kind.rpartition("/")[2] not in {"tmpfs", "linux"}:
+        return ok("jobs share the nodes' /tmp")
+    return note(
+        kind,
+        "each job has a /tmp of its own, which ends with it: every new job of a run copies the data again",
+        "--stage-dir with a directory on the nodes' disks that Dirs= in job_container.conf does not name",
+    )
+
+
+def _tmp_disk(site: Site) -> Verdict | None:
+    sizes = [size for node in site.cluster.nodes if (size := number(node, "TmpDisk"))]
+    if not sizes:
+        return None  # administrators often leave it out, and Slurm then says 0
+    value = f"TmpDisk={min(sizes)} MB on the smallest node"
+    return ok(value) if min(sizes) * 2**20 >= LEAST_STAGE_BYTES else small_stage(value)
+
+
+OF_SLURM: Mapping[str, Check[Site]] = {
+    "preemption": _preemption,
+    "preempt_send_user_signal": _user_signal,
+    "JobRequeue": _job_requeue,
+    "KillWait": _kill_wait,
+    "SlurmdTimeout": _slurmd_timeout,
+    "cred_expire": _cred_expire,
+    "accounting": _accounting,
+    "AllocNodes": _submits_from_nodes,
+    "private /tmp": _private_tmp,
+    "TmpDisk": _tmp_disk,
+}

@@ -1,0 +1,1 @@
+"""`hpc logs`: what the ranks printed. Runs on the login node."""

@@ -1,0 +1,183 @@
+"""submitit's executors, subclassed as little as possible: they start our agent on a run directory.
+
+Runs on the login node. submitit would pickle a function, and find the pickle by the job's id; a script that can
+be submitted by hand again gets a new id each time, so the command names the run directory instead and nothing is
+pickled.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError
+
+from hpc.core.code_snapshot import OWN
+from hpc.core.errors import UserError
+from hpc.core.files import write_atomic
+from hpc.core.rundir import RunDir
+from hpc.core.units import walltime_minutes
+from hpc.slurm.client import first_error
+from hpc.spec import RunSpec
+
+# An srun inside the script takes these from the shell that sbatch was typed in, which may be another job's: a
+# leaked binding pins every rank to the wrong cores.
+_UNSET = "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE SLURM_MEM_BIND"
+
+
+def agent_command(run: RunDir) -> str:
+    """The command that every node runs, as text for a shell.
+
+    Its environment names the snapshot, so that the code is the submitted one on whatever node it runs; -P, because
+    python -m would look into the current directory first, where the code may have been edited since.
+    """
+    path = os.pathsep.join(filter(None, [str(run.code / OWN), os.environ.get("PYTHONPATH")]))
+    return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-P", "-m", "jobs.agent", str(run.path)])
+
+
+class SlurmExecutor(submitit.SlurmExecutor):
+    """Submits `submit.sbatch` of a run directory."""
+
+    def __init__(self, run: RunDir, spec: RunSpec) -> None:
+        super().__init__(run.logs)
+        self.run, self.spec = run, spec
+        self.update_parameters(**sbatch_parameters(spec))
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return agent_command(self.run)
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        # submitit has written the same text to a name of its own; the contract's name is what gets submitted.
+        submission_file_path.replace(self.run.script)
+        submission_file_path.symlink_to(self.run.script)
+        return ["sbatch", str(self.run.script)]
+
+    def script(self) -> str:
+        """The text of the sbatch script."""
+        return self._make_submission_file_text(self._submitit_command_str, "")
+
+    def start(self) -> str:
+        """Submit it and return the job's id.
+
+        Raises:
+            UserError: sbatch refused it.
+        """
+        if self.spec.resources.account:
+            os.environ.pop("SBATCH_ACCOUNT", None)  # sbatch lets it win over the script
+        write_atomic(self.run.environment, json.dumps(dict(os.environ)), mode=0o600)
+        try:
+            # submitit prints sbatch's complaint and raises it; once is enough.
+            with contextlib.redirect_stderr(io.StringIO()):
+                job_id = str(self._submit_command(self._submitit_command_str).job_id)
+        except FailedJobError as error:
+            raise UserError(f"sbatch refused the job: {first_error(str(error))}") from error
+        for alias in self.run.logs.glob(".submission_file_*"):
+            alias.unlink()
+        return job_id
+
+
+def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
+    """Parameters for submitit. Pure."""
+    resources = spec.resources
+    minutes = walltime_minutes(resources.time or "1d")
+    extra: dict[str, Any] = dict(option.split("=", 1) for option in resources.sbatch)
+    # Slurm itself requeues a job whose node died, even where the administrators switched that off by default.
+    extra["requeue"] = True
+    fewest, most = spec.job_nodes
+    if most != fewest:
+        extra["nodes"] = f"{fewest}-{most}"
+    if most > 1:
+        # The other nodes train on when one dies. A job of one node is left to Slurm, which requeues it.
+        extra["no-kill"] = True
+    optional = {key: getattr(resources, key) for key in ("mem", "partition", "account", "qos", "constraint", "exclude")}
+    return {
+        **{key: value for key, value in optional.items() if value is not None},
+        "job_name": spec.name,
+        "time": minutes,
+        "nodes": fewest,
+        "ntasks_per_node": 1,
+        "gpus_per_node": resources.gpus_per_node,
+        "cpus_per_task": resources.cpus_per_node,
+        "signal_delay_s": spec.stop_lead_seconds,
+        "stderr_to_stdout": True,
+        "wckey": None,  # submitit's own default is refused where the cluster keeps a list of keys
+        "setup": [_UNSET],
+        "srun_args": srun_arguments(resources.cpus_per_node, most),
+        "additional_parameters": extra,
+    }
+
+
+def srun_arguments(cpus: int, nodes: int) -> list[str]:
+    """What srun is told beside submitit's own arguments. Pure."""
+    # sbatch's --no-kill keeps the allocation, but not the step: srun would end all agents with the one that is lost.
+    survive = ["--no-kill", "--kill-on-bad-exit=0"] if nodes > 1 else ["--kill-on-bad-exit=1"]
+    return [
+        f"--cpus-per-task={cpus}",  # since 22.05 srun no longer inherits it: every rank would sit on one core
+        *survive,
+        # Some clusters end a step so many seconds after its first task has ended (WaitTime): a lost node's agent does.
+        "--wait=0",
+        "--mpi=none",
+    ]
+
+
+class LocalExecutor(submitit.LocalExecutor):
+    """Starts the same agents on this machine, one task per pretended node."""
+
+    def __init__(self, run: RunDir, spec: RunSpec) -> None:
+        super().__init__(run.logs)
+        self.run = run
+        nodes, minutes = spec.resources.max_nodes, walltime_minutes(spec.resources.time or "1d")
+        self.update_parameters(
+            tasks_per_node=nodes,
+            gpus_per_node=nodes * spec.resources.gpus_per_node,
+            timeout_min=minutes,
+            signal_delay_s=spec.stop_lead_seconds,
+            stderr_to_stdout=True,
+        )
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return agent_command(self.run)
+
+    def start(self) -> str:
+        """Start the controller and return its process id, which is the job's."""
+        return str(self._submit_command(self._submitit_command_str).job_id)
+
+
+def start_local(run: RunDir) -> str:
+    """Start a local run in a session of its own and return the job's id.
+
+    submitit's controller keeps the standard streams of the process that starts it, and would hold the user's
+    pipe open and die of the user's Ctrl-C; so that process is one of ours in between.
+    """
+    with (run.logs / "controller.log").open("ab") as log:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "hpc.slurm.executor", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            check=False,
+        )
+    identity = run.logs / "controller.pid"
+    if done.returncode != 0 or not identity.exists():
+        raise UserError(f"the local run did not start: see {run.logs / 'controller.log'}")
+    return identity.read_text().strip()
+
+
+def main(argv: list[str]) -> None:
+    """The process in between."""
+    run = RunDir(Path(argv[0]))
+    job_id = LocalExecutor(run, RunSpec.load(run)).start()
+    (run.logs / "controller.pid").write_text(job_id + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,106 @@
+"""`hpc status`: a table of runs; of a single one also what interrupted it. Runs on the login node."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.live import Live
+
+from hpc import cli
+from hpc.core.errors import UserError
+from hpc.core.rundir import RunDir
+from hpc.status.run_view import Summary
+from hpc.status.status_cache import Board
+from hpc.status.table import fitting, incident_table, view
+
+_WATCH_SECONDS = 2.0
+# The share of a core that watching takes at most: login nodes belong to everybody.
+_WATCH_SHARE = 0.1
+_PIPE_WIDTH = 160
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(cli.Common):
+    """Show the state of runs."""
+
+    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Run directories or names; by default all below --runs-dir."""
+    runs_dir: Path = Path("runs")
+    """Directory of the runs."""
+    watch: bool = False
+    """Keep the table up to date until Ctrl-C."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    return cli.run(status, Status, argv, "status")
+
+
+def status(options: Status) -> int:
+    """Print the table, or the contract's JSON."""
+    runs = _runs(options)
+    if options.json:
+        cli.print_json(summaries(runs))
+    elif not runs:
+        print(f"no runs in {options.runs_dir}: start one with hpc submit --data fashion-mnist")
+    elif options.watch:
+        _watch(options)
+    else:
+        print_table(summaries(runs), details=bool(options.run))
+    return 0
+
+
+def _runs(options: Status) -> list[RunDir]:
+    return [cli.find_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
+
+
+def print_table(rows: list[Summary], *, details: bool) -> None:
+    """Print the table; into a file or pipe as wide as it needs to be."""
+    console = _console()
+    console.print(view(rows, console.width, details=details))
+
+
+def print_incidents(incidents: list[dict[str, Any]]) -> None:
+    """Print what interrupted a run, and what each cost."""
+    _console().print(incident_table(incidents))
+
+
+def _console() -> Console:
+    console = Console()
+    console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
+    return console
+
+
+def summaries(runs: Sequence[RunDir]) -> list[Summary]:
+    """One summary per run, with one call of squeue for all; says on stderr if Slurm does not answer."""
+    board = Board()
+    rows = board.look(runs)
+    if board.problem:
+        print(board.problem, file=sys.stderr)
+    return rows
+
+
+def _watch(options: Status) -> None:
+    """Draw the table again and again, until Ctrl-C.
+
+    Raises:
+        UserError: there is no terminal to draw on.
+    """
+    console, board = Console(), Board()
+    if not console.is_terminal:
+        raise UserError("--watch draws on a terminal, and this is none: leave it out, or use --json")
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            began = time.process_time()
+            rows = board.look(_runs(options))
+            live.update(fitting(console, rows, details=bool(options.run), problem=board.problem), refresh=True)
+            time.sleep(max(_WATCH_SECONDS, (time.process_time() - began) / _WATCH_SHARE))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

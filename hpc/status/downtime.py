@@ -1,0 +1,207 @@
+"""What the interruptions of a run cost: time, by its parts, and steps. Pure; runs on the login node.
+
+An interruption is an `incident` event, which its attempt survived, or the end of an attempt that another one follows
+or should follow. The way back is cut into parts by the times that events record:
+
+| part | from | to |
+|---|---|---|
+| notice | the failure: `failed_at`; else when the lost node was last heard of, or the signal to stop came | the event |
+| release | the event | `requeued` or `relaunched`; 0 where Slurm requeues by itself |
+| start | that | `claimed` by the next attempt: the wait in the queue and Slurm's start of the job |
+| stage | `claimed` | the last `staged` before the training |
+| rendezvous | `staged`, or the event inside an attempt | all ranks connected: they have started and imported torch |
+| restore | connected | `train_started`: the state is back |
+| first_step | `train_started` | `first_step`: the loaders have started, the kernels are chosen |
+
+Inside an attempt nothing is released, started or staged: these parts are 0. An attempt that left no word is noticed by
+the next one, when it claims: what Slurm and the queue took is then in `notice`. A part is None where a time is missing,
+and so is the total of an interruption after which the next one came before the training.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise, starmap
+from math import inf
+from statistics import median
+
+from hpc.core.attempts import attempts_of, failures_in_a_row
+from hpc.core.ledger import Event
+from hpc.core.outcome import goes_on
+
+PARTS = ("notice", "release", "start", "stage", "rendezvous", "restore", "first_step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """One interruption and what it cost. Times are seconds since the epoch."""
+
+    attempt: int
+    cause: str
+    noted: float
+    failed_at: float | None
+    step: int | None
+    """The last step that any rank had done."""
+    rank: int | None
+    node: str | None
+    detail: str | None
+    seconds: Mapping[str, float | None]
+    """By part, and `total`: from the failure to the first step, or to `train_started` where that is not recorded."""
+    steps_lost: int
+    """Steps that had to be made again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """The events of one attempt from its start or an interruption to the next one, or its end."""
+
+    events: Sequence[Event]
+
+    def first(self, kind: str) -> Event | None:
+        """The first event of a kind."""
+        return next((event for event in self.events if event["event"] == kind), None)
+
+    def last(self, *kinds: str) -> Event | None:
+        """The last event of some kinds."""
+        return next((event for event in reversed(self.events) if event["event"] in kinds), None)
+
+    @property
+    def end(self) -> Event | None:
+        """The event that says why it ended, if it has."""
+        return self.last("incident", "attempt_ended")
+
+
+def incidents_of(events: Sequence[Event]) -> list[Incident]:
+    """All interruptions of a run, from its events in the order of their times."""
+    found, done = list[Incident](), 0
+    for before, after in pairwise([*_stretches(events), None]):
+        end = before.end if before else None
+        if before is None or end is None or (after is None and not _should_go_on(events, end)):
+            continue
+        # Where an interruption follows another one before the ranks have started, the later one loses both's steps.
+        done = max(done, end.get("step") or 0)
+        if after and _is_the_end_of(end, after):
+            continue
+        started = after.first("train_started") if after else None
+        lost = max(0, done - started["step"]) if started else 0
+        done = 0 if started else done
+        found.append(_incident(before, end, after, lost))
+    return found
+
+
+def _stretches(events: Iterable[Event]) -> list[Stretch]:
+    """The attempts, cut after each incident."""
+    claimed = {event["attempt"] for event in events if event["event"] == "claimed"}
+    own = sorted((event for event in events if event.get("attempt") in claimed), key=lambda event: event["attempt"])
+    stretches = []
+    for _, group in groupby(own, key=lambda event: event["attempt"]):
+        pieces: list[list[Event]] = [[]]
+        for event in group:
+            pieces[-1].append(event)
+            if event["event"] == "incident":
+                pieces.append([])
+        stretches += [Stretch(events=piece) for piece in pieces]
+    return stretches
+
+
+def _is_the_end_of(incident: Event, after: Stretch) -> bool:
+    """Whether an attempt ended of an incident which it was to survive: then that is one interruption."""
+    end, failed_at = after.end or {}, incident.get("failed_at")
+    return failed_at is not None and end.get("event") == "attempt_ended" and end.get("failed_at") == failed_at
+
+
+def _should_go_on(events: Sequence[Event], end: Event) -> bool:
+    return end["event"] == "incident" or goes_on(end["cause"], failures_in_a_row(attempts_of(events)))
+
+
+def _incident(before: Stretch, end: Event, after: Stretch | None, steps_lost: int) -> Incident:
+    lost = before.last("node_lost") or {}
+    failed_at = _failed_at(before, end)
+    return Incident(
+        attempt=end["attempt"],
+        cause=end["cause"],
+        noted=end["time"],
+        failed_at=failed_at,
+        step=end.get("step"),
+        rank=end.get("rank"),
+        node=end.get("node") or lost.get("node"),
+        detail=end.get("detail"),
+        seconds=_parts(failed_at, before, end, after or Stretch(events=())),
+        steps_lost=steps_lost,
+    )
+
+
+def _failed_at(before: Stretch, end: Event) -> float | None:
+    """When the training was interrupted, as well as the events tell it."""
+    lost, stopped = before.last("node_lost") or {}, before.last("train_stopped") or {}
+    told = stopped["time"] - stopped["seconds"] if "seconds" in stopped else None
+    known = (end.get("failed_at"), end.get("last_heard"), lost.get("last_heard"), told)
+    return next((seconds for seconds in known if seconds is not None), None)
+
+
+def _parts(failed_at: float | None, before: Stretch, end: Event, after: Stretch) -> dict[str, float | None]:
+    """The parts of the way back, in seconds, and their total."""
+    started = after.first("train_started")
+    inside = end["event"] == "incident"
+    released: float = end["time"]
+    claimed: float | None = released
+    staged: float | None = released
+    if not inside:
+        released = _time(before.last("requeued", "relaunched")) or released
+        claimed = _time(after.first("claimed"))
+        staged = _time(after.last("staged")) or claimed
+    connected = None
+    if started and "connect_seconds" in started:
+        connected = started["time"] - started["seconds"] + started["connect_seconds"]
+    first = _time(after.first("first_step"))
+    return _differences([failed_at, end["time"], released, claimed, staged, connected, _time(started), first])
+
+
+def _time(event: Event | None) -> float | None:
+    return event["time"] if event else None
+
+
+def _differences(marks: Sequence[float | None]) -> dict[str, float | None]:
+    """What lies between the times, one more than there are parts, and between the first and the last known one."""
+    ordered, latest = list[float | None](), inf
+    for mark in reversed(marks):
+        # What the next attempt writes about a dead one comes after the mark that follows it, and clocks differ.
+        latest = latest if mark is None else min(mark, latest)
+        ordered.insert(0, None if mark is None else latest)
+    parts = dict(zip(PARTS, starmap(_difference, pairwise(ordered)), strict=True))
+    trained = ordered[-1] if ordered[-1] is not None else ordered[-2]
+    return {**parts, "total": _difference(ordered[0], trained)}
+
+
+def _difference(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else round(end - begin, 3)
+
+
+def recovery_by_cause(incidents: Iterable[Incident]) -> dict[str, dict[str, float | None]]:
+    """For each cause: how many interruptions, the median of their known totals in seconds, the steps lost."""
+    found: dict[str, list[Incident]] = {}
+    for incident in incidents:
+        found.setdefault(incident.cause, []).append(incident)
+    return {cause: _recovery(same) for cause, same in found.items()}
+
+
+def _recovery(incidents: Sequence[Incident]) -> dict[str, float | None]:
+    totals = [incident.seconds["total"] for incident in incidents]
+    known = [seconds for seconds in totals if seconds is not None]
+    return {
+        "count": len(incidents),
+        "median_seconds": round(median(known), 3) if known else None,
+        "steps_lost": sum(incident.steps_lost for incident in incidents),
+    }
+
+
+def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:
+    """The share of a run's time that went into steps which counted.
+
+    Args:
+        train_seconds: the time in steps that counted; None where it is not recorded.
+        began: when the first attempt was claimed.
+        ended: when the run ended, or now.
+    """
+    if train_seconds is None or ended <= began:
+        return None
+    return round(min(1.0, train_seconds / (ended - began)), 4)

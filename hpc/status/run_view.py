@@ -1,0 +1,208 @@
+"""One run at a glance: the contract's `status --json` entry, from the run directory and what squeue said.
+
+Runs on the login node. Reads the tails of files, so it is quick for long runs.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc.core import ledger
+from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id
+from hpc.core.files import last_json_line
+from hpc.core.job_state import Job, JobState, by_script
+from hpc.core.ledger import Event
+from hpc.core.outcome import Cause, goes_on
+from hpc.core.processes import is_alive
+from hpc.core.rundir import RunDir
+from hpc.status.downtime import goodput, incidents_of, recovery_by_cause
+from hpc.status.warnings import warnings_of
+
+Summary = dict[str, Any]
+TERMINAL = frozenset({"completed", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """What the files of a run hold, as far as the views need it."""
+
+    events: Sequence[Event] = ()
+    train: Mapping[str, Any] = field(default_factory=dict)
+    """The last logged step."""
+    val_accuracy: float | None = None
+    final: Mapping[str, Any] | None = None
+    """The test result; None before there is a final model."""
+    problem: str | None = None
+    """Why there may be more than this."""
+
+
+def summarize(run: RunDir, jobs: Sequence[Job] | None) -> Summary:
+    """Everything that is known of a run; None for what is not.
+
+    Args:
+        run: the run. What is damaged in its directory is a warning, not an error: it must not hide the other runs.
+        jobs: its own in the queue (`jobs_by_run`); None when Slurm does not answer.
+    """
+    try:
+        return _told(run, _read(run), jobs)
+    except (LookupError, OSError, TypeError, ValueError) as error:
+        problem = f"what is recorded in {run.path} cannot be read: {type(error).__name__}: {error}"
+        return _told(run, Records(problem=problem), jobs)
+
+
+def _read(run: RunDir) -> Records:
+    validated = last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {}
+    return Records(
+        events=ledger.read(run.events),
+        train=last_json_line(run.train_metrics) or {},
+        val_accuracy=validated.get("accuracy"),
+        final=_final_result(run),
+    )
+
+
+def _told(run: RunDir, records: Records, jobs: Sequence[Job] | None) -> Summary:
+    events, train = records.events, records.train
+    attempts = attempts_of(events)
+    incidents = incidents_of(events)
+    job = next(iter(jobs or ()), None)
+    waiting = job if job and job.state is JobState.PENDING else None
+    state = state_of(records, attempts, job, slurm_answers=jobs is not None)
+    started = [event for event in events if event["event"] == "train_started"]
+    return {
+        "run": run.name,
+        "run_dir": str(run.path),
+        "job_id": job.job_id if job else last_job_id(events),
+        "state": state,
+        "attempt": attempts[-1].attempt if attempts else None,
+        "attempts": [_attempt(attempt) for attempt in attempts],
+        "epoch": train.get("epoch"),
+        "step": train.get("step"),
+        "total_steps": started[-1].get("total_steps") if started else None,
+        "world_size": train.get("world_size"),
+        "images_per_second": train.get("images_per_second"),
+        "train_loss": train.get("loss"),
+        "val_accuracy": records.val_accuracy,
+        "test_accuracy": (records.final or {}).get("test_accuracy"),
+        "best_test_accuracy": _of_best(records.final or {}),
+        "steps_lost": sum(incident.steps_lost for incident in incidents) if attempts else None,
+        "goodput": _goodput(events, attempts, train, state),
+        "incidents": [dict(vars(incident)) for incident in incidents],
+        "recovery": recovery_by_cause(incidents),
+        "warnings": [*warnings_of(events), *filter(None, [records.problem])],
+        "staging": _staging(events) if state == "running" else None,
+        "reason": waiting.reason if waiting else None,
+        "starts_at": waiting.started if waiting else None,
+        "detail": attempts[-1].detail if attempts else None,
+        "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
+    }
+
+
+def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, Job]) -> dict[Path, list[Job]]:
+    """The jobs in the queue of each run, by its directory, also those that were submitted by hand.
+
+    One that runs comes first. A job in a state that we do not know may be alive.
+    """
+    scripts = by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
+    found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
+    return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}
+
+
+def jobs_of(run: RunDir, jobs: Mapping[str, Job]) -> list[Job]:
+    """The jobs in the queue of one run, as `jobs_by_run` has them."""
+    return jobs_by_run([run], jobs)[run.path]
+
+
+def state_of(records: Records, attempts: Sequence[Attempt], job: Job | None, *, slurm_answers: bool) -> str:
+    """One of pending, running, completed, failed, cancelled."""
+    causes = [attempt.cause for attempt in attempts]
+    # Between the final model and the agent's last word the job still runs: whoever waits would look too early.
+    last_word_due = causes[-1:] == [None] and job is not None
+    if causes[-1:] == [Cause.COMPLETED] or (records.final is not None and not last_word_due):
+        return "completed"
+    if any(event["event"] == "cancelled" for event in records.events):
+        return "cancelled"
+    local = any(event.get("cluster") == "local" for event in records.events)
+    if local:
+        submitted = (event for event in records.events if event["event"] == "submitted")
+        if any(is_alive(event["job_id"], event["started"]) for event in submitted):
+            return "running"
+    elif job is not None and job.state is not JobState.UNKNOWN:
+        return "running" if job.state is JobState.RUNNING else "pending"
+    elif (job is not None or not slurm_answers) and _may_go_on(attempts):
+        return "running" if causes[-1:] == [None] else "pending"
+    return "cancelled" if causes[-1:] == [Cause.CANCELLED] else "failed"
+
+
+def _may_go_on(attempts: Sequence[Attempt]) -> bool:
+    """Whether the ledger leaves it open: no attempt yet, one that has not ended, or one that another follows."""
+    cause = attempts[-1].cause if attempts else None
+    return cause is None or goes_on(cause, failures_in_a_row(attempts))
+
+
+def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
+    """How far the slowest copy of the data is; None if no node copies."""
+    last: dict[str, Event] = {}
+    for event in events:
+        if event["event"] == "claimed":
+            last = {}
+        elif event["event"] in {"staging", "staged", "environment", "node_failed"}:
+            last[event["node"]] = event
+    under_way = [event for event in last.values() if event["event"] == "staging"]
+    if not under_way:
+        return None
+    slowest = max(under_way, key=lambda event: event["eta_seconds"] or 0.0)
+    wanted = ("node", "what", "bytes_done", "bytes_total", "bytes_per_second", "eta_seconds")
+    return {key: slowest[key] for key in wanted}
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "attempt": attempt.attempt,
+        "job_id": attempt.job_id,
+        "nodes": list(attempt.nodes),
+        "members": list(attempt.members),
+        "started": attempt.started,
+        "ended": attempt.ended,
+        "cause": attempt.cause,
+        "first_step": attempt.first_step,
+        "last_step": attempt.last_step,
+        "detail": attempt.detail,
+    }
+
+
+def _final_result(run: RunDir) -> dict[str, Any] | None:
+    try:
+        result = json.loads(run.final_result.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        result = None  # damaged, but there: the run is complete
+    return result if isinstance(result, dict) else {}
+
+
+def _of_best(final: Mapping[str, Any]) -> float | None:
+    """The test accuracy of the model that did best in validation, if there is one."""
+    best = final.get("best")
+    return best.get("test_accuracy") if isinstance(best, dict) else None
+
+
+def _goodput(
+    events: Sequence[Event], attempts: Sequence[Attempt], train: Mapping[str, Any], state: str
+) -> float | None:
+    if not attempts:
+        return None
+    ended = attempts[-1].ended or events[-1]["time"]
+    return goodput(train.get("train_seconds"), attempts[0].started, ended if state in TERMINAL else time.time())
+
+
+def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:
+    """Seconds of training left, at the pace since the ranks last started."""
+    total, step = started.get("total_steps"), train.get("step")
+    if total is None or step is None or step <= started["step"]:
+        return None
+    pace = (train["time"] - started["time"]) / (step - started["step"])
+    return float(max(0.0, (total - step) * pace))

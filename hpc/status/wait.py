@@ -1,0 +1,54 @@
+"""`submit --wait`: follow a run until it is complete, then say how it went. Runs on the login node."""
+
+import shlex
+import sys
+import time
+from typing import Any
+
+from hpc import cli
+from hpc.core.rundir import RunDir
+from hpc.status.__main__ import print_table
+from hpc.status.run_view import TERMINAL, Summary
+from hpc.status.status_cache import Board
+from hpc.status.table import restarts, waiting
+
+_POLL_SECONDS = 1.0
+
+
+def until_done(run: RunDir, answer: dict[str, Any] | None) -> int:
+    """Wait for the end; 0 if the run completed, 1 if it failed or was cancelled.
+
+    With `answer`, the submission's JSON document, nothing is printed but that document with the final state in it.
+    """
+    if answer is None:
+        print(f"run {run.name} in {run.path}\nCtrl-C stops the waiting, not the run.", flush=True)
+    seen, board = "", Board()
+    while (row := board.look_at(run))["state"] not in TERMINAL:
+        now = progress(row)
+        if answer is None and now != seen:
+            print(f"{time.strftime('%H:%M:%S')} {now}", flush=True)
+            seen = now
+        time.sleep(_POLL_SECONDS)
+    if answer is None:
+        _print_result(run, row)
+    else:
+        cli.print_json({**answer, "status": row})
+    return 0 if row["state"] == "completed" else 1
+
+
+def progress(row: Summary) -> str:
+    """One line: where the run is now."""
+    if row["state"] == "pending":
+        return ": ".join(filter(None, ["pending", waiting(row)]))
+    if row["step"] is None:
+        return f"attempt {row['attempt'] or 1}: starting"
+    return f"attempt {row['attempt']}: epoch {row['epoch']} step {row['step']} loss {row['train_loss']:.4f}"
+
+
+def _print_result(run: RunDir, row: Summary) -> None:
+    print_table([row], details=True)
+    hpc, place = cli.own_command(), shlex.quote(str(run.path))
+    if row["detail"]:
+        print(f"{row['state']}: {row['detail']}", file=sys.stderr)
+    print(f"logs     {run.logs}\nresult   {run.final}" if row["state"] == "completed" else f"logs     {run.logs}")
+    print(f"restarts {restarts(row)}\nnext     {hpc} status {place}\n         {hpc} logs {place}")

@@ -1,0 +1,248 @@
+"""What can be checked on the login node is checked here, before the queue sees the run.
+
+Runs on the login node. `resolve_resources` is pure: it compares what was asked with what sinfo reported.
+"""
+
+import dataclasses
+import difflib
+import os
+import shutil
+from pathlib import Path
+
+from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.units import format_minutes, walltime_minutes
+from hpc.slurm.client import Partition
+from hpc.spec import Resources, RunSpec
+from hpc.staging import archive
+from hpc.staging.source import is_archive
+from training.config.combinations import check_validation
+from training.config.dataset_layout import check_data, resolve_data
+from training.config.train_config import TrainConfig
+
+_DAY_MINUTES = 24 * 60
+# Packing decodes every image once, as an epoch does: from the third epoch on it has paid.
+_EPOCHS_THAT_PAY = 3
+_USUAL_SIZE = 224
+_NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
+# A run's own files (checkpoints aside) need about this much; with less, the first write would fail in the queue.
+_LEAST_FREE_BYTES = 64 * 2**20
+
+
+def resolve_resources(asked: Resources, partitions: list[Partition], spares: int = 0) -> Resources:
+    """Fill in the cluster's defaults, and refuse what the cluster can never give.
+
+    Raises:
+        UserError: names the flag, the value and the most that the partition has.
+    """
+    kinds = _chosen_partition(asked.partition, partitions)
+    name = kinds[0].name
+    fitting = [kind for kind in kinds if kind.gpus >= asked.gpus_per_node]
+    if not fitting:
+        most = max(kind.gpus for kind in kinds)
+        with_gpus = sorted({kind.name for kind in partitions if kind.gpus >= asked.gpus_per_node})
+        other = f", or one of the partitions {', '.join(with_gpus)}" if with_gpus else ""
+        raise UserError(
+            f"--gpus-per-node is {asked.gpus_per_node}, but partition {name} has {most} per node: "
+            f"use --gpus-per-node {most} or fewer{other}"
+        )
+    _check_nodes(asked, spares, fitting, some=len(fitting) < len(kinds))
+    return dataclasses.replace(
+        asked,
+        partition=name,
+        cpus_per_gpu=_cpus_per_gpu(asked, fitting),
+        time=format_minutes(_limit_minutes(asked, fitting)),
+    )
+
+
+def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Partition]:
+    """The kinds of node of the partition that was named, or of the default one."""
+    names = list(dict.fromkeys(kind.name for kind in partitions))
+    chosen = [kind for kind in partitions if (kind.default if name is None else kind.name == name)]
+    if not chosen:
+        problem = "the cluster has no default partition" if name is None else f"--partition {name!r} does not exist"
+        raise UserError(f"{problem}: use --partition with one of {', '.join(names)}")
+    if not any(kind.up for kind in chosen):
+        others = [kind.name for kind in partitions if kind.up and kind.name != chosen[0].name]
+        raise UserError(f"partition {chosen[0].name} is down: use --partition with one of {', '.join(others)}")
+    return chosen
+
+
+def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some: bool) -> None:
+    """Refuse more nodes than the partition has, or gives to one job."""
+    has = sum(kind.nodes for kind in kinds)
+    most = min([has, *(kind.max_nodes_per_job for kind in kinds if kind.max_nodes_per_job is not None)])
+    if asked.max_nodes + spares > most:
+        gives = f"has {has}" if most == has else f"gives one job {most}"
+        suffix = f" with {asked.gpus_per_node} GPUs" if some else ""
+        given = f"--nodes is {asked.nodes}" + (f" and --spares {spares}" if spares else "")
+        advice = f"--nodes {most}" if asked.max_nodes > most else f"--spares {most - asked.max_nodes}"
+        raise UserError(f"{given}, but partition {kinds[0].name} {gives}{suffix}: use {advice} or fewer")
+
+
+def _cpus_per_gpu(asked: Resources, kinds: list[Partition]) -> int:
+    """CPUs per GPU: what was asked, if a node has it, else an equal share of the smallest node."""
+    if asked.cpus_per_gpu is None:
+        return max(1, min(kind.cpus // kind.gpus for kind in kinds))
+    most = max(kind.cpus for kind in kinds) // asked.gpus_per_node
+    if asked.cpus_per_gpu > most:
+        raise UserError(
+            f"--cpus-per-gpu is {asked.cpus_per_gpu}, but with {asked.gpus_per_node} GPUs a node of partition "
+            f"{kinds[0].name} has {most} for each: use --cpus-per-gpu {most} or fewer"
+        )
+    return asked.cpus_per_gpu
+
+
+def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
+    """The attempt's time limit: what was asked, if the partition allows it, else a day or what it allows."""
+    limits = [kind.limit_minutes for kind in kinds if kind.limit_minutes is not None]
+    limit = min(limits) if limits else None
+    if asked.time is None:
+        return min(_DAY_MINUTES, limit or _DAY_MINUTES)
+    minutes = walltime_minutes(asked.time)
+    if limit is not None and minutes > limit:
+        longest = format_minutes(limit)
+        raise UserError(
+            f"--time is {asked.time}, but partition {kinds[0].name} allows {longest}: use --time {longest} or less "
+            "(the run goes on in a new attempt when its time is over)"
+        )
+    return minutes
+
+
+def check_recovery(spec: RunSpec) -> None:
+    """Refuse what this cluster, or this time limit, cannot give.
+
+    Raises:
+        UserError: with the flag, and what to use.
+    """
+    if spec.recovery.spares and spec.cluster == "local":
+        raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no nodes to spare: leave it out")
+    limit = 60 * walltime_minutes(spec.resources.time or "1d")
+    if spec.recovery.stop_lead is not None and spec.stop_lead_seconds >= limit:
+        raise UserError(
+            f"--stop-lead is {spec.recovery.stop_lead}, but the time limit is {spec.resources.time}: "
+            "use a shorter --stop-lead or a longer --time"
+        )
+
+
+def local_resources(asked: Resources) -> Resources:
+    """The same for this machine alone: every pretended node gets its share of the CPUs."""
+    share = (os.cpu_count() or 1) // (asked.max_nodes * asked.gpus_per_node)
+    minutes = _DAY_MINUTES if asked.time is None else walltime_minutes(asked.time)
+    return dataclasses.replace(asked, cpus_per_gpu=asked.cpus_per_gpu or max(1, share), time=format_minutes(minutes))
+
+
+def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
+    """Refuse a runs directory that the nodes cannot share, or that cannot be written.
+
+    Raises:
+        UserError: with the reason and what to use.
+    """
+    real = runs_dir.expanduser().resolve()
+    if on_cluster and any(real.is_relative_to(local) for local in _NODE_LOCAL):
+        raise UserError(f"--runs-dir {runs_dir} is on this node's own disk: use a directory that all nodes share")
+    if any(character in str(real) for character in "%\\\n"):
+        raise UserError(f"--runs-dir {str(runs_dir)!r}: Slurm replaces % and \\ in file names; use another path")
+    existing = next(path for path in (real, *real.parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"--runs-dir {runs_dir}: {existing} is no directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--runs-dir {runs_dir}: {existing} is not writable; use a directory of your own")
+    free = shutil.disk_usage(existing).free
+    if free < _LEAST_FREE_BYTES:
+        raise UserError(
+            f"--runs-dir {runs_dir}: its file system is full ({free // 2**20} MB free): make room or use another one"
+        )
+
+
+def check_is_shared(flag: str, path: Path) -> None:
+    """Refuse what only this node has.
+
+    Raises:
+        UserError: it is on its own disk.
+    """
+    if any(path.resolve().is_relative_to(local) for local in _NODE_LOCAL):
+        raise UserError(f"{flag} {path} is on this node's own disk: use a directory that all nodes share")
+
+
+def check_archive(path: Path) -> Path:
+    """Refuse an archive that is none. Returns its absolute path.
+
+    Raises:
+        UserError: it cannot be read, or is damaged at its beginning.
+    """
+    try:
+        archive.check(path)
+    except (TorchrelayError, OSError) as error:
+        raise UserError(f"--data is {path}: {error}") from error
+    return path.absolute()
+
+
+def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
+    """Side in pixels of the images that the nodes are to pack; None: they are not to.
+
+    It is decided here, because all nodes and attempts of a run have to see the same pixels.
+
+    Args:
+        asked: `off`, `on` or `auto`.
+        size: the side, if it was given.
+        train: where the data are, and for how many epochs.
+
+    Raises:
+        UserError: the data are no image folder.
+    """
+    data = Path(train.data)
+    if asked == "off" or train.synthetic:
+        return None
+    kind = None if is_archive(data) else check_data(data).kind
+    if asked == "auto" and (kind != "image-folder" or train.epochs < _EPOCHS_THAT_PAY):
+        return None
+    if kind not in {None, "image-folder"}:
+        raise UserError(f"--pack is on, but {data} is no image folder: leave it out, these data need no packing")
+    seen = max(train.image_size or _USUAL_SIZE, train.eval_size or 0)
+    return size or -(-seen * 8 // 7 // 8) * 8
+
+
+def check_held(train: TrainConfig, *, packed: bool) -> None:
+    """Refuse to hold the images of a folder on the device, unless the nodes pack them.
+
+    Raises:
+        UserError: that is asked for.
+    """
+    data = Path(train.data)
+    if train.data_on_device != "on" or packed or train.synthetic or is_archive(data):
+        return
+    if check_data(data).kind == "image-folder":
+        raise UserError(f"--data-on-device is on, but {data} holds files to decode: use --pack on, or leave it out")
+
+
+def training_data(train: TrainConfig) -> Path | None:
+    """Where the files of a training's data are; None: they are generated.
+
+    Of a data set below the directory, nothing else is to be staged. What is in an archive is seen when it has been
+    unpacked.
+
+    Raises:
+        UserError: there are none that the trainer can read, or none to validate with for a flag that needs it.
+    """
+    if train.synthetic:
+        check_validation(train, validates=False)
+        return None
+    data = resolve_data(train.data)
+    if is_archive(data):
+        return check_archive(data)
+    layout = check_data(data)
+    check_validation(train, validates=layout.val is not None or train.val_fraction > 0)
+    return layout.path
+
+
+def check_script(script: tuple[str, ...]) -> None:
+    """Refuse a user's script that does not exist.
+
+    Raises:
+        UserError: with close names.
+    """
+    path = Path(script[0])
+    if not path.is_file():
+        close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(close)}?" if close else "give the path of a Python file after --"
+        raise UserError(f"script {script[0]!r} does not exist: {hint}")

@@ -1,0 +1,121 @@
+"""The ledger read as attempts, and the claims that start them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc.core import ledger
+from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row
+from hpc.core.errors import TorchrelayError
+from hpc.core.ledger import Writer
+from hpc.core.rundir import RunDir
+from jobs.claim import claim, event_file, find_claim, join, refuse
+from jobs.ranks.rendezvous import Place
+
+
+def place(job_id: str = "7", restart: int = 0, node_rank: int = 0) -> Place:
+    return Place(
+        cluster="slurm", job_id=job_id, restart=restart, node_rank=node_rank, hostnames=("gpu01", "gpu02"), cpus=None
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "events").mkdir()
+    return RunDir(tmp_path)
+
+
+HISTORY = [
+    {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm"},
+    {"time": 1.0, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "aa", "nodes": ["a", "b"]},
+    {"time": 2.0, "event": "train_started", "attempt": 1, "step": 0, "world_size": 4},
+    {"time": 3.0, "event": "incident", "attempt": 1, "cause": "crashed", "step": 7},
+    {"time": 3.5, "event": "rendezvous", "attempt": 1, "round": 2, "port": 1, "members": [1]},
+    {"time": 4.0, "event": "train_started", "attempt": 1, "step": 5, "world_size": 4},
+    {"time": 12.0, "event": "attempt_ended", "attempt": 1, "cause": "node_failure", "step": 20, "detail": None},
+    {"time": 20.0, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "nonce": "bb", "nodes": ["c", "d"]},
+    {"time": 21.0, "event": "train_started", "attempt": 2, "step": 10, "world_size": 2},
+]
+
+
+def test_attempts_of_a_history() -> None:
+    first, second = attempts_of(HISTORY)
+    assert (first.nodes, first.cause, first.first_step, first.last_step) == (("a", "b"), "node_failure", 0, 20)
+    assert (first.started, first.trained_from, first.ended) == (1.0, 2.0, 12.0)
+    assert (second.first_step, second.world_size, second.ended) == (10, 2, None)
+    assert (first.incidents, first.members) == ((("crashed", 7),), ("b",))
+    assert second.members == ("c", "d")
+
+
+def ended(cause: str, step: int | None) -> Attempt:
+    return replace(attempts_of(HISTORY)[0], cause=cause, last_step=step, incidents=())
+
+
+def test_failures_in_a_row() -> None:
+    assert failures_in_a_row([]) == 0
+    assert failures_in_a_row([ended("crashed", None)]) == 1
+    assert failures_in_a_row([ended("crashed", None), ended("crashed", None)]) == 2
+    assert failures_in_a_row([ended("crashed", 10), ended("crashed", 20)]) == 1, "it got further"
+    assert failures_in_a_row([ended("crashed", 20), ended("preempted", 20), ended("crashed", 20)]) == 2
+    assert failures_in_a_row([ended("crashed", 20), ended("preempted", 30), ended("crashed", 30)]) == 1
+
+
+def test_failures_inside_an_attempt_count_like_those_that_end_one() -> None:
+    crashed_inside = replace(ended("preempted", 20), incidents=(("crashed", 20),))
+    assert failures_in_a_row([crashed_inside, ended("crashed", 20)]) == 2
+    assert failures_in_a_row([crashed_inside, ended("crashed", 21)]) == 1, "it got further"
+    assert failures_in_a_row([ended("crashed", 20), replace(ended("hang", 20), incidents=(("crashed", 20),))]) == 3
+
+
+def test_incident_that_ended_the_attempt_after_all_counts_once() -> None:
+    attempt = replace(ended("bad_node", 20), incidents=(("bad_node", 20),), interrupted=9.0, failed=9.0)
+    assert failures_in_a_row([attempt]) == 1
+    assert failures_in_a_row([replace(attempt, failed=10.0)]) == 2, "another one"
+
+
+def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:
+    assert claim(run, place(), 1, "n").attempt == 1
+    event_file(run, 2, 0).append("claimed", attempt=2, job_id="8", restart=0, nonce="x", port=1, nodes=[])
+    assert claim(run, place(restart=1), 1, "n").attempt == 3
+    event_file(run, 4, 0).append("something else")
+    with pytest.raises(TorchrelayError, match=r"attempt 4 .* has just been claimed"):
+        claim(run, place(restart=2), 1, "n")
+
+
+def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
+    made = claim(run, place(restart=1), 1, "n")
+    attempts = attempts_of(ledger.read(run.events))
+    assert find_claim(attempts, place(restart=1, node_rank=1), lambda _: False) == made
+    assert find_claim(attempts, place(restart=2, node_rank=1), lambda _: False) is None, "a later start of the job"
+    assert find_claim(attempts, place(job_id="9", restart=1), lambda _: False) is None, "another job"
+    assert find_claim(attempts, place(restart=1), lambda _: True) is None, "an attempt it has been in"
+
+
+def test_attempt_that_ended_before_this_node_joined_is_not_waited_for(run: RunDir) -> None:
+    claim(run, place(), 1, "n")
+    Writer(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed")
+    with pytest.raises(TorchrelayError, match="attempt 1 ended before this node could join it"):
+        join(run, place(node_rank=1), lambda: False, timeout_seconds=60.0)
+
+
+def test_attempt_that_this_node_has_been_in_is_not_its_next_one(run: RunDir) -> None:
+    claim(run, place(), 1, "n")
+    event_file(run, 1, 1).append("joined", attempt=1, node="gpu02")
+    Writer(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="requeued")
+    with pytest.raises(TorchrelayError, match="claimed no attempt"):
+        join(run, place(node_rank=1), lambda: False, timeout_seconds=0.0)
+    again = claim(run, place(), 1, "n")
+    assert join(run, place(node_rank=1), lambda: False, timeout_seconds=60.0) == again
+
+
+def test_join_follows_a_refusal(run: RunDir) -> None:
+    refuse(run, place(restart=1), "the run was cancelled")
+    with pytest.raises(TorchrelayError, match="the run was cancelled"):
+        join(run, place(restart=1, node_rank=1), lambda: False, timeout_seconds=60.0)
+
+
+def test_join_gives_up(run: RunDir) -> None:
+    with pytest.raises(TorchrelayError, match="head node gpu01 claimed no attempt"):
+        join(run, place(node_rank=1), lambda: False, timeout_seconds=0.0)
+    assert join(run, place(node_rank=1), lambda: True, timeout_seconds=60.0) is None, "told to stop"

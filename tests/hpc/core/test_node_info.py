@@ -1,0 +1,59 @@
+"""What a machine is like, from what its kernel, its Slurm and its torch say."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc.core.node_info import mounted_type, parse_torch_version
+from hpc.doctor.node_findings import is_handed_on, nccl_takes
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "asked", "taken"),
+    [
+        (("lo", "docker0", "eno1", "eth0"), "", ["eno1", "eth0"]),
+        (("lo", "eth0", "ib0", "ib1"), "", ["ib0", "ib1"]),
+        (("lo", "eth0", "eth1", "eno1"), "eth,x", ["eth0", "eth1"]),
+        (("lo", "eth0", "eth01"), "=eth0", ["eth0"]),
+        (("lo", "eth0", "eno1"), "^lo,eno", ["eth0"]),
+        (("lo", "eth0", "eth01"), "^=eth0,lo", ["eth01"]),
+    ],
+)
+def test_interfaces_that_nccl_takes(interfaces: tuple[str, ...], asked: str, taken: list[str]) -> None:
+    assert nccl_takes(interfaces, asked) == taken
+
+
+@pytest.mark.parametrize(
+    ("only", "but", "handed_on"),
+    [("ALL", "(null)", True), ("CORE,NOFILE", "(null)", True), ("NONE", "(null)", False), ("CORE", "(null)", False),
+     ("(null)", "MEMLOCK", True), ("(null)", "MEMLOCK,NOFILE", False)],
+)  # fmt: skip
+def test_limit_of_open_files_is_handed_on(only: str, but: str, handed_on: bool) -> None:
+    config = {"PropagateResourceLimits": only, "PropagateResourceLimitsExcept": but}
+    assert is_handed_on(config) is handed_on
+    assert is_handed_on({}) is False
+
+
+def test_file_system_is_the_innermost_and_last_mount() -> None:
+    mounts = (
+        "rootfs / rootfs rw 0 0\n/dev/sda1 / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\n"
+        "tmpfs /home/a\\040b tmpfs rw 0 0\n"
+    )
+    paths = ("/home/me", "/home/a b/c", "/homes", "/")
+    assert [mounted_type(mounts, Path(path)) for path in paths] == ["nfs4", "tmpfs", "ext4", "ext4"]
+    assert mounted_type("", Path("/")) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "accelerator"),
+    [
+        ("__version__ = '2.15.0+cu132'\ncuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n", "CUDA 13.2"),
+        ("__version__ = '2.4.0'\ncuda = '12.1'\nhip = None\n", "CUDA 12.1"),
+        ("__version__ = '2.9.0+rocm6.4'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.4'\n", "ROCm 6.4"),
+        ("__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", None),
+    ],
+)
+def test_what_torch_was_built_for(lines: str, accelerator: str | None) -> None:
+    build = parse_torch_version(lines)
+    assert build.accelerator == accelerator
+    assert build.version.startswith("2.")

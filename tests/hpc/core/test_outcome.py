@@ -1,0 +1,150 @@
+"""The causes of an attempt's end, as tables."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpc.core.job_state import JobState
+from hpc.core.outcome import (
+    Cause,
+    Ending,
+    cause_of,
+    cause_of_exit,
+    count_failures,
+    goes_on,
+    is_consequence,
+    must_requeue,
+)
+
+QUIET = Ending(
+    finished=False, cancelled=False, signal=None, job_state=JobState.RUNNING, preempted=False,
+    failures=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "requeue"),
+    [
+        ({"finished": True, "signal": "SIGTERM", "preempted": True}, Cause.COMPLETED, False),
+        ({"cancelled": True, "signal": "SIGTERM"}, Cause.CANCELLED, False),
+        ({"job_state": JobState.CANCELLED, "signal": "SIGTERM"}, Cause.CANCELLED, False),
+        ({"preempted": True, "signal": "SIGTERM"}, Cause.PREEMPTED, True),
+        ({"preempted": True, "signal": "SIGTERM", "job_state": JobState.PENDING}, Cause.PREEMPTED, False),
+        ({"preempted": True, "signal": "SIGTERM", "job_state": JobState.CANCELLED}, Cause.PREEMPTED, True),
+        ({"signal": "SIGUSR2"}, Cause.TIME_LIMIT, True),
+        ({"signal": "SIGTERM", "job_state": JobState.TIMEOUT}, Cause.TIME_LIMIT, True),
+        ({"signal": "SIGTERM", "job_state": JobState.PENDING}, Cause.REQUEUED, False),
+        ({"signal": "SIGTERM"}, Cause.REQUEUED, True),
+        ({"signal": "SIGTERM", "job_state": JobState.NODE_FAIL}, Cause.NODE_FAILURE, False),
+        ({}, Cause.CRASHED, True),
+        ({"failure": Cause.HANG}, Cause.HANG, True),
+        ({"failure": Cause.HANG, "signal": "SIGTERM"}, Cause.REQUEUED, True),
+        ({"failure": Cause.BAD_NODE}, Cause.BAD_NODE, True),
+        ({"failure": Cause.BAD_INPUT}, Cause.BAD_INPUT, False),
+        ({"failure": Cause.NO_SPACE}, Cause.NO_SPACE, False),
+        ({"failure": Cause.DIVERGED}, Cause.DIVERGED, False),
+        ({"failures": 2}, Cause.CRASHED, False),
+    ],
+)
+def test_cause_and_requeue(changes: dict[str, object], cause: Cause, requeue: bool) -> None:
+    ending = replace(QUIET, **changes)  # type: ignore[arg-type]
+    assert cause_of(ending) is cause
+    assert must_requeue(cause, ending) is requeue
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal", "out_of_memory", "detail", "cause"),
+    [
+        (1, None, False, "KeyError: 'label'", Cause.CRASHED),
+        (1, None, True, "KeyError: 'label'", Cause.CRASHED),
+        (2, None, False, "--data is empty", Cause.BAD_INPUT),
+        (3, None, False, "2 GPUs of 4", Cause.BAD_NODE),
+        (4, None, False, "", Cause.NO_SPACE),
+        (5, None, False, "", Cause.DIVERGED),
+        (-11, "SIGSEGV", True, "", Cause.CRASHED),
+        (-9, "SIGKILL", False, "", Cause.CRASHED),
+        (-9, "SIGKILL", True, "step 7", Cause.OUT_OF_MEMORY),
+        (1, None, True, "RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed.", Cause.OUT_OF_MEMORY),
+        (1, None, False, "RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed.", Cause.CRASHED),
+        (1, None, False, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", Cause.OUT_OF_MEMORY),
+        (1, None, False, "MemoryError", Cause.OUT_OF_MEMORY),
+        (1, None, False, "OSError: [Errno 12] Cannot allocate memory", Cause.OUT_OF_MEMORY),
+        (
+            1, None, False,
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried",
+            Cause.OUT_OF_MEMORY,
+        ),
+        (1, None, False, "OSError: [Errno 28] No space left on device: '/x'", Cause.NO_SPACE),
+        (1, None, False, "OSError: [Errno 122] Disk quota exceeded", Cause.NO_SPACE),
+    ],
+)  # fmt: skip
+def test_cause_of_a_ranks_exit(
+    exit_code: int, signal: str | None, out_of_memory: bool, detail: str, cause: Cause
+) -> None:
+    assert cause_of_exit(exit_code, signal, out_of_memory, detail) is cause
+
+
+@pytest.mark.parametrize(
+    ("detail", "consequence"),
+    [
+        ("RuntimeError: [/x/pair.cc:545] Read error [10.77.0.2]:49540: Connection reset by peer.", True),
+        ("RuntimeError: Connection closed by peer [10.77.0.2]:1234", True),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process.", True),
+        ("ValueError: no luck", False),
+        ("", False),
+    ],
+)  # fmt: skip
+def test_last_words_that_tell_of_another_ranks_death(detail: str, consequence: bool) -> None:
+    assert is_consequence(detail) is consequence
+
+
+def test_exit_codes_of_a_users_script_mean_nothing_to_us() -> None:
+    assert {cause_of_exit(code, None, False, "", ours=False) for code in range(1, 256)} == {Cause.CRASHED}
+    assert cause_of_exit(2, None, False, "MemoryError", ours=False) is Cause.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("setbacks", "failures"),
+    [
+        ([], 0),
+        ([("preempted", 20)], 0),
+        ([("crashed", None), ("hang", None)], 2),
+        ([("crashed", 20), ("preempted", 20), ("out_of_memory", 20)], 2),
+        ([("crashed", 20), ("crashed", 10)], 2),
+        ([("crashed", 20), ("crashed", 21)], 1),
+        ([("crashed", 20), ("preempted", 20)], 0),
+        ([("time_limit", 20)], 0),
+        ([("time_limit", 20), ("crashed", 20)], 1),
+        ([("time_limit", 0), ("time_limit", 0)], 2),
+        ([("time_limit", None), ("time_limit", None)], 0),
+        ([("crashed", None), ("crashed", None)], 2),
+        ([("crashed", None), ("preempted", None), ("crashed", None)], 1),
+        ([("time_limit", 20), ("time_limit", 20)], 1),
+        ([("crashed", 20), ("bad_node", 20), ("bad_node", 20)], 2),
+        ([("bad_node", 20), ("crashed", 20)], 1),
+    ],
+)
+def test_failures_since_the_last_new_step(setbacks: list[tuple[str, int | None]], failures: int) -> None:
+    assert count_failures(setbacks) == failures
+
+
+@pytest.mark.parametrize(
+    ("causes", "most"),
+    [
+        (["preempted", "requeued"], None),
+        (["crashed", "out_of_memory", "hang", "lost", "time_limit"], 2),
+        (["bad_node"], 5),
+        (["node_failure"], 5),
+        (["bad_input", "no_space"], 1),
+        (["completed", "cancelled"], 0),
+    ],
+)
+def test_how_often_in_a_row_a_run_goes_on(causes: list[str], most: int | None) -> None:
+    for cause in causes:
+        assert [goes_on(cause, failures) for failures in range(9)] == [most is None or f < most for f in range(9)]
+
+
+def test_every_cause_has_its_place() -> None:
+    """A new cause that nobody thought about would be free, and could requeue a run for ever."""
+    free = {cause for cause in Cause if goes_on(cause, failures=99)}
+    assert free == {Cause.PREEMPTED, Cause.REQUEUED}

@@ -1,0 +1,235 @@
+"""`hpc doctor` as it is typed: without Slurm, with a recorded one, with one that is silent, and on real nodes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Site
+from test_findings import CONFIG, NODE, NODES, PARTITIONS
+
+from hpc.core.files import append_json_line
+from hpc.core.node_info import to_json
+from hpc.core.rundir import RunDir
+from hpc.doctor.__main__ import Doctor, experience_of, find_run
+from hpc.doctor.node_check import Ask, read_reports, srun_argv
+from hpc.spec import Resources, RunSpec
+from jobs.doctor import words_of
+
+ROOT = Path(__file__).parents[3]
+ANSWERS = {
+    "scontrol": (
+        'case "$*" in\n*partition) cat partitions;;\n*node) cat nodes;;\n*config) cat config;;\n*) exit 1;;\nesac\n'
+    ),
+    "sbatch": "exit 1\n",
+    "sacct": 'echo "Slurm accounting storage is disabled" >&2; exit 1\n',
+}
+SILENT = "echo 'slurm_load_partitions error: Unable to contact slurm controller (connect failure)' >&2; exit 1\n"
+
+
+def answer(directory: Path, **answers: str) -> Path:
+    """Put executables on a PATH that print what a Slurm has printed."""
+    for name, body in answers.items():
+        (directory / name).write_text(f'#!/bin/sh\ncd "$(dirname "$0")"\n{body}')
+        (directory / name).chmod(0o755)
+    return directory
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    for name, text in (("config", CONFIG), ("partitions", PARTITIONS), ("nodes", NODES)):
+        (directory / name).write_text(text)
+    return answer(directory, **ANSWERS)
+
+
+def doctor(cwd: Path, path: Path | str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "hpc", "doctor", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SLURM_CONF": "/x", "PATH": f"{path}:/usr/bin:/bin"},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def findings(done: "subprocess.CompletedProcess[str]") -> dict[str, dict[str, str]]:
+    return {finding["check"]: finding for finding in json.loads(done.stdout)}
+
+
+def new_run(runs: Path, name: str, save_seconds: float | None = None) -> RunDir:
+    run = RunDir(runs / name)
+    run.events.mkdir(parents=True)
+    RunSpec(name=name, cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)).save(run)
+    age = len(list(runs.iterdir()))
+    os.utime(run.spec, (age, age))
+    stopped = {"event": "train_stopped", "attempt": 1, "step": 5, "signal": "SIGTERM", "seconds": save_seconds}
+    if save_seconds is not None:
+        append_json_line(run.events / "x.jsonl", {"time": 1.0, **stopped})
+    return run
+
+
+def test_recorded_cluster(tmp_path: Path, recorded: Path) -> None:
+    new_run(tmp_path / "runs", "r", save_seconds=12.0)
+    done = doctor(tmp_path, recorded, "--json")
+    found = findings(done)
+    assert done.returncode == 1, done.stderr
+    assert set(found["preemption"]) == {"check", "where", "severity", "value", "cost", "what_to_do"}
+    assert found["preemption"]["severity"] == "cost"
+    assert "save of run r took 12.0 s" in found["preemption"]["value"]
+    assert found["accounting"]["value"] == "Slurm accounting storage is disabled"
+    assert found["SlurmdTimeout"]["severity"] == "note"
+
+
+def test_notes_alone_are_no_failure_and_what_is_well_takes_one_line(shared: Path, recorded: Path) -> None:
+    done = doctor(shared, recorded)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SlurmdTimeout=300 s" in done.stdout
+    assert "JobRequeue" not in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("could not be judged (TmpDisk)")
+
+
+def test_unknown_partition(tmp_path: Path, recorded: Path) -> None:
+    done = doctor(tmp_path, recorded, "--partition=gpux")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "use --partition with one of gpu, urgent" in done.stderr
+
+
+def test_silent_controller_is_one_finding(tmp_path: Path, recorded: Path) -> None:
+    answer(recorded, scontrol=SILENT)
+    done = doctor(tmp_path, recorded, "--json")
+    found = findings(done)
+    assert done.returncode == 1
+    assert "Unable to contact slurm controller" in found["slurm"]["value"]
+    assert set(found) == {"slurm", "runs directory", "torch", "open files"}
+
+
+def without_slurm(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "hpc", "doctor", *arguments],
+        cwd=cwd, env={"PATH": "/nonexistent", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_without_slurm_this_machine_is_looked_at(tmp_path: Path) -> None:
+    found = findings(without_slurm(tmp_path, "--json"))
+    assert found["slurm"]["severity"] == "note"
+    assert set(found) == {"slurm", "stage directory", "/dev/shm", "open files"}
+
+
+def test_nodes_need_slurm(tmp_path: Path) -> None:
+    done = without_slurm(tmp_path, "--node")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--node asks Slurm for nodes, and there is no Slurm here" in done.stderr
+
+
+def test_newest_run_that_has_saved_is_compared(tmp_path: Path) -> None:
+    new_run(tmp_path, "older", save_seconds=9.0)
+    saved = new_run(tmp_path, "newer", save_seconds=3.0)
+    new_run(tmp_path, "newest")
+    assert find_run(Doctor(runs_dir=tmp_path)) == saved
+    assert find_run(Doctor(runs_dir=tmp_path / "none")) is None
+
+
+def test_experience_is_the_last_attempts(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "r", save_seconds=3.0)
+    for attempt, reason in ((1, "no room"), (1, None)):
+        event = {"time": 1.0 + attempt, "event": "staged", "attempt": attempt, "in_place": reason}
+        append_json_line(run.events / "x.jsonl", event)
+    assert experience_of(run).in_place == "no room", "on one of its nodes"
+    append_json_line(run.events / "x.jsonl", {"time": 9.0, "event": "claimed", "attempt": 2})
+    assert (experience_of(run).save_seconds, experience_of(run).in_place) == (3.0, None)
+
+
+def test_srun_asks_for_what_submit_would(tmp_path: Path) -> None:
+    resources = Resources(nodes="2", gpus_per_node=4, partition="gpu", account="me", time="10m", sbatch=("x=y",))
+    argv = srun_argv(Ask(resources=resources, names=("gpu01", "gpu02")), tmp_path, Path("/tmp"))
+    asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
+    assert asked <= set(argv)
+    assert argv[-4:] == ["jobs.doctor", str(tmp_path), "/tmp", "4"]
+
+
+def test_reports_of_tasks_that_print_at_the_same_time() -> None:
+    lines = [json.dumps(to_json(NODE), indent=0).splitlines() for _ in range(2)]
+    mixed = [f"{task:>2}: {line}" for pair in zip(*lines, strict=True) for task, line in enumerate(pair)]
+    assert read_reports("\n".join(["0: a word of the site's prologue", *mixed])) == [NODE, NODE]
+    assert read_reports("\n".join(mixed[:-2])) == [], "reports that were cut off are none"
+    assert read_reports("") == []
+
+
+@pytest.mark.parametrize(
+    ("output", "exit_code", "words"),
+    [
+        ("preflight: 2 ranks on cuda, 0.1 s\n", 0, "preflight: 2 ranks on cuda, 0.1 s"),
+        ("", 0, "passed"),
+        ("error: this rank is well, but x\nerror: rank 1 computes wrongly\nnoise\n", 1, "rank 1 computes wrongly"),
+        ("Traceback\nRuntimeError: no route\n\n", 1, "RuntimeError: no route"),
+        ("", 1, "no word"),
+        ("waiting\n", 124, "no answer in 180 s: the nodes do not reach each other, or something hangs"),
+    ],
+)
+def test_words_of_a_preflight(output: str, exit_code: int, words: str) -> None:
+    assert words_of(output, exit_code) == words
+
+
+def test_node_looks_at_itself(tmp_path: Path) -> None:
+    clients = answer(tmp_path, squeue="", sinfo="", scontrol="", scancel="")
+    (clients / "timeout").symlink_to("/usr/bin/timeout")
+    allocation = {
+        "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost",
+        "CUDA_VISIBLE_DEVICES": "", "PATH": str(clients),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "jobs.doctor", str(tmp_path), "/tmp", "1"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **allocation}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    assert report["name"] == "localhost"
+    assert report["job"]["sees_runs"] is True
+    assert report["job"]["preflight"].startswith("preflight: 1 ranks on cpu")
+    assert report["job"]["slurm"] == "sbatch: not on the PATH"
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(400)
+def test_nodes_of_the_testbed(site: Site) -> None:
+    done = site.hpc("doctor", "--node", "gpu[02-03]", "--gpus-per-node=2", "--json")
+    found = {(finding["check"], finding["where"]): finding for finding in json.loads(done.stdout)}
+    both = "gpu02 gpu03"
+    assert done.returncode == 1, "the testbed's GPUs are none"
+    assert found["runs directory", both]["severity"] == "ok"
+    assert found["Slurm's clients", both]["severity"] == "ok", found["Slurm's clients", both]["value"]
+    assert found["stage directory", both]["severity"] == "note", "a node of the testbed has its /tmp in memory"
+    assert found["network interface", both]["severity"] == "ok"
+    (told,) = [finding for (check, _), finding in found.items() if check == "preflight" and finding["cost"]]
+    assert told["value"].startswith("preflight: 4 ranks on cpu, all-reduce")
+    assert found["runs directory", "login"]["severity"] == "ok", "the nodes have seen it"
+    assert [path.name for path in site.path.iterdir() if path.name.startswith(".doctor")] == []
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(400)
+def test_runs_directory_that_the_nodes_do_not_see(site: Site, tmp_path: Path) -> None:
+    done = site.hpc("doctor", "--node", "--json", "--runs-dir", str(tmp_path))
+    (found,) = [one for one in json.loads(done.stdout) if one["check"] == "runs directory" and one["where"] != "login"]
+    assert found["severity"] == "cost"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slurm
+def test_controller_that_is_down(site: Site) -> None:
+    dead = site.path / "dead.conf"
+    text = Path(site.slurm_conf).read_text()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    lines = [f"SlurmctldPort={port}" if line.startswith("SlurmctldPort=") else line for line in text.splitlines()]
+    dead.write_text("\n".join(lines) + "\n")
+    done = site.hpc("doctor", "--json", SLURM_CONF=str(dead))
+    assert done.returncode == 1
+    assert findings(done)["slurm"]["severity"] == "cost"

@@ -1,0 +1,268 @@
+"""What `hpc doctor` says of configurations and machines: tables of facts and findings."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpc.core.errors import UserError
+from hpc.core.node_info import InJob, Machine, TorchBuild
+from hpc.doctor.findings import Finding, Severity, judge, merge
+from hpc.doctor.node_findings import OF_LOGIN, OF_NODE, OF_RUN, Experience, Login
+from hpc.doctor.slurm_findings import OF_SLURM, Site
+from hpc.slurm.cluster import Cluster, choose, number, parse_config, parse_records
+
+# As Slurm 22.05.8 prints them, shortened.
+CONFIG = """Configuration data as of 2026-11-21T18:38:39
+AccountingStorageType   = accounting_storage/none
+AuthInfo                = socket=/run/munge/munge.socket
+JobContainerType        = job_container/none
+JobRequeue              = 1
+KillWait                = 15 sec
+PreemptMode             = REQUEUE
+PreemptType             = preempt/partition_prio
+PropagateResourceLimits = ALL
+PropagateResourceLimitsExcept = (null)
+PowerPlugin             =\x20
+SlurmctldHost[0]        = login(10.77.0.254)
+SlurmctldParameters     = (null)
+SlurmdTimeout           = 300 sec
+SLURM_VERSION           = 22.05.8
+
+Slurmctld(primary) at login is UP
+"""
+PARTITIONS = (
+    "PartitionName=gpu AllowGroups=ALL AllocNodes=ALL Default=YES GraceTime=20 Hidden=NO Nodes=gpu[01-06] "
+    "PriorityTier=1 OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TRES=cpu=48,mem=192G\n"
+    "PartitionName=urgent AllocNodes=ALL Default=NO GraceTime=0 PriorityTier=10 PreemptMode=OFF State=UP\n"
+)
+NODES = (
+    "NodeName=gpu01 Arch=x86_64 Gres=gpu:4 OS=Linux 6.18 #1 SMP @0  State=MIXED TmpDisk=0 Partitions=gpu,urgent \n"
+    "NodeName=gpu02 Gres=gpu:4 State=DOWN Partitions=gpu,urgent Reason=Not responding [slurm@2026-11-21T18:37:59]\n"
+)
+# What other versions print differently.
+NEWER = """JobRequeue              = 1
+NamespaceType           = namespace/tmpfs
+
+Cgroup Support Configuration:
+ConstrainRAMSpace       = yes
+JobRequeue              = 0
+"""
+
+
+def cluster(config: dict[str, str], partition: dict[str, str], **others: Any) -> Cluster:
+    gpu, urgent = parse_records(PARTITIONS)
+    own = {**gpu, **partition}
+    nodes = parse_records(NODES)
+    return Cluster(
+        config={**parse_config(CONFIG), **config}, partition=own, partitions=(own, urgent), nodes=nodes, **others
+    )
+
+
+def experience(seconds: float | None, **others: Any) -> Experience:
+    return Experience(name="r", save_seconds=seconds, **{"is_script": False, **others})
+
+
+def one(found: list[Finding], check: str) -> Finding:
+    (finding,) = [finding for finding in found if finding.check == check]
+    return finding
+
+
+def test_configuration_as_printed() -> None:
+    config = parse_config(CONFIG)
+    assert (config["SLURM_VERSION"], config["PowerPlugin"], number(config, "KillWait")) == ("22.05.8", "", 15)
+    assert (number(config, "SlurmctldParameters"), number(config, "Nothing")) == (None, None)
+    assert parse_config(NEWER)["JobRequeue"] == "1", "of the sections that follow, nothing replaces what came before"
+    assert parse_config("") == {}
+
+
+def test_partition_is_the_one_named_or_the_default() -> None:
+    partitions = parse_records(PARTITIONS)
+    assert choose(None, partitions)["PartitionName"] == "gpu"
+    assert choose("urgent", partitions)["GraceTime"] == "0"
+    with pytest.raises(UserError, match="--partition 'gpux' does not exist: use --partition with one of gpu, urgent"):
+        choose("gpux", partitions)
+    with pytest.raises(UserError, match="no default partition"):
+        choose(None, partitions[1:])
+
+
+def test_nodes_with_words_in_their_fields() -> None:
+    first, second = parse_records(NODES)
+    assert (first["State"], first["TmpDisk"]) == ("MIXED", "0")
+    assert second["Reason"] == "Not responding [slurm@2026-11-21T18:37:59]"
+
+
+MEASURED = experience(12.0)
+SCRIPT = experience(1.0, is_script=True)
+NO_GRACE = {"GraceTime": "0"}
+NOT_PREEMPTED = {"PreemptMode": "OFF"}
+TEXTS = {
+    "qos": {"PreemptType": "preempt/qos"},
+    "signal": {"SlurmctldParameters": "idle_on_node_suspend,preempt_send_user_signal"},
+    "wait 60": {"KillWait": "60 sec"},
+    "expire": {"AuthInfo": "socket=/x,cred_expire=600"},
+    "short": {"AuthInfo": "cred_expire=30"},
+}
+
+
+@pytest.mark.parametrize(
+    ("check", "config", "partition", "run", "severity", "words"),
+    [
+        ("preemption", {}, {}, None, "ok", ["10 s to save"]),
+        ("preemption", {}, {}, MEASURED, "cost", ["GraceTime=20", "took 12.0 s", "PartitionName=gpu", "GraceTime=60"]),
+        ("preemption", {}, {"GraceTime": "30"}, MEASURED, "ok", ["20 s to save"]),
+        ("preemption", {}, {"GraceTime": "30"}, experience(100.0), "cost", ["GraceTime=135"]),
+        ("preemption", {}, NO_GRACE, None, "note", ["15 s to save", "GraceTime=60"]),
+        ("preemption", TEXTS["wait 60"], NO_GRACE, experience(30.0), "cost", ["20 s to save"]),
+        ("preemption", {}, NO_GRACE, experience(5.0), "ok", []),
+        ("preemption", {}, NOT_PREEMPTED, MEASURED, "ok", ["not preempted"]),
+        ("preemption", {"PreemptType": "preempt/none"}, NO_GRACE, MEASURED, "ok", ["not preempted"]),
+        ("preemption", {}, {**NO_GRACE, "PriorityTier": "10"}, MEASURED, "ok", ["not preempted"]),
+        ("preemption", {}, {**NO_GRACE, "PreemptMode": "GANG,SUSPEND"}, MEASURED, "ok", ["not preempted"]),
+        ("preemption", TEXTS["qos"], NO_GRACE, MEASURED, "note", ["sacctmgr show qos"]),
+        ("preempt_send_user_signal", {}, {}, None, "note", ["SIGTERM", "SlurmctldParameters="]),
+        ("preempt_send_user_signal", {}, {}, SCRIPT, "note", []),
+        ("preempt_send_user_signal", {}, {}, MEASURED, "ok", ["saves on SIGTERM"]),
+        ("preempt_send_user_signal", {}, NOT_PREEMPTED, SCRIPT, "ok", []),
+        ("preempt_send_user_signal", TEXTS["signal"], {}, SCRIPT, "ok", []),
+        ("JobRequeue", {"JobRequeue": "0"}, {}, None, "ok", ["--requeue itself"]),
+        ("KillWait", {}, {}, None, "note", ["KillWait=15 s", "KillWait=30 in slurm.conf"]),
+        ("KillWait", {}, {}, experience(11.0), "ok", []),
+        ("KillWait", TEXTS["wait 60"], {}, None, "ok", []),
+        ("KillWait", TEXTS["wait 60"], {}, experience(17.0), "note", ["20 s to save", "shorter --checkpoint-every"]),
+        ("SlurmdTimeout", {}, {}, None, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
+        ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, None, "ok", []),
+        ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, None, "cost", ["never"]),
+        ("cred_expire", {}, {}, None, "note", ["120 s, Slurm's default", "hpc supervise"]),
+        ("cred_expire", TEXTS["expire"], {}, None, "cost", ["waits 600 s"]),
+        ("cred_expire", TEXTS["short"], {}, None, "ok", []),
+        ("AllocNodes", {}, {}, None, "ok", []),
+        ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, None, "note", ["login[1-2]", "PartitionName=gpu"]),
+        ("private /tmp", {}, {}, None, "ok", []),
+        ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, None, "note", ["--stage-dir"]),
+        ("TmpDisk", {}, {}, None, "unknown", []),
+    ],
+)  # fmt: skip
+def test_symptom_of_slurm(
+    check: str, config: dict[str, str], partition: dict[str, str], run: Experience | None, severity: str,
+    words: list[str],
+) -> None:  # fmt: skip
+    found = judge(OF_SLURM, Site(cluster=cluster(config, partition), run=run), "cluster")
+    finding = one(found, check)
+    text = f"{finding.value} {finding.cost} {finding.what_to_do}"
+    assert finding.severity == severity, text
+    assert [word for word in words if word not in text] == [], text
+    if finding.severity in {Severity.COST, Severity.NOTE}:
+        assert finding.cost
+        assert finding.what_to_do
+
+
+def test_newer_names_are_known() -> None:
+    config = parse_config(NEWER)
+    found = judge(OF_SLURM, Site(cluster=Cluster(config=config, partition={})), "cluster")
+    assert one(found, "private /tmp").severity is Severity.NOTE
+    assert one(found, "JobRequeue").severity is Severity.OK
+
+
+def test_what_is_not_reported_is_not_judged() -> None:
+    found = judge(OF_SLURM, Site(cluster=Cluster(config={}, partition={})), "cluster")
+    assert {finding.check for finding in found if finding.severity is not Severity.UNKNOWN} == {"accounting"}
+
+
+def test_odd_values_are_not_judged() -> None:
+    odd = dict.fromkeys(("KillWait", "SlurmdTimeout", "JobRequeue"), "?")
+    found = judge(OF_SLURM, Site(cluster=cluster(odd, {"GraceTime": "UNLIMITED"})), "cluster")
+    assert {one(found, check).severity for check in (*odd, "preemption")} == {Severity.UNKNOWN}
+
+
+def test_small_declared_disk_of_a_node() -> None:
+    nodes = ({"NodeName": "a", "TmpDisk": "5000"}, {"NodeName": "b", "TmpDisk": "800000"}, {"NodeName": "c"})
+    site = Site(cluster=replace(cluster({}, {}), nodes=nodes))
+    assert one(judge(OF_SLURM, site, "cluster"), "TmpDisk").value == "TmpDisk=5000 MB on the smallest node"
+
+
+def test_accounting_is_told_by_sacct_itself() -> None:
+    site = Site(cluster=cluster({}, {}, accounting="Slurm accounting storage is disabled"))
+    assert one(judge(OF_SLURM, site, "cluster"), "accounting").severity is Severity.NOTE
+
+
+def test_run_that_read_in_place_and_took_no_snapshots() -> None:
+    run = experience(1.0, in_place="/tmp has room for 5 MB", no_snapshots="/dev/shm has 60 MB free")
+    assert [finding.severity for finding in judge(OF_RUN, run, "run r")] == [Severity.COST, Severity.COST]
+    assert [finding.severity for finding in judge(OF_RUN, MEASURED, "run r")] == [Severity.OK, Severity.OK]
+
+
+CUDA = TorchBuild(version="2.15.0+cu132", accelerator="CUDA 13.2")
+LOGIN = Login(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA, open_files=4096)
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "severity"),
+    [
+        ("runs directory", {}, "ok"),
+        ("runs directory", {"runs_type": "lustre"}, "ok"),
+        ("runs directory", {"runs_type": None}, "unknown"),
+        ("runs directory", {"runs_type": "ext4"}, "note"),
+        ("runs directory", {"runs_type": "ext4", "nodes_see_runs": True}, "ok"),
+        ("runs directory", {"runs_type": "tmpfs"}, "cost"),
+        ("torch", {}, "ok"),
+        ("torch", {"torch": None}, "cost"),
+        ("torch", {"torch": TorchBuild(version="2.15.0+cpu", accelerator=None)}, "cost"),
+        ("open files", {}, "ok"),
+        ("open files", {"open_files": 256}, "cost"),
+        ("open files", {"open_files": None}, "unknown"),
+    ],
+)
+def test_symptom_of_the_login_node(check: str, changes: dict[str, Any], severity: str) -> None:
+    assert one(judge(OF_LOGIN, replace(LOGIN, **changes), "login"), check).severity == severity
+
+
+JOB = InJob(
+    sees_runs=True, slurm="", interface="eth0", asked_interfaces="", passed=True,
+    preflight="preflight: 2 ranks on cuda, all-reduce 9.1 GB/s, 0.4 s",
+)  # fmt: skip
+NODE = Machine(
+    name="gpu01", stage_dir="/tmp", stage_type="xfs", stage_free_bytes=10**12, memory_free_bytes=10**11,
+    open_files=65536, interfaces=("lo", "eth0"), job=JOB,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "in_job", "severity", "word"),
+    [
+        ("stage directory", {}, {}, "ok", "1000.0 GB"),
+        ("stage directory", {"stage_type": "tmpfs"}, {}, "note", "memory"),
+        ("stage directory", {"stage_free_bytes": 10**9}, {}, "note", "shared storage"),
+        ("stage directory", {"stage_free_bytes": None}, {}, "cost", "--stage-dir"),
+        ("/dev/shm", {"memory_free_bytes": 64 * 2**20}, {}, "cost", "bus error"),
+        ("/dev/shm", {"memory_free_bytes": None}, {}, "cost", "there is no /dev/shm"),
+        ("open files", {"open_files": 512}, {}, "cost", "ulimit -n"),
+        ("runs directory", {}, {"sees_runs": False}, "cost", "--runs-dir"),
+        ("Slurm's clients", {}, {"slurm": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
+        ("network interface", {"interfaces": ("lo", "docker0")}, {}, "cost", "no interface leads"),
+        ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, {}, "note", "NCCL_SOCKET_IFNAME==eth0"),
+        ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, {"interface": None}, "ok", ""),
+        ("network interface", {"interfaces": ("lo", "eth0", "ib0")}, {}, "ok", ""),
+        ("network interface", {}, {"asked_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
+        ("preflight", {}, {"passed": False, "preflight": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
+        ("preflight", {}, {"preflight": "preflight: 2 ranks on cpu, 0.1 s"}, "cost", "nvidia-smi"),
+    ],
+)  # fmt: skip
+def test_symptom_of_a_node(
+    check: str, changes: dict[str, Any], in_job: dict[str, Any], severity: str, word: str
+) -> None:
+    node = replace(NODE, **changes, job=replace(JOB, **in_job))
+    finding = one(judge(OF_NODE, node, node.name), check)
+    assert finding.severity == severity
+    assert word in f"{finding.value} {finding.cost} {finding.what_to_do}"
+
+
+def test_node_that_is_well_has_no_finding() -> None:
+    assert {finding.severity for finding in judge(OF_NODE, NODE, "gpu01")} == {Severity.OK}
+
+
+def test_same_finding_of_several_nodes_is_one() -> None:
+    slow = replace(NODE, stage_type="tmpfs")
+    found = merge([*judge(OF_NODE, slow, "gpu01"), *judge(OF_NODE, slow, "gpu02"), *judge(OF_NODE, NODE, "gpu03")])
+    assert [finding.where for finding in found if finding.check == "stage directory"] == ["gpu01 gpu02", "gpu03"]
+    assert one(found, "preflight").where == "gpu01 gpu02 gpu03"

@@ -1,0 +1,291 @@
+"""What `hpc report` writes: pages and tables, whatever a run directory lacks."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from report_rig import CLASSES, HOSTILE, STEPS, completed_run, pending_run, report, running_run, spec_of
+
+from hpc import cli
+from hpc.core.rundir import RunDir
+from hpc.report import write
+from hpc.report.__main__ import main
+from hpc.report.command import for_people, submit_command
+from hpc.report.gather import Record, gather
+from hpc.report.plots import CHARTS, attempt_spans, decimate
+from hpc.spec import Recovery, Resources, RunSpec
+from hpc.status.run_view import summarize
+from hpc.submit import __main__ as submit
+from training.config.train_config import TrainConfig
+
+Capture = pytest.CaptureFixture[str]
+
+
+def record(run: RunDir) -> Record:
+    return gather(run, summarize(run, None))
+
+
+def headings(html: str) -> list[str]:
+    return re.findall(r"<h[123]>(.*?)</h[123]>", html)
+
+
+def test_page_of_a_run_has_everything_and_loads_nothing(tmp_path: Path, capsys: Capture) -> None:
+    html = report(capsys, completed_run(tmp_path / "r").path).html
+    wanted = [
+        *("r", "Training", "Loss", "Accuracy", "Images per second", "Learning rate"),
+        *("Time and interruptions", "Where the time went", "Time lost, by cause", "Interruptions", "Attempts"),
+        *("Test", "Accuracy by class", "Confusion matrix", "An even sample", "The surest mistakes"),
+        *("Reproduce it", "Tables"),
+    ]
+    assert headings(html) == wanted
+    assert "85.00%" in html
+    assert "87.50% in best/" in html
+    assert "2 steps made again" in html
+    addresses = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)', html)
+    outside = [found for pair in addresses for found in pair if found and not found.startswith(("#", "data:image/png"))]
+    assert outside == ["train.csv", "eval.csv", "attempts.csv", "interruptions.csv", "classes.csv"]
+    assert "http" not in re.sub(r"http-equiv", "", html)
+
+
+def test_text_from_files_is_escaped(tmp_path: Path, capsys: Capture) -> None:
+    runs = [completed_run(tmp_path / name) for name in ("a", "b")]
+    for html in (report(capsys, runs[0].path).html, report(capsys, *[run.path for run in runs]).html):
+        assert "&lt;script&gt;alert(1)" in html
+        assert "<script" not in html
+        assert "<img src=x" not in html
+        assert "&amp;amp;" in html, "nothing is taken for escaped already"
+
+
+def test_tables_read_back_with_pandas(tmp_path: Path, capsys: Capture) -> None:
+    written = report(capsys, completed_run(tmp_path / "r").path)
+    tables = {path.name: pd.read_csv(path) for path in written.tables}
+    assert {path.parent for path in written.tables} == {written.path.parent}
+    assert tables["train.csv"]["step"].tolist() == list(range(2, STEPS + 1, 2))
+    assert tables["train.csv"]["step"].dtype == "int64"
+    assert tables["eval.csv"]["split"].tolist() == ["val"] * 4 + ["test"]
+    assert tables["attempts.csv"]["cause"].tolist() == ["preempted", "completed"]
+    lost = tables["interruptions.csv"]
+    assert lost["cause"].tolist() == ["crashed", "preempted"]
+    assert lost["steps_lost"].tolist() == [2, 0]
+    assert lost["total_seconds"].tolist() == [10.0, 78.0]
+    assert lost["detail"].tolist()[0] == HOSTILE
+    classes = tables["classes.csv"]
+    assert classes["class"].tolist() == list(CLASSES)
+    assert classes["accuracy"].tolist() == [0.9, 0.95, 0.7]
+    assert classes["mostly_taken_for"].tolist() == ["dog", "cat", "dog"]
+    assert all((table["run"] == "r").all() for table in tables.values())
+
+
+def test_several_runs_are_compared_beside_their_directories(tmp_path: Path, capsys: Capture) -> None:
+    runs = [completed_run(tmp_path / "runs" / name, loss) for name, loss in (("first", 2.0), ("second", 3.0))]
+    report(capsys, runs[0].path)
+    written = report(capsys, "first", "second", "--runs-dir", tmp_path / "runs")
+    assert written.path == tmp_path / "runs" / "report" / "index.html"
+    assert headings(written.html)[:3] == ["2 runs compared", "Runs", "Training"]
+    assert 'href="../first/report/index.html"' in written.html
+    assert "second/report" not in written.html, "it has no page of its own yet"
+    assert "The runs have the same settings." in written.html
+    train = pd.read_csv(written.tables[0])
+    assert train.groupby("run").size().to_dict() == {"first": 200, "second": 200}
+
+
+def test_settings_that_differ_are_shown(tmp_path: Path, capsys: Capture) -> None:
+    for name, lr in (("a", 0.1), ("b", 0.25)):
+        pending_run(tmp_path / name, spec_of(name, lr=lr))
+    html = report(capsys, tmp_path / "a", tmp_path / "b").html
+    (table,) = re.findall(r"<h2>Settings that differ</h2>.*?</table>", html, re.DOTALL)
+    assert re.findall(r"<th[^>]*scope=\"row\"[^>]*>(.*?)</th>", table) == ["lr"]
+    assert "0.25" in table
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
+    runs = [running_run(tmp_path / place / "r") for place in ("x", "y")]
+    written = report(capsys, *[run.path for run in runs], "--output", tmp_path / "out")
+    assert written.path == tmp_path / "out" / "index.html"
+    assert set(pd.read_csv(written.tables[0])["run"]) == {str(run.path) for run in runs}
+
+
+def test_run_that_waits_says_what_is_missing(tmp_path: Path, capsys: Capture) -> None:
+    html = report(capsys, pending_run(tmp_path / "r").path).html
+    assert "No attempt has begun." in html
+    assert "There are no metrics" in html
+    assert headings(html) == ["r", "Reproduce it", "Tables"]
+
+
+def test_run_that_has_not_ended_shows_what_there_is(tmp_path: Path, capsys: Capture) -> None:
+    html = report(capsys, running_run(tmp_path / "r").path).html
+    assert "The test comes at the end of the training" in html
+    assert "Confusion matrix" not in html
+    assert {"Loss", "Accuracy", "Attempts"} <= set(headings(html))
+
+
+def test_failed_run_shows_its_last_words(tmp_path: Path, capsys: Capture) -> None:
+    run = pending_run(tmp_path / "r")
+    events = [
+        {"event": "submitted", "job_id": "7", "cluster": "local", "started": 0.0},
+        {"event": "claimed", "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["a1"]},
+        {"event": "attempt_ended", "cause": "bad_input", "step": None, "detail": "error: --lr is 9 & diverged"},
+    ]
+    lines = [json.dumps({"time": 1_700_000_001.0 + at, "attempt": 1, **event}) for at, event in enumerate(events)]
+    (run.events / "agent.jsonl").write_text("\n".join(lines) + "\n")
+    html = report(capsys, run.path).html
+    assert "The run has failed. Its last words: <code>error: --lr is 9 &amp; diverged</code>" in html
+    assert "Nothing interrupted this run." in html
+    assert "There is no test result: the training did not come to its end." in html
+
+
+def test_script_of_ones_own_has_attempts_and_its_command(tmp_path: Path, capsys: Capture) -> None:
+    spec = RunSpec(
+        name="own", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py", "a b", "--x")
+    )
+    html = report(capsys, pending_run(tmp_path / "own", spec).path).html
+    assert "A script of your own ran" in html
+    assert "The test comes at the end" not in html
+    assert "python -m hpc.submit --cluster=local \\\n  -- my.py &#x27;a b&#x27; --x" in html
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["spec.json", "metrics/train.jsonl", "metrics/eval.jsonl", "events/agent.jsonl", "final/result.json",
+     "final/confusion.csv", "final/samples.json"],
+)  # fmt: skip
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "other"])
+def test_damaged_file_is_named_and_the_rest_shown(tmp_path: Path, capsys: Capture, file: str, damage: str) -> None:
+    run = completed_run(tmp_path / "r")
+    path = run.path / file
+    data = path.read_bytes()
+    half = len(data) // 2
+    path.write_bytes(
+        {"cut": data[:half], "zeros": data[:half] + bytes(len(data) - half), "empty": b"", "other": b"[7]"}[damage]
+    )
+    html = report(capsys, run.path).html
+    silent = path.suffix == ".jsonl" and damage == "empty"
+    whole_json = file == "final/result.json" and damage == "other"
+    assert silent or whole_json or f"{path.parent.name}/{path.name}" in html
+    assert "Tables" in headings(html)
+
+
+def test_sample_that_is_no_image_is_not_shown(tmp_path: Path, capsys: Capture) -> None:
+    run = completed_run(tmp_path / "r")
+    samples = json.loads(run.samples.read_text())
+    samples[0]["png"] = 'x" onload="alert(3)'
+    run.samples.write_text(json.dumps(samples))
+    html = report(capsys, run.path).html
+    assert "onload" not in html
+    assert "final/samples.json cannot be read: an image is damaged." in html
+
+
+def test_many_classes_are_summed_up(tmp_path: Path, capsys: Capture) -> None:
+    run = completed_run(tmp_path / "r")
+    names = [f"class {number}" for number in range(40)]
+    rows = [[9 if row == column else int(column == (row + 1) % 40) for column in range(40)] for row in range(40)]
+    lines = [
+        ",".join(["true class", *names]),
+        *(f"{name},{','.join(map(str, row))}" for name, row in zip(names, rows, strict=True)),
+    ]
+    run.confusion.write_text("\n".join(lines) + "\n")
+    html = report(capsys, run.path).html
+    assert "The 20 classes with the lowest accuracy" in headings(html)
+    assert "The pairs that were confused most often" in headings(html)
+    assert 'class="matrix"' not in html
+
+
+def test_ids_are_unique_and_every_reference_has_one(tmp_path: Path, capsys: Capture) -> None:
+    runs = [completed_run(tmp_path / name).path for name in ("a", "b")]
+    for html in (report(capsys, runs[0]).html, report(capsys, *runs).html):
+        ids = Counter(re.findall(r'\bid="([^"]*)"', html))
+        assert set(ids.values()) == {1}
+        assert {a or b for a, b in re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', html)} <= ids.keys()
+
+
+def test_plots_have_words_for_those_who_cannot_see_them(tmp_path: Path, capsys: Capture) -> None:
+    html = report(capsys, completed_run(tmp_path / "r").path).html
+    told = re.findall(r'<svg [^>]*role="img" aria-label="([^"]*)"', html)
+    assert len(told) == 2 * len(CHARTS)
+    assert any("r: from 60.00% at step 100 to 90.00% at step 400" in words for words in told)
+    assert all('alt="' in image for image in re.findall(r"<img [^>]*>", html))
+
+
+def test_report_of_the_same_run_is_the_same_but_for_its_time(tmp_path: Path, capsys: Capture) -> None:
+    run = completed_run(tmp_path / "r").path
+    first, second = (re.sub(r"<footer>.*", "", report(capsys, run).html) for _ in range(2))
+    assert first == second
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path, capsys: Capture) -> None:
+    run = running_run(tmp_path / "r")
+    lines = [json.loads(line) for line in run.train_metrics.read_text().splitlines()]
+    many = [json.dumps({**lines[at % 200], "step": at + 1}) for at in range(50_000)]
+    run.train_metrics.write_text("\n".join(many) + "\n")
+    assert len(report(capsys, run.path).html) < 600_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "no run"), (("nothing",), "no run 'nothing'"), (("r", "--output", "file/below"), "use another --output")],
+)
+def test_mistakes_are_told_in_a_line(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    pending_run(tmp_path / "runs" / "r")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
+def test_command_submits_the_same_run_again() -> None:
+    train = TrainConfig(data="/d a", lr=0.1, ema=0.99, sync_bn=True, image_size=64, checkpoint_every="30s")
+    resources = Resources(nodes="2:4", gpus_per_node=8, mem="64G", time="90m", sbatch=("mail-type=END", "comment=a b"))
+    recovery = Recovery(elastic=True, spares=1, stop_lead="2m")
+    spec = RunSpec(
+        name="x",
+        cluster="slurm",
+        resources=resources,
+        recovery=recovery,
+        data="/d a",
+        train=train,
+        stage_dir="/scratch",
+    )
+    words = submit_command(spec)
+    assert words[:3] == ["python", "-m", "hpc.submit"]
+    parsed = cli.parse(submit.SubmitTraining, words[3:], "hpc submit")
+    assert (parsed.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
+    assert (parsed.cluster, str(parsed.stage_dir)) == ("slurm", "/scratch")
+    assert "--data='/d a'" in for_people(words) or "'--data=/d a'" in for_people(words)
+
+
+def test_decimation_keeps_the_ends_and_every_extreme() -> None:
+    values = [1.0] * 30_000
+    values[12_345], values[20_001] = 99.0, -99.0
+    table = pd.DataFrame({"step": range(30_000), "loss": values})
+    kept = decimate(table, "loss", 2000)
+    assert len(kept) <= 2000
+    assert {0, 12_345, 20_001, 29_999} <= set(kept["step"])
+    assert kept["step"].is_monotonic_increasing
+    assert decimate(table.head(500), "loss", 2000).equals(table.head(500))
+
+
+def test_attempts_share_the_steps_without_a_gap(tmp_path: Path) -> None:
+    assert attempt_spans(record(running_run(tmp_path / "r")).train) == [(1, 2.0, 210.0), (2, 210.0, 400.0)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (59.6, "1 min"),
+        (200, "3 min 20 s"),
+        (7205, "2 h"),
+        (90_061, "1 d 1 h"),
+        (None, write.UNKNOWN),
+    ],
+)
+def test_durations_read_well(seconds: float | None, told: str) -> None:
+    assert write.duration(seconds) == told

@@ -1,0 +1,141 @@
+import os
+import signal
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from hpc.core.job_state import JobState, job_state, parse_jobs, why
+from hpc.slurm import client as slurm
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [("gpu:4", 4), ("gpu:a100:4(S:0-1)", 4), ("gpu:a100:2,gpu:v100:3", 5), ("(null)", 0), ("nvme:1,gpu:8(IDX:0-7)", 8),
+     ("mps:gpu:100", 0)],
+)  # fmt: skip
+def test_gpus_in_gres(gres: str, gpus: int) -> None:
+    assert slurm.gpus_in(gres) == gpus
+
+
+def test_jobs_of_squeue() -> None:
+    text = (
+        "12|PENDING|BeginTime||1|2026-11-21T18:40:34|N/A|/s/a b/submit.sbatch|\n"
+        "13|RUNNING|None|gpu[01-02]|0|2026-11-21T18:40:29|2026-11-21T18:40:31|/s/x|y/submit.sbatch|\n"
+        "slurm_load_jobs warning: something\n"
+        "14|WEIRD|None||N/A|Unknown|N/A|(null)|\n"
+        "15|PEND\n\n/submit.sbatch||||||||\n"
+    )
+    jobs = parse_jobs(text)
+    assert list(jobs) == ["12", "13", "14"], "what is no line of a job's is passed over"
+    assert jobs["12"].state is JobState.PENDING
+    assert (jobs["12"].reason, jobs["12"].restarts, jobs["12"].started) == ("BeginTime", 1, None)
+    assert jobs["12"].command == "/s/a b/submit.sbatch"
+    assert jobs["13"].nodes == "gpu[01-02]"
+    assert jobs["13"].command == "/s/x|y/submit.sbatch"
+    assert jobs["13"].started == datetime(2026, 11, 21, 18, 40, 31).timestamp()  # noqa: DTZ001 - as Slurm means it
+    assert (jobs["13"].started or 0) - (jobs["13"].eligible or 0) == 2
+    assert jobs["14"].state is JobState.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("Priority", "jobs of higher priority come first"),
+        ("ReqNodeNotAvail, UnavailableNodes:gpu[01-03]", "nodes that it needs are down or reserved"),
+        ("DependencyNeverSatisfied", "it will never start: the job that it depends on has failed"),
+        ("QOSMaxGRESPerUser", "its user has reached a limit of the quality of service"),
+        ("AssocGrpGRESMinutes", "all jobs of its account have reached a limit"),
+        ("launch failed requeued held", "held, because it could not be started: `scontrol release` lets it go"),
+        ("launch_failed_requeued_held", "held, because it could not be started: `scontrol release` lets it go"),
+        ("None", ""),
+        ("SomethingNew", "SomethingNew"),
+    ],
+)
+def test_reason_of_a_wait_in_words(reason: str, words: str) -> None:
+    assert why(reason) == words
+
+
+def test_fields_of_scontrol() -> None:
+    text = "JobName=it's a run JobState=RUNNING Restarts=2 PreemptTime=None Command=/a b/c=d TRES=cpu=2,gres/gpu=4 \n"
+    fields = slurm.parse_fields(text)
+    assert (fields["JobState"], fields["Restarts"], fields["PreemptTime"]) == ("RUNNING", "2", "None")
+    assert fields["JobName"] == "it's a run"
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({"JobState": "COMPLETING", "Restarts": "1", "Reason": "None"}, JobState.PENDING),
+        ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "TimeLimit"}, JobState.TIMEOUT),
+        ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "None"}, JobState.CANCELLED),
+        ({"JobState": "RUNNING", "Restarts": "0"}, JobState.RUNNING),
+        ({}, JobState.UNKNOWN),
+    ],
+)
+def test_what_completing_hides(fields: dict[str, str], state: JobState) -> None:
+    assert slurm.ending_state(fields, restart=0) is state
+
+
+@pytest.mark.parametrize(
+    ("since", "preempted"), [("2026-11-21T09:00:05", True), ("2026-11-20T23:00:00", False), ("None", False)]
+)
+def test_preemption_of_an_earlier_start_does_not_count(since: str, preempted: bool) -> None:
+    assert slurm.is_preempted({"PreemptTime": since, "StartTime": "2026-11-21T09:00:00"}) is preempted
+
+
+# As scontrol prints it, shortened.
+PARTITION = "PartitionName=gpu AllowGroups=ALL Default=YES GraceTime={grace} PreemptMode={mode} State=UP\n"
+
+
+@pytest.mark.parametrize(
+    ("grace", "mode", "seconds"),
+    [
+        ("20", "REQUEUE", 20),
+        ("60", "CANCEL", 60),
+        ("0", "REQUEUE", None),
+        ("20", "OFF", None),
+        ("20", "GANG,SUSPEND", None),
+    ],
+)
+def test_grace_of_a_preemption(grace: str, mode: str, seconds: int | None) -> None:
+    assert slurm.grace_seconds(slurm.parse_fields(PARTITION.format(grace=grace, mode=mode))) == seconds
+
+
+def test_cancelled_by_somebody_is_cancelled() -> None:
+    assert job_state("CANCELLED by 1000") is JobState.CANCELLED
+    assert job_state("") is JobState.UNKNOWN
+
+
+def test_outside_of_a_job_what_says_who_pays_stays() -> None:
+    environment = {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SQUEUE_STATES": "PENDING", "SLURM_JWT": "t"}
+    slurm.adopt_environment(environment)
+    assert environment == {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SLURM_JWT": "t"}
+
+
+def test_submission_inherits_nothing_of_a_job_but_the_cluster() -> None:
+    environment = {
+        "SLURM_CONF": "/x", "SLURM_CPU_BIND": "mask", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p",
+        "SUBMITIT_EXECUTOR": "slurm", "PATH": "/bin",
+    }  # fmt: skip
+    slurm.adopt_environment(environment)
+    assert environment == {"SLURM_CONF": "/x", "PATH": "/bin"}
+
+
+def test_complaint_is_the_line_with_the_error() -> None:
+    stderr = "sbatch: lua: hello\nsbatch: error: Batch job submission failed: Invalid account\n"
+    assert slurm.first_error(stderr) == "sbatch: error: Batch job submission failed: Invalid account"
+    assert slurm.first_error("") == ""
+
+
+def test_clients_survive_the_signal_that_their_own_requeue_sends() -> None:
+    told = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('done')"
+    assert slurm.call([sys.executable, "-c", told]) == "done\n"
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_missing_binary_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
+    with pytest.raises(slurm.TorchrelayError, match="squeue is not on the PATH"):
+        slurm.jobs()

@@ -1,0 +1,234 @@
+"""Staging on several nodes, without Slurm: real agents' links, a process and a directory for each node."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from staging_rig import disk, end_nodes, start_nodes
+
+from hpc.core import ledger
+from hpc.staging import stage
+from hpc.staging.peers import Peer, PeerError, Server, Shelf
+from hpc.staging.source import list_source
+from hpc.staging.team import Need, Standing, choose_owners
+
+MB = 2**20
+NODES = 3
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.mkdir()
+    for number in range(60):
+        (path / f"{number}.jpg").write_bytes(os.urandom(100_000))
+    (path / "large").write_bytes(os.urandom(12 * MB))
+    return path
+
+
+@dataclass
+class Nodes:
+    """The nodes of one job."""
+
+    path: Path
+    processes: list["subprocess.Popen[str]"] = field(default_factory=list)
+
+    def local(self, rank: int) -> Path:
+        """A node's disk."""
+        return disk(self.path, rank)
+
+    def start(self, source: Path, count: int = NODES, job: str = "job") -> list["subprocess.Popen[str]"]:
+        """Start a job."""
+        started = start_nodes(self.path, source, count, job=job)
+        self.processes += started
+        return started
+
+    def events(self, job: str = "job") -> list[dict[str, Any]]:
+        """What the nodes of a job have written down."""
+        return list(ledger.read(self.path / job / "events"))
+
+    def stage(self, source: Path, count: int = NODES, job: str = "job") -> list[dict[str, Any]]:
+        """Run a job to its end; what each node says."""
+        return [answer(process) for process in self.start(source, count, job)]
+
+
+def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    return dict(json.loads(said.splitlines()[-1]))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    here = Nodes(tmp_path)
+    yield here
+    end_nodes(here.processes)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_source_is_read_once_and_every_node_has_all_of_it(nodes: Nodes, source: Path) -> None:
+    answers = nodes.stage(source)
+    size = sum(map(len, contents(source).values()))
+    assert sum(told["bytes_from_source"] for told in answers) == size
+    assert all(told["bytes_from_source"] + told["bytes_from_peers"] == size for told in answers)
+    assert all(told["bytes_from_source"] < size / 2 for told in answers), "each node reads a part"
+    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
+    assert not any(told["fallback"] for told in answers)
+
+
+def test_nodes_that_have_the_data_give_them_to_those_that_have_not(nodes: Nodes, source: Path) -> None:
+    nodes.stage(source, 2)
+    answers = nodes.stage(source, 3, "next")
+    assert [told["reused"] for told in answers] == [True, True, False]
+    assert [told["bytes_from_source"] for told in answers] == [0, 0, 0]
+    assert contents(Path(answers[2]["path"])) == contents(source)
+
+
+def test_nodes_that_all_mend_wait_for_nobody(nodes: Nodes, source: Path) -> None:
+    for told in nodes.stage(source, 2):
+        next(path for path in sorted(Path(told["path"]).rglob("*")) if path.is_file()).unlink()
+    answers = nodes.stage(source, 2, "next")
+    assert [(told["repaired"], told["fallback"]) for told in answers] == [(1, None)] * 2
+    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
+
+
+def test_archive_is_read_once_and_unpacked_on_every_node(nodes: Nodes, source: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "data.tar.gz"
+    subprocess.run(["tar", "czf", archive, "-C", source, "."], check=True)
+    answers = nodes.stage(archive)
+    assert sum(told["bytes_from_source"] for told in answers) == archive.stat().st_size
+    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
+    assert not list(tmp_path.glob("disk-*/torchrelay-*/**/data.tar.gz")), "the archive itself is not kept"
+    assert [told["reused"] for told in nodes.stage(archive, job="next")] == [True] * NODES
+
+
+def test_two_jobs_at_once_copy_once_per_node(nodes: Nodes, source: Path) -> None:
+    jobs = [nodes.start(source, job=f"job-{number}") for number in range(2)]
+    answers = [[answer(process) for process in job] for job in jobs]
+    for first, second in zip(*answers, strict=True):
+        assert sorted([first["reused"], second["reused"]]) == [False, True]
+        assert contents(Path(first["path"])) == contents(source)
+
+
+def test_node_that_dies_costs_the_others_a_second_read(nodes: Nodes, source: Path) -> None:
+    (source / "larger").write_bytes(os.urandom(200 * MB))
+    started = nodes.start(source)
+    partial = nodes.local(2) / f"torchrelay-{os.getuid()}"
+    wait_for(lambda: [path for path in partial.glob(".*.partial/data/*") if path.stat().st_size])
+    started[2].send_signal(signal.SIGKILL)
+    answers = [answer(process) for process in started[:2]]
+    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
+    for told in answers:
+        assert "127.0.0.3" in told["fallback"]
+    [staged] = [event for event in nodes.events() if event["event"] == "staged" and event["node"] == "127.0.0.1"]
+    assert staged["fallback"] == answers[0]["fallback"]
+
+
+def test_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, source: Path) -> None:
+    nodes.local(1).chmod(0o777)
+    started = nodes.start(source)
+    answers = [answer(started[rank]) for rank in (0, 2)]
+    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
+    assert started[1].wait(60) != 0
+
+
+def test_head_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, source: Path) -> None:
+    nodes.local(0).chmod(0o777)
+    started = nodes.start(source)
+    assert started[0].wait(60) != 0
+    for rank in (1, 2):
+        # Without a head node there is no job; but each must have ended by itself.
+        started[rank].communicate(timeout=60)
+
+
+# --- what travels between two nodes ---
+
+
+@pytest.fixture
+def server(source: Path, tmp_path: Path) -> Iterator[Server]:
+    """A node that has all of the data."""
+    (tmp_path / "disk").mkdir()
+    listing, copy = list_source(source), stage(source, tmp_path / "disk").path
+    server = Server("nonce")
+    server.listings[listing.entry] = listing.pack()
+    server.shelves[listing.entry] = shelf = Shelf(listing, copy)
+    yield server
+    server.close()
+    shelf.close()
+
+
+def test_list_travels_as_it_is(server: Server, source: Path) -> None:
+    listing = list_source(source)
+    with Peer(("127.0.0.1", server.port), "nonce", listing.entry) as peer:
+        assert peer.listing() == listing
+
+
+def test_who_does_not_know_the_nonce_gets_nothing(server: Server, source: Path) -> None:
+    with (
+        Peer(("127.0.0.1", server.port), "guess", list_source(source).entry) as peer,
+        pytest.raises(PeerError, match="has closed the connection"),
+    ):
+        peer.listing()
+
+
+def test_batch_that_is_not_what_was_read_is_refused(server: Server, source: Path) -> None:
+    listing = list_source(source)
+    server.shelves[listing.entry].put(0, ("0" * 64,) * len(listing.batches[0]))
+    peer = Peer(("127.0.0.1", server.port), "nonce", listing.entry)
+    with peer, pytest.raises(PeerError, match=r"what 127\.0\.0\.1 sent is not what it had read"):
+        peer.receive(memoryview(bytearray(listing.batches[0][0].length)), peer.ask(0)[0])
+
+
+def test_owner_that_fails_says_so_to_those_who_wait(server: Server, source: Path) -> None:
+    listing = list_source(source)
+    threading.Timer(0.3, server.shelves[listing.entry].fail, ["its disk is full"]).start()
+    peer = Peer(("127.0.0.1", server.port), "nonce", listing.entry)
+    with peer, pytest.raises(PeerError, match="its disk is full"):
+        peer.ask(1)
+
+
+@pytest.mark.parametrize("said", [b"[" * 200_000, b"null", b"[1]", b"", b"\xff\xfe"])
+def test_stranger_on_a_nodes_former_port_is_not_believed_whatever_he_says(source: Path, said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def talk() -> None:
+            connection, _ = stranger.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(len(said).to_bytes(4, "big") + said)
+
+        threading.Thread(target=talk, daemon=True).start()
+        with Peer(stranger.getsockname()[:2], "nonce", list_source(source).entry) as peer, pytest.raises(PeerError):
+            peer.ask(0)
+
+
+def test_who_has_the_data_owns_them_else_who_is_about_to_read_them() -> None:
+    def standing(need: Need, port: int = 9) -> Standing:
+        return Standing(source="s", need=need, port=port)
+
+    reading = [("a", standing(Need.ALL)), ("b", standing(Need.WAITS)), ("c", standing(Need.ALL))]
+    assert choose_owners(reading) == (("a", 9), ("c", 9))
+    assert choose_owners([*reading, ("d", standing(Need.NOTHING))]) == (("d", 9),)
+    assert choose_owners([*reading, ("d", standing(Need.NOTHING, 0))]) == (("a", 9), ("c", 9))
+    assert choose_owners([("a", standing(Need.ABSENT)), ("b", standing(Need.SOME))]) == ()
+    assert choose_owners([("a", standing(Need.SOME)), ("b", standing(Need.WAITS))]) is None
+    assert choose_owners([]) is None

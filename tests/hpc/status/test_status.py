@@ -1,0 +1,91 @@
+"""What `hpc status` prints of a run that was interrupted, from a run directory."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc.core.files import append_json_line
+from hpc.core.rundir import RunDir
+from hpc.spec import Resources, RunSpec
+from hpc.status import __main__ as status
+from hpc.status import table
+
+CRASH = {"cause": "crashed", "rank": 3, "node": "gpu02", "detail": "KeyError: '[x]'", "round": 1}
+EVENTS = (
+    {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30},
+    {"time": 1.0, "event": "claimed", "job_id": "7", "restart": 0, "nonce": "aa", "nodes": ["gpu01", "gpu02"]},
+    {"time": 10.0, "event": "train_started", "step": 0, "total_steps": 90, "world_size": 4, "seconds": 5.0},
+    {"time": 30.0, "event": "incident", "step": 57, "failed_at": 29.0, **CRASH},
+    {"time": 38.0, "event": "train_started", "step": 55, "total_steps": 90, "world_size": 4, "seconds": 5.0},
+    {"time": 50.0, "event": "incident", "step": 80, "failed_at": 49.5, **CRASH},
+    {"time": 62.0, "event": "train_started", "step": 79, "total_steps": 90, "world_size": 4, "seconds": 5.0},
+    {"time": 63.0, "event": "first_step", "step": 80},
+    {"time": 65.0, "event": "train_stopped", "step": 85, "signal": "SIGTERM", "seconds": 28.0},
+    {"time": 66.0, "event": "attempt_ended", "cause": "preempted", "step": 85},
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "r")
+    found.events.mkdir(parents=True)
+    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
+    spec.save(found)
+    for event in EVENTS:
+        attempt = {} if event["event"] == "submitted" else {"attempt": 1}
+        append_json_line(found.events / "x.jsonl", {**event, **attempt})
+    return found
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert status.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_run_that_is_named_shows_what_interrupted_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    title, row, _, head, first, second, third, warning = printed(capsys, str(run.path)).splitlines()
+    assert "restarts" in title
+    assert "2 crashed, 1 preempted" in row
+    assert head.split() == [
+        "interrupted",
+        "cause",
+        "where",
+        "steps",
+        "lost",
+        "seconds",
+        "of",
+        "which",
+        "what",
+        "it",
+        "said",
+    ]
+    cells = ["crashed", "gpu02", "rank", "3", "2", "9.0", "notice", "1.0", "KeyError:", "'[x]'"]
+    assert first.split()[2:] == cells
+    assert second.split()[6:8] == ["1", "13.5"]
+    assert third.split()[2:] == ["preempted", "-", "0", "-", "notice", "29.0", "-"], "it waits for its next attempt"
+    assert warning.startswith("warning: saving took 28.0 s")
+
+
+def test_table_of_all_runs_is_the_table_alone(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(printed(capsys, "--runs-dir", str(run.path.parent)).splitlines()) == 2
+
+
+def test_json_has_what_people_see(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = json.loads(printed(capsys, str(run.path), "--json"))
+    assert [incident["seconds"]["total"] for incident in row["incidents"]] == [9.0, 13.5, None]
+    assert (row["steps_lost"], row["goodput"]) == (3, None)
+    assert len(row["warnings"]) == 1
+
+
+def test_largest_parts_come_first() -> None:
+    parts = {
+        "notice": 1.0,
+        "release": 0.0,
+        "start": 120.0,
+        "stage": 4.0,
+        "rendezvous": 9.0,
+        "restore": None,
+        "total": 99.0,
+    }
+    assert table.largest_parts(parts) == "start 120.0, rendezvous 9.0, stage 4.0"

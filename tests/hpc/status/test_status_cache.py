@@ -1,0 +1,297 @@
+"""States told from squeue and from the run directory: a real executable prints what Slurm printed, or fails like it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc.core import ledger
+from hpc.core.files import append_json_line
+from hpc.core.job_state import parse_jobs
+from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
+from hpc.status import __main__ as status
+from hpc.status.run_view import jobs_by_run
+from hpc.status.status_cache import Board
+from hpc.status.table import waiting
+
+Squeue = Callable[[str], None]
+CLAIMED = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["gpu01"]}
+ENDED = {"event": "attempt_ended", "attempt": 1, "step": 5}
+ALIVE = "7|{state}|{reason}|gpu01|0|N/A|{start}|{script}|"
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Squeue:
+    """Slurm's clients, of which squeue is a shell script with the given text."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+
+    def write(script: str) -> None:
+        for name in ("sbatch", "squeue"):
+            (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+            (programs / name).chmod(0o755)
+
+    return write
+
+
+def printing(tmp_path: Path, *lines: str) -> str:
+    """The text of a squeue that prints these lines."""
+    (tmp_path / "queue").write_text("".join(line + "\n" for line in lines))
+    return f"exec cat {tmp_path}/queue"
+
+
+def make_run(tmp_path: Path, *events: dict[str, Any], name: str = "r") -> RunDir:
+    run = RunDir(tmp_path / "runs" / name)
+    run.events.mkdir(parents=True)
+    run.train_metrics.parent.mkdir()
+    run.spec.write_text("{}")
+    run.script.write_text("#!/bin/sh\n")
+    for i, event in enumerate(({"event": "submitted", "job_id": "7", "cluster": "slurm"}, *events)):
+        append_json_line(run.events / "x.jsonl", {"time": float(i), **event})
+    return run
+
+
+def alive(run: RunDir, state: str = "PENDING", reason: str = "None", start: str = "N/A") -> str:
+    return ALIVE.format(state=state, reason=reason, start=start, script=run.script)
+
+
+AWAY = {
+    "fails": "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
+    "hangs": "exec sleep 60",
+}
+
+
+@pytest.mark.parametrize("how", [*AWAY, "is missing"])
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], "pending"),
+        ([CLAIMED], "running"),
+        ([CLAIMED, {**ENDED, "cause": "preempted"}], "pending"),
+        ([CLAIMED, {**ENDED, "cause": "bad_input"}], "failed"),
+        ([CLAIMED, {**ENDED, "cause": "cancelled"}], "cancelled"),
+        ([CLAIMED, {**ENDED, "cause": "completed"}], "completed"),
+        ([CLAIMED, {"event": "cancelled"}], "cancelled"),
+    ],
+)
+def test_without_slurm_the_ledger_tells_the_state(
+    how: str, events: list[dict[str, Any]], state: str, tmp_path: Path, squeue: Squeue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, *events)
+    squeue(AWAY.get(how, ""))
+    if how == "is missing":
+        (tmp_path / "bin" / "squeue").unlink()
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(slurm, "_TIMEOUT_SECONDS", 0.2)
+    board = Board()
+    assert board.look_at(run)["state"] == state
+    assert str(board.problem).startswith("Slurm does not answer")
+
+
+def test_slurm_that_is_away_is_mentioned_once_on_stderr(
+    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, CLAIMED)
+    make_run(tmp_path, name="s")
+    squeue(AWAY["fails"])
+    assert status.main(["--runs-dir", str(tmp_path / "runs"), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [row["state"] for row in json.loads(printed.out)] == ["running", "pending"]
+    assert printed.err.count("\n") == 1
+    assert "Unable to contact slurm controller" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [("RUNNING", "running"), ("PENDING", "pending"), ("COMPLETING", "pending"), ("CONFIGURING", "pending"),
+     ("NEW_WORD", "running"), ("", "running")],
+)  # fmt: skip
+def test_state_of_a_job_that_slurm_holds(word: str, state: str, tmp_path: Path, squeue: Squeue) -> None:
+    run = make_run(tmp_path, CLAIMED)
+    squeue(printing(tmp_path, alive(run, word)))
+    assert Board().look_at(run)["state"] == state
+
+
+def test_job_that_slurm_does_not_list_is_gone(tmp_path: Path, squeue: Squeue) -> None:
+    run = make_run(tmp_path, CLAIMED)
+    squeue("exit 0")
+    assert Board().look_at(run)["state"] == "failed"
+
+
+def test_line_that_cannot_be_read_hides_no_other(tmp_path: Path, squeue: Squeue) -> None:
+    run = make_run(tmp_path, CLAIMED)
+    squeue(
+        printing(
+            tmp_path, "slurm: something new", "8|RUN", "||||||||", "9|RUNNING|None||0|N/A|N/A|/home/me/a|", alive(run)
+        )
+    )
+    assert Board().look_at(run)["state"] == "pending"
+
+
+def test_pending_run_says_why_and_when(tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]) -> None:
+    soon = datetime.fromtimestamp(time.time() + 1800)  # noqa: DTZ006 - Slurm prints local times
+    run = make_run(tmp_path)
+    squeue(printing(tmp_path, alive(run, reason="QOSMaxJobsPerUserLimit", start=f"{soon:%Y-%m-%dT%H:%M:%S}")))
+    row = Board().look_at(run)
+    assert (row["reason"], row["starts_at"]) == ("QOSMaxJobsPerUserLimit", int(soon.timestamp()))
+    assert status.main([str(run.path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "its user has reached a limit of the quality of service" in told
+    assert f"may start {soon:%H:%M}" in told
+
+
+def test_reason_with_brackets_is_shown_as_it_is(
+    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    squeue(printing(tmp_path, alive(make_run(tmp_path), reason="Odd:gpu[01-03]")))
+    assert status.main(["--runs-dir", str(tmp_path / "runs")]) == 0
+    assert "Odd:gpu[01-03]" in capsys.readouterr().out
+
+
+def test_jobs_are_found_by_any_name_of_the_script(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path), make_run(tmp_path, name="other")
+    (tmp_path / "link").symlink_to(run.path)
+    lines = [
+        alive(run).replace("7|", "1|", 1),
+        alive(RunDir(tmp_path / "link"), "RUNNING").replace("7|", "2|", 1),
+        "3|RUNNING|None||0|N/A|N/A|/gone/submit.sbatch|",
+    ]
+    found = jobs_by_run([run, other], parse_jobs("\n".join(lines)))
+    assert [job.job_id for job in found[run.path]] == ["2", "1"], "the one that runs comes first"
+    assert found[other.path] == []
+
+
+def remove_events(run: RunDir) -> None:
+    (run.events / "x.jsonl").unlink()
+    run.events.rmdir()
+
+
+DAMAGE: dict[str, Callable[[RunDir], object]] = {
+    "a torn event": lambda run: (run.events / "y.jsonl").write_text('{"time": 3.0, "event": "clai'),
+    "an event that is none": lambda run: (run.events / "y.jsonl").write_text('[1]\n3\nnull\n{"a": 1}\n'),
+    "a torn metric": lambda run: run.train_metrics.write_text('{"step": 5, "loss": 1.0}\n{"step": 6, "lo'),
+    "an empty spec": lambda run: run.spec.write_text(""),
+    "no spec": lambda run: run.spec.unlink(),
+    "bytes": lambda run: run.train_metrics.write_bytes(b"\xff\xfe\x00" * 9999),
+}
+CLOSED: dict[str, Callable[[RunDir], object]] = {
+    "an event without its fields": lambda run: (run.events / "y.jsonl").write_text('{"time": 1.0, "event": "claimed"}'),
+    "a time that is none": lambda run: (run.events / "y.jsonl").write_text('{"time": "x", "event": "refused"}'),
+    "a directory in place of a file": lambda run: run.train_metrics.mkdir(),
+    "a file in place of the events": lambda run: (remove_events(run), run.events.write_text("")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_that_hides_nothing(how: str, tmp_path: Path, squeue: Squeue) -> None:
+    run = make_run(tmp_path, CLAIMED)
+    DAMAGE[how](run)
+    squeue(printing(tmp_path, alive(run, "RUNNING")))
+    row = Board().look_at(run)
+    assert (row["state"], row["attempt"], row["warnings"]) == ("running", 1, [])
+
+
+@pytest.mark.parametrize("how", CLOSED)
+def test_damaged_run_is_told_by_slurm_and_hides_no_other(how: str, tmp_path: Path, squeue: Squeue) -> None:
+    run, sound = make_run(tmp_path, CLAIMED), make_run(tmp_path, CLAIMED, name="s")
+    CLOSED[how](run)
+    squeue(printing(tmp_path, alive(run, "RUNNING"), alive(sound, "RUNNING").replace("7|", "8|", 1)))
+    damaged, other = Board().look([run, sound])
+    assert (damaged["state"], damaged["job_id"], damaged["attempt"]) == ("running", "7", None)
+    assert damaged["warnings"][0].startswith(f"what is recorded in {run.path} cannot be read")
+    assert (other["attempt"], other["warnings"]) == (1, [])
+
+
+def test_missing_events_are_a_run_without_attempts(tmp_path: Path, squeue: Squeue) -> None:
+    run = make_run(tmp_path)
+    remove_events(run)
+    squeue(printing(tmp_path, alive(run, "RUNNING")))
+    assert Board().look_at(run)["state"] == "running"
+
+
+def test_damaged_result_is_still_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path, CLAIMED)
+    run.final.mkdir()
+    run.final_result.write_text("")
+    row = Board().look_at(run)
+    assert (row["state"], row["test_accuracy"]) == ("completed", None)
+
+
+def test_unreadable_run_hides_no_other(shared: Path) -> None:
+    """As an ordinary user: root reads everything."""
+    run, sound = make_run(shared, CLAIMED), make_run(shared, CLAIMED, name="s")
+    run.script.unlink(), sound.script.unlink()
+    run.events.chmod(0)
+    program = (
+        "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "from hpc.status.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["--json", "--runs-dir", str(shared / "runs")]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    damaged, other = json.loads(done.stdout)
+    assert "Permission denied" in damaged["warnings"][0]
+    assert other["attempt"] == 1
+
+
+def test_run_that_is_deleted_while_it_is_read_is_left_out(tmp_path: Path) -> None:
+    run, sound = make_run(tmp_path, CLAIMED), make_run(tmp_path, CLAIMED, name="s")
+    remove_events(run)
+    run.spec.unlink()
+    assert [row["run"] for row in Board().look([run, sound])] == ["s"]
+
+
+def test_later_look_sees_what_has_changed(tmp_path: Path) -> None:
+    run, failed = make_run(tmp_path, CLAIMED), make_run(tmp_path, name="failed")
+    board = Board()
+    assert [row["step"] for row in board.look([run, failed])] == [None, None]
+    append_json_line(run.train_metrics, {"step": 6})
+    append_json_line(failed.events / "cancel.jsonl", {"time": 9.0, "event": "cancelled"})
+    assert [(row["step"], row["state"]) for row in board.look([run, failed])] == [(6, "running"), (None, "cancelled")]
+    append_json_line(failed.events / "by-hand.jsonl", {"time": 10.0, **CLAIMED})
+    assert [row["attempt"] for row in board.look([run, failed])] == [1, 1]
+
+
+def test_looks_in_quick_succession_ask_slurm_once(tmp_path: Path, squeue: Squeue) -> None:
+    run = make_run(tmp_path, CLAIMED)
+    squeue(f"echo asked >> {tmp_path}/asked; {printing(tmp_path, alive(run, 'RUNNING'))}")
+    board = Board()
+    assert [board.look_at(run)["state"] for _ in range(5)] == ["running"] * 5
+    assert (tmp_path / "asked").read_text() == "asked\n"
+
+
+def test_ledger_skips_what_is_no_event(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"time": 2.0, "event": "b"}\n{"time": 1.0}\n')
+    (tmp_path / "b.jsonl").write_text('{"time": 1.5, "event": "a"}\n{"time": 3.0, "event": "c", "x": {"y"')
+    assert [event["event"] for event in ledger.read(tmp_path)] == ["a", "b"]
+
+
+def staging(node: str, done: int, left: float) -> dict[str, Any]:
+    return {
+        "event": "staging", "attempt": 1, "node": node, "source": "/data", "what": "copying", "bytes_done": done,
+        "bytes_total": 200_000_000, "bytes_per_second": 10_000_000, "eta_seconds": left,
+    }  # fmt: skip
+
+
+def test_copy_that_takes_long_is_no_hang(tmp_path: Path, squeue: Squeue) -> None:
+    claim = {**CLAIMED, "port": 1, "nodes": ["gpu01", "gpu02"]}
+    copies = (staging("gpu01", 150_000_000, 5.0), staging("gpu02", 50_000_000, 135.0))
+    run = make_run(tmp_path, claim, *copies)
+    squeue(printing(tmp_path, alive(run, "RUNNING")))
+    row = Board().look_at(run)
+    assert (row["staging"]["node"], row["staging"]["bytes_done"]) == ("gpu02", 50_000_000), "the slowest"
+    assert waiting(row) == "copying data, 25%, 10 MB/s, 2:15 left"
+    done = [{"event": "staged", "attempt": 1, "node": node, "in_place": None} for node in ("gpu01", "gpu02")]
+    other = make_run(tmp_path, claim, *copies, *done, name="other")
+    squeue(printing(tmp_path, alive(other, "RUNNING")))
+    assert Board().look_at(other)["staging"] is None

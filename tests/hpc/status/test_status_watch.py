@@ -1,0 +1,185 @@
+"""`hpc status --watch` on a terminal: a real pseudo-terminal, and an emulator that knows what is on its screen."""
+
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyte
+import pytest
+from conftest import ROOT, hpc
+
+from hpc.core.files import append_json_line
+from hpc.core.rundir import RunDir
+
+WATCH = (
+    "import sys; from hpc.status import __main__ as status, status_cache; "
+    "status_cache._QUEUE_SECONDS = status_cache._AWAY_SECONDS = 0.1; "
+    "status._WATCH_SECONDS = 0.1; status._WATCH_SHARE = 1; sys.exit(status.main(['--watch', *sys.argv[1:]]))"
+)
+PATIENCE_SECONDS = 60
+
+
+class Terminal:
+    """A terminal in which a command runs."""
+
+    def __init__(self, pid: int, descriptor: int, lines: int, columns: int) -> None:
+        self.pid, self._descriptor = pid, descriptor
+        self._screen = pyte.HistoryScreen(columns, lines, history=1000)
+        self._stream = pyte.ByteStream(self._screen)
+
+    def read(self, seconds: float = 0.1) -> bool:
+        """Take in what the command has printed; False when nothing more will come."""
+        if select.select([self._descriptor], [], [], seconds)[0]:
+            try:
+                data = os.read(self._descriptor, 65536)
+            except OSError:  # so a Linux pseudo-terminal says that the other end is closed
+                return False
+            self._stream.feed(data)
+            return bool(data)
+        return True
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
+
+    @property
+    def scrolled(self) -> int:
+        """Lines that have left the screen at the top."""
+        return len(self._screen.history.top)
+
+    @property
+    def shows_cursor(self) -> bool:
+        return not self._screen.cursor.hidden
+
+    def wait(self, condition: Callable[[str], object]) -> str:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition(self.text):
+            assert time.monotonic() < deadline, self.text
+            assert self.read(), self.text
+        return self.text
+
+    def interrupt(self) -> int:
+        """Type Ctrl-C, and return the exit code."""
+        os.write(self._descriptor, b"\x03")
+        while self.read():
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@contextmanager
+def watching(*arguments: str, lines: int = 24, columns: int = 120) -> Iterator[Terminal]:
+    pid, descriptor = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        termios.tcsetwinsize(0, (lines, columns))
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        os.execve(sys.executable, [sys.executable, "-c", WATCH, *arguments], environment)
+    try:
+        yield Terminal(pid, descriptor, lines, columns)
+    finally:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ChildProcessError, ProcessLookupError):
+            pass  # it has ended, and its end has been seen
+        os.close(descriptor)
+
+
+def make_run(runs: Path, name: str, *, claimed: bool = True) -> RunDir:
+    run = RunDir(runs / name)
+    run.events.mkdir(parents=True)
+    run.train_metrics.parent.mkdir()
+    run.spec.write_text("{}")
+    run.script.write_text("#!/bin/sh\n")
+    append_json_line(run.events / "x.jsonl", {"time": 1.0, "event": "submitted", "job_id": "1", "cluster": "slurm"})
+    if claimed:
+        claim = {"attempt": 1, "job_id": "1", "restart": 0, "nonce": "a", "nodes": ["gpu01"]}
+        append_json_line(run.events / "x.jsonl", {"time": 2.0, "event": "claimed", **claim})
+    return run
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+
+    def write(script: str) -> None:
+        for name in ("sbatch", "squeue"):
+            new = programs / f"{name}.new"
+            new.write_text(f"#!/bin/sh\n{script}\n")
+            new.chmod(0o755)
+            new.replace(programs / name)
+
+    return write
+
+
+def test_table_is_drawn_over_itself_until_ctrl_c(tmp_path: Path, squeue: Callable[[str], None]) -> None:
+    run = make_run(tmp_path, "r")
+    squeue(f"echo '1|RUNNING|None|gpu01|0|N/A|N/A|{run.script}|'")
+    with watching("--runs-dir", str(tmp_path)) as terminal:
+        for step in (5, 6, 7):
+            append_json_line(run.train_metrics, {"step": step, "epoch": 1})
+            shown = terminal.wait(lambda text, step=step: re.search(rf"running .* {step}\b", text))
+            assert shown.count("ETA") == 1, shown
+        later = make_run(tmp_path, "later")
+        terminal.wait(lambda text: "later" in text)
+        assert later.name in terminal.text
+        assert terminal.interrupt() == 130
+        assert "Traceback" not in terminal.text
+        assert terminal.shows_cursor
+        assert terminal.scrolled == 0
+
+
+def test_watch_survives_slurm_being_away(tmp_path: Path, squeue: Callable[[str], None]) -> None:
+    run = make_run(tmp_path, "r")
+    answers = f"echo '1|PENDING|Priority||0|N/A|N/A|{run.script}|'"
+    squeue(answers)
+    with watching("--runs-dir", str(tmp_path)) as terminal:
+        terminal.wait(lambda text: "higher" in text)
+        squeue("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
+        shown = terminal.wait(lambda text: "Slurm does not answer" in text)
+        assert "running" in shown, "so the ledger says"
+        assert "Unable to contact" in shown
+        append_json_line(run.train_metrics, {"step": 77, "epoch": 1})
+        terminal.wait(lambda text: " 77 " in text)
+        squeue(answers)
+        shown = terminal.wait(lambda text: "higher" in text)
+        assert "does not answer" not in shown
+        assert terminal.scrolled == 0
+
+
+@pytest.mark.parametrize(("lines", "columns"), [(12, 120), (8, 60), (6, 40)])
+def test_long_table_is_cut_to_what_has_not_ended(
+    lines: int, columns: int, tmp_path: Path, squeue: Callable[[str], None]
+) -> None:
+    squeue("exit 0")
+    for i in range(30):
+        make_run(tmp_path, f"old-{i:02d}")
+    waits = make_run(tmp_path, "waits")
+    squeue(f"echo '1|PENDING|BeginTime||0|N/A|N/A|{waits.script}|'")
+    with watching("--runs-dir", str(tmp_path), lines=lines, columns=columns) as terminal:
+        for i in range(3):
+            append_json_line(waits.train_metrics, {"step": i, "epoch": 1})
+            shown = terminal.wait(lambda text: "waits" in text and "more" in text)
+            assert shown.startswith("run ")
+        for _ in range(10):
+            terminal.read()
+        assert terminal.scrolled == 0
+        assert terminal.interrupt() == 130
+
+
+def test_watch_needs_a_terminal(tmp_path: Path) -> None:
+    make_run(tmp_path, "r").script.unlink()
+    done = hpc("status", "--watch", "--runs-dir", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--watch draws on a terminal" in done.stderr

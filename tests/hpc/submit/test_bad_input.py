@@ -1,0 +1,191 @@
+"""Each mistake ends with exit code 2 and one line with the value and the fix; nothing is queued or left behind."""
+
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Site, tiny_data
+
+
+@pytest.fixture(scope="module")
+def site(testbed: dict[str, Any]) -> Iterator[Site]:
+    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    tiny_data(path / "data")
+    (path / "empty").mkdir()
+    node_local = tiny_data(Path("/tmp/torchrelay-test-data"))
+    (path / "text").mkdir()
+    (path / "text" / "notes.txt").write_text("no image")
+    (path / "runs" / "taken").mkdir(parents=True)
+    (path / "unknown.yaml").write_text("data: data\nbatch_sise: 64\n")
+    (path / "nested.yaml").write_text("train:\n  lr: 1\n")
+    (path / "list.yaml").write_text("- 1\n")
+    (path / "broken.yaml").write_text("a: [\n")
+    (path / "type.yaml").write_text("data: data\nepochs: many\n")
+    (path / "file").write_text("")
+    yield Site(path, testbed["slurm_conf"])
+    shutil.rmtree(path)
+    shutil.rmtree(node_local)
+
+
+def refused(site: Site, *arguments: str, **environment: str) -> str:
+    before = sorted(site.path.rglob("*"))
+    done = site.hpc("submit", *arguments, **environment)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(site.path.rglob("*")) == before
+    assert site.slurm("squeue", "--noheader", "--me", "--states=PENDING,RUNNING") == ""
+    return done.stderr
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes=5"], r"--nodes is 5, but partition gpu has 4: use --nodes 4 or fewer"),
+        (["--nodes=0"], r"--nodes is '0': use a number"),
+        (["--gpus-per-node=5"], r"--gpus-per-node is 5, but partition gpu has 4 per node: use --gpus-per-node 4"),
+        (["--partition=gpux"], r"--partition 'gpux' does not exist: use --partition with one of gpu, urgent"),
+        (["--time=2d"], r"--time is 2d, but partition gpu allows 1-00:00:00: use --time 1-00:00:00 or less"),
+        (["--time=soon"], r"--time 'soon' is no duration: write 90m"),
+        (["--cpus-per-gpu=99"], r"--cpus-per-gpu is 99.*use --cpus-per-gpu 8 or fewer"),
+        (["--data=nowhere"], r"--data is .*/nowhere, which does not exist: give a directory, or fashion-mnist"),
+        (["--data=empty"], r"--data is .*/empty, but there are no images"),
+        (["--data=text"], r"--data is .*/text, but there are no images"),
+        (["--data=file"], r"--data is .*/file, which is not a directory"),
+        (["--data=/tmp/torchrelay-test-data"], r"--data /tmp/.* is on this node's own disk"),
+        (["--model=resnet51"], r"--model is 'resnet51', which is not known: did you mean .*resnet50"),
+        (["--nodes=2", "--gpus-per-node=4", "--batch-size=7"], r"--batch-size is 7, too small for the 8 ranks"),
+        (["--batch-size=0"], r"--batch-size is 0: use 1 or more"),
+        (["--lr=fast"], r"--lr.*'fast'"),
+        (["--epochs=-1"], r"--epochs is -1"),
+        (["--nodez", "2"], r"Unrecognized options: --nodez, 2; Perhaps you meant: --nodes"),
+        (["--name=a/b"], r"--name 'a/b': .*Try --name a-b"),
+        (["--name=a\nb"], r"--name 'a\\nb': it holds a newline"),
+        (["--name=.."], r"--name '\.\.'"),
+        (["--name="], r"--name ''"),
+        (["--name=taken"], r"run 'taken' exists already in runs: choose another --name"),
+        (["--runs-dir=/tmp/runs"], r"--runs-dir /tmp/runs is on this node's own disk"),
+        (["--runs-dir=file"], r"--runs-dir file: .* is no directory"),
+        (["--runs-dir=file/x"], r"--runs-dir file/x: .* is no directory"),
+        (["--runs-dir=a%j"], r"Slurm replaces %"),
+        (["--config=unknown.yaml"], r"--config unknown.yaml: there is no flag 'batch_sise': did you mean batch-size"),
+        (["--config=nested.yaml"], r"--config nested.yaml: there is no flag 'train'"),
+        (["--config=list.yaml"], r"--config list.yaml is no mapping"),
+        (["--config=broken.yaml"], r"--config broken.yaml cannot be read"),
+        (["--config=none.yaml"], r"--config none.yaml cannot be read"),
+        (["--config=type.yaml"], r"--epochs.*'many'"),
+        (["--sbatch=nodes=3"], r"--sbatch nodes is ours to set: use --nodes"),
+        (["--sbatch=mem-bind=nonsense"], r"sbatch refused the job: .*mem-bind"),
+        (["--constraint=nosuchfeature", "--runs-dir=new/runs"], r"sbatch refused the job: .*[Ff]eature"),
+        (["--constraint=nosuchfeature"], r"sbatch refused the job: .*[Ff]eature"),
+        (["--cluster=cloud"], r"invalid choice 'cloud'"),
+        (["--", "nowhere.py"], r"script 'nowhere.py' does not exist"),
+        (["--"], r"--"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refused(site: Site, arguments: list[str], message: str) -> None:
+    given = {argument.partition("=")[0] for argument in arguments}
+    data = [] if given & {"--data", "--"} else ["--data=data"]
+    assert re.search(message, refused(site, *data, *arguments))
+
+
+@pytest.fixture
+def volume(site: Site) -> Iterator[Path]:
+    path = site.path / "volume"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+    path.rmdir()
+
+
+@pytest.mark.slurm
+@pytest.mark.usefixtures("volume")
+def test_full_runs_directory(site: Site) -> None:
+    assert "volume: its file system is full" in refused(site, "--data=data", "--runs-dir=volume")
+
+
+@pytest.mark.slurm
+def test_read_only_runs_directory(site: Site, volume: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro,size=200m", str(volume)], check=True)
+    assert re.search("volume.* not writable", refused(site, "--data=data", "--runs-dir=volume/new"))
+
+
+@pytest.mark.slurm
+def test_controller_that_is_down(site: Site) -> None:
+    configuration = Path(site.slurm_conf).read_text()
+    dead = re.sub(r"(?m)^SlurmctldPort=.*$", "SlurmctldPort=1", configuration)
+    assert dead != configuration
+    (site.path / "dead.conf").write_text(dead)
+    line = refused(site, "--data=data", SLURM_CONF=str(site.path / "dead.conf"))
+    assert "Slurm does not answer" in line
+    assert "--cluster local" in line
+
+
+def test_no_slurm(tmp_path: Path) -> None:
+    tiny_data(tmp_path / "data")
+    here = Site(tmp_path, "/nonexistent")
+    done = here.hpc("submit", "--cluster=slurm", "--data=data", PATH="/nonexistent")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no Slurm here" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slurm
+def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
+    before = sorted(site.path.rglob("*"))
+    done = site.hpc("submit", "--data=data", "--nodes=2", "--gpus-per-node=4", "--dry-run", "--name=it's $dry")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    for line in ("--nodes=2", "--gpus-per-node=4", "--cpus-per-task=8", "--requeue", "--partition=gpu"):
+        assert f"#SBATCH {line}" in lines
+    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
+    assert sorted(site.path.rglob("*")) == before
+
+
+@pytest.mark.slurm
+def test_dry_run_is_quick(site: Site) -> None:
+    """In CPU time, which a busy machine does not stretch: torch alone would take 2 s."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert site.hpc("submit", "--data=data", "--dry-run").returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+@pytest.mark.slurm
+def test_flags_win_over_the_file(site: Site) -> None:
+    (site.path / "good.yaml").write_text("nodes: 2\ngpus_per_node: 4\ntime: 3h\ndata: data\nsbatch: [comment=a b]\n")
+    done = site.hpc("submit", "--config=good.yaml", "--nodes=3", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for line in ("--nodes=3", "--gpus-per-node=4", "--time=180", "--comment='a b'"):
+        assert f"#SBATCH {line}" in done.stdout.splitlines()
+
+
+def test_verbs_name_what_is_there(tmp_path: Path) -> None:
+    here = Site(tmp_path, "/nonexistent")
+    for arguments in (["statsu"], ["status", "nope"], ["logs", "nope"], ["cancel", "nope"], ["cancel"]):
+        done = here.hpc(*arguments)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_colleagues_runs_in_a_shared_directory_are_passed_over(shared: Path) -> None:
+    (shared / "runs" / "theirs").mkdir(parents=True)
+    (shared / "runs" / "theirs").chmod(0o700)
+    program = (
+        "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "from hpc.status.__main__ import main; sys.exit(main(['--json']))"
+    )
+    done = Site(shared, "/nonexistent").type(sys.executable, "-c", program)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

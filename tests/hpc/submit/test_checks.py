@@ -1,0 +1,118 @@
+from pathlib import Path
+
+import pytest
+
+from hpc.core.errors import UserError
+from hpc.slurm.client import Partition, parse_partitions
+from hpc.spec import Cluster, Recovery, Resources, RunSpec
+from hpc.submit.checks import check_held, check_recovery, local_resources, pack_size, resolve_resources
+from training.config.train_config import TrainConfig
+
+# As sinfo prints it: two kinds of node in one partition, one without GPUs, one that is down.
+SINFO = """\
+gpu*|up|1-00:00:00|1-infinite|4|16|gpu:a100:4(S:0-1)
+gpu*|up|1-00:00:00|1-infinite|2|64+|gpu:h100:8(S:0-1),nvme:1
+cpu|up|infinite|1-infinite|10|8|(null)
+small|up|30:00|1-2|9|8|gpu:2
+old|down|1:00:00|1-infinite|1|8|gpu:1
+"""
+
+
+@pytest.fixture
+def partitions() -> list[Partition]:
+    return parse_partitions(SINFO)
+
+
+def test_defaults_come_from_the_cluster(partitions: list[Partition]) -> None:
+    resolved = resolve_resources(Resources(gpus_per_node=4), partitions)
+    assert (resolved.partition, resolved.cpus_per_gpu, resolved.time) == ("gpu", 4, "1-00:00:00")
+    assert resolve_resources(Resources(gpus_per_node=2, partition="small"), partitions).time == "00:30:00"
+
+
+def test_what_was_asked_stays(partitions: list[Partition]) -> None:
+    asked = Resources(nodes="6", gpus_per_node=4, cpus_per_gpu=2, time="90m", partition="gpu")
+    resolved = resolve_resources(asked, partitions)
+    assert (resolved.nodes, resolved.cpus_per_gpu, resolved.time) == ("6", 2, "01:30:00")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Resources(nodes="7"), "--nodes is 7, but partition gpu has 6"),
+        (Resources(nodes="3", gpus_per_node=8), "--nodes is 3, but partition gpu has 2 with 8 GPUs"),
+        (Resources(nodes="3", partition="small"), "--nodes is 3, but partition small gives one job 2"),
+        (Resources(gpus_per_node=9), "--gpus-per-node is 9, but partition gpu has 8 per node"),
+        (Resources(gpus_per_node=4, partition="small"), "has 2 per node: use --gpus-per-node 2 or fewer, or .* gpu"),
+        (Resources(partition="cpu"), "has 0 per node"),
+        (
+            Resources(partition="gpus"),
+            "--partition 'gpus' does not exist: use --partition with one of gpu, cpu, small, old",
+        ),
+        (Resources(partition="old"), "partition old is down"),
+        (Resources(time="25h"), "--time is 25h, but partition gpu allows 1-00:00:00"),
+        (Resources(gpus_per_node=4, cpus_per_gpu=17), "--cpus-per-gpu is 17.*use --cpus-per-gpu 16 or fewer"),
+    ],
+)
+def test_what_the_cluster_cannot_give(asked: Resources, message: str, partitions: list[Partition]) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        resolve_resources(asked, partitions)
+    assert "\n" not in str(caught.value)
+
+
+def test_cluster_without_default_partition(partitions: list[Partition]) -> None:
+    with pytest.raises(UserError, match="no default partition: use --partition with one of cpu"):
+        resolve_resources(Resources(), [kind for kind in partitions if kind.name == "cpu"])
+
+
+def test_pretended_nodes_share_the_cpus() -> None:
+    assert local_resources(Resources(nodes="100", gpus_per_node=100)).cpus_per_gpu == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spares", "message"),
+    [
+        ("5", 2, "--nodes is 5 and --spares 2, but partition gpu has 6: use --spares 1 or fewer"),
+        ("7", 1, "--nodes is 7 and --spares 1, but partition gpu has 6: use --nodes 6 or fewer"),
+    ],
+)
+def test_spares_are_nodes_too(nodes: str, spares: int, message: str, partitions: list[Partition]) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_resources(Resources(nodes=nodes), partitions, spares)
+    assert resolve_resources(Resources(nodes="5"), partitions, spares=1).nodes == "5"
+
+
+def spec(recovery: Recovery, cluster: Cluster = "slurm") -> RunSpec:
+    resources = Resources(time="00:10:00")
+    return RunSpec(name="r", cluster=cluster, data=None, stage_dir="/tmp", resources=resources, recovery=recovery)
+
+
+def test_recovery_that_the_cluster_cannot_give() -> None:
+    with pytest.raises(UserError, match="--spares is 1, but --cluster local has no nodes to spare"):
+        check_recovery(spec(Recovery(spares=1), "local"))
+    with pytest.raises(UserError, match="--stop-lead is 10m, but the time limit is 00:10:00"):
+        check_recovery(spec(Recovery(stop_lead="10m")))
+    check_recovery(spec(Recovery(spares=1, stop_lead="9m")))
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    (tmp_path / "red").mkdir()
+    (tmp_path / "red" / "1.jpg").touch()
+    return tmp_path
+
+
+def test_files_to_decode_are_not_held_on_the_device_unless_they_are_packed(photos: Path) -> None:
+    train = TrainConfig(data=str(photos), data_on_device="on")
+    check_held(train, packed=True)
+    with pytest.raises(
+        UserError, match=r"--data-on-device is on, but .* holds files to decode: use --pack on, or leave"
+    ):
+        check_held(train, packed=False)
+    check_held(TrainConfig(data=str(photos)), packed=False)
+    check_held(TrainConfig(synthetic=True, data_on_device="on"), packed=False)
+
+
+def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos: Path) -> None:
+    sizes = ({"image_size": 176}, {"image_size": 176, "eval_size": 224}, {"image_size": 224, "eval_size": 176})
+    packed = [pack_size("on", None, TrainConfig(data=str(photos), **each)) for each in sizes]
+    assert packed == [208, 256, 256]

@@ -1,0 +1,137 @@
+"""The --config file: what it says is what the command line would say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc.core import code_snapshot
+from hpc.core.errors import UserError
+from hpc.core.program import parse
+from hpc.spec import Recovery
+from hpc.submit.__main__ import SubmitScript, SubmitTraining, flag_names
+from training.config.config_file import with_config
+from training.config.model_names import check_model
+from training.config.pretrained import torchvision_weights
+from training.config.recipe import recipe_path, recipes
+from training.config.train_config import TrainConfig
+from training.engine.lr_schedule import highest_rate
+
+KNOWN = flag_names(SubmitTraining)
+
+
+def test_values_are_taken_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("time: 12:00:00\nnodes: 2:4\nconstraint: 0123\nname: on\nlr: 1e-3\nsbatch: [a=1, b=2]\naccount:\n")
+    flags = with_config(["--config", str(path), "--lr=2"], KNOWN)
+    assert flags[:-3] == [
+        "--time=12:00:00", "--nodes=2:4", "--constraint=0123", "--name=on", "--lr=1e-3", "--sbatch=a=1", "--sbatch=b=2",
+    ]  # fmt: skip
+    assert flags[-3:] == ["--config", str(path), "--lr=2"]
+
+
+def flags_of(directory: Path, text: str, *arguments: str) -> list[str]:
+    """The flags that a file's text stands for, and these arguments."""
+    path = directory / "c.yaml"
+    path.write_text(text)
+    return [flag for flag in with_config([f"--config={path}", *arguments], KNOWN) if flag != f"--config={path}"]
+
+
+def test_switches_are_true_or_false(tmp_path: Path) -> None:
+    assert flags_of(tmp_path, "wait: true\ndry-run: false") == ["--wait"]
+    with pytest.raises(UserError, match="wait is 'yes': write true or false"):
+        flags_of(tmp_path, "wait: yes")
+
+
+def test_recovery_may_be_chosen_in_the_file(tmp_path: Path) -> None:
+    flags = flags_of(tmp_path, "elastic: true\nspares: 1\nhang_timeout: 90s\nstop-lead: 2m")
+    assert flags == ["--elastic", "--spares=1", "--hang-timeout=90s", "--stop-lead=2m"]
+    parsed = parse(SubmitScript, flags, "hpc submit")
+    assert parsed.recovery == Recovery(elastic=True, spares=1, hang_timeout="90s", stop_lead="2m")
+
+
+def test_training_flags_are_not_a_scripts() -> None:
+    assert "lr" in KNOWN
+    assert "lr" not in flag_names(SubmitScript)
+    assert "data" in flag_names(SubmitScript)
+
+
+# --- recipes ---
+
+
+def test_every_recipe_is_a_training_that_could_begin() -> None:
+    for name in recipes():
+        train = parse(SubmitTraining, with_config([f"--recipe={name}", "--data=/photos"], KNOWN), "hpc submit").train
+        check_model(train.model)
+        assert train.weights is None or train.weights in torchvision_weights(train.model)
+        assert train != TrainConfig(data="/photos")
+
+
+def test_a_file_wins_over_its_recipe_and_the_command_line_over_both(tmp_path: Path) -> None:
+    text = "recipe: vgg19-20class\nepochs: 3\nfreeze: false\nlr: 0.5"
+    train = parse(SubmitTraining, flags_of(tmp_path, text, "--lr=0.7", "--data=/photos"), "hpc submit").train
+    assert (train.model, train.epochs, train.freeze, train.lr) == ("vgg19", 3, False, 0.7)
+    other = parse(SubmitTraining, flags_of(tmp_path, text, "--recipe=cifar", "--data=/cifar"), "hpc submit").train
+    assert (other.model, other.epochs) == ("resnet20", 3)
+
+
+def test_the_command_line_can_take_back_a_switch() -> None:
+    flags = with_config(["--recipe", "vgg19-20class", "--data=/photos", "--no-freeze"], KNOWN)
+    train = parse(SubmitTraining, flags, "hpc submit").train
+    assert not train.freeze
+    assert parse(SubmitTraining, with_config(["--recipe=vgg19-20class", "--data=x"], KNOWN), "hpc submit").train.freeze
+
+
+def test_the_rate_of_the_vgg19_recipe_grows_with_the_square_root_of_the_ranks() -> None:
+    for world_size in (1, 4, 8):
+        flags = ["--recipe=vgg19-20class", "--data=/photos", f"--batch-size={64 * world_size}"]
+        train = parse(SubmitTraining, with_config(flags, KNOWN), "hpc submit").train
+        assert highest_rate(train) == pytest.approx(1e-4 * world_size**0.5)
+
+
+def test_a_copy_of_a_recipe_can_be_given_as_a_file(tmp_path: Path) -> None:
+    for name in recipes():
+        text = recipe_path(name).read_text()
+        expected = with_config([f"--recipe={name}"], KNOWN)
+        assert flags_of(tmp_path, text) == expected[:-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--recipe=cifr"], "--recipe is 'cifr', which is not known: use cifar"),
+        (
+            ["--recipe=zzz"],
+            "--recipe is 'zzz', which is not known: use cifar, fashion-mnist, fashion-mnist-gpu, finetune,",
+        ),
+        (["--config=c.yaml"], "--config c.yaml: there is no flag 'epoch': did you mean epochs, "),
+    ],
+)
+def test_the_trainer_and_the_submission_refuse_what_they_do_not_know(
+    tmp_path: Path, flags: list[str], message: str
+) -> None:
+    (tmp_path / "c.yaml").write_text("epoch: 3")
+    root = str(Path(__file__).parents[3])
+    for module in ("hpc.submit", "training"):
+        argv = [sys.executable, "-m", module, *flags, "--data=x"]
+        environment = {"PYTHONPATH": root, "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_help_tells_what_each_recipe_is_for() -> None:
+    for module in ("hpc.submit", "training"):
+        argv = [sys.executable, "-m", module, "--help"]
+        environment = {**os.environ, "COLUMNS": "200"}
+        printed = subprocess.run(argv, capture_output=True, text=True, env=environment, check=True).stdout
+        assert all(f"{name}: {text}" in printed for name, text in recipes().items())
+
+
+def test_recipes_are_in_the_snapshot_of_the_code(tmp_path: Path) -> None:
+    code_snapshot.take(tmp_path / "code", tmp_path, ())
+    copied = tmp_path / "code" / code_snapshot.OWN / "training" / "recipes"
+    assert {path.stem for path in copied.glob("*.yaml")} == recipes().keys()

@@ -1,0 +1,118 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc.core.errors import UserError
+from hpc.core.rundir import RunDir
+from hpc.spec import Recovery, Resources, RunSpec, check_run_name
+from training.config.train_config import TrainConfig
+
+
+def test_spec_survives_the_file(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    spec = RunSpec(
+        name="a b", cluster="slurm", data="/d", stage_dir="/tmp",
+        resources=Resources(nodes="2:4", gpus_per_node=4, cpus_per_gpu=2, sbatch=("mail-type=END",)),
+        train=TrainConfig(data="/d", lr=0.3),
+        recovery=Recovery(elastic=True, spares=1, hang_timeout="90s", stop_lead="2m"),
+    )  # fmt: skip
+    spec.save(run)
+    assert RunSpec.load(run) == spec
+    script = RunSpec(
+        name="s", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py", "x")
+    )
+    script.save(run)
+    assert RunSpec.load(run) == script
+
+
+def test_spec_of_a_run_from_before_there_was_a_choice_of_recovery(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    spec = RunSpec(name="s", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
+    spec.save(run)
+    fields = json.loads(run.spec.read_text())
+    del fields["recovery"]
+    run.spec.write_text(json.dumps(fields))
+    assert RunSpec.load(run) == spec
+
+
+def test_directory_without_spec_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run directory"):
+        RunSpec.load(RunDir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "..", ".", "a..b", "a\nb", "", "-x", ".x", "a%j", "a\\b", " a", "x" * 101, "a\0b"]
+)
+def test_bad_run_name(name: str) -> None:
+    with pytest.raises(UserError, match="--name") as caught:
+        check_run_name(name)
+    assert "\n" not in str(caught.value)
+    suggested = str(caught.value).rpartition("--name ")[2]
+    check_run_name(suggested)
+
+
+@pytest.mark.parametrize("name", ["run", "a b", "it's", '"x"', "$HOME", "a;b", "ünï", "a.b", "x" * 100])
+def test_good_run_name(name: str) -> None:
+    check_run_name(name)
+
+
+@pytest.mark.parametrize("nodes", ["0", "x", "4:2", "1:", ":3", "-1", "1:2:3", "1.5", ""])
+def test_bad_nodes(nodes: str) -> None:
+    with pytest.raises(UserError, match="--nodes"):
+        Resources(nodes=nodes)
+
+
+def test_node_range() -> None:
+    resources = Resources(nodes="2:5")
+    assert (resources.min_nodes, resources.max_nodes) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("nodes=3", "use --nodes"), ("output=x", "use --runs-dir"), ("signal=USR1@9", "use --stop-lead"),
+     ("requeue=1", "remove it"), ("x", "KEY=VALUE"),
+     ("=y", "KEY=VALUE"), ("comment=a\nb", "KEY=VALUE")],
+)  # fmt: skip
+def test_bad_sbatch_option(option: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        Resources(sbatch=(option,))
+
+
+@pytest.mark.parametrize(
+    ("recovery", "message"),
+    [
+        ({"spares": -1}, "--spares is -1: use 0 or more"),
+        ({"hang_timeout": "soon"}, "--hang-timeout 'soon' is no duration: write for example 90s"),
+        ({"hang_timeout": "0s"}, "--hang-timeout is 0s: use 1s or more, or auto"),
+        ({"stop_lead": "90"}, "--stop-lead '90' is no duration"),
+        ({"stop_lead": "9s"}, "--stop-lead is 9s: use 15s to 18h"),
+        ({"stop_lead": "19h"}, "--stop-lead is 19h: use 15s to 18h"),
+    ],
+)
+def test_bad_recovery(recovery: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Recovery(**recovery)
+
+
+def spec(recovery: Recovery, time: str | None = None, nodes: str = "2") -> RunSpec:
+    resources = Resources(nodes=nodes, time=time)
+    return RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources, recovery=recovery)
+
+
+def test_job_has_the_spares_on_top() -> None:
+    assert spec(Recovery(spares=2), nodes="2:4").job_nodes == (4, 6)
+
+
+def test_elastic_run_starts_whole_and_goes_on_with_one_node() -> None:
+    assert spec(Recovery(elastic=True), nodes="4").least_nodes == 1
+    assert spec(Recovery(elastic=True), nodes="4").job_nodes == (4, 4)
+    assert spec(Recovery(), nodes="2:4").least_nodes == 2
+
+
+def test_stop_lead_is_a_tenth_of_the_limit_unless_it_is_given() -> None:
+    assert spec(Recovery(), time="20m").stop_lead_seconds == 120
+    assert spec(Recovery(), time="1m").stop_lead_seconds == 30
+    assert spec(Recovery()).stop_lead_seconds == 300
+    assert spec(Recovery(stop_lead="10m"), time="20m").stop_lead_seconds == 600

@@ -1,0 +1,293 @@
+"""The supervisor on a real Slurm: what it mends, what it leaves alone, and that it never starts a run twice."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import ROOT, Run, Site, agent_pids, commands, dead
+
+from hpc.core import ledger
+from hpc.core.ledger import Writer
+from hpc.core.rundir import RunDir
+from hpc.slurm.testbed_conf import running_slurm_conf
+from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
+from hpc.testbed.lifecycle import PLACES
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600  # {}\n"
+WHOLE = ("--data=data", "--batch-size=64", "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
+
+
+def program(directory: Path, name: str, text: str) -> str:
+    """Put a program into a directory; what PATH has to be for it to be found before Slurm's."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(f"#!/bin/sh\n{text}\n")
+    (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs") -> Run:
+    """A run that trained a quarter of an hour ago, and of which nobody has heard since.
+
+    Its job holds nodes in which nothing works any more, or Slurm has lost it. The next one only sleeps.
+    """
+    lost = program(site.path / "lost", "sbatch", "echo Submitted batch job 999999")
+    run = site.submit("--data=data", f"--name={name}", f"--runs-dir={runs_dir}", "--nodes=1", PATH=lost)
+    run.directory.script.write_text(SLEEP.format(run.directory.path))
+    job_id = site.slurm("sbatch", "--parsable", str(run.directory.script)) if holds_nodes else "999999"
+    claim = {"attempt": 1, "job_id": job_id, "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01"]}
+    line = {"time": time.time() - 900, "event": "claimed", **claim}
+    (run.directory.events / "attempt-001-node-00.jsonl").write_text(json.dumps(line) + "\n")
+    submitted = {**run.events("submitted")[0], "time": time.time() - 1000, "job_id": job_id}
+    (run.directory.events / "submit.jsonl").write_text(json.dumps(submitted) + "\n")
+    found = Run(site, run.directory, job_id)
+    if holds_nodes:
+        found.wait("the start", lambda: found.queue("%T") == "RUNNING")
+    return found
+
+
+def supervise(site: Site, *flags: str, **environment: str) -> list[dict[str, Any]]:
+    """Look once, which has to go well."""
+    done = site.hpc("supervise", "--once", "--json", *flags, **environment)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return list(json.loads(done.stdout))
+
+
+def actions(site: Site, *flags: str, **environment: str) -> dict[str, str]:
+    return {line["run"]: line["action"] for line in supervise(site, *flags, **environment)}
+
+
+def live_jobs(run: Run) -> list[str]:
+    lines = run.site.slurm("squeue", "--me", "--noheader", "--states=PENDING,RUNNING", "--format=%A %o").splitlines()
+    return [line.split()[0] for line in lines if line.endswith(str(run.directory.script))]
+
+
+def assert_one_new_job(run: Run) -> None:
+    [job_id] = live_jobs(run)
+    assert job_id != run.job_id
+    assert [event["job_id"] for event in run.events("relaunched")] in ([job_id], []), "killed before it was noted"
+    [ended] = run.events("attempt_ended")
+    assert ended["cause"] == "lost"
+
+
+def test_killed_at_any_step_the_next_one_ends_what_was_begun(site: Site) -> None:
+    cases = {}
+    for step in ("sinfo", "sbatch", "scancel"):
+        for when in ("before", "after"):
+            name, real = f"{step}-{when}", shutil.which(step)
+            # Only what holds nodes has a job that is to be ended.
+            run = crippled(site, "run", holds_nodes=step == "scancel", runs_dir=name)
+            text = f'kill -9 $PPID; exec {real} "$@"' if when == "before" else f'{real} "$@"; kill -9 $PPID'
+            cases[name] = run, program(site.path / f"kills-{name}", step, text)
+
+    def recover(name: str) -> None:
+        run, path = cases[name]
+        killed = site.hpc("supervise", "--once", f"--runs-dir={name}", PATH=path)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        supervise(site, f"--runs-dir={name}")
+        run.wait("the end of the old job", lambda: run.job_id not in live_jobs(run))
+        assert_one_new_job(run)
+        assert actions(site, f"--runs-dir={name}") == {"run": "keep"}
+        assert_one_new_job(run)
+
+    with ThreadPoolExecutor() as all_at_once:
+        list(all_at_once.map(recover, cases))
+
+
+def test_several_at_once_start_each_run_once(site: Site) -> None:
+    runs = [crippled(site, f"run-{number}", holds_nodes=number % 2 == 0) for number in range(4)]
+    command = [sys.executable, "-m", "hpc", "supervise", "--once"]
+    environment = {**os.environ, "SLURM_CONF": site.slurm_conf, "PYTHONPATH": str(ROOT)}
+    several = [subprocess.Popen(command, cwd=site.path, env=environment) for _ in range(3)]
+    assert [one.wait() for one in several] == [0, 0, 0]
+    for run in runs:
+        run.wait("one job", lambda: len(live_jobs(run)) == 1)  # noqa: B023 - it is called at once
+        assert_one_new_job(run)
+
+
+def test_dry_run_says_what_it_would_do_and_does_nothing(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=True)
+    before = sorted(path.name for path in run.directory.events.iterdir())
+    [line] = supervise(site, "--dry-run")
+    assert (line["action"], line["job_id"]) == ("relaunch", run.job_id)
+    assert "no sign of life" in line["reason"]
+    assert live_jobs(run) == [run.job_id]
+    assert sorted(path.name for path in run.directory.events.iterdir()) == before
+
+
+def test_no_more_runs_are_started_at_once_than_it_may(site: Site) -> None:
+    for number in range(3):
+        crippled(site, f"run-{number}", holds_nodes=False)
+    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "relaunch", "relaunch"]
+    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "keep", "relaunch"]
+
+
+@pytest.mark.parametrize(
+    "squeue",
+    ["echo '77|QUANTUM|None||0|N/A|N/A|$SCRIPT|'", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1", ":"],
+    ids=["an unknown state", "an error", "nothing"],
+)
+def test_squeue_that_cannot_be_trusted_starts_nothing(site: Site, squeue: str) -> None:
+    run = site.submit(*WHOLE, "--name=waits", "--nodes=1", "--sbatch", "begin=now+1hour")
+    path = program(site.path / "odd", "squeue", squeue.replace("$SCRIPT", str(run.directory.script)))
+    done = site.hpc("supervise", "--once", "--json", PATH=path)
+    if "exit 1" in squeue:
+        assert done.returncode == 1
+        assert "Unable to contact" in done.stderr
+    else:
+        assert [line["action"] for line in json.loads(done.stdout)] == ["keep"]
+    assert live_jobs(run) == [run.job_id]
+
+
+def test_run_directory_that_is_deleted_or_damaged_harms_no_other(site: Site) -> None:
+    run = crippled(site, "whole", holds_nodes=False)
+    broken = crippled(site, "broken", holds_nodes=False)
+    (broken.directory.events / "attempt-001-node-00.jsonl").write_text('{"time": 1, "event": "cla')
+    gone = crippled(site, "gone", holds_nodes=True)
+    shutil.rmtree(gone.directory.path)
+    assert actions(site) == {"whole": "relaunch", "broken": "keep"}
+    assert_one_new_job(run)
+
+
+def test_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    Writer(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed", step=0)
+    assert actions(site, "--dry-run") == {"run": "relaunch"}
+    run.site.hpc("cancel", str(run.directory.path))
+    assert actions(site) == {"run": "keep"}
+    assert run.status()["state"] == "cancelled"
+
+
+def test_copy_of_a_run_directory_does_not_bring_the_run_back(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    shutil.copytree(run.directory.path, site.path / "copies" / "run")
+    done = site.hpc("supervise", "--once", "--json", "--runs-dir=copies")
+    [line] = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert "is this one a copy" in line["problem"]
+    assert not live_jobs(run)
+
+
+def test_answer_of_sbatch_that_was_lost_costs_no_second_job(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    site.slurm("sbatch", "--begin=now+1hour", str(run.directory.script))
+    taken = {**os.environ, "SLURM_CONF": site.slurm_conf}
+    code = (
+        "import sys; from pathlib import Path; from hpc.slurm import relaunch; from hpc.core.rundir import RunDir; "
+        "from hpc.spec import RunSpec; run = RunDir(Path(sys.argv[1])); "
+        "print(relaunch.next_job(run, RunSpec.load(run), [], {'999999'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.directory.path)], env=taken, cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert [done.stdout.strip()] == live_jobs(run)
+
+
+def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
+    run = site.submit(*WHOLE, "--name=unwanted", "--nodes=1", "--sbatch", "begin=now+1hour")
+    site.slurm("scancel", run.job_id)
+    silent = crippled(site, "silent", holds_nodes=True)
+    site.slurm("scancel", silent.job_id)
+    silent.wait("the end", lambda: not live_jobs(silent))
+    assert actions(site) == {"unwanted": "record", "silent": "record"}
+    assert silent.status()["state"] == "cancelled"
+    assert actions(site) == {"unwanted": "keep", "silent": "keep"}
+    assert not live_jobs(run) + live_jobs(silent)
+
+
+def test_the_user_is_told_once_of_an_end(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    Writer(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="bad_input", step=0)
+    tell = program(site.path / "tell", "tell", f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {site.path}/told')
+    for _ in range(2):
+        assert actions(site, "--on-end=tell Ada", PATH=tell) == {"run": "keep"}
+    assert (site.path / "told").read_text() == "Ada failed: given up: bad_input\n"
+
+
+def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site, ordinary_user: Site) -> None:
+    """One's node dies, and Slurm requeues it; the other's processes stand still, and Slurm sees a job that runs."""
+    run, zombie = (ordinary_user.submit(*WHOLE, f"--name={name}", "--nodes=1", *more) for name, more in RUNS.items())
+    zombie.wait_for_steps(20)
+    [agent] = agent_pids(zombie, zombie.status()["attempts"][0]["nodes"][0])
+    os.kill(agent, signal.SIGSTOP)
+    # As if it had been silent for most of the minute that it is given.
+    os.utime(zombie.directory.alive, (time.time() - 50,) * 2)
+    with ordinary_user.supervised() as watching:
+        run.wait_for_steps(50)
+        [node] = run.status()["attempts"][0]["nodes"]
+        with dead(site, node):
+            # What Slurm finds out by itself, in its own time (test_testbed).
+            site.slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=dead")
+            status = run.wait_for_state("completed")
+            zombie.wait("the next attempt's steps", lambda: zombie.attempts_logged()[-1] == 2)
+        watching.terminate()
+        said, _ = watching.communicate()
+    assert "one: release" in said
+    run.assert_no_gap()
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["node_failure", "completed"]
+    assert node not in status["attempts"][1]["nodes"]
+    zombie.assert_no_gap()
+    [relaunched] = zombie.events("relaunched")
+    assert relaunched["old_job_id"] == zombie.job_id
+    assert zombie.events("attempt_ended")[0]["cause"] == "lost"
+    zombie.wait("the end of the zombie's job", lambda: zombie.job_id not in live_jobs(zombie))
+
+
+RUNS = {"one": ("--epochs=40", "--exclude=gpu03,gpu04"), "zombie": ("--epochs=100000", "--exclude=gpu01,gpu02")}
+
+
+def test_job_that_slurm_could_not_start_is_released(site: Site, ordinary_user: Site) -> None:
+    program(site.path, "prolog", "exit 1")
+    configuration = Path(site.slurm_conf)
+    before = configuration.read_text()
+    configuration.write_text(f"{before}\nProlog={site.path}/prolog\n")
+    try:
+        site.slurm("scontrol", "reconfigure")
+        run = ordinary_user.submit(*WHOLE, "--epochs=2", "--name=held", "--nodes=1")
+        run.wait("the hold", lambda: "held" in run.queue("%r"))
+    finally:
+        configuration.write_text(before)
+        site.slurm("scontrol", "reconfigure")
+        drained = site.slurm("sinfo", "--noheader", "--Node", "--states=drain", "--format=%N").split()
+        for node in set(drained):
+            site.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert actions(ordinary_user) == {"held": "unhold"}
+    status = run.wait_for_state("completed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]
+
+
+def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    [pid] = [int(at.name) for at, words in commands() if words[0].endswith(b"slurmctld")]
+    # Not SIGKILL: what it had not saved yet, up to 5 s, would be undone, and jobs that have ended would run again.
+    os.kill(pid, signal.SIGTERM)
+    run.wait("the end of slurmctld", lambda: running_slurm_conf() is None)
+    try:
+        with site.supervised() as watching:
+            assert watching.stdout is not None
+            said = watching.stdout.readline()
+            start_slurmctld(PLACES)
+            run.wait("the new job", lambda: len(live_jobs(run)) == 1)
+    finally:
+        if running_slurm_conf() is None:
+            start_slurmctld(PLACES)
+        # It has forgotten which nodes answer.
+        run.wait("all nodes", lambda: set(node_states(PLACES).values()) <= USABLE_STATES)
+    assert "looking again in 2 s: slurm_load_jobs error: Unable to contact" in said
+    assert_one_new_job(run)
+
+
+def test_ledger_of_a_supervised_run_is_readable(site: Site) -> None:
+    run = crippled(site, "run", holds_nodes=False)
+    supervise(site)
+    kinds = [event["event"] for event in ledger.read(RunDir(run.directory.path).events)]
+    assert kinds == ["submitted", "claimed", "attempt_ended", "relaunching", "relaunched"]

@@ -1,0 +1,92 @@
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc.core.errors import UserError
+from hpc.slurm import testbed_conf
+from hpc.testbed import daemons, render
+from hpc.testbed.layout import Places, Shape
+from hpc.testbed.system import locked
+
+PLACES = Places(Path("/run/torchrelay-testbed"))
+
+
+def test_slurm_conf_names_every_node_with_its_address_and_gpus() -> None:
+    text = render.slurm_conf(Shape(nodes=2, gpus_per_node=3), PLACES)
+    nodes = [line for line in text.splitlines() if line.startswith("NodeName=")]
+    assert [line.split()[:2] for line in nodes] == [
+        ["NodeName=gpu01", "NodeAddr=10.77.0.1"],
+        ["NodeName=gpu02", "NodeAddr=10.77.0.2"],
+    ]
+    assert all("Gres=gpu:3" in line for line in nodes)
+
+
+def test_every_gpu_has_a_device_file() -> None:
+    assert render.gres_conf(Shape(gpus_per_node=4), PLACES).endswith("/dev/nvidia[0-3]\n")
+    assert render.gres_conf(Shape(gpus_per_node=1), PLACES).endswith("/dev/nvidia0\n")
+
+
+def test_nodes_without_gpus_mention_none() -> None:
+    shape = Shape(gpus_per_node=0)
+    assert "gpu:" not in render.slurm_conf(shape, PLACES) + render.gres_conf(shape, PLACES)
+
+
+@pytest.mark.parametrize("accounting", [True, False])
+def test_accounting_is_configured_when_asked_for(accounting: bool) -> None:
+    shape = Shape(accounting=accounting)
+    assert ("accounting_storage/slurmdbd" in render.slurm_conf(shape, PLACES)) is accounting
+    assert (PLACES.slurmdbd_conf in render.files(shape, PLACES, "here")) is accounting
+
+
+def test_hosts_name_the_nodes_and_the_machine() -> None:
+    text = render.hosts(Shape(nodes=2), "workstation")
+    assert "10.77.0.2 gpu02\n" in text
+    assert "10.77.0.254 login workstation\n" in text
+
+
+@pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nodes": 100}, {"gpus_per_node": -1}, {"cpus_per_node": 0}])
+def test_impossible_shape_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="type for example"):
+        Shape(**wrong)  # type: ignore[arg-type]  # whole numbers all
+
+
+def test_unknown_node_lists_the_known() -> None:
+    with pytest.raises(UserError, match=r"'gpu9'.*gpu01 gpu02$"):
+        Shape(nodes=2).node("gpu9")
+
+
+def test_silent_node_is_unresponsive_until_slurm_calls_it_down() -> None:
+    states = daemons.parse_states("gpu01 idle\ngpu01 idle\ngpu02 mixed*\ngpu03 down*\ngpu04 idle#\n")
+    assert states == {"gpu01": "idle", "gpu02": "unresponsive", "gpu03": "down", "gpu04": "idle"}
+
+
+def test_no_slurm_conf_where_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testbed_conf, "STATE_DIRECTORY", tmp_path)
+    assert testbed_conf.running_slurm_conf() is None
+    # What a reboot leaves: a file that names somebody else's process.
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "slurmctld.pid").write_text(f"{os.getpid()}\n")
+    (tmp_path / "slurm.conf").touch()
+    assert testbed_conf.running_slurm_conf() is None
+
+
+def test_lock_admits_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:
+    inside, most = [], []
+
+    def visit() -> None:
+        with locked(tmp_path / "lock"):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.005)
+            inside.pop()
+
+    threads = [threading.Thread(target=visit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,62 @@
+"""Whether ranks hang, and which one is named."""
+
+from dataclasses import replace
+
+from jobs.control.hang_detection import hung, timeout_seconds
+from jobs.control.messages import Beat
+
+
+def beat(rank: int, still: float = 0.0, step: int = 10, phase: str = "step", state: str = "S") -> Beat:
+    return Beat(rank=rank, step=step, phase=phase, state=state, still_seconds=still, step_seconds=0.5, busy_seconds=0.1)
+
+
+def of(*beats: Beat) -> dict[int, Beat]:
+    return {each.rank: each for each in beats}
+
+
+def test_time_out_follows_the_steps() -> None:
+    assert timeout_seconds(beat(0), "auto") == 60.0
+    assert timeout_seconds(replace(beat(0), step_seconds=10.0), "auto") == 200.0
+    assert timeout_seconds(beat(0), "30s") == 30.0
+
+
+def test_start_first_step_and_saving_are_given_time() -> None:
+    for patient in (beat(0, phase="start"), beat(0, phase="save"), replace(beat(0), step_seconds=None)):
+        assert timeout_seconds(patient, "5s") == timeout_seconds(patient, "auto") == 900.0
+
+
+def test_ranks_that_move_do_not_hang() -> None:
+    assert hung({}, "auto") is None
+    assert hung(of(beat(0, still=29.0), beat(1, still=29.0)), "30s") is None
+
+
+def test_ranks_that_wait_for_one_that_saves_do_not_hang() -> None:
+    assert hung(of(beat(0, still=31, phase="save"), beat(1, still=31)), "30s") is None
+    assert hung(of(beat(0, still=901, phase="save"), beat(1, still=901)), "30s") is not None
+
+
+def test_rank_that_stopped_alone_is_named() -> None:
+    found = hung(of(*(beat(rank, still=31) for rank in (0, 1, 3)), beat(2, still=31, phase="load")), "30s")
+    assert found is not None
+    assert found.rank == 2
+    assert found.detail == "rank 2 has been in load after step 10 for 31 s, and the others wait for it"
+
+
+def test_stopped_process_is_named_wherever_it_is() -> None:
+    found = hung(of(beat(0, still=31), beat(1, still=31, state="T")), "30s")
+    assert found is not None
+    assert found.rank == 1
+    assert found.detail == "rank 1 is stopped, and the others wait for it"
+
+
+def test_the_one_of_two_that_is_a_step_behind_is_named() -> None:
+    found = hung(of(beat(0, still=31, step=11, phase="load"), beat(1, still=31)), "30s")
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_hang_of_all_names_nobody() -> None:
+    found = hung(of(beat(0, still=31), beat(1, still=35)), "30s")
+    assert found is not None
+    assert found.rank is None
+    assert found.detail == "no rank has moved for 35 s: 2 in step after step 10"

@@ -1,0 +1,103 @@
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from jobs.ranks import rendezvous
+from jobs.ranks.rendezvous import (
+    Place,
+    Rendezvous,
+    find_place,
+    interface_of,
+    is_free,
+    local_address,
+    pick_port,
+    torchrun_argv,
+)
+
+
+def test_place_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {
+        "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "3", "SLURM_PROCID": "2",
+        "SLURM_JOB_NODELIST": "gpu[01-02,07]", "SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "3", "SLURM_NODEID": "2",
+    }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    place = find_place(environment)
+    assert place == Place(
+        cluster="slurm", job_id="42", restart=3, node_rank=2, hostnames=("gpu01", "gpu02", "gpu07"), cpus=8
+    )
+    assert (place.head, place.host, place.is_head) == ("gpu01", "gpu07", False)
+
+
+def test_place_from_submitits_local_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {
+        "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "99", "SUBMITIT_LOCAL_NTASKS": "2",
+        "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1",
+    }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    place = find_place(environment)
+    assert (place.cluster, place.job_id, place.node_rank, place.num_nodes) == ("local", "99", 1, 2)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_port_in_use_is_not_free(taken: int) -> None:
+    assert not is_free(taken)
+
+
+def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, False, True])
+    asked = []
+    monkeypatch.setattr(rendezvous, "is_free", lambda port: (asked.append(port), next(answers))[1])
+    assert pick_port() == asked[2]
+    assert len(set(asked)) > 1
+
+
+def test_port_is_below_the_ephemeral_range() -> None:
+    first_ephemeral = int(rendezvous.EPHEMERAL.read_text().split()[0])
+    assert all(10_000 <= pick_port() < first_ephemeral for _ in range(50))
+
+
+def test_no_port_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "is_free", lambda _port: False)
+    with pytest.raises(OSError, match="none of 7 ports"):
+        pick_port(tries=7)
+
+
+MEETING = Rendezvous(run="r", attempt=1, nonce="n", round=1, members=("gpu02", "gpu03"), port=12345, is_host=True)
+
+
+def test_rendezvous_id_differs_by_attempt_round_and_nonce() -> None:
+    ids = {
+        replace(MEETING, attempt=attempt, nonce=nonce, round=number).id
+        for attempt in (1, 2) for nonce in ("a", "b") for number in (1, 2)
+    }  # fmt: skip
+    assert len(ids) == 8
+
+
+def test_the_first_member_hosts_the_store() -> None:
+    host, other = (
+        " ".join(torchrun_argv(replace(MEETING, is_host=is_host), 4, "10.0.0.1", "python")) for is_host in (True, False)
+    )
+    assert "is_host=1" in host
+    assert "is_host=0" in other
+    for argv in (host, other):
+        assert "--rdzv-endpoint=gpu02:12345" in argv
+        assert "--nnodes=2" in argv
+        assert "--nproc-per-node=4" in argv
+
+
+def test_loopback_is_an_interface() -> None:
+    alone = Place(cluster="local", job_id="1", restart=0, node_rank=0, hostnames=("localhost",), cpus=None)
+    assert local_address(alone) == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") is None

@@ -1,0 +1,198 @@
+"""The main job on a real Slurm: it trains, and it goes on after whatever interrupts it."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import LONG, PAIR, Run, Site
+
+from hpc.core import ledger
+from hpc.core.rundir import RunDir
+from hpc.slurm.testbed_conf import STATE_DIRECTORY
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+
+def check_complete(site: Site, *arguments: str, ranks: int = 2) -> None:
+    """A run of two nodes comes to its end, and everything is where it belongs."""
+    done = site.hpc("submit", "--json", "--wait", "--data=data", "--batch-size=64", "--epochs=3", *PAIR, *arguments)
+    assert done.returncode == 0, done.stderr + done.stdout
+    answer = json.loads(done.stdout)
+    status = answer["status"]
+    assert status["state"] == "completed"
+    assert status["world_size"] == ranks
+    assert status["test_accuracy"] > 0.5
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]
+    nodes = status["attempts"][0]["nodes"]
+    assert len(set(nodes)) == 2
+
+    run = Path(answer["run_dir"])
+    assert run.stat().st_mode & 0o777 == 0o700
+    events = ledger.read(run / "events")
+    assert sorted(event["node"] for event in events if event["event"] == "staged") == sorted(nodes)
+    logs = sorted(path.name for path in run.glob("logs/attempt-001/*"))
+    assert logs == [f"rank-0{rank}.log" for rank in range(ranks)]
+    with (run / "final" / "confusion.csv").open() as file:
+        counted = sum(int(cell) for row in list(csv.reader(file))[1:] for cell in row[1:])
+    assert counted == 500, "every test image once"
+    assert (run / "code" / ".torchrelay" / "hpc" / "submit.py").is_file()
+
+
+def test_main_job_as_root_and_its_logs_of_one_rank_and_attempt(site: Site) -> None:
+    check_complete(site, "--gpus-per-node=2", "--name=logged", ranks=4)
+    everything = site.hpc("logs", "logged").stdout
+    assert "[1:0] " in everything
+    assert site.hpc("logs", "logged", "--rank=0").stdout.startswith("[1:0] ")
+    assert site.hpc("logs", "logged", "--attempt=2").stdout == ""
+    lines = json.loads(site.hpc("logs", "logged", "--json", "--rank=0").stdout)
+    assert {(line["attempt"], line["rank"]) for line in lines} == {(1, 0)}
+
+
+def test_main_job_as_an_ordinary_user(ordinary_user: Site) -> None:
+    check_complete(ordinary_user, "--name=mine")
+    assert (ordinary_user.path / "runs" / "mine").owner() == ordinary_user.user
+
+
+@pytest.mark.parametrize("name", ['it\'s a "run"; $HOME & `x`'])
+def test_names_and_paths_that_a_shell_would_take_apart(site: Site, name: str) -> None:
+    odd = site.path / "a 'b' $c; d"
+    odd.mkdir()
+    (site.path / "data").rename(odd / "data")
+    inside = Site(odd, site.slurm_conf)
+    check_complete(inside, f"--name={name}", f"--runs-dir={odd / 'r $u n s'}")
+
+
+def test_preempted_run_goes_on_at_the_very_next_step(site: Site) -> None:
+    run = site.submit("--data=data", *LONG)
+    run.wait_for_steps(20)
+    urgent = site.slurm("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--exclusive",
+                        "--output=/dev/null", "--wrap=sleep 1")  # fmt: skip
+    run.wait("the preemption", lambda: run.queue("%T") == "PENDING")
+    stopped = run.steps()[-1]
+    run.wait("the urgent job", lambda: site.type("squeue", "-h", "-j", urgent).stdout.strip() == "")
+    run.wait_for_release()
+    run.wait_for_steps(stopped + 20)
+    run.assert_no_gap()
+    status = run.status()
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", None]
+    assert status["attempts"][0]["last_step"] == status["attempts"][1]["first_step"] == stopped
+    assert status["steps_lost"] == 0
+    assert run.attempts_logged() == [1, 2]
+    assert len(run.events("requeued")) == 1
+    run.cancel()
+
+
+def test_scontrol_requeue(site: Site) -> None:
+    run = site.submit("--data=data", *LONG)
+    run.wait_for_steps(20)
+    site.slurm("scontrol", "requeue", run.job_id)
+    run.wait_for_release()
+    stopped = run.steps()[-1]
+    run.wait_for_steps(stopped + 20)
+    run.assert_no_gap()
+    status = run.status()
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["requeued", None]
+    assert status["steps_lost"] == 0
+    run.cancel()
+
+
+def test_time_limit(site: Site) -> None:
+    run = site.submit("--data=data", *LONG, "--time=2")
+    run.wait_for_steps(20)
+    # Slurm looks at time limits every half a minute.
+    site.slurm("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1")
+    run.wait_for_release()
+    stopped = run.steps()[-1]
+    run.wait_for_steps(stopped + 5)
+    run.assert_no_gap()
+    assert run.status()["attempts"][0]["cause"] == "time_limit"
+    run.cancel()
+
+
+def test_script_submitted_by_hand_resumes(site: Site) -> None:
+    run = site.submit("--data=data", *LONG)
+    run.wait_for_steps(20)
+    site.slurm("scancel", run.job_id)
+    run.wait("the end of the job", lambda: run.status()["state"] == "cancelled")
+    stopped = run.steps()[-1]
+    by_hand = site.slurm("sbatch", "--parsable", str(run.directory.script))
+    run.wait_for_steps(stopped + 10)
+    run.assert_no_gap()
+    status = run.status()
+    assert (status["state"], status["job_id"], status["attempt"]) == ("running", by_hand, 2)
+    site.slurm("scancel", by_hand)
+
+
+def test_submission_from_inside_a_job(site: Site) -> None:
+    script = site.path / "inner.sh"
+    hpc = f"{sys.executable} -m hpc"
+    script.write_text(
+        "#!/bin/sh\nexport SLURM_CPU_BIND=mask_cpu:0x1 SBATCH_PARTITION=nowhere\n"
+        f"srun -n1 {hpc} submit --data=data {' '.join(PAIR)} --batch-size=64 --epochs=2 --name=inner\n"
+    )
+    outer = site.slurm("sbatch", "--parsable", "--nodes=1", f"--output={site.path}/outer.log", str(script))
+    log = site.path / "outer.log"
+    run = Run(site, RunDir(site.path / "runs" / "inner"), outer)
+    run.wait("the inner submission", lambda: run.events("submitted"))
+    status = run.wait_for_state("completed")
+    assert len(set(status["attempts"][0]["nodes"])) == 2, log.read_text()
+
+
+def test_further_jobs_leave_a_run_that_is_being_trained_or_cancelled_alone(site: Site) -> None:
+    run = site.submit("--data=data", *LONG)
+    run.wait_for_steps(5)
+    second = site.slurm("sbatch", "--parsable", str(run.directory.script))
+    log = run.directory.logs / f"{second}_0_log.out"
+    run.wait("the refusal", lambda: log.exists() and "in the hands of job" in log.read_text())
+    assert run.status()["attempt"] == 1
+    run.cancel()
+    assert run.status()["state"] == "cancelled"
+    assert not run.events("requeued")
+    again = site.slurm("sbatch", "--parsable", str(run.directory.script))
+    log = run.directory.logs / f"{again}_0_log.out"
+    run.wait("the refusal", lambda: log.exists() and "was cancelled" in log.read_text())
+    assert run.status()["state"] == "cancelled"
+
+
+def test_two_crashes_without_progress_fail_the_run(site: Site) -> None:
+    (site.path / "crash.py").write_text("raise SystemExit('no luck')\n")
+    for command in (("git", "init", "-q"), ("git", "add", "crash.py")):
+        assert site.type(*command).returncode == 0
+    run = site.submit("--nodes=2", "--name=crash", "--", "crash.py")
+    status = run.wait_for_state("failed")
+    [attempt] = status["attempts"]
+    assert attempt["cause"] == "crashed"
+    assert status["detail"].endswith("exit code 1: no luck")
+    assert [event["cause"] for event in run.events("incident")] == ["crashed"], "torchrun tried once more"
+    assert not run.events("requeued")
+    logs = site.hpc("logs", "crash", "--all").stdout.splitlines()
+    # torchrun may have begun once more before the agents could end it.
+    assert logs.count("[1:0] no luck") in {2, 3}
+
+
+def test_taken_port_is_retried(site: Site) -> None:
+    """The port is taken between the agent's test of it and torchrun's use of it."""
+    (site.path / "ok.py").write_text("print('trained')\n")
+    for command in (("git", "init", "-q"), ("git", "add", "ok.py")):
+        assert site.type(*command).returncode == 0
+    run = site.submit("--nodes=2", "--name=port", "--", "ok.py")
+    thief = None
+    try:
+        run.wait("the first rendezvous", lambda: run.events("rendezvous"))
+        port = run.events("rendezvous")[0]["port"]
+        head = run.status()["attempts"][0]["nodes"][0]
+        code = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(300)"
+        network = STATE_DIRECTORY / "ns" / f"{head}.net"
+        thief = subprocess.Popen(["nsenter", f"--net={network}", sys.executable, "-S", "-c", code])
+        run.wait_for_state("completed")
+    finally:
+        if thief is not None:
+            thief.send_signal(signal.SIGKILL)
+            thief.wait()
+    # The preflight, once more on another port, and the script.
+    assert [event["round"] for event in run.events("rendezvous")] == [1, 2, 3]
+    assert len(run.events("checked")) == 1

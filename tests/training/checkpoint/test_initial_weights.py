@@ -1,0 +1,279 @@
+"""What a training begins with, and what of it stays as it is."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from trainer_rig import Starter, make_idx
+
+from hpc.core.errors import UserError
+from hpc.submit.__main__ import main as submit
+from training.checkpoint.initial_weights import read_weights
+from training.checkpoint.storage import list_checkpoints
+from training.config import pretrained
+from training.config.model_names import torchvision_models
+from training.config.pretrained import cache_directory, resolve_weights, torchvision_weights
+from training.config.train_config import TrainConfig
+from training.models.factory import build_model
+from training.models.head import deepen, head_of, last_layer
+
+FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema=0.5", "--val-fraction=0")
+# What no step changes, so that the weights at the end are those of the beginning.
+STILL = ("--lr=1e-30", "--weight-decay=0")
+
+
+def make_weights(path: Path, classes: int = 3, around: str = "", prefix: str = "") -> dict[str, Tensor]:
+    """A file of weights of a ResNet-20 that are not the seed's."""
+    torch.manual_seed(7)
+    model = build_model(TrainConfig(data="x", model="resnet20", seed=5), classes=classes, channels=1, size=12)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                for values in (module.running_mean, module.running_var, module.bias):
+                    nn.init.uniform_(values, 1, 2)
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    named = {prefix + name: value for name, value in weights.items()}
+    if path.suffix == ".safetensors":
+        save_file(named, path)
+    else:
+        torch.save({around: named} if around else named, path)
+    return weights
+
+
+def final(run_dir: Path) -> dict[str, Tensor]:
+    return load_file(run_dir / "final" / "model.safetensors")
+
+
+def parameters_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in weights.items() if "running" not in name and "tracked" not in name}
+
+
+# --- files ---
+
+
+def test_a_training_begins_with_the_weights_of_a_file(start: Starter, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    expected = parameters_of(make_weights(path))
+    training = start.complete(*FLAGS, *STILL, f"--weights={path}", world_size=2)
+    assert f"beginning with {path}\n" in training.output()
+    assert all(torch.equal(final(training.run_dir)[name], value) for name, value in expected.items())
+    state = load_file(list_checkpoints(training.run_dir / "checkpoints")[0] / "state.safetensors")
+    assert all(torch.equal(state[f"model/{name}"], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "around", "prefix"),
+    [("a.pth", "", "module."), ("a.pt", "model", "_orig_mod."), ("b.pth", "state_dict", ""), ("c.pt", "", "")],
+)
+def test_what_others_put_around_weights_is_taken_off(tmp_path: Path, name: str, around: str, prefix: str) -> None:
+    weights = make_weights(tmp_path / name, around=around, prefix=prefix)
+    found = read_weights(tmp_path / name)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_a_head_of_another_size_is_new_and_that_is_said(start: Starter, tmp_path: Path) -> None:
+    weights = make_weights(tmp_path / "w.pth", classes=1000)
+    training = start.complete(*FLAGS, *STILL, f"--weights={tmp_path / 'w.pth'}")
+    assert f"beginning with {tmp_path / 'w.pth'}, but a new fc" in training.output()
+    found = final(training.run_dir)
+    assert found["fc.weight"].shape == (3, 64)
+    config = TrainConfig(data="x", model="resnet20")
+    of_the_seed = build_model(config, classes=3, channels=1, size=12).state_dict()
+    assert torch.equal(found["fc.weight"], of_the_seed["fc.weight"])
+    assert torch.equal(found["features.0.weight"], weights["features.0.weight"])
+
+
+def test_a_run_under_way_no_longer_needs_the_file(start: Starter, tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    make_weights(path)
+    assert start(*FLAGS, f"--weights={path}", "--fault=stop@3:0").wait() == [0]
+    path.unlink()
+    resumed = start.complete(*FLAGS, f"--weights={path}")
+    assert "beginning with" not in resumed.output()
+
+
+class Harm:
+    """What a pickle could do."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path("harm").write_text, ("done",))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (Harm(), "which cannot be read (it is no file of weights alone): give another file"),
+        (b"neither", "which cannot be read ("),
+        ({"epoch": 3}, "which holds no tensors by name: give a state_dict"),
+        ({"features.0.weight": torch.zeros(16, 1, 3, 3)}, "which is not of this model: 37 of its layers have other"),
+    ],
+)
+def test_a_file_that_does_not_suit_is_said_in_one_line(
+    start: Starter, tmp_path: Path, content: object, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "w.pth"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    refused = start(*FLAGS, f"--weights={path}", world_size=2)
+    assert refused.wait() == [2, 2]
+    assert f"error: rank 0: --weights is {path}, {reason}" in refused.output()
+    assert "Traceback" not in refused.output()
+    assert not Path("harm").exists()
+
+
+# --- names ---
+
+
+def test_names_and_addresses_are_those_that_torchvision_itself_has() -> None:
+    from torchvision import models
+
+    for name in torchvision_models():
+        members = models.get_model_weights(name).__members__
+        assert torchvision_weights(name) == {key: member.value.url for key, member in members.items()}
+
+
+def test_the_cache_is_where_torch_looks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable in ("TORCH_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+        assert Path(torch.hub.get_dir()) / "checkpoints" == cache_directory()
+        monkeypatch.delenv(variable)
+    assert Path(torch.hub.get_dir()) / "checkpoints" == cache_directory()
+
+
+def test_a_name_is_a_file_in_the_cache_that_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    digest = hashlib.sha256(b"weights").hexdigest()[:8]
+    url = f"https://download.pytorch.org/models/resnet34-{digest}.pth"
+    monkeypatch.setattr(pretrained, "torchvision_weights", lambda _: {"IMAGENET1K_V1": url})
+    path = cache_directory() / f"resnet34-{digest}.pth"
+    command = f"where there is internet, type curl --create-dirs -fLo {path} {url}"
+    with pytest.raises(UserError) as missing:
+        resolve_weights("resnet34", "IMAGENET1K_V1")
+    assert str(missing.value) == f"--weights IMAGENET1K_V1 of resnet34 is not in {path.parent}: {command}"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"weigh")
+    with pytest.raises(UserError) as torn:
+        resolve_weights("resnet34", "IMAGENET1K_V1")
+    assert str(torn.value) == f"--weights IMAGENET1K_V1 of resnet34 is damaged: {command}"
+    path.write_bytes(b"weights")
+    for name in ("IMAGENET1K_V1", "ResNet34_Weights.IMAGENET1K_V1"):
+        assert resolve_weights("resnet34", name) == path
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "message"),
+    [
+        ("resnet34", "V1", "--weights is 'V1', but resnet34 has IMAGENET1K_V1, DEFAULT: use that, or a file"),
+        ("resnet20", "DEFAULT", "--weights is 'DEFAULT', but torchvision has none for resnet20: give a file"),
+        (
+            "resnet34",
+            "./w.pth",
+            "--weights is ./w.pth, and there is no such file: give one, or a name of torchvision",
+        ),
+    ],
+)
+def test_a_submission_refuses_weights_that_are_not_there(
+    capsys: pytest.CaptureFixture[str], idx_data: Path, model: str, name: str, message: str
+) -> None:
+    flags = ["--cluster=local", "--dry-run", f"--data={idx_data}", f"--model={model}", f"--weights={name}"]
+    assert submit(flags) == 2
+    assert capsys.readouterr().err == f"hpc submit: {message}\n"
+
+
+def test_a_submission_finds_weights_without_torch_and_hands_the_nodes_a_path(idx_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "w.pth").touch()
+    code = (
+        "import sys; from hpc.submit.__main__ import *; parsed = cli.parse(SubmitTraining, sys.argv[1:], 'x'); "
+        "print(plan(parsed, ())[1].train.weights, {'torch', 'torchvision'} & set(sys.modules))"
+    )
+    flags = ["--cluster=local", f"--data={idx_data}", "--weights=./w.pth"]
+    argv = [sys.executable, "-c", code, *flags]
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        argv, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": root, "PATH": ""}, check=True
+    )
+    assert done.stdout == f"{tmp_path / 'w.pth'} set()\n"
+
+
+# --- heads ---
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "last"),
+    [
+        ("resnet18", "fc", "fc"),
+        ("vgg11", "classifier", "classifier.6"),
+        ("squeezenet1_1", "classifier", "classifier.1"),
+        ("densenet121", "classifier", "classifier"),
+        ("mobilenet_v3_small", "classifier", "classifier.3"),
+        ("vit_b_32", "heads", "heads.head"),
+        ("swin_t", "head", "head"),
+    ],
+)
+def test_the_head_is_what_holds_the_last_layer(name: str, head: str, last: str) -> None:
+    from torchvision import models
+
+    with torch.device("meta"):
+        model = models.get_model(name, num_classes=7)
+    assert (head_of(model), last_layer(model)) == (head, last)
+
+
+def test_a_head_may_have_one_more_layer(start: Starter) -> None:
+    found = final(start.complete(*FLAGS, "--head-hidden=5").run_dir)
+    assert found["fc.0.weight"].shape == (5, 64)
+    assert found["fc.2.weight"].shape == (3, 5)
+
+
+def test_a_head_that_is_a_convolution_gets_no_other_layer() -> None:
+    with pytest.raises(UserError, match="--head-hidden is 5, but the last layer of this model is a Conv2d: use 0"):
+        deepen(nn.Sequential(nn.Conv2d(1, 1, 1)), 5)
+
+
+# --- freezing ---
+
+
+def test_what_is_frozen_stays_and_has_no_optimizer_state(start: Starter, tmp_path: Path) -> None:
+    weights = make_weights(tmp_path / "w.safetensors")
+    flags = (*FLAGS, f"--weights={tmp_path / 'w.safetensors'}", "--freeze", "--weight-decay=0.1", "--clip-norm=1")
+    run = start.complete(*flags, world_size=2).run_dir
+    state = load_file(list_checkpoints(run / "checkpoints")[0] / "state.safetensors")
+    for prefix in ("model/", "ema/"):
+        changed = {name for name, value in weights.items() if not torch.equal(state[prefix + name], value)}
+        assert changed == {"fc.weight", "fc.bias"}, "batch statistics stay too"
+    assert {name for name in state if name.startswith("optimizer/")} == {
+        "optimizer/0/momentum_buffer",
+        "optimizer/1/momentum_buffer",
+    }
+
+
+def test_freezing_needs_weights() -> None:
+    with pytest.raises(UserError, match="--freeze keeps all but the head as it begins: give --weights too"):
+        TrainConfig(data="x", freeze=True)
+
+
+# --- the small residual networks ---
+
+
+@pytest.mark.parametrize(("depth", "weights"), [(20, 0.27), (56, 0.85), (110, 1.73)])
+def test_a_small_residual_network_has_the_layers_and_weights_of_the_paper(depth: int, weights: float) -> None:
+    # In millions, of table 6.
+    model = build_model(TrainConfig(data="x", model=f"resnet{depth}"), classes=10, channels=3, size=32)
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    assert len(layers) == depth
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 2) == weights
+    assert model.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_small_residual_networks_see_images_in_memory_as_they_are(start: Starter, tmp_path: Path) -> None:
+    start.data = make_idx(tmp_path / "odd", size=15)
+    run = start.complete("--model=resnet20", "--epochs=1", "--batch-size=40").run_dir
+    told = json.loads((run / "final" / "result.json").read_text())["input"]
+    assert (told["channels"], told["size"]) == (1, 15)

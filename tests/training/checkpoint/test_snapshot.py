@@ -1,0 +1,355 @@
+"""Snapshots: what a crash costs when the last checkpoint is far away, and that they change nothing."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_rig import Starter, Training, events, lines
+
+from hpc.core.memory import allowed, spare_memory
+from hpc.core.nodedir import NodeDir
+from hpc.core.rundir import RunDir
+from training.checkpoint.snapshot import flush, no_room
+from training.checkpoint.storage import list_checkpoints, step_of
+from training.verify_resume.compare_states import compare_runs
+
+# 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all. Checkpoints are at the epochs' ends.
+FLAGS = ("--epochs=2", "--batch-size=6", "--val-fraction=0.2", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
+EVERY = 2
+# Batch statistics and their average differ by rank between the steps.
+NORMALISED = ("--model=shufflenet_v2_x0_5", "--image-size=32", "--batch-size=20", "--ema=0.9", "--val-fraction=0.2")
+NORMALISED += ("--epochs=2", "--log-every=1", "--lr=0.01")
+
+
+def assert_same(one: Path, other: Path) -> None:
+    assert [part for part in compare_runs(RunDir(one), RunDir(other)) if part.difference] == []
+
+
+def slow_steps(seconds: float = 0.03) -> None:
+    """In a rank: steps that take longer than the writing of a snapshot."""
+    from training.engine.step import Stepper
+
+    step = Stepper.step
+
+    def slow_step(stepper: Stepper, *arguments: Any) -> None:
+        time.sleep(seconds)
+        step(stepper, *arguments)
+
+    Stepper.step = slow_step  # type: ignore[method-assign]
+
+
+def on_its_own_node(nodes: Path) -> None:
+    """In a rank: its node has no other rank, and a memory of its own."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    sys.argv.append(f"--node-dir={nodes / os.environ['RANK']}")
+    slow_steps()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> NodeDir:
+    (tmp_path / "node").mkdir(mode=0o700)
+    return NodeDir(tmp_path / "node")
+
+
+def steps_of(node: NodeDir) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(node.snapshots)]
+
+
+def killed(start: Starter, node: NodeDir, *flags: str, world_size: int = 2, at: int = 40) -> Training:
+    """A training that is killed between two checkpoints."""
+    flags = (*FLAGS, f"--snapshot-every={EVERY}", f"--node-dir={node.path}", *flags)
+    training = start(*flags, world_size=world_size, prepare=slow_steps)
+    training.wait_for_step(at)
+    training.kill()
+    assert not training.run_dir.joinpath("final").exists(), "the run was over before it could be killed"
+    return training
+
+
+def resume(start: Starter, node: NodeDir, *flags: str, world_size: int = 2) -> Training:
+    return start.complete(*FLAGS, f"--snapshot-every={EVERY}", f"--node-dir={node.path}", *flags, world_size=world_size)
+
+
+def test_a_kill_costs_what_came_after_the_last_snapshot(start: Starter, node: NodeDir) -> None:
+    whole = start.complete(*FLAGS, f"--snapshot-every={EVERY}", run="whole", world_size=2)
+    cut = killed(start, node)
+    last = lines(cut.run_dir / "metrics/train.jsonl")[-1]["step"]
+
+    assert "resuming from snapshot step-000000" in resume(start, node).output()
+
+    [_, started] = events(cut.run_dir, "train_started")
+    assert last - started["step"] <= EVERY + 1
+    assert started["source"] == "snapshot"
+    assert started["restored_from"] == f"step-{started['step']:08d}"
+    assert started["restore_seconds"] >= 0
+    assert_same(whole.run_dir, cut.run_dir)
+    assert [line["step"] for line in lines(cut.run_dir / "metrics/train.jsonl")] == list(range(1, 55))
+    assert steps_of(node) == [], "a training that is complete leaves no snapshots"
+    assert list(node.snapshots.iterdir()) == []
+
+
+def test_what_goes_on_from_a_snapshot_is_soon_on_the_disk(start: Starter, node: NodeDir) -> None:
+    cut = killed(start, node, "--checkpoint-every=1h")
+    before = len(events(cut.run_dir, "checkpoint_saved"))
+    resume(start, node, "--checkpoint-every=1h")
+    first = events(cut.run_dir, "checkpoint_saved")[before]["step"]
+    assert first - events(cut.run_dir, "train_started")[1]["step"] <= 1
+
+
+def stop_at_once() -> None:
+    """In a rank: be told to stop before anything else."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_at_once_saves_what_came_from_a_snapshot(start: Starter, node: NodeDir) -> None:
+    cut = killed(start, node)
+    training = start(*FLAGS, f"--node-dir={node.path}", world_size=2, prepare=stop_at_once)
+    assert training.wait() == [0, 0], training.output()
+    started, [stopped] = events(cut.run_dir, "train_started")[1], events(cut.run_dir, "train_stopped")
+    assert started["source"] == "snapshot"
+    assert step_of(list_checkpoints(cut.run_dir / "checkpoints")[0]) == stopped["step"] == started["step"] + 1
+
+
+def keep_snapshots(seconds: float) -> None:
+    """In a rank: slow steps, and snapshots that stay."""
+    from training.checkpoint import snapshot_writer
+
+    slow_steps(seconds)
+    snapshot_writer.remove_newer = lambda _directory, _step: None
+
+
+@pytest.fixture(scope="module")
+def without(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing disturbed, and without snapshots: there is no memory for them."""
+    start = Starter(idx_data, tmp_path_factory.mktemp("without"))
+    return start.complete(*NORMALISED, "--snapshot-every=1", world_size=2).run_dir
+
+
+def told(run: Path, every: str, directory: Path) -> Path:
+    """A copy of the run, as if it had been given this interval, which only its results name."""
+    shutil.copytree(run, directory)
+    for path in directory.rglob("result.json"):
+        result = json.loads(path.read_text())
+        assert result["config"]["snapshot_every"] == "1"
+        result["config"]["snapshot_every"] = every
+        path.write_text(json.dumps(result))
+    return directory
+
+
+@pytest.mark.parametrize(("every", "seconds"), [("1", 0.0), ("3", 0.03), ("0.05s", 0.03), ("auto", 0.15)])
+def test_taking_snapshots_changes_nothing(
+    start: Starter, node: NodeDir, without: Path, every: str, seconds: float
+) -> None:
+    flags = (*NORMALISED, f"--snapshot-every={every}", f"--node-dir={node.path}")
+    training = start(*flags, world_size=2, prepare=partial(keep_snapshots, seconds))
+    assert training.wait() == [0, 0], training.output()
+    assert_same(told(without, every, start.directory / "without"), training.run_dir)
+    assert steps_of(node), "there were no snapshots"
+
+
+def test_the_snapshot_of_any_node_has_everything(start: Starter, tmp_path: Path, without: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.mkdir()
+    flags = (*NORMALISED, "--snapshot-every=2")
+    cut = start(*flags, world_size=2, prepare=partial(on_its_own_node, nodes))
+    cut.wait_for_step(12)
+    cut.kill()
+    assert (cut.run_dir / "checkpoints/step-00000008").exists()
+    snapshots = steps_of(NodeDir(nodes / "1"))
+    shutil.rmtree(nodes / "0")
+
+    again = start(*flags, world_size=2, prepare=partial(on_its_own_node, nodes))
+    assert again.wait() == [0, 0], again.output()
+    [_, started] = events(cut.run_dir, "train_started")
+    assert (started["source"], started["step"]) == ("snapshot", snapshots[0])
+    assert_same(told(without, "2", tmp_path / "without"), cut.run_dir)
+    assert steps_of(NodeDir(nodes / "0")) == steps_of(NodeDir(nodes / "1")) == []
+
+
+def test_a_damaged_snapshot_is_passed_over(start: Starter, node: NodeDir) -> None:
+    cut = killed(start, node)
+    newest, older = list_checkpoints(node.snapshots)
+    state = newest / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-1])
+    resumed = resume(start, node)
+    assert f"warning: snapshot {newest} is not used: state.safetensors is not as it was written" in resumed.output()
+    assert events(cut.run_dir, "train_started")[1]["restored_from"] == older.name
+
+
+def forget_metrics(run: Path, node: NodeDir) -> None:
+    """As if rank 0 had died before it wrote the lines that the newest snapshot knows of."""
+    newest = steps_of(node)[0]
+    path = run / "metrics/train.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines(path) if line["step"] < newest))
+
+
+def forget_the_validation(run: Path, node: NodeDir) -> None:
+    assert steps_of(node)
+    (run / "metrics/eval.jsonl").write_text("")
+
+
+def forget_the_best(run: Path, node: NodeDir) -> None:
+    assert steps_of(node)
+    shutil.rmtree(run / "best")
+
+
+@pytest.mark.parametrize(
+    ("forget", "what"),
+    [
+        (forget_metrics, "train.jsonl ends with step "),
+        (forget_the_validation, "eval.jsonl lacks the validation of epoch 1"),
+        (forget_the_best, "best lacks the best model"),
+    ],
+)
+def test_a_snapshot_that_knows_more_than_was_written_down_is_not_used(
+    start: Starter, node: NodeDir, forget: Callable[[Path, NodeDir], None], what: str
+) -> None:
+    cut = killed(start, node)
+    steps = steps_of(node)
+    forget(cut.run_dir, node)
+    output = resume(start, node).output()
+    assert f"warning: snapshot {node.snapshots}/step-{steps[0]:08d} is not used: {cut.run_dir}" in output
+    assert what in output
+    started = events(cut.run_dir, "train_started")[1]
+    assert started["step"] == (steps[1] if forget == forget_metrics else 27)
+    logged = [line["step"] for line in lines(cut.run_dir / "metrics/train.jsonl")]
+    assert logged == list(range(1, 55))
+
+
+def test_another_runs_snapshot_is_removed_and_not_used(start: Starter, node: NodeDir) -> None:
+    killed(start, node)
+    flags = (*FLAGS, "--seed=1", f"--node-dir={node.path}", "--snapshot-every=off", "--fault=step@1:0")
+    training = start(*flags, run="other")
+    assert training.wait() == [-9]
+    assert "is not used: --seed is 1, but step-" in training.output()
+    assert events(training.run_dir, "train_started")[0]["source"] is None
+    assert steps_of(node) == []
+
+
+def test_a_checkpoint_that_is_newer_than_the_snapshots_is_used_and_they_are_removed(
+    start: Starter, node: NodeDir
+) -> None:
+    cut = killed(start, node, at=20)
+    start.complete(*FLAGS, world_size=2)
+    shutil.rmtree(cut.run_dir / "final")
+    start(*FLAGS, f"--node-dir={node.path}", "--fault=evaluate@54:0", world_size=2).ranks[0].join()
+    assert events(cut.run_dir, "train_started")[-1]["source"] == "checkpoint"
+    assert steps_of(node)[-1] <= 20, "older ones may stay"
+
+
+def test_nobody_else_may_read_a_snapshot(start: Starter, node: NodeDir) -> None:
+    killed(start, node, world_size=1)
+    assert len(steps_of(node)) == 2
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in node.snapshots.rglob("*") if path.is_dir()}
+    assert modes == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in node.snapshots.rglob("*.*")} == {0o600}
+
+
+def test_the_agent_saves_the_newest_snapshot_without_torch(start: Starter, node: NodeDir) -> None:
+    cut = killed(start, node)
+    newest = steps_of(node)[0]
+    code = f"""
+import sys
+from pathlib import Path
+from hpc.core.nodedir import NodeDir
+from hpc.core.rundir import RunDir
+from training.checkpoint.snapshot import flush
+print(flush(NodeDir(Path({str(node.path)!r})), RunDir(Path({str(cut.run_dir)!r}))), "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == f"{newest} False\n"
+    assert flush(node, RunDir(cut.run_dir)) is None, "there is a checkpoint as new"
+    assert [step_of(path) for path in list_checkpoints(cut.run_dir / "checkpoints")] == [newest, 27]
+    shutil.rmtree(node.path)
+    start.complete(*FLAGS, world_size=2)
+    started = events(cut.run_dir, "train_started")[1]
+    assert (started["source"], started["step"]) == ("checkpoint", newest)
+
+
+def test_the_agent_saves_no_snapshot_that_knows_more_than_was_written_down(start: Starter, node: NodeDir) -> None:
+    cut = killed(start, node)
+    newest, older = steps_of(node)
+    forget_metrics(cut.run_dir, node)
+    assert flush(node, RunDir(cut.run_dir)) == older
+    assert older < newest
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """Memory for less than a snapshot where we may mount some; else a place where nothing can be made."""
+    place = tmp_path / "memory"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)]
+    mounted = os.getuid() == 0 and not subprocess.run(mount, check=False).returncode
+    yield place if mounted else place / "missing" / "node"
+    if mounted:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def trust_in_room() -> None:
+    """In a rank: the memory runs full after it was looked at."""
+    from training.checkpoint import snapshot_writer
+
+    snapshot_writer.no_room = lambda _directory, _size: ""  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("prepare", [None, trust_in_room])
+def test_without_room_for_snapshots_the_training_goes_on_with_a_word(
+    start: Starter, small_memory: Path, prepare: Callable[[], None] | None
+) -> None:
+    training = start(*FLAGS, f"--node-dir={small_memory}", "--snapshot-every=5", "--ema=0.9", prepare=prepare)
+    assert training.wait() == [0], training.output()
+    assert training.output().count("warning: no snapshots on this node (") == 1
+    assert len(events(training.run_dir, "snapshot_off")) == 1
+    assert events(training.run_dir, "snapshot_off")[0]["reason"]
+    left = list(small_memory.rglob("*")) if small_memory.exists() else []
+    assert left in ([], [small_memory / "snapshots"]), "half a snapshot is left"
+
+
+def test_what_does_not_fit_is_known_before(tmp_path: Path) -> None:
+    assert no_room(tmp_path, 1000) == ""
+    free = shutil.disk_usage(tmp_path).free
+    assert no_room(tmp_path, free).startswith(f"{tmp_path} has ")
+    assert "free, and snapshots need" in no_room(tmp_path, free)
+
+
+def make_group(path: Path, **values: object) -> None:
+    """The files of a control group."""
+    path.mkdir(parents=True)
+    for name, value in values.items():
+        (path / f"memory.{name}").write_text(f"{value}\n")
+
+
+def test_memory_is_what_the_control_groups_allow(tmp_path: Path) -> None:
+    old, new = tmp_path / "memory/slurm/job_5", tmp_path / "slurm/job_5"
+    cached = "cache 9\ntotal_inactive_file 20\ntotal_active_file 3\ninactive_file 1"
+    make_group(old, limit_in_bytes=1000, usage_in_bytes=600, stat=cached)
+    make_group(old / "step_0", limit_in_bytes=2**63, usage_in_bytes=600, stat=cached)
+    assert min(allowed("4:memory:/slurm/job_5/step_0\n3:cpuset:/", tmp_path)) == 1000 - 600 + 23
+    make_group(new, max=500, current=700, stat="file 9\ninactive_file 0\nactive_file 5")
+    make_group(new / "step_0", max="max", current=700, stat="file 9")
+    assert list(allowed("0::/slurm/job_5/step_0", tmp_path)) == [1], "there is none left"
+    assert list(allowed("0::/somewhere/else", tmp_path)) == []
+    assert 0 < spare_memory() < 2**60
+
+
+def test_time_spent_in_steps_that_count_is_carried_on(start: Starter, node: NodeDir) -> None:
+    cut = killed(start, node, world_size=1)
+    before = lines(cut.run_dir / "metrics/train.jsonl")
+    resume(start, node, world_size=1)
+    after = lines(cut.run_dir / "metrics/train.jsonl")
+    step = events(cut.run_dir, "train_started")[1]["step"]
+    assert [line["train_seconds"] for line in after[:step]] == [line["train_seconds"] for line in before[:step]]
+    counted = [line["train_seconds"] for line in after]
+    assert counted == sorted(counted)
+    assert before[step - 1]["train_seconds"] >= 0.03 * step
+    assert counted[-1] < after[-1]["time"] - events(cut.run_dir, "train_started")[0]["time"]

@@ -1,0 +1,135 @@
+"""The state of a training is whole: whatever a restored trainer lacks is found out here."""
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from trainer_rig import Starter
+
+from hpc.core.rundir import RunDir
+from training.config.train_config import TrainConfig
+from training.engine.launch import make_trainer
+from training.engine.trainer import Trainer
+from training.runtime.process_group import Ranks
+from training.runtime.run_context import Job
+
+# Of the process, not of the training: nothing that is computed depends on them.
+NOT_STATE = {
+    "job.attempt",  # the number of this process
+    "job.started",  # a clock
+    "job.heartbeat",  # what the process does at the moment
+    "pace",  # clocks
+    "window._started",  # a clock
+    "window._steps",  # what there was before has been found to be finite
+    "window._finite_steps",
+    "budget",  # a clock; saved, but it goes on
+    "capturer.budget",
+    "window._timed_images",  # for the speed alone
+    "window._earlier_seconds",  # saved, but the clock goes on
+    "snapshotter",  # when a snapshot is taken changes nothing
+    "saver._saved_at",  # a clock
+    "saver._copy",  # what was saved last, overwritten by the next
+    "recorder._attempt",
+    "recorder._ledger",
+    "recorder._metrics",  # open files
+    "recorder._best",
+    "saver._background",  # threads, idle
+    "agreement._pending",  # a wish of the boundary before: it is stated again
+    "stepper.wrapped",  # torch's, around the model; its buckets are the same from the first step on (Stepper.warm_up)
+    "console",
+}
+
+
+def leaves(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Every number, text and tensor that can be reached from a value, by path."""
+    if path.removeprefix(".") in NOT_STATE or id(value) in seen:
+        return
+    if isinstance(value, torch.Tensor):
+        yield path, value.detach().clone()
+    elif isinstance(value, int | float | str | bool | Enum | Path) or value is None:
+        yield path, value
+    if type(value).__module__.startswith("training."):
+        # An object may be reached in several ways; the first one names it.
+        seen.add(id(value))
+    for name, item in inside(value):
+        yield from leaves(path + name, item, seen)
+
+
+def inside(value: Any) -> list[tuple[str, Any]]:
+    """What a value consists of, by the rest of its path."""
+    if isinstance(value, nn.Module | Optimizer | GradScaler):
+        return [(":", value.state_dict())]
+    if isinstance(value, Mapping):
+        return [(f"[{key}]", item) for key, item in value.items()]
+    if isinstance(value, list | tuple | set):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    if type(value).__module__.startswith("training."):
+        return [(f".{name}", item) for name, item in vars(value).items()]
+    return []
+
+
+def differing(one: Trainer, other: Trainer) -> set[str]:
+    """Where two trainers differ in more than what belongs to their processes."""
+    first, second = (dict(leaves("", trainer, set())) for trainer in (one, other))
+    different = {path for path in first.keys() & second.keys() if not equal(first[path], second[path])}
+    return different | (first.keys() ^ second.keys())
+
+
+def equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.fixture
+def stopped_run(start: Starter) -> tuple[TrainConfig, Path]:
+    """A run with everything that has a state, stopped in the middle of its second epoch."""
+    flags = {"epochs": 3, "batch_size": 20, "log_every": 4, "amp": "fp16", "ema": 0.9, "optimizer": "adamw"}
+    config = TrainConfig(data=str(start.data), lr=0.002, model="shufflenet_v2_x0_5", image_size=32, **flags)  # type: ignore[arg-type]
+    return config, start.directory / "run"
+
+
+def test_a_restored_trainer_has_everything_that_the_saved_one_had(
+    ranks: Ranks, stopped_run: tuple[TrainConfig, Path]
+) -> None:
+    saved, restored = trained_and_restored(ranks, *stopped_run)
+    assert saved.state.progress.step == 15
+    assert differing(saved, restored) == set()
+
+
+def trained_and_restored(ranks: Ranks, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
+    """A trainer after 15 steps, and a new one that has resumed from its checkpoint."""
+    job = Job(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
+    trainers = [make_trainer(job, ranks) for _ in range(2)]
+    for trainer in trainers:
+        trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
+    saved, restored = trainers
+    saved.resume()
+    requests = saved.plan.requests(0, 0, 0, 1)
+    for _ in range(15):
+        saved.stepper.step(saved.data.train[next(requests)], saved.window)
+        saved.log_if_due()
+    saved.saver.save()
+    saved.saver.wait()
+    saved.recorder.close()
+    restored.resume()
+    restored.recorder.close()
+    return saved, restored
+
+
+@pytest.mark.parametrize("holder", ["", "stepper", "window", "saver", "corrupt", "state", "state.progress", "data"])
+def test_a_new_attribute_that_is_not_saved_is_found_out(
+    ranks: Ranks, stopped_run: tuple[TrainConfig, Path], holder: str
+) -> None:
+    saved, restored = trained_and_restored(ranks, *stopped_run)
+    for trainer, value in ((saved, torch.tensor(0.7)), (restored, torch.tensor(0.0))):
+        target: Any = trainer
+        for name in filter(None, holder.split(".")):
+            target = getattr(target, name)
+        object.__setattr__(target, "momentum_of_the_loss", value)
+    [found] = differing(saved, restored)
+    assert found.endswith("momentum_of_the_loss")

@@ -1,0 +1,320 @@
+"""The flags: what is refused and how, and that they survive the way through a command line."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+from trainer_rig import make_folder, make_idx
+
+from hpc.core.errors import UserError
+from training.config.choices import flag
+from training.config.combinations import without_effect
+from training.config.dataset_layout import check_data, resolve_data
+from training.config.interval import Interval, parse_interval
+from training.config.model_names import check_model, torchvision_models
+from training.config.train_config import TrainConfig, check_world, to_argv
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("data", "", "--data is missing: give a directory, fashion-mnist, or --synthetic"),
+        ("epochs", 0, "--epochs is 0: use 1 or more"),
+        ("batch_size", -4, "--batch-size is -4: use 1 or more (images of all ranks together)"),
+        ("lr", 0.0, "--lr is 0.0: use a number above 0"),
+        ("lr", float("nan"), "--lr is nan: use a number above 0"),
+        ("optimizer", "adma", "--optimizer is 'adma': use one of sgd, sgd-heavy-ball, adamw, adam"),
+        ("schedule", "cos", "--schedule is 'cos': use one of cosine, step, one-cycle, plateau, constant"),
+        ("lr_scaling", "log", "--lr-scaling is 'log': use one of none, sqrt, linear"),
+        ("drop_epochs", "3,2", "--drop-epochs is '3,2': use a number such as 30, or rising epochs such as 150,225"),
+        ("drop_factor", 1.0, "--drop-factor is 1.0: use more than 0 and less than 1"),
+        ("plateau_patience", -1, "--plateau-patience is -1: use 0 or more epochs"),
+        ("momentum", 1.0, "--momentum is 1.0: use 0 or more and less than 1"),
+        ("weight_decay", -1e-4, "--weight-decay is -0.0001: use 0 or more"),
+        ("label_smoothing", 1, "--label-smoothing is 1: use 0 or more and less than 1"),
+        ("warmup_epochs", -1, "--warmup-epochs is -1: use 0 or more"),
+        ("amp", "fp8", "--amp is 'fp8': use one of none, bf16, fp16"),
+        ("seed", -1, "--seed is -1: use a whole number from 0 to 9223372036854775807"),
+        ("image_size", 4, "--image-size is 4: use 8 or more pixels, or leave it out"),
+        ("eval_size", 0, "--eval-size is 0: use 8 or more pixels, or leave it out"),
+        ("data_on_device", "gpu", "--data-on-device is 'gpu': use one of auto, on, off"),
+        ("val_fraction", 1.0, "--val-fraction is 1.0: use 0 or more and less than 1"),
+        ("workers", -1, "--workers is -1: use 0 or more, or leave it out"),
+        ("log_every", 0, "--log-every is 0: use 1 or more steps"),
+        ("checkpoint_every", 10, "--checkpoint-every is 10: use steps such as '500', or a duration such as '10m'"),
+        (
+            "snapshot_every",
+            10,
+            "--snapshot-every is 10: use 'auto', 'off', steps such as '50', or a duration such as '2s'",
+        ),
+        ("keep_checkpoints", 0, "--keep-checkpoints is 0: use 1 or more"),
+        ("epochs", "five", "--epochs is 'five': use 1 or more"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
+    field: str, value: Any, message: str
+) -> None:
+    with pytest.raises(UserError) as raised:
+        TrainConfig(**{"data": "x", field: value})
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden does not go with SqueezeNets"),
+        ({"freeze": True}, "--freeze keeps all but the head as it begins: give --weights too"),
+        ({"compile": True, "sync_bn": True}, "--compile does not go with --sync-bn"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TrainConfig(data="x", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"drop_epochs": "5"}, "--drop-epochs 5 changes nothing: it is for --schedule step"),
+        ({"drop_factor": 0.3}, "--drop-factor 0.3 changes nothing: it is for --schedule step and --schedule plateau"),
+        ({"plateau_patience": 3}, "--plateau-patience 3 changes nothing: it is for --schedule plateau"),
+        ({"patience": 7}, "--patience 7 changes nothing: there are too few --epochs to end before the last"),
+        ({"decay_all": True, "weight_decay": 0.0}, "--decay-all changes nothing: --weight-decay is 0"),
+        ({"sync_bn": True}, "--sync-bn changes nothing: small-cnn has no batch normalisation"),
+        ({"warmup_epochs": 9.5}, "--warmup-epochs 9.5 is more than --epochs: --lr is not reached"),
+    ],
+)
+def test_a_flag_that_changes_nothing_is_named(settings: dict[str, Any], told: str) -> None:
+    assert without_effect(TrainConfig(data="x", **settings)) == [told]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"schedule": "step", "drop_epochs": "5", "drop_factor": 0.3},
+        {"schedule": "plateau", "plateau_patience": 2, "drop_factor": 0.3},
+        {"patience": 6, "decay_all": True, "sync_bn": True, "model": "resnet20"},
+        {"epochs": 1},
+    ],
+)
+def test_flags_that_count_are_not_named(settings: dict[str, Any]) -> None:
+    assert without_effect(TrainConfig(data="x", **settings)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        ("500", Interval(steps=500)),
+        ("30s", Interval(seconds=30)),
+        ("10m", Interval(seconds=600)),
+        ("1.5h", Interval(seconds=5400)),
+    ],
+)
+def test_checkpoints_are_every_so_many_steps_or_seconds(text: str, every: Interval) -> None:
+    assert parse_interval("checkpoint_every", text) == every
+    assert parse_interval("snapshot_every", text) == every
+
+
+@pytest.mark.parametrize("text", ["", "0", "0s", "10x", "m", "-5", "1e3", "10 m", "1.5"])
+def test_any_other_text_is_no_interval(text: str) -> None:
+    for field in ("checkpoint_every", "snapshot_every"):
+        with pytest.raises(UserError, match=f"{flag(field)} is .*: use .*steps such as 500, or a duration such as 30s"):
+            parse_interval(field, text)
+
+
+def test_snapshots_alone_may_be_automatic_or_off() -> None:
+    assert parse_interval("snapshot_every", "off") == Interval()
+    auto = parse_interval("snapshot_every", "auto")
+    assert (auto.steps, auto.seconds) == (None, 1.0)
+    assert auto.largest_share is not None
+    assert auto.largest_share <= 0.01
+    for word in ("auto", "off"):
+        with pytest.raises(UserError, match=f"--checkpoint-every is '{word}': use steps such as 500"):
+            TrainConfig(data="x", checkpoint_every=word)
+    with pytest.raises(UserError, match="--snapshot-every is 'never': use auto, off, steps such as 500, or a duration"):
+        TrainConfig(data="x", snapshot_every="never")
+
+
+def parse(argv: list[str]) -> TrainConfig:
+    """As `python -m training` does it."""
+    from training.__main__ import Arguments
+
+    return tyro.cli(Arguments, args=argv).train
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(data="fashion-mnist"),
+        TrainConfig(
+            data='/data/it\'s a "set" with $HOME, ünicode and\nlines',
+            model="resnet50",
+            lr=1e-07,
+            weight_decay=0.1 + 0.2,
+            image_size=160,
+            workers=0,
+            seed=2**63 - 1,
+            amp="bf16",
+            checkpoint_every="30s",
+        ),
+        TrainConfig(data="--data", model="-x"),
+        TrainConfig(data="a=b=c", crop="padded", flip="on", optimizer="adamw", sync_bn=True, ema=0.99),
+    ],
+)
+def test_a_config_survives_the_way_through_argv(config: TrainConfig) -> None:
+    assert parse(to_argv(config)) == config
+
+
+def test_the_names_of_models_are_those_that_torchvision_itself_lists() -> None:
+    from torchvision import models
+
+    assert list(torchvision_models()) == sorted(models.list_models(module=models))
+
+
+def test_the_help_has_a_line_for_every_name_of_an_optimizer_and_a_schedule() -> None:
+    from training.config.choices import OPTIMIZERS, SCALINGS, SCHEDULES
+
+    environment = {**os.environ, "COLUMNS": "200"}
+    help_of = subprocess.run(
+        [sys.executable, "-m", "training", "--help"], capture_output=True, text=True, check=True, env=environment
+    )
+    for table in (OPTIMIZERS, SCALINGS, SCHEDULES):
+        assert all(f"{name}: {text}" in help_of.stdout for name, text in table.items())
+
+
+def test_reading_the_flags_imports_no_torch() -> None:
+    check = (
+        "import sys; from training.config import model_names, train_config as config; "
+        "model_names.check_model('resnet50'); "
+        "config.to_argv(config.TrainConfig(data='x')); sys.exit('torch' in sys.modules or 'torchvision' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_an_unknown_model_is_refused_with_the_names_that_come_close() -> None:
+    check_model("small-cnn")
+    check_model("vit_b_16")
+    with pytest.raises(UserError, match=r"--model is 'resnet51', .* did you mean .*resnet50"):
+        check_model("resnet51")
+
+
+def test_more_ranks_than_images_in_a_batch_are_refused() -> None:
+    check_world(TrainConfig(data="x", batch_size=8), 8)
+    with pytest.raises(UserError, match=r"--batch-size is 8, too small for the 9 ranks that share it: use 9 or more"):
+        check_world(TrainConfig(data="x", batch_size=8), 9)
+
+
+def test_idx_files_are_recognised(idx_data: Path) -> None:
+    layout = check_data(idx_data)
+    assert (layout.kind, layout.train, layout.val, layout.test) == ("idx", idx_data, None, idx_data)
+
+
+def test_idx_files_need_no_test_set(tmp_path: Path) -> None:
+    data = make_idx(tmp_path / "data")
+    for file in data.glob("t10k-*"):
+        file.unlink()
+    assert check_data(data).test is None
+
+
+def test_an_image_without_its_label_file_is_missed(tmp_path: Path) -> None:
+    data = make_idx(tmp_path / "data")
+    (data / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(UserError, match=r"which lacks t10k-labels-idx1-ubyte \(or .gz\)"):
+        check_data(data)
+
+
+def test_image_folders_are_recognised_with_and_without_parts(tmp_path: Path) -> None:
+    whole = check_data(make_folder(tmp_path / "whole"))
+    assert whole.kind == "image-folder"
+    assert (whole.train.name, whole.val and whole.val.name, whole.test and whole.test.name) == ("train", "val", "test")
+    classes_alone = check_data(tmp_path / "whole" / "train")
+    assert (classes_alone.val, classes_alone.test) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "names", [("Train", "Validation", "test"), ("TRAIN", "Valid", "Test"), ("train", "val", "TEST")]
+)
+def test_the_parts_of_a_folder_may_be_written_in_other_ways(tmp_path: Path, names: tuple[str, ...]) -> None:
+    layout = check_data(make_folder(tmp_path / "data", parts=names, per_class=1))
+    assert [part and part.name for part in (layout.train, layout.val, layout.test)] == list(names)
+
+
+def test_a_part_in_two_spellings_is_not_chosen_from(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "data", parts=("train", "val", "Validation"), per_class=1)
+    with pytest.raises(UserError, match=f"which has {data}/Validation and {data}/val: leave one of them"):
+        check_data(data)
+
+
+def test_a_class_may_have_the_name_of_a_part(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data", parts=("Train",), per_class=1)
+    vehicles = (tmp_path / "data" / "Train" / "red").rename(tmp_path / "data" / "Train" / "train").parent
+    layout = check_data(vehicles)
+    assert (layout.train, layout.val, layout.test) == (vehicles, None, None)
+
+
+def test_a_directory_of_no_known_layout_is_refused_with_the_layouts(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").touch()
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(UserError, match=r"no images in class directories below .*: give class directories of"):
+        check_data(tmp_path)
+
+
+def test_an_empty_part_is_named(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "data", parts=("train",))
+    (data / "val").mkdir()
+    with pytest.raises(UserError, match=r"/val holds no class directories with images"):
+        check_data(data)
+
+
+def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="which does not exist"):
+        check_data(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is not a directory"):
+        check_data(tmp_path / "file")
+
+
+def test_the_check_stops_at_the_first_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from training.config import dataset_layout
+
+    data = make_folder(tmp_path / "data", parts=("train",), per_class=50)
+    looked_at: list[str] = []
+    is_image = dataset_layout.is_image
+    monkeypatch.setattr(dataset_layout, "is_image", lambda name: looked_at.append(name) or is_image(name))
+    check_data(data)
+    assert len(looked_at) == 1
+
+
+def test_fashion_mnist_is_debians_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from training.config import dataset_layout
+
+    monkeypatch.setattr(dataset_layout, "FASHION_MNIST_DIRECTORY", tmp_path / "none")
+    with pytest.raises(UserError, match="apt-get install dataset-fashion-mnist, or give the directory"):
+        resolve_data("fashion-mnist")
+    monkeypatch.setattr(dataset_layout, "FASHION_MNIST_DIRECTORY", tmp_path)
+    assert resolve_data("fashion-mnist") == tmp_path
+    monkeypatch.chdir(tmp_path)
+    assert resolve_data("./fashion-mnist") == tmp_path / "fashion-mnist"
+
+
+def test_data_that_may_not_be_read_are_said_in_one_line() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        data = Path(directory)
+        data.chmod(0o755)
+        (data / "train").mkdir(mode=0)
+        user = os.geteuid()
+        try:
+            os.seteuid(user or 65534)  # root may read everything
+            with pytest.raises(
+                UserError, match=rf"--data is {data}: {data}/train cannot be read \(Permission denied\)"
+            ):
+                check_data(data)
+        finally:
+            os.seteuid(user)
+            (data / "train").chmod(0o755)

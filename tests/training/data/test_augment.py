@@ -1,0 +1,265 @@
+"""Augmentation: each flag does what it says, and a sample's look is a matter of seed, epoch and index alone."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+from trainer_rig import load
+
+from hpc.core.errors import UserError
+from training.config.dataset_layout import Kind
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import Request
+from training.data.dataset import Batch, Source, load_ahead
+from training.data.transforms.augment import memory_augmentation, photo_augmentation
+from training.data.transforms.random_erasing import Erasing
+from training.runtime.counter_rng import Purpose, stream
+
+KINDS = ["idx_data", "cifar_data", "folder_data"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"crop": "padded", "flip": "on"},
+    {"crop": "resized", "flip": "off"},
+    {"crop": "none", "flip": "on"},
+    {"policy": "autoaugment"},
+    {"policy": "randaugment", "crop": "none"},
+    {"policy": "trivialaugment", "flip": "off"},
+    {"random_erase": 0.7},
+    {"crop": "resized", "flip": "on", "policy": "randaugment", "random_erase": 0.5},
+]
+NOTHING: dict[str, Any] = {"crop": "none", "flip": "off"}
+
+
+@pytest.fixture(params=KINDS)
+def path(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
+def name(options: dict[str, Any]) -> str:
+    return "-".join(map(str, options.values())) or "auto"
+
+
+def look(source: Source, epoch: int | None, count: int = 8) -> Tensor:
+    return source[Request(indices=tuple(range(count)), epoch=epoch)].images
+
+
+def asked(source: Source, requests: list[Request], workers: int = 0) -> list[Batch]:
+    with load_ahead(source, requests, workers, pin_memory=False) as batches:
+        return list(batches)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=name)
+def test_what_a_rank_sees_depends_neither_on_workers_nor_on_how_batches_are_shared(
+    path: Path, options: dict[str, Any]
+) -> None:
+    source = load(path, val_fraction=0.0, **options).train
+    order = torch.randperm(27, generator=torch.Generator().manual_seed(1)).tolist()
+    requests = [Request(indices=tuple(order[start : start + 9]), epoch=1) for start in (0, 9, 18)]
+    alone = asked(source, requests)
+    for batch, request, same in zip(alone, requests, asked(source, requests, workers=2), strict=True):
+        assert batch.indices.tolist() == list(request.indices)
+        assert all(map(torch.equal, batch, same))
+        shares = [Request(indices=request.indices[start:end], epoch=1) for start, end in ((0, 1), (1, 5), (5, 9))]
+        for whole, parts in zip(batch, zip(*asked(source, shares), strict=True), strict=True):
+            assert torch.equal(whole, torch.cat(parts))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=name)
+def test_a_sample_looks_different_in_each_epoch_and_with_each_seed_and_as_it_is_in_an_evaluation(
+    path: Path, options: dict[str, Any]
+) -> None:
+    source, other = (load(path, val_fraction=0.0, **options, seed=seed).train for seed in (0, 1))
+    assert torch.equal(look(source, 3), look(source, 3))
+    assert not torch.equal(look(source, 3), look(source, 4))
+    assert not torch.equal(look(source, 3), look(other, 3))
+    plain = load(path, val_fraction=0.0, **NOTHING).train
+    assert torch.equal(look(source, None), look(plain, None))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=name)
+def test_torchs_own_generator_is_neither_moved_nor_asked(path: Path, options: dict[str, Any]) -> None:
+    source = load(path, val_fraction=0.0, **options).train
+    seen = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        seen.append(look(source, 0))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(seen[0], seen[1])
+
+
+def test_without_augmentation_images_in_memory_stay_as_they_are(idx_data: Path, cifar_data: Path) -> None:
+    for data in (idx_data, cifar_data):
+        source = load(data, **NOTHING).train
+        assert torch.equal(look(source, 0), look(source, None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "usual"),
+    [
+        ("idx_data", {"crop": "padded", "flip": "off"}),
+        ("cifar_data", {"crop": "padded", "flip": "on"}),
+        ("folder_data", {"crop": "resized", "flip": "on"}),
+    ],
+)
+def test_auto_is_what_suits_the_data(kind: str, usual: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    data: Path = request.getfixturevalue(kind)
+    assert torch.equal(look(load(data).train, 1), look(load(data, **usual).train, 1))
+
+
+def test_loader_workers_pay_for_scaling_and_policies(idx_data: Path, folder_data: Path) -> None:
+    assert load(idx_data, crop="padded", flip="on", random_erase=0.5).cheap
+    for data, options in ((idx_data, {"policy": "randaugment"}), (idx_data, {"crop": "resized"}), (folder_data, {})):
+        assert not load(data, **options).cheap
+
+
+def test_all_but_a_policy_is_done_to_images_in_memory_without_torchvision(idx_data: Path) -> None:
+    code = "import sys; from trainer_rig import load; from pathlib import Path; "
+    code += "load(Path(sys.argv[1]), flip='on', random_erase=0.5); sys.exit('torchvision' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code, str(idx_data)], env=environment, check=False)
+    assert done.returncode == 0, "torchvision was imported, or the data could not be loaded"
+
+
+def in_memory(images: Tensor, kind: Kind = "cifar10", **options: Any) -> Tensor:
+    """What becomes of images in epoch 0."""
+    config = TrainConfig(data="data", **NOTHING | options)
+    channels, height, width = images.shape[1:]
+    augmentation = memory_augmentation(config, kind, (channels, height, width), (0.5,) * channels)
+    return augmentation.batch(0, torch.arange(len(images)), images)
+
+
+def as_photo(index: int, image: Image.Image, size: int, **options: Any) -> Tensor:
+    """What becomes of a photo with this index in epoch 0."""
+    config = TrainConfig(data="data", **NOTHING | options)
+    augmentation = photo_augmentation(config, size, (0.5, 0.5, 0.5))
+    square = augmentation.one(0, index, torch.from_numpy(np.array(image)))
+    return augmentation.erase(0, torch.tensor([index]), square[None])[0]
+
+
+@pytest.mark.parametrize(("kind", "size", "most"), [("idx", 28, 1), ("cifar10", 32, 4), ("cifar100", 32, 4)])
+def test_a_padded_crop_moves_images_in_memory_by_no_more_than_the_padding(kind: Kind, size: int, most: int) -> None:
+    images = torch.zeros(1000, 3, size, size, dtype=torch.uint8)
+    images[:, :, 14, 9] = 1
+    seen = in_memory(images, kind, crop="padded").nonzero()
+    assert len(seen) == 3000
+    assert seen[:, 2].unique().tolist() == list(range(14 - most, 14 + most + 1))
+    assert seen[:, 3].unique().tolist() == list(range(9 - most, 9 + most + 1))
+
+
+def test_a_padded_crop_moves_a_photo_by_no_more_than_an_eighth() -> None:
+    photo = Image.new("RGB", (96, 64))
+    photo.paste((255, 255, 255), (46, 30, 48, 32))  # one pixel of the 32 x 32 in the middle
+    brightest = [int(as_photo(index, photo, 32, crop="padded")[0].argmax()) for index in range(400)]
+    for places in zip(*(divmod(place, 32) for place in brightest), strict=True):
+        assert sorted(set(places)) == list(range(11, 20))
+
+
+def test_a_flip_mirrors_half_of_the_images() -> None:
+    images = torch.zeros(400, 1, 8, 8, dtype=torch.uint8)
+    images[..., 0] = 1
+    photo = Image.fromarray(np.repeat(images[0, 0, :, :, None].numpy() * 255, 3, axis=2))
+    photos = torch.stack([as_photo(index, photo, 8, flip="on") for index in range(400)])
+    for seen in (in_memory(images, flip="on"), photos):
+        mirrored = seen[:, 0, 0, 7] > 0
+        assert 150 < int(mirrored.sum()) < 250
+        assert torch.equal(seen[:, 0, 0, 0] > 0, ~mirrored)
+
+
+def with_seed_of(index: int, transform: Callable[[Any], Any], image: Any) -> Any:
+    torch.manual_seed(stream(0, Purpose.AUGMENTATION, 0, index))
+    return transform(image)
+
+
+def noise(count: int, channels: int = 3, size: int = 32) -> Tensor:
+    shape = (count, channels, size, size)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("options", "transform"),
+    [
+        ({"policy": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
+        ({"policy": "randaugment"}, v2.RandAugment()),
+        ({"policy": "trivialaugment"}, v2.TrivialAugmentWide()),
+    ],
+    ids=lambda value: name(value) if isinstance(value, dict) else "",
+)
+def test_images_in_memory_become_what_torchvision_makes_of_them(
+    options: dict[str, Any], transform: Callable[[Any], Any], channels: int
+) -> None:
+    images = noise(40, channels)
+    expected = torch.stack([with_seed_of(index, transform, image) for index, image in enumerate(images)])
+    assert torch.equal(in_memory(images, **options), expected)
+    assert not torch.equal(images, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "transform"),
+    [
+        ({}, v2.Identity()),
+        ({"policy": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET)),
+        ({"policy": "randaugment"}, v2.RandAugment()),
+        ({"policy": "trivialaugment"}, v2.TrivialAugmentWide()),
+    ],
+    ids=lambda value: name(value) if isinstance(value, dict) else "",
+)
+def test_photos_become_what_torchvision_makes_of_them(options: dict[str, Any], transform: Callable[[Any], Any]) -> None:
+    photo = Image.fromarray(noise(1)[0].permute(1, 2, 0).numpy())
+    for index in range(20):
+        expected = v2.functional.pil_to_tensor(with_seed_of(index, transform, photo))
+        assert torch.equal(as_photo(index, photo, 32, **options), expected)
+
+
+CROPPED = {"crop": "resized", "flip": "on"}
+
+
+@pytest.mark.parametrize("policy", ["none", "randaugment"])
+def test_all_that_is_asked_of_a_photo_is_done_in_order(policy: str) -> None:
+    photo = Image.fromarray(noise(1, size=64)[0].permute(1, 2, 0).numpy())
+    changes = [v2.ToPILImage(), v2.RandAugment(), v2.PILToTensor()] if policy == "randaugment" else []
+    erasing = Erasing(seed=0, probability=1.0, color=(128,) * 3)
+    for index in range(10):
+        cropped = as_photo(index, photo, 32, **CROPPED)
+        seen = as_photo(index, photo, 32, **CROPPED, policy=policy, random_erase=1.0)
+        changed = with_seed_of(index, v2.Compose(changes), cropped) if changes else cropped
+        assert torch.equal(seen, erasing.batch(0, torch.tensor([index]), changed[None])[0])
+        assert not torch.equal(seen, changed)
+
+
+def test_as_many_images_are_erased_as_was_asked_for_in_part_with_the_mean_color() -> None:
+    images = torch.zeros(400, 3, 32, 32, dtype=torch.uint8)
+    seen = in_memory(images, random_erase=0.25)
+    assert seen.unique().tolist() == [0, 128]
+    share = (seen[:, 0] == 128).float().mean((1, 2))
+    assert 70 < int((share > 0).sum()) < 130
+    assert float(share[share > 0].min()) > 0.01
+    assert float(share.max()) < 0.35
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_random_crop_of_images_in_memory_is_that_of_photos_of_their_shape(channels: int) -> None:
+    images = noise(20, channels)
+    config = TrainConfig(data="data", **CROPPED)
+    photos = photo_augmentation(config, 32, (0.5,) * 3)
+    expected = [photos.one(0, index, image.permute(1, 2, 0)) for index, image in enumerate(images)]
+    assert torch.equal(in_memory(images, **CROPPED), torch.stack(expected))
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_a_policy_for_images_that_torchvision_cannot_change_is_refused(channels: int) -> None:
+    message = f"--policy is randaugment, but the images have {channels} channels: use --policy none"
+    with pytest.raises(UserError, match=re.escape(message)):
+        in_memory(noise(1, channels), policy="randaugment")

@@ -1,0 +1,90 @@
+"""Which parts of images are cropped and erased, and how they are scaled: as by torchvision, counted, on any device."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor
+from torchvision.transforms import v2
+
+from training.data.transforms.crop import cut, cut_all, scale
+from training.data.transforms.crop_box import RANDOM_NUMBERS, random_box
+from training.data.transforms.random_erasing import Erasing, fill_all, fill_each
+from training.runtime.counter_rng import Purpose, number, stream
+
+
+@pytest.mark.parametrize("shape", [(40, 50), (50, 40), (64, 64), (20, 100)])
+def test_a_random_crop_of_a_photo_is_a_box_scaled_as_torchvision_does_it(shape: tuple[int, int]) -> None:
+    image = torch.randint(0, 256, (*shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for index in range(20):
+        box = random_box((number(5, 32 * index + place) for place in range(RANDOM_NUMBERS)), *shape, (0.25, 1))
+        planes = image.permute(2, 0, 1)
+        expected = v2.functional.resized_crop(planes, *box, [32, 32], antialias=True)
+        assert torch.equal(cut(image, box, 32), expected)
+
+
+def boxes(count: int, height: int, width: int) -> Tensor:
+    key = stream(0, Purpose.AUGMENTATION, 0)
+    numbers = ((number(key, 32 * index + place) for place in range(RANDOM_NUMBERS)) for index in range(count))
+    return torch.tensor([random_box(each, height, width, (0.25, 1)) for each in numbers])
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (256, 256), (100, 500), (7, 5)])
+def test_random_crops_are_distributed_as_torchvisions(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    image, count = torch.empty(3, *shape), 4000
+    theirs = torch.tensor(
+        [torchvision.transforms.RandomResizedCrop.get_params(image, [0.25, 1], [3 / 4, 4 / 3]) for _ in range(count)]
+    )
+    ours = boxes(count, *shape)
+    assert bool((ours >= 0).all())
+    assert bool((ours[:, :2] + ours[:, 2:] <= torch.tensor(shape)).all())
+    for quantile in (0.1, 0.5, 0.9):
+        found, wanted = (torch.quantile(each.float(), quantile, dim=0) for each in (ours, theirs))
+        assert torch.allclose(found, wanted, atol=1, rtol=0.08), (found, wanted)
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (28, 20), (200, 300)])
+def test_erased_rectangles_are_distributed_as_torchvisions(height: int, width: int) -> None:
+    torch.manual_seed(0)
+    image, count = torch.empty(3, height, width), 4000
+    erase = torchvision.transforms.RandomErasing.get_params
+    # Where it finds none that fits, it says the whole image.
+    theirs = [erase(image, (0.02, 0.33), (0.3, 3.3), [0.0])[:4] for _ in range(count)]
+    wanted = torch.tensor([box for box in theirs if box[2] < height])
+    ours = Erasing(seed=0, probability=1.0, color=(0,) * 3).boxes(0, torch.arange(count), height, width)
+    assert bool((ours[:, 2] > 0).all())
+    assert bool((ours >= 0).all())
+    assert bool((ours[:, :2] + ours[:, 2:] <= torch.tensor([height, width])).all())
+    for quantile in (0.1, 0.5, 0.9):
+        found, expected = (torch.quantile(each.float(), quantile, dim=0) for each in (ours, wanted))
+        assert torch.allclose(found, expected, atol=1, rtol=0.08), (found, expected)
+
+
+def test_a_gpu_fills_the_rectangles_that_the_cpu_does() -> None:
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (200, 3, 20, 30), dtype=torch.uint8)
+    erasing = Erasing(seed=0, probability=0.6, color=(1, 2, 3))
+    boxes, color = erasing.boxes(0, torch.arange(200), 20, 30), torch.tensor(erasing.color, dtype=torch.uint8)
+    filled = fill_all(images, boxes, color)
+    assert torch.equal(filled, fill_each(images, boxes, color))
+    assert torch.equal(filled, erasing.batch(0, torch.arange(200), images))
+    assert 80 < int((filled != images).any(3).any(2).any(1).sum()) < 160
+
+
+SHAPES = [(3, 256, 256, 224), (1, 28, 28, 28), (2, 20, 31, (20, 31)), (3, 40, 33, 16), (3, 256, 256, 24), (3, 8, 9, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_a_gpu_scales_by_is_what_the_cpu_does_in_every_bit(shape: tuple[int, int, int, Any]) -> None:
+    channels, height, width, wanted = shape
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (30, height, width, channels), dtype=torch.uint8).permute(0, 3, 1, 2)
+    key = stream(0, Purpose.AUGMENTATION, 0)
+    places = [[number(key, 32 * index + place) for place in range(RANDOM_NUMBERS)] for index in range(len(images))]
+    chosen = torch.tensor([random_box(iter(each), height, width, (0.02, 1)) for each in places])
+    top, left, high, wide = chosen.unbind(1)
+    down, across = (wanted, wanted) if isinstance(wanted, int) else wanted
+    scaled = scale(scale(images, 3, left, wide, across), 2, top, high, down)
+    assert torch.equal(scaled, cut_all(images, chosen, wanted))

@@ -1,0 +1,112 @@
+"""Reading data: the formats, the parts, and the loader."""
+
+import gzip
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from trainer_rig import children, load, make_folder, make_idx, write_idx
+
+from hpc.core.errors import UserError
+from training.config.dataset_layout import resolve_data
+from training.data.batch_schedule import Request
+from training.data.dataset import load_ahead
+from training.data.idx import class_names, read_idx, read_idx_pair
+
+
+def test_idx_files_are_read_plain_and_compressed(tmp_path: Path) -> None:
+    values = np.arange(24).reshape(2, 3, 4)
+    for name in ("plain", "compressed.gz"):
+        write_idx(tmp_path / name, values)
+        assert read_idx(tmp_path / name).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a", b"\0\0\x08\x01\0\0\0\x05abc", r"holds 3 bytes of data where its header says \[5\]"),
+        ("a", b"hello", "is not an IDX file of unsigned bytes"),
+        ("a", b"", "is not an IDX file of unsigned bytes"),
+        ("a.gz", gzip.compress(b"\0\0\x08\x01\0\0\0\x05abcde")[:-9], "cannot be read"),
+        ("a.gz", b"plain", "cannot be read"),
+    ],
+)
+def test_a_torn_idx_file_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{tmp_path / name} {reason}"):
+        read_idx(tmp_path / name)
+
+
+def test_images_and_labels_of_different_number_are_no_pair(tmp_path: Path) -> None:
+    data = make_idx(tmp_path / "data")
+    write_idx(data / "train-labels-idx1-ubyte", np.zeros(7))
+    with pytest.raises(UserError, match="not a pair"):
+        read_idx_pair(data, "train")
+
+
+def test_fashion_mnist_is_recognised_by_its_labels() -> None:
+    _, labels = read_idx_pair(resolve_data("fashion-mnist"), "train")
+    assert class_names(labels, 10)[8:] == ("Bag", "Ankle boot")
+    assert class_names(labels[1:], 10) == tuple("0123456789")
+
+
+def test_a_part_is_held_out_by_seed(idx_data: Path) -> None:
+    data, again, other = load(idx_data), load(idx_data), load(idx_data, seed=1)
+    assert data.val is not None
+    assert (len(data.train), len(data.val)) == (193, 10)
+    request = Request(indices=tuple(range(10)), epoch=None)
+    images = [whole.val[request].images for whole in (data, again, other) if whole.val]
+    assert torch.equal(images[0], images[1])
+    assert not torch.equal(images[0], images[2])
+
+
+def test_nothing_is_held_out_of_data_with_a_validation_set(folder_data: Path) -> None:
+    data = load(folder_data)
+    assert data.classes == ("blue sky", "green", "red")
+    assert data.val is not None
+    assert data.test is not None
+    assert (len(data.train), len(data.val), len(data.test)) == (27, 27, 27)
+    assert load(folder_data / "train", val_fraction=0.2).test is None
+
+
+def test_holding_out_nothing_leaves_no_validation(idx_data: Path) -> None:
+    assert load(idx_data, val_fraction=0.0).val is None
+
+
+def test_the_fingerprint_is_that_of_the_data_not_of_their_place(tmp_path: Path) -> None:
+    one, two = (load(make_folder(tmp_path / name)) for name in ("one", "two"))
+    assert one.fingerprint == two.fingerprint
+    (tmp_path / "two" / "train" / "red" / "0.jpg").unlink()
+    assert load(tmp_path / "two").fingerprint != one.fingerprint
+
+
+def test_a_class_that_only_the_test_set_has_is_refused(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "data")
+    (data / "test" / "green").rename(data / "test" / "violet")
+    with pytest.raises(UserError, match="violet is a class that the training set does not have"):
+        load(data)
+
+
+def test_gray_and_transparent_images_have_three_channels(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "data", parts=("train",))
+    for mode, name in (("L", "0.jpg"), ("RGBA", "1.png")):
+        Image.new(mode, (30, 20)).save(data / "train" / "blue sky" / name)
+    assert load(data).train[Request(indices=(0, 1), epoch=0)].images.shape == (2, 3, 16, 16)
+
+
+def test_loader_workers_survive_the_signals_that_stop_a_rank(folder_data: Path) -> None:
+    source = load(folder_data).train
+    before = set(children(os.getpid()))
+    requests = [Request(indices=(index % 27,), epoch=0) for index in range(200)]
+    with load_ahead(source, requests, workers=2, pin_memory=False) as batches:
+        workers = set(children(os.getpid())) - before
+        assert len(workers) == 2
+        for worker in workers:
+            for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+                os.kill(worker, number)
+        assert len(list(batches)) == 200
+    assert not set(children(os.getpid())) & workers

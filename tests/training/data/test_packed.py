@@ -1,0 +1,274 @@
+"""Training from packed data: what a rank sees of them, that it is exact, and what it says of damaged ones."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from trainer_rig import Starter, load, make_folder
+
+from hpc.core.errors import UserError
+from training.config.dataset_layout import check_data
+from training.config.packed_index import INDEX, read_index, write_index
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import Request
+from training.data.dataset import Batch, Source, load_ahead
+from training.data.file_index import list_images
+from training.verify_resume.__main__ import verify
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"crop": "padded", "flip": "on"},
+    {"crop": "none", "flip": "off"},
+    {"policy": "randaugment"},
+    {"policy": "trivialaugment", "crop": "none", "random_erase": 0.7},
+]
+SHORT = {"epochs": 2, "batch_size": 8, "log_every": 1, "lr": 0.02, "checkpoint_every": "2", "image_size": 32}
+COUNT = 27
+
+
+def pack(source: Path, packed: Path, *flags: str) -> Path:
+    command = [sys.executable, "-m", "training.pack", source, packed, "--size", "40", *flags]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return packed
+
+
+@pytest.fixture(scope="module")
+def packed_once(folder_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack(folder_data, tmp_path_factory.mktemp("packed") / "packed")
+
+
+@pytest.fixture
+def packed(packed_once: Path, tmp_path: Path) -> Path:
+    """One to damage."""
+    (tmp_path / "packed").mkdir()
+    for path in packed_once.iterdir():
+        (tmp_path / "packed" / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "packed"
+
+
+def asked(source: Source, requests: list[Request], workers: int = 0) -> list[Batch]:
+    with load_ahead(source, requests, workers, pin_memory=False) as batches:
+        return list(batches)
+
+
+def look(source: Source, epoch: int | None) -> Tensor:
+    return source[Request(indices=tuple(range(COUNT)), epoch=epoch)].images
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_a_rank_sees_is_a_matter_of_seed_epoch_and_index_alone(packed_once: Path, options: dict[str, Any]) -> None:
+    source, other = (load(packed_once, seed=seed, **options).train for seed in (0, 1))
+    requests = [Request(indices=tuple(range(start, COUNT, 3)), epoch=1) for start in range(3)]
+    for batch, request, same in zip(asked(source, requests), requests, asked(source, requests, workers=2), strict=True):
+        assert all(map(torch.equal, batch, same))
+        shares = [Request(indices=request.indices[start:end], epoch=1) for start, end in ((0, 1), (1, 5), (5, 9))]
+        assert torch.equal(batch.images, torch.cat([part.images for part in asked(source, shares)]))
+    assert torch.equal(look(source, 2), look(source, 2))
+    if options != {"crop": "none", "flip": "off"}:
+        assert not torch.equal(look(source, 2), look(source, 3))
+        assert not torch.equal(look(source, 2), look(other, 2))
+
+
+def test_parts_labels_and_classes_are_those_of_the_folder(folder_data: Path, packed_once: Path) -> None:
+    folder, packed = load(folder_data), load(packed_once)
+    assert packed.classes == folder.classes
+    for one, other in ((folder.train, packed.train), (folder.val, packed.val), (folder.test, packed.test)):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one.labels, other.labels)
+        assert [one.name(index) for index in range(len(one))] == [other.name(index) for index in range(len(other))]
+
+
+def test_an_evaluation_sees_the_middle_without_scaling_where_it_fits(packed_once: Path) -> None:
+    shard = np.load(packed_once / "val-00000.npy")
+    val = load(packed_once, image_size=35).val  # 224 of 256 is 35 of 40
+    assert val is not None
+    assert torch.equal(look(val, None), torch.from_numpy(shard)[:, 2:37, 2:37].permute(0, 3, 1, 2))
+
+
+def test_the_same_part_is_held_out_as_of_the_folder(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "photos", parts=("train",))
+    sources = [load(path, val_fraction=0.3) for path in (source, pack(source, tmp_path / "packed"))]
+    for part in ("train", "val"):
+        one, other = (getattr(data, part) for data in sources)
+        assert [one.name(index) for index in range(len(one))] == [other.name(index) for index in range(len(other))]
+
+
+def test_the_fingerprint_is_that_of_the_content(tmp_path: Path, packed_once: Path) -> None:
+    sources = [make_folder(tmp_path / name, parts=("train", "val", "test")) for name in ("a", "b")]
+    (sources[1] / "val" / "red" / "0.jpg").write_bytes((sources[1] / "val" / "green" / "0.jpg").read_bytes())
+    prints = [load(pack(source, source.with_suffix(".packed"))).fingerprint for source in sources]
+    assert prints[0] == load(packed_once).fingerprint
+    assert prints[0] != prints[1]
+
+
+def test_nothing_is_read_before_it_is_asked_for_nor_copied_into_memory(packed_once: Path) -> None:
+    mapped = f"{packed_once}/train-00000.npy"
+    source = load(packed_once).train
+    assert mapped in Path("/proc/self/maps").read_text()
+    assert len(source) == COUNT
+
+
+def test_training_from_packed_data_imports_no_torchvision(packed_once: Path) -> None:
+    code = "import sys; from trainer_rig import load; from pathlib import Path; load(Path(sys.argv[1]))"
+    code += "; sys.exit('torchvision' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code, packed_once], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [([2], {"workers": 1}), ([1], {"policy": "randaugment", "mixup": 0.2, "workers": 2})]
+)
+def test_a_cut_training_from_packed_data_is_bit_identical(
+    packed_once: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[int], options: dict[str, Any]
+) -> None:
+    config = TrainConfig(data=str(packed_once), **{**SHORT, "epochs": 3, **options})  # type: ignore[arg-type]  # any field
+    assert verify(config, ranks, 3, tmp_path), capsys.readouterr().out
+
+
+def test_a_training_that_goes_on_with_other_ranks_has_the_same_samples(
+    packed_once: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig(data=str(packed_once), **SHORT)  # type: ignore[arg-type]  # any of its fields
+    assert verify(config, [3, 2, 1], 2, tmp_path), capsys.readouterr().out
+
+
+def test_corrupt_images_of_packed_data_count_as_those_of_a_folder(start: Starter, tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "photos")
+    spoiled = [source / "train" / "red" / f"{number}.png" for number in (3, 5)]
+    for path in spoiled:
+        path.write_bytes(b"no image")
+    start.data = pack(source, tmp_path / "packed")
+    flags = ["--epochs=1", "--batch-size=9", "--image-size=32", "--workers=1"]
+    said = start.complete(*flags).output()
+    for path in spoiled:
+        assert f"warning: {path} cannot be read: another image takes its place" in said
+    refused = start(*flags, "--max-corrupt=1", run="other")
+    assert refused.wait() != [0]
+    assert "2 images cannot be read, more than --max-corrupt 1" in refused.output()
+
+
+def special(directory: Path) -> dict[str, Path]:
+    """Images of kinds that are easily mistaken."""
+    directory.mkdir(parents=True)
+    left_dark = np.zeros((40, 60, 3), np.uint8)
+    left_dark[:, 30:] = 200
+    image, ramp = Image.fromarray(left_dark), np.linspace(0, 65535, 2400).reshape(40, 60).astype(np.uint16)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    image.save(directory / "turned.jpg", exif=turned)
+    image.convert("L").save(directory / "gray.jpg")
+    image.convert("CMYK").save(directory / "cmyk.jpg")
+    Image.fromarray(ramp).save(directory / "deep.png")
+    image.convert("RGBA").save(directory / "transparent.png")
+    image.quantize(4).save(directory / "palette.png")
+    image.resize((1500, 1000)).save(directory / "large.jpg", quality=95)
+    return {path.stem: path for path in directory.iterdir()}
+
+
+def test_images_of_all_kinds_look_as_in_the_folder(tmp_path: Path) -> None:
+    paths = special(tmp_path / "photos" / "class")
+    pack(tmp_path / "photos", tmp_path / "packed")
+    everything = Request(indices=tuple(range(len(paths))), epoch=None)
+    folder, packed = (load(tmp_path / name, val_fraction=0.0, image_size=35).train for name in ("photos", "packed"))
+    seen, expected = (source[everything].images.float() for source in (packed, folder))
+    # A packed one is scaled twice, so an edge may lie some pixels' parts elsewhere.
+    assert float((seen - expected).abs().mean(dim=(1, 2, 3)).max()) < 8
+    names = sorted(paths)
+    deep = seen[names.index("deep")][0]
+    assert float(deep[0].mean()) < 40
+    assert float(deep[-1].mean()) > 215
+    for name in ("turned", "large", "cmyk", "gray", "transparent", "palette"):
+        left, right = seen[names.index(name)][..., :10].mean(), seen[names.index(name)][..., -10:].mean()
+        assert float(left) < 20, name
+        assert 180 < float(right) < 220, name
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["train-00000.npy", "val-labels.npy", "test-names.npy"])
+@pytest.mark.parametrize(
+    ("damage", "complaint"), [(Path.unlink, "is missing"), (truncate, r"has \d+ bytes instead of")]
+)
+def test_a_missing_or_truncated_file_is_named_before_anything_is_queued(
+    packed: Path, name: str, damage: Callable[[Path], None], complaint: str
+) -> None:
+    damage(packed / name)
+    message = f"{packed / name} {complaint}.*: copy the packed data again, or pack them again"
+    with pytest.raises(UserError, match=message):
+        check_data(packed)
+
+
+def of_other_size(path: Path) -> None:
+    """As many bytes of another array."""
+    array = np.load(path)
+    np.save(path, array.reshape(len(array), 20, 80, 3))
+
+
+def scrambled(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(b"x" * 128 + content[128:])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "complaint"),
+    [
+        ("train-00000.npy", of_other_size, "holds uint8 [27, 20, 80, 3] instead of [27, 40, 40, 3]"),
+        ("train-00000.npy", scrambled, "is truncated or something else"),
+        ("train-labels.npy", scrambled, "does not have its checksum"),
+    ],
+)
+def test_a_foreign_file_is_named_by_the_ranks(
+    packed: Path, name: str, damage: Callable[[Path], None], complaint: str
+) -> None:
+    damage(packed / name)
+    with pytest.raises(UserError, match=re.escape(f"{packed / name} {complaint}")):
+        load(packed)
+
+
+def test_an_index_that_lacks_a_shard_is_refused(packed: Path) -> None:
+    from dataclasses import replace
+
+    index = read_index(packed)
+    train, *others = index.parts
+    write_index(packed, replace(index, parts=(replace(train, shards=()), *others)))
+    with pytest.raises(UserError, match=re.escape("torchrelay-pack.json has 0 shards for 1: copy the packed data")):
+        load(packed)
+
+
+def test_several_shards_are_one_source(folder_data: Path, tmp_path: Path) -> None:
+    whole, parted = (pack(folder_data, tmp_path / name, "--size", "256", *flags) for name, flags in (
+        ("whole", []), ("parted", ["--shard-mb", "1"])
+    ))  # fmt: skip
+    assert len(read_index(parted).parts[0].shards) == 6
+    one, other = (load(path, image_size=64).train for path in (whole, parted))
+    assert torch.equal(look(one, 1), look(other, 1))
+    assert list_images(check_data(folder_data)).classes == read_index(parted).classes
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda text: text[: len(text) // 2], "is no index of packed data, or a torn one"),
+        (lambda _: "[]", "is no index of packed data, or a torn one"),
+        (lambda _: '{"version": 1, "fingerprint": ""}', "is no index of packed data, or a torn one"),
+        (lambda text: text.replace('"version": 1', '"version": 7'), "is of version 7, and this is for version 1"),
+        (lambda text: text.replace('"red"', '"rot"'), "does not have its own fingerprint"),
+    ],
+)
+def test_a_wrong_index_is_named(packed: Path, damage: Callable[[str], str], complaint: str) -> None:
+    path = packed / INDEX
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UserError, match=f"{path} {complaint}.*pack"):
+        check_data(packed)

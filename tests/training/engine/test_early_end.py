@@ -1,0 +1,235 @@
+"""What ends a training before its last epoch: no progress, no time, a loss that is no number."""
+
+import json
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_rig import Starter, events, lines, make_folder
+
+from hpc.core.outcome import EXIT_DIVERGED
+from hpc.submit.__main__ import main as submit
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import make_plan
+from training.engine.early_stopping import out_of_patience
+from training.runtime.progress import Progress
+
+# 193 images: 9 steps an epoch. A rate so small that the validation accuracy stays the same.
+STILL = ("--lr=1e-30", "--weight-decay=0", "--batch-size=20", "--log-every=4", "--epochs=30")
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "final" / "result.json").read_text())
+
+
+def validations(run_dir: Path) -> list[int]:
+    return [line["epoch"] for line in lines(run_dir / "metrics" / "eval.jsonl") if line["split"] == "val"]
+
+
+# --- patience ---
+
+
+def test_patience_is_counted_from_the_best_epoch() -> None:
+    config = TrainConfig(data="x", patience=3)
+    ended = [epoch for epoch in range(4, 10) if out_of_patience(config, Progress(best_epoch=4, evaluated_epochs=epoch))]
+    assert ended == [7, 8, 9]
+    assert not out_of_patience(TrainConfig(data="x"), Progress(evaluated_epochs=100))
+
+
+def test_a_training_that_gets_no_better_ends_and_is_complete(start: Starter) -> None:
+    training = start.complete(*STILL, "--patience=3", world_size=2)
+    # The first validation is the best one; three more are not better.
+    assert validations(training.run_dir) == [1, 2, 3, 4]
+    told = result(training.run_dir)
+    assert (told["ended"], told["step"], told["epoch"]) == ("patience", 36, 4)
+    assert told["test_accuracy"] is not None
+    assert "no step follows step 36: no higher validation accuracy in --patience 3 epochs" in training.output()
+    assert events(training.run_dir, "train_completed")[0]["ended"] == "patience"
+
+
+@pytest.mark.parametrize("flag", ["--patience=3", "--schedule=plateau"])
+def test_what_follows_the_validation_needs_one(start: Starter, flag: str) -> None:
+    training = start("--epochs=1", "--val-fraction=0", flag)
+    assert training.wait() == [2]
+    assert f"{flag.replace('=', ' ')} follows the validation, and there is none" in training.output()
+
+
+@pytest.mark.parametrize("flags", [("--patience=3",), ("--schedule=plateau",)])
+def test_a_submission_without_validation_is_refused_for_it(
+    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    where = ["--cluster=local", "--dry-run", f"--runs-dir={tmp_path}"]
+    without = f"{flags[0].replace('=', ' ')} follows the validation, and there is none: "
+    refused = {"--val-fraction=0": f"{without}use --val-fraction 0.1, or add val/"}
+    refused["--synthetic"] = f"{without}leave out --synthetic"
+    for flag, message in refused.items():
+        assert submit([*where, f"--data={idx_data}", flag, *flags]) == 2
+        assert capsys.readouterr().err == f"hpc submit: {message}\n"
+    assert submit([*where, f"--data={idx_data}", *flags]) == 0
+
+
+def test_flags_without_effect_are_said_when_it_is_submitted_and_when_it_begins(
+    start: Starter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--data={start.data}", "--drop-epochs=5", "--epochs=1"]
+    assert submit(["--cluster=local", "--dry-run", "--json", f"--runs-dir={tmp_path}", *flags]) == 0
+    said = capsys.readouterr()
+    assert said.err == "hpc submit: warning: --drop-epochs 5 changes nothing: it is for --schedule step\n"
+    assert json.loads(said.out)["cluster"] == "local"
+    assert "warning: --drop-epochs 5 changes nothing" in start.complete(*flags).output()
+
+
+@pytest.mark.parametrize("fault", ["step@20:1", "stop@20:0", "evaluate@27:0", "save@36:0", "evaluate@36:1"])
+def test_patience_goes_over_restarts(start: Starter, fault: str) -> None:
+    flags = (*STILL, "--patience=3", "--checkpoint-every=5")
+    codes = start(*flags, f"--fault={fault}", world_size=2).wait()
+    assert codes == ([0, 0] if "stop" in fault else codes)
+    run = start.complete(*flags, world_size=2).run_dir
+    assert validations(run) == [1, 2, 3, 4]
+    assert result(run)["step"] == 36
+    assert result(run)["world_size"] == 2
+
+
+def test_a_training_that_gets_better_goes_on(start: Starter) -> None:
+    run = start.complete("--epochs=3", "--batch-size=20", "--patience=3").run_dir
+    assert result(run)["ended"] is None
+    assert result(run)["epoch"] == 3
+
+
+# --- hours ---
+
+
+def spend(seconds: float) -> None:
+    """In a rank: a clock that is so much further with each step."""
+    from training.engine import early_stopping
+    from training.engine.step import Stepper
+
+    step, spent = Stepper.step, [0.0]
+
+    def timed_step(stepper: Stepper, *arguments: Any) -> None:
+        step(stepper, *arguments)
+        spent[0] += seconds
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return spent[0]
+
+    Stepper.step = timed_step  # type: ignore[method-assign]
+    early_stopping.time = Clock  # type: ignore[assignment]
+
+
+def test_the_hours_of_all_attempts_count(start: Starter) -> None:
+    # A step takes a minute: 20 of them are a third of an hour, and the wish to end is heard a step later.
+    flags = ("--epochs=30", "--batch-size=20", "--max-hours=0.3333", "--checkpoint-every=4")
+    training = start(*flags, "--fault=stop@8:0", world_size=2, prepare=partial(spend, 60))
+    assert training.wait() == [0, 0], training.output()
+    [stopped] = events(training.run_dir, "train_stopped")
+    killed = start(*flags, "--fault=step@14:1", world_size=2, prepare=partial(spend, 60))
+    assert -signal.SIGKILL in killed.wait()
+    [saved] = [event["step"] for event in events(training.run_dir, "checkpoint_saved")][-1:]
+    ended = start(*flags, world_size=2, prepare=partial(spend, 60))
+    assert ended.wait() == [0, 0], ended.output()
+    assert 0 < stopped["step"] <= saved < 14  # the kill may have come before the checkpoint of step 12
+    told = result(training.run_dir)
+    assert (told["ended"], told["step"]) == ("max_hours", 21)
+    assert "no step follows step 21: --max-hours 0.3333 are over" in ended.output()
+
+
+def die_late(run_dir: Path, seconds: float) -> None:
+    """In a rank: be killed when the test is to be written, and the last checkpoint is there."""
+    from training.monitoring.run_logger import Recorder
+
+    def die(*_: Any) -> None:
+        while not list((run_dir / "checkpoints").glob("step-*")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    spend(seconds)
+    Recorder.final = die  # type: ignore[method-assign]
+
+
+def test_no_step_is_made_when_the_hours_are_over(start: Starter) -> None:
+    flags = ("--epochs=30", "--batch-size=20", "--max-hours=0.05")
+    killed = start(*flags, prepare=partial(die_late, start.directory / "run", 60))
+    assert killed.wait() == [-signal.SIGKILL], killed.output()
+    run = start.complete(*flags).run_dir
+    started = events(run, "train_started")[1]["step"]
+    assert result(run)["step"] == started == 4
+    assert events(run, "first_step") == events(run, "first_step")[:1], "the second attempt made no step"
+
+
+# --- the time limit ---
+
+
+def test_told_of_the_time_limit_in_an_epochs_last_step_it_begins_no_other_epoch_or_save(start: Starter) -> None:
+    """The warning comes --stop-lead before the limit: it is heard within a step, and one save follows it at most."""
+    training = start("--epochs=3", "--batch-size=20", "--fault=stop@9:0", world_size=2)
+    assert training.wait() == [0, 0], training.output()
+    assert events(training.run_dir, "train_stopped")[0]["step"] == 9
+    assert len(events(training.run_dir, "checkpoint_saved")) == 1, "the epoch's checkpoint is that of the stop"
+    assert start.complete("--epochs=3", "--batch-size=20", world_size=2)
+
+
+# --- a loss that is no number ---
+
+
+def spoil(step: int, rank: int) -> None:
+    """In a rank: the loss of a step is not a number."""
+    from training.engine.step import Stepper
+
+    loss = Stepper._loss  # noqa: SLF001
+
+    def spoilt_loss(stepper: Stepper, *arguments: Any) -> torch.Tensor:
+        spoilt = stepper.state.progress.step + 1 == step and int(os.environ["RANK"]) == rank
+        return loss(stepper, *arguments) * (float("nan") if spoilt else 1)
+
+    Stepper._loss = spoilt_loss  # type: ignore[method-assign]  # noqa: SLF001
+
+
+@pytest.mark.parametrize("flags", [("--log-every=9",), ("--log-every=50", "--checkpoint-every=8"), ("--accumulate=2",)])
+def test_the_step_and_the_images_of_a_loss_that_is_no_number_are_named(start: Starter, flags: tuple[str, ...]) -> None:
+    flags = ("--epochs=3", "--batch-size=20", "--log-samples", *flags)
+    training = start(*flags, world_size=2, prepare=partial(spoil, 14, 1))
+    assert training.wait() == [EXIT_DIVERGED] * 2, training.output()
+    assert "error: the loss is nan since step 14: the training has diverged, use a smaller --lr" in training.output()
+    assert training.output().count("error: ") == 1
+    told = json.loads((training.run_dir / "diverged.json").read_text())
+    assert told["step"] == 14
+    logs = sorted((training.run_dir / "metrics" / "samples").glob("*.jsonl"))
+    used = [index for log in logs for line in lines(log) if line["step"] == 14 for index in line["indices"]]
+    assert told["indices"] == used
+    assert told["images"][0] == f"image {used[0]} of the training set"
+    assert events(training.run_dir, "diverged")[0]["step"] == 14
+
+
+def test_the_step_is_named_in_an_attempt_that_began_in_the_middle_too(start: Starter) -> None:
+    flags = ("--epochs=3", "--batch-size=20", "--log-every=20")
+    assert start(*flags, "--fault=stop@10:0").wait() == [0]
+    training = start(*flags, prepare=partial(spoil, 13, 0))
+    assert training.wait() == [EXIT_DIVERGED]
+    assert "the loss is nan since step 13" in training.output()
+    # What was saved before is there, to go on from with other flags.
+    start.complete(*flags, "--lr=0.01")
+
+
+def test_images_of_a_folder_are_named_by_their_files(start: Starter, tmp_path: Path) -> None:
+    start.data = make_folder(tmp_path / "photos", parts=("train",))
+    flags = ("--epochs=1", "--batch-size=5", "--workers=0", "--image-size=16", "--lr=1e30", "--warmup-epochs=0")
+    training = start(*flags)
+    assert training.wait() == [EXIT_DIVERGED], training.output()
+    images = json.loads((training.run_dir / "diverged.json").read_text())["images"]
+    assert len(images) == 5
+    assert all(name.endswith((".jpg", ".png")) for name in images)
+
+
+def test_a_steps_batch_is_what_its_ranks_are_asked_for() -> None:
+    plan = make_plan(101, 20, 3, seed=4)
+    requests = [list(plan.requests(0, 0, rank, 3)) for rank in range(3)]
+    for step, shares in enumerate(zip(*requests, strict=True), start=1):
+        assert plan.batch(step) == [index for share in shares for index in share.indices]

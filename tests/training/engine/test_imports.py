@@ -1,0 +1,49 @@
+"""What a rank does not import: seconds of every restart."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+HEAVY = {"sympy", "torch._dynamo", "torch._inductor", "torchvision", "matplotlib", "pandas"}
+
+
+def python(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_rank_imports_nothing_heavy_that_it_does_not_need(idx_data: Path, tmp_path: Path) -> None:
+    flags = ("--data", str(idx_data), "--epochs=1", "--batch-size=64", "--run-dir=run")
+    done = python("-X", "importtime", "-m", "training", *flags, cwd=tmp_path)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "torch.nn.parallel.distributed" in imported
+    assert not imported & HEAVY
+    assert (tmp_path / "run" / "final" / "result.json").exists()
+
+
+COMPILE = """
+import sys, torch
+from training.engine.skip_dynamo import leave_out_compiler
+leave_out_compiler()
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.5)
+optimizer.zero_grad()
+weight.sum().backward()
+optimizer.step()
+assert "sympy" not in sys.modules
+assert torch.compile(lambda x: 2 * x + 1, backend="eager")(weight).tolist() == [2.0, 2.0]
+import torch._dynamo.config
+assert torch._dynamo.config.optimize_ddp
+optimizer.step()
+assert weight.tolist() == [0.0, 0.0]
+"""
+
+
+def test_compiler_is_there_for_whom_wants_it(tmp_path: Path) -> None:
+    python("-c", COMPILE, cwd=tmp_path)

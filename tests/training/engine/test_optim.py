@@ -1,0 +1,192 @@
+"""Optimisers, schedules and scalings do what they say: what torch's own do, or the closed form."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+from trainer_rig import Starter, lines
+
+from hpc.core.errors import UserError
+from training.config.choices import OPTIMIZERS, SCALINGS, SCHEDULES, parse_drops
+from training.config.train_config import TrainConfig
+from training.engine.lr_schedule import CURVES, follow_plateau, highest_rate, learning_rate
+from training.engine.optim import MAKERS, make_optimizer
+from training.runtime.progress import Progress
+
+EPOCH = 10
+
+
+def rates(**settings: object) -> list[float]:
+    """The learning rates of all steps, with 10 steps an epoch."""
+    config = TrainConfig(data="x", **{"lr": 0.4, "epochs": 10, "warmup_epochs": 0, **settings})  # type: ignore[arg-type]
+    return [learning_rate(config, Progress(step=step), EPOCH) for step in range(EPOCH * config.epochs)]
+
+
+def rates_of_torch(make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler], steps: int) -> list[float]:
+    optimizer = optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    scheduler, found = make(optimizer), []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_every_name_has_its_help_and_its_meaning() -> None:
+    assert MAKERS.keys() == OPTIMIZERS.keys()
+    assert CURVES.keys() == SCHEDULES.keys()
+    assert [highest_rate(TrainConfig(data="x", lr_scaling=name)) for name in SCALINGS]
+
+
+@pytest.mark.parametrize(
+    ("settings", "make"),
+    [
+        ({"schedule": "cosine"}, partial(lr_scheduler.CosineAnnealingLR, T_max=100)),
+        ({"schedule": "constant"}, partial(lr_scheduler.ConstantLR, factor=1)),
+        ({"schedule": "step", "drop_epochs": "3"}, partial(lr_scheduler.StepLR, step_size=30)),
+        (
+            {"schedule": "step", "drop_epochs": "2,7", "drop_factor": 0.5},
+            partial(lr_scheduler.MultiStepLR, milestones=[20, 70], gamma=0.5),
+        ),
+        (
+            {"schedule": "one-cycle", "warmup_epochs": 3},
+            partial(lr_scheduler.OneCycleLR, max_lr=0.4, total_steps=100, pct_start=0.3, cycle_momentum=False),
+        ),
+    ],
+)
+def test_a_schedule_is_that_of_torch(
+    settings: dict[str, object], make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler]
+) -> None:
+    assert rates(**settings) == pytest.approx(rates_of_torch(make, 100), rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", set(SCHEDULES) - {"one-cycle"})
+def test_the_warm_up_is_a_line_to_the_highest_rate(schedule: str) -> None:
+    found = rates(schedule=schedule, warmup_epochs=1.5)
+    assert found[:15] == pytest.approx([0.4 * (step + 1) / 15 for step in range(15)])
+    assert found[15] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("settings", [{"warmup_epochs": 0}, {"warmup_epochs": 20}, {"epochs": 1, "warmup_epochs": 0.1}])
+def test_a_cycle_of_any_warm_up_stays_within_its_bounds(settings: dict[str, object]) -> None:
+    found = rates(schedule="one-cycle", **settings)
+    assert max(found) == pytest.approx(0.4)
+    assert 0 < min(found) < 0.02
+
+
+def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:
+    found = rates(warmup_epochs=2)
+    assert found[60] == pytest.approx(0.2)
+    assert found[:20] == sorted(found[:20])
+    assert found[20:] == sorted(found[20:], reverse=True)
+    assert found[99] < 0.001
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "none", "sqrt", "linear"), [(256, 1, 1, 1), (1024, 1, 2, 4), (64, 1, 0.5, 0.25)]
+)
+def test_the_rate_is_scaled_by_the_global_batch(batch_size: int, none: float, sqrt: float, linear: float) -> None:
+    wanted = {"none": none, "sqrt": sqrt, "linear": linear}
+    found = {name: rates(lr_scaling=name, batch_size=batch_size, schedule="constant")[0] for name in SCALINGS}
+    assert found == pytest.approx({name: 0.4 * factor for name, factor in wanted.items()})
+
+
+# --- plateau ---
+
+LOSSES = [1.0, 0.9, 0.91, 0.92, 0.9, 0.89995, 0.8, 0.81, 0.82, 0.83, 0.84, 0.85, 0.86, 0.87, 0.5]
+
+
+@pytest.mark.parametrize("patience", [0, 1, 3])
+def test_plateau_is_that_of_torch_also_over_restarts(patience: int) -> None:
+    config = TrainConfig(data="x", schedule="plateau", plateau_patience=patience, drop_factor=0.3, lr=1.0)
+    optimizer = optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    reference = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=patience)
+    progress, found, expected = Progress(step=10**6), [], []
+    for loss in LOSSES:
+        # As a restart does it after every epoch: what a state knows goes through JSON.
+        progress = Progress(**json.loads(json.dumps(asdict(progress))))
+        follow_plateau(config, progress, loss)
+        reference.step(loss)
+        found.append(learning_rate(config, progress, EPOCH))
+        expected.append(optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx(expected)
+    assert found[-1] < 1
+
+
+def test_plateau_lowers_the_rate_of_a_training_whose_loss_does_not_fall(start: Starter) -> None:
+    # A rate so small that the loss stays the same to the last digit.
+    flags = ("--schedule=plateau", "--plateau-patience=1", "--drop-factor=0.5", "--lr=1e-20", "--weight-decay=0")
+    flags = (*flags, "--epochs=6", "--batch-size=50", "--warmup-epochs=0", "--log-every=1")
+    stopped = start(*flags, "--fault=stop@8:0")
+    assert stopped.wait() == [0], stopped.output()
+    run = start.complete(*flags).run_dir
+    by_epoch = {line["epoch"]: line["lr"] for line in lines(run / "metrics" / "train.jsonl")}
+    # The first loss is the lowest; after one epoch more than it bears, the rate is halved, and so on.
+    assert list(by_epoch.values()) == [1e-20, 1e-20, 1e-20, 0.5e-20, 0.5e-20, 0.25e-20]
+
+
+# --- optimisers ---
+
+
+def updated(name: str, **settings: object) -> tuple[dict[str, torch.Tensor], nn.Module]:
+    """Weights after three steps with gradients of one, and the model with the weights before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 3))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    config = TrainConfig(data="x", optimizer=name, lr=0.1, **settings)  # type: ignore[arg-type]
+    take_steps(make_optimizer(config, model), model)
+    after = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(before)
+    return after, model
+
+
+def take_steps(optimizer: optim.Optimizer, model: nn.Module) -> None:
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("sgd", partial(optim.SGD, momentum=0.8, nesterov=True)),
+        ("sgd-heavy-ball", partial(optim.SGD, momentum=0.8)),
+        ("adamw", partial(optim.AdamW, betas=(0.8, 0.999))),
+        ("adam", partial(optim.Adam, betas=(0.8, 0.999))),
+    ],
+)
+def test_an_optimizer_is_that_of_torch(name: str, reference: Callable[..., optim.Optimizer]) -> None:
+    after, model = updated(name, momentum=0.8, weight_decay=0.02, decay_all=True)
+    take_steps(reference(model.parameters(), lr=0.1, weight_decay=0.02), model)
+    assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_biases_and_norms_decay_only_if_they_should(name: str) -> None:
+    plain, decayed, all_decayed = (
+        updated(name, **settings)[0]
+        for settings in ({"weight_decay": 0.0}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decay_all": True})
+    )
+    weights = {"0.weight", "3.weight"}
+    # Norms begin at one; their biases at zero, which decay cannot change at once, but the steps move them.
+    others = {"0.bias", "1.weight", "1.bias", "3.bias"}
+    assert {key for key in weights | others if not torch.equal(plain[key], decayed[key])} == weights
+    assert {key for key in weights | others if not torch.equal(plain[key], all_decayed[key])} == weights | others
+
+
+def test_the_decay_of_norms_may_change_in_the_course_of_a_run(start: Starter) -> None:
+    stopped = start("--epochs=2", "--batch-size=20", "--fault=stop@4:0")
+    assert stopped.wait() == [0], stopped.output()
+    start.complete("--epochs=2", "--batch-size=20", "--decay-all")
+
+
+@pytest.mark.parametrize("text", ["", "0", "5,5", "9,3", "-1", "1.5", "3,", "every"])
+def test_other_epochs_to_drop_at_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"--drop-epochs is .*: use a number such as 30, or rising epochs"):
+        parse_drops(text)

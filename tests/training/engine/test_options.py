@@ -1,0 +1,229 @@
+"""What each option of the optimisation does, against torch's own or torchvision's where they have the same."""
+
+import json
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from trainer_rig import Starter, lines, make_idx
+
+from hpc.core.rundir import RunDir
+from training.checkpoint.storage import list_checkpoints
+from training.config.train_config import TrainConfig
+from training.data.transforms.mixup import Mix, draw_mix, mix_images, mix_labels
+from training.engine.launch import make_trainer
+from training.engine.loss_meter import Window
+from training.models.ema import Ema
+from training.models.factory import build_model
+from training.runtime.process_group import Ranks
+from training.runtime.run_context import Job
+
+# One step of plain gradient descent on everything.
+ONE_STEP = ("--epochs=1", "--batch-size=193", "--momentum=0", "--weight-decay=0", "--warmup-epochs=0", "--lr=0.1")
+
+
+def final(run_dir: Path) -> dict[str, Tensor]:
+    return load_file(run_dir / "final" / "model.safetensors")
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in lines(run_dir / "metrics" / "train.jsonl")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_accumulated_step_is_the_step_of_the_large_batch(start: Starter, world_size: int) -> None:
+    flags = ("--epochs=1", "--batch-size=23", "--lr=0.02", "--log-every=1", "--label-smoothing=0.1")
+    large = start.complete(*flags, run="large", world_size=world_size).run_dir
+    parts = start.complete(*flags, "--accumulate=3", run="parts", world_size=world_size).run_dir
+    assert losses(parts) == pytest.approx(losses(large), rel=1e-4)
+    assert final(large).keys() == final(parts).keys()
+    for name, value in final(large).items():
+        assert torch.allclose(value, final(parts)[name], rtol=1e-3, atol=1e-5), name
+
+
+def test_the_average_is_that_of_torch() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    ema = Ema(model, 0.1)  # so low that it is not lowered further in the beginning
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.1), use_buffers=True)
+    reference.update_parameters(model)
+    for step in range(1, 6):
+        model(torch.randn(8, 3, generator=torch.Generator().manual_seed(step)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
+        ema.update(model, step)
+        reference.update_parameters(model)
+    expected = reference.module.state_dict()
+    floating = [name for name, value in expected.items() if value.is_floating_point()]
+    assert len(floating) == 6
+    assert all(torch.allclose(ema.model.state_dict()[name], expected[name]) for name in floating)
+    assert int(ema.model.state_dict()["1.num_batches_tracked"]) == 5
+
+
+def test_the_average_forgets_the_first_weights_quickly() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    ema = Ema(model, 0.9999)
+    nn.init.constant_(model.weight, 1.0)
+    nn.init.constant_(ema.model.weight, 0.0)
+    for step in range(1, 101):
+        ema.update(model, step)
+    assert float(ema.model.weight) > 0.99
+
+
+def test_the_average_is_what_is_evaluated_and_kept(start: Starter) -> None:
+    run = start.complete("--epochs=2", "--batch-size=20", "--ema=0.9").run_dir
+    state = load_file(list_checkpoints(run / "checkpoints")[0] / "state.safetensors")
+    for name, value in final(run).items():
+        assert torch.equal(value, state[f"ema/{name}"])
+        assert not torch.equal(value, state[f"model/{name}"])
+    assert json.loads((run / "final" / "result.json").read_text())["weights"] == "moving average"
+
+
+@pytest.mark.parametrize("amp", ["none", "fp16"])
+def test_gradients_are_clipped_to_the_norm_after_they_are_unscaled(start: Starter, amp: str) -> None:
+    run = start.complete(*ONE_STEP, "--schedule=constant", "--clip-norm=0.01", f"--amp={amp}", world_size=2).run_dir
+    config = TrainConfig(data=str(start.data))
+    before = build_model(config, classes=3, channels=1, size=12).state_dict()
+    step = torch.cat([(final(run)[name] - value).flatten() for name, value in before.items()])
+    assert float(step.norm()) == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_halved(
+    ranks: Ranks, idx_data: Path, tmp_path: Path
+) -> None:
+    config = TrainConfig(data=str(idx_data), batch_size=20, amp="fp16", epochs=1)
+    trainer = make_trainer(Job(config=config, run_dir=RunDir(tmp_path / "run"), attempt=1, started=0.0), ranks)
+    trainer.state.scaler.load_state_dict({**trainer.state.scaler.state_dict(), "scale": 2.0**40})
+    before = [parameter.detach().clone() for parameter in trainer.state.model.parameters()]
+    batch = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))]
+    trainer.stepper.step(batch, Window(ranks))
+    assert trainer.state.scaler.get_scale() == 2.0**39
+    assert all(map(torch.equal, before, trainer.state.model.parameters()))
+    assert trainer.state.progress.step == 1
+    while trainer.state.scaler.get_scale() > 2.0**16:
+        trainer.stepper.step(batch, Window(ranks))
+    trainer.stepper.step(batch, Window(ranks))
+    assert not any(map(torch.equal, before, trainer.state.model.parameters()))
+
+
+def test_synchronised_normalisation_of_shares_is_that_of_the_whole_batch(start: Starter, tmp_path: Path) -> None:
+    start.data = make_idx(tmp_path / "large", size=32)
+    flags = (*ONE_STEP, "--model=resnet18", "--image-size=32", "--val-fraction=0.8", "--batch-size=41")
+    whole = final(start.complete(*flags, run="whole").run_dir)
+    shared = final(start.complete(*flags, "--sync-bn", run="shared", world_size=2).run_dir)
+    apart = final(start.complete(*flags, run="apart", world_size=2).run_dir)
+    statistics = [name for name in whole if name.endswith(("running_mean", "running_var"))]
+    assert len(statistics) == 40
+    assert all(torch.allclose(whole[name], shared[name], rtol=1e-3, atol=1e-5) for name in statistics)
+    assert sum(torch.allclose(whole[name], apart[name], rtol=1e-3, atol=1e-5) for name in statistics) < 5
+    assert int(shared["bn1.num_batches_tracked"]) == 1
+
+
+def flaky_model(classes: int, channels: int, size: int) -> nn.Module:
+    """A model with an operation that has no repeatable form."""
+
+    class Flaky(nn.Module):
+        def forward(self, values: Tensor) -> Tensor:
+            return values.clone().put_(torch.tensor([0]), torch.zeros(1))
+
+    return nn.Sequential(Flaky(), nn.Flatten(), nn.Linear(channels * size * size, classes))
+
+
+def train_a_flaky_model() -> None:
+    from training.models import factory
+
+    factory.small_cnn = flaky_model  # type: ignore[assignment]
+
+
+def test_deterministic_refuses_what_is_not(start: Starter) -> None:
+    start.complete("--epochs=1", "--batch-size=20", run="allowed")
+    refused = start("--epochs=1", "--batch-size=20", "--deterministic", prepare=train_a_flaky_model)
+    assert refused.wait() == [2], refused.output()
+    assert "error: --deterministic does not work with small-cnn here: put_ does not have" in refused.output()
+    assert "Traceback" not in refused.output()
+
+
+# --- mixing ---
+
+
+def test_mixup_of_a_pair_is_that_of_torchvision() -> None:
+    from torchvision.transforms import v2
+
+    images, labels = torch.rand(2, 3, 8, 8), torch.tensor([0, 2])
+    expected, targets = v2.MixUp(alpha=0.7, num_classes=3)(images, labels)
+    mix = Mix(own=float(targets[0, 0]), box=None)
+    assert torch.allclose(mix_images(mix, images), expected, atol=1e-6)
+    assert torch.allclose(mix_labels(mix, labels, 3), targets, atol=1e-6)
+
+
+def test_cutmix_of_a_pair_is_that_of_torchvision() -> None:
+    from torchvision.transforms import v2
+
+    images, labels = torch.stack([torch.zeros(3, 16, 16), torch.ones(3, 16, 16)]), torch.tensor([0, 2])
+    torch.manual_seed(3)
+    expected, targets = v2.CutMix(alpha=1.0, num_classes=3)(images, labels)
+    rows, columns = expected[0, 0].nonzero().T
+    box = (int(rows.min()), int(rows.max()) + 1, int(columns.min()), int(columns.max()) + 1)
+    mix = Mix(own=1 - len(rows) / 256, box=box)
+    assert torch.equal(mix_images(mix, images), expected)
+    assert torch.allclose(mix_labels(mix, labels, 3), targets, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8])
+@pytest.mark.parametrize("settings", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.2, "cutmix": 1.0}])
+def test_the_label_has_the_mass_of_what_is_in_the_image(count: int, settings: dict[str, float]) -> None:
+    config = TrainConfig(data="x", **settings)  # type: ignore[arg-type]
+    # Image i is all i, and of class i: what it consists of can be read off.
+    images = torch.arange(count).float()[:, None, None, None].expand(count, 3, 16, 16)
+    for step in range(20):
+        mix = draw_mix(config, step, 16)
+        assert mix is not None
+        targets = mix_labels(mix, torch.arange(count), count)
+        assert torch.allclose(targets.sum(1), torch.ones(count))
+        mixed = mix_images(mix, images)
+        assert torch.allclose(mixed.mean((1, 2, 3)), targets @ torch.arange(count).float(), atol=1e-5)
+        assert all(set(row.nonzero().flatten().tolist()) <= {n, n ^ 1} for n, row in enumerate(targets))
+
+
+def test_a_step_is_mixed_in_its_own_way_each_time_in_the_same() -> None:
+    config = TrainConfig(data="x", mixup=0.4, cutmix=1.0)
+    mixes = [draw_mix(config, step, 32) for step in range(400)]
+    assert mixes == [draw_mix(config, step, 32) for step in range(400)]
+    assert all(one != other for one, other in pairwise(mixes))
+    assert 150 < sum(mix is not None and mix.box is None for mix in mixes) < 250
+    assert all(mix is not None and 0 <= mix.own <= 1 for mix in mixes)
+    assert draw_mix(TrainConfig(data="x"), 0, 32) is None
+
+
+# --- saving in the background ---
+
+
+def write_late(run_dir: Path) -> None:
+    """In a rank: a disk so slow that five more steps are made before a checkpoint is written."""
+    from training.checkpoint.capture import HostCopy
+
+    write = HostCopy.write
+
+    def slow_write(copy: HostCopy, directory: Path, **how: bool) -> None:
+        saved = int(directory.name.split("-")[1].split(".")[0])
+        while saved < 30 and not any(line["step"] >= saved + 5 for line in lines(run_dir / "metrics/train.jsonl")):
+            time.sleep(0.01)
+        write(copy, directory, **how)
+
+    HostCopy.write = slow_write  # type: ignore[method-assign]
+
+
+def test_the_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(start: Starter) -> None:
+    flags = ("--epochs=4", "--batch-size=20", "--log-every=1", "--lr=0.05", "--ema=0.9")
+    whole = start.complete(*flags, run="whole").run_dir
+    late = start(*flags, "--fault=step@29:0", prepare=partial(write_late, start.directory / "run"))
+    assert late.wait() == [-9], late.output()
+    assert [path.name for path in list_checkpoints(late.run_dir / "checkpoints")] == ["step-00000018", "step-00000009"]
+    resumed = start.complete(*flags).run_dir
+    assert all(torch.equal(value, final(resumed)[name]) for name, value in final(whole).items())

@@ -1,0 +1,102 @@
+"""The check before a training: what it says of ranks that are well, and of one whose device computes wrongly."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
+from trainer_rig import Starter, events
+
+from hpc.core.errors import TorchrelayError
+from hpc.core.outcome import EXIT_BAD_NODE
+from training.engine.preflight import check
+from training.runtime.fault_injection import parse_fault
+from training.runtime.process_group import Ranks, UnfitNodeError, choose_device
+from training.runtime.rank_info import Place
+
+SHORT = ("--epochs=1", "--batch-size=64")
+
+
+def test_every_start_of_the_ranks_is_preceded_by_a_check_that_is_recorded(start: Starter) -> None:
+    run = start.complete(*SHORT, world_size=3).run_dir
+    [preflight] = events(run, "preflight")
+    assert preflight["world_size"] == 3
+    assert preflight["allreduce_gb_per_second"] > 0
+    assert 0 <= preflight["seconds"] <= events(run, "train_started")[0]["seconds"]
+    assert preflight["time"] <= events(run, "train_started")[0]["time"]
+
+
+def test_a_rank_alone_has_no_bandwidth(ranks: Ranks) -> None:
+    report = check(ranks)
+    assert (report.world_size, report.allreduce_gb_per_second) == (1, None)
+
+
+def test_a_device_that_computes_wrongly_is_found_out(ranks: Ranks) -> None:
+    message = r"rank 0 on .+ \(the CPU\) computes wrongly: 1 of 65536 elements of a matrix product are not right"
+    with pytest.raises(UnfitNodeError, match=message) as raised:
+        check(ranks, parse_fault("preflight@0:0"))
+    assert raised.value.exit_code == EXIT_BAD_NODE
+
+
+def test_the_unfit_rank_is_told_from_the_others_by_its_exit_code(start: Starter) -> None:
+    training = start(*SHORT, "--fault=preflight@0:1", world_size=3)
+    assert training.wait() == [TorchrelayError.exit_code, EXIT_BAD_NODE, TorchrelayError.exit_code]
+    output = training.output()
+    assert output.count("error: this rank is well, but rank 1 on ") == 2
+    assert output.count("error: rank 1 on ") == 1
+    assert "Traceback" not in output
+    assert not training.run_dir.exists(), "an unfit node leaves nothing behind"
+
+
+def test_a_complete_run_needs_no_check(start: Starter) -> None:
+    run = start.complete(*SHORT).run_dir
+    assert start(*SHORT, "--fault=preflight@0:0").wait() == [0]
+    assert len(events(run, "preflight")) == 1
+
+
+def choose(usable: list[int], given: list[str]) -> list[str]:
+    """What becomes of ranks on as many nodes, one each: their device, or the end of their error."""
+    store = HashStore()
+
+    def one(rank: int) -> str:
+        place = Place(rank=rank, world_size=len(usable), local_rank=0, local_world_size=1, restarts=0)
+        try:
+            return str(choose_device(place, store, usable[rank], given[rank]))
+        except TorchrelayError as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(len(usable)) as pool:
+        return list(pool.map(one, range(len(usable))))
+
+
+def test_all_ranks_have_gpus_or_none_has() -> None:
+    assert choose([1, 4], ["0", "0,1,2,3"]) == ["cuda:0", "cuda:0"]
+    assert choose([0, 0], ["", ""]) == ["cpu", "cpu"]
+
+
+def test_a_node_whose_driver_is_not_loaded_is_unfit() -> None:
+    well, unfit = choose([1, 0], ["0", ""])
+    assert well == "TorchrelayError: this rank is well, but 1 of the 2 ranks have no GPU"
+    assert unfit.startswith("UnfitNodeError: local rank 0 on ")
+    assert "has no GPU: this node has 0" in unfit
+
+
+def test_a_node_whose_gpus_cannot_be_used_is_unfit() -> None:
+    first, second = choose([0, 0], ["0", ""])
+    assert "was given the GPUs 0, and torch" in first
+    assert first.startswith("UnfitNodeError")
+    assert second.startswith("TorchrelayError: this rank is well")
+
+
+def test_the_check_is_a_program_of_its_own(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    argv += ["--rdzv-endpoint=localhost:0", "-m", "training.engine.preflight", str(tmp_path / "run"), "3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    [line] = done.stdout.splitlines()
+    assert line.startswith("preflight: 2 ranks on cpu, all-reduce ")
+    [preflight] = events(tmp_path / "run", "preflight")
+    assert (preflight["attempt"], preflight["world_size"]) == (3, 2)

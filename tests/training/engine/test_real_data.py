@@ -1,0 +1,180 @@
+"""Trainings on real images in real files: they learn what is in them, and what they have learned can be used.
+
+Fashion-MNIST's clothes as CIFAR-10's batches and as a folder of PNGs, and pieces of photographs as PNGs and JPEGs.
+"""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from importlib.resources import files
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from trainer_rig import Ask, Starter, lines, write_cifar
+
+from training import export
+from training.config.dataset_layout import CIFAR, FASHION_MNIST_DIRECTORY, check_data
+from training.config.train_config import TrainConfig
+from training.data.idx import class_names, read_idx_pair
+from training.models.factory import build_model
+
+CIFAR10 = CIFAR["cifar10"]
+# Those that scikit-image ships; together they have hundreds of pieces that do not overlap.
+PHOTOS = ("astronaut.png", "chelsea.png", "coffee.png", "ihc.png", "retina.jpg", "rocket.jpg")
+SIDE, PIECES = 50, {"Train": 36, "Validation": 6, "test": 12}
+
+
+def clothes(part: str, count: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """The first images [n, 28, 28] of Fashion-MNIST, their labels, and the names of all classes."""
+    images, labels = read_idx_pair(FASHION_MNIST_DIRECTORY, part)
+    everything = read_idx_pair(FASHION_MNIST_DIRECTORY, "train")[1]
+    return images[:count, 0].numpy(), labels[:count].numpy(), class_names(everything, 10)
+
+
+def in_color(images: np.ndarray) -> np.ndarray:
+    """[n, 3, 32, 32] of [n, 28, 28]."""
+    return np.pad(images, ((0, 0), (2, 2), (2, 2)))[:, None].repeat(3, axis=1)
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """CIFAR-10's files, with 2,500 clothes to learn from and 500 to be tested on."""
+    images, labels, names = clothes("train", 2500)
+    test, test_labels, _ = clothes("test", 500)
+    parts = {name: (in_color(images[n::5]), labels[n::5]) for n, name in enumerate(CIFAR10.train)}
+    parts[CIFAR10.test] = (in_color(test), test_labels)
+    return write_cifar(tmp_path_factory.mktemp("real") / "cifar-10-batches-py", "cifar10", parts, list(names))
+
+
+@pytest.fixture(scope="module")
+def wardrobe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 1,000 clothes to learn from and 300 to be tested on, with no images set apart for validation."""
+    directory = tmp_path_factory.mktemp("real") / "wardrobe"
+    for part, source, count in (("train", "train", 1000), ("test", "test", 300)):
+        for number, (image, label) in enumerate(zip(*clothes(source, count)[:2], strict=True)):
+            path = directory / part / f"{label}" / f"{number:04d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pieces of photographs; which photograph a piece is from is its class. No pixel is in two parts."""
+    directory, random = tmp_path_factory.mktemp("real") / "album", np.random.default_rng(4)
+    for name in PHOTOS:
+        photo = Image.open(str(files("skimage") / "data" / name)).convert("RGB")
+        corners = list(product(range(0, photo.width - SIDE + 1, SIDE), range(0, photo.height - SIDE + 1, SIDE)))
+        chosen = iter(random.permutation(corners).tolist())
+        for part, count in PIECES.items():
+            (directory / part / Path(name).stem).mkdir(parents=True)
+            for number, (left, top) in enumerate(islice(chosen, count)):
+                piece = photo.crop((left, top, left + SIDE, top + SIDE))
+                piece.save(directory / part / Path(name).stem / f"{number}.{'png' if number % 2 else 'jpg'}")
+    return directory
+
+
+def result(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "final" / "result.json").read_text()))
+
+
+def test_torchrun_trains_on_cifars_batches_of_real_clothes(batches: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    command = [*torchrun, "--rdzv-endpoint=localhost:0", "-m", "training", f"--data={batches}"]
+    flags = [f"--run-dir={tmp_path / 'run'}", "--epochs=6", "--batch-size=50", "--lr=0.05", "--flip=off", "--ema=0.99"]
+    subprocess.run([*command, *flags], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    told = result(tmp_path / "run")
+    assert told["classes"][9] == "Ankle boot"
+    assert told["test_total"] == 500
+    assert told["test_accuracy"] > 0.65, "a tenth would be chance"
+
+
+def test_a_folder_of_real_clothes_is_learned(start: Starter, wardrobe: Path) -> None:
+    start.data = wardrobe
+    flags = ("--epochs=4", "--batch-size=20", "--lr=0.03", "--image-size=28", "--crop=padded", "--workers=0")
+    told = result(start.complete(*flags, world_size=2).run_dir)
+    assert told["test_total"] == 300
+    assert told["test_accuracy"] > 0.6, "a tenth would be chance"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_photographs_are_told_apart_and_others_can_use_the_model(
+    start: Starter, album: Path, tmp_path: Path, ask: Ask
+) -> None:
+    layout = check_data(album)
+    assert (layout.train.name, layout.val and layout.val.name, layout.test and layout.test.name) == tuple(PIECES)
+    start.data = album
+    flags = ("--epochs=12", "--batch-size=18", "--lr=0.03", "--image-size=32", "--workers=0")
+    run = start.complete(*flags, world_size=2).run_dir
+    told = result(run)
+    assert told["classes"] == [Path(name).stem for name in PHOTOS]
+    assert told["test_total"] == len(PHOTOS) * PIECES["test"]
+    assert told["test_accuracy"] > 0.5, "a sixth would be chance"
+
+    assert ask(run, f"--output={tmp_path / 'model.pt2'}", program=export.main)[0] == 0
+    for model in (run, tmp_path / "model.pt2"):
+        code, out, _ = ask(model, album / "test", "--csv")
+        right = [row["class"] == Path(row["path"]).parent.name for row in csv.DictReader(io.StringIO(out))]
+        assert (code, sum(right), len(right)) == (0, told["test_correct"], told["test_total"])
+
+
+# --- recipes for photographs ---
+
+
+def make_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Weights of a small network for images in color, with a head of 20 classes."""
+    config = TrainConfig(data="x", model="resnet20", seed=9)
+    weights = build_model(config, classes=20, channels=3, size=16).state_dict()
+    torch.save(weights, path)
+    return weights
+
+
+def changed(run: Path, before: dict[str, torch.Tensor]) -> set[str]:
+    """The outermost parts of the model whose weights have changed."""
+    after = load_file(run / "final" / "model.safetensors")
+    same = {name for name, value in before.items() if name in after and torch.equal(value, after[name])}
+    return {name.partition(".")[0] for name in after.keys() - same}
+
+
+def logged(run: Path) -> dict[int, float]:
+    """The learning rate at the end of each epoch."""
+    return {line["epoch"]: line["lr"] for line in lines(run / "metrics" / "train.jsonl")}
+
+
+def test_the_vgg19_recipe_trains_the_head_alone_at_its_rate(start: Starter, album: Path, tmp_path: Path) -> None:
+    start.data, before = album, make_weights(tmp_path / "w.pth")
+    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.pth'}", "--image-size=16", "--epochs=2", "--workers=0")
+    run = start.complete("--recipe=vgg19-20class", *flags, "--batch-size=100", world_size=2).run_dir
+    assert changed(run, before) == {"fc"}
+    assert logged(run) == pytest.approx({1: 2e-4 * (100 / 256) ** 0.5, 2: 2e-4 * (100 / 256) ** 0.5})
+    thawed = start.complete("--recipe=vgg19-20class", *flags, "--no-freeze", run="thawed").run_dir
+    assert changed(thawed, before) == {"features", "fc"}
+
+
+def test_the_finetune_recipe_trains_everything_and_lowers_the_rate_on_a_plateau(
+    start: Starter, album: Path, tmp_path: Path
+) -> None:
+    start.data, before = album, make_weights(tmp_path / "w.pth")
+    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.pth'}", "--image-size=16", "--epochs=8", "--workers=0")
+    flags = (*flags, "--plateau-patience=0", "--lr=0.003", "--batch-size=18")
+    training = start.complete("--recipe=finetune", *flags, world_size=2)
+    assert "but a new fc.0, fc.2" in training.output()
+    assert changed(training.run_dir, before) == {"features", "fc"}
+    head = load_file(training.run_dir / "final" / "model.safetensors")["fc.0.weight"]
+    assert head.shape == (512, 64)
+    losses = [line["loss"] for line in lines(training.run_dir / "metrics" / "eval.jsonl") if line["split"] == "val"]
+    expected, rate, lowest = {}, 0.003, float("inf")
+    for epoch, loss in enumerate(losses, start=1):
+        expected[epoch] = rate
+        rate, lowest = (rate, loss) if loss < lowest * (1 - 1e-4) else (rate / 10, lowest)
+    assert logged(training.run_dir) == pytest.approx(expected)
+    assert expected[8] < 0.003, "the case needs a plateau"

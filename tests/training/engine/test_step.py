@@ -1,0 +1,121 @@
+"""What the flags make of a step and of an evaluation, seen from inside the model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainer_rig import Starter, trainer_with
+
+from training.checkpoint.storage import list_checkpoints
+from training.data.dataset import Batch
+from training.data.transforms.mixup import draw_mix, mix_images, mix_labels
+from training.engine.loss_meter import Window
+from training.engine.trainer import Trainer
+from training.runtime.process_group import Ranks
+
+
+@contextmanager
+def watched(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """What goes into a module and what comes out, at each pass."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    hook = module.register_forward_hook(lambda _, args, output: seen.append((args[0].detach(), output.detach())))
+    yield seen
+    hook.remove()
+
+
+def make_step(trainer: Trainer, ranks: Ranks) -> tuple[Batch, float]:
+    """A step: its batch, and its loss."""
+    batch, window = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))], Window(ranks)
+    trainer.stepper.step(batch, window)
+    return batch, window.total_loss(1) / window.images
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"label_smoothing": 0.2},
+        {"mixup": 0.4, "label_smoothing": 0.1},
+        {"cutmix": 1.0},
+        {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1, "seed": 3},
+    ],
+)
+def test_the_loss_is_that_of_the_mixed_images_and_the_smoothed_labels(
+    ranks: Ranks, idx_data: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    trainer = trainer_with(ranks, idx_data, tmp_path / "run", **settings)
+    with watched(trainer.state.model) as seen:
+        batch, loss = make_step(trainer, ranks)
+    [(images, logits)] = seen
+    plain, labels = trainer.preprocess(batch.images), nn.functional.one_hot(batch.labels, 3).float()
+    mix = draw_mix(trainer.config, 0, 12)
+    assert (mix is not None) == ("mixup" in settings or "cutmix" in settings)
+    assert torch.equal(images, mix_images(mix, plain) if mix else plain)
+    targets = mix_labels(mix, batch.labels, 3) if mix else labels
+    smoothing = settings.get("label_smoothing", 0.0)
+    smooth = (1 - smoothing) * targets + smoothing / 3
+    assert loss == pytest.approx(float(-(smooth * logits.log_softmax(1)).sum(1).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("amp", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_mixed_precision_computes_in_it_and_keeps_weights_whole(
+    ranks: Ranks, idx_data: Path, tmp_path: Path, amp: str, dtype: torch.dtype
+) -> None:
+    trainer = trainer_with(ranks, idx_data, tmp_path / "run", amp=amp)
+    convolution = next(module for module in trainer.state.model.modules() if isinstance(module, nn.Conv2d))
+    with watched(convolution) as seen:
+        make_step(trainer, ranks)
+        assert trainer.data.val is not None
+        trainer.examiner.evaluator.evaluate(trainer.data.val, lambda: None)
+    assert [output.dtype for _, output in seen] == [dtype, dtype]
+    moments = [values for state in trainer.state.optimizer.state.values() for values in state.values()]
+    values = [*trainer.state.model.parameters(), *moments]
+    assert {value.dtype for value in values if torch.is_tensor(value)} == {torch.float32}
+
+
+@pytest.mark.parametrize("size", [None, 17])
+def test_the_model_sees_images_of_the_size_that_was_asked_for(
+    ranks: Ranks, folder_data: Path, idx_data: Path, tmp_path: Path, size: int | None
+) -> None:
+    for data, channels, usual in ((idx_data, 1, 12), (folder_data, 3, 64)):
+        trainer = trainer_with(ranks, data, tmp_path / data.name, image_size=size)
+        with watched(trainer.state.model) as seen:
+            make_step(trainer, ranks)
+            assert trainer.data.test is not None
+            trainer.examiner.evaluator.evaluate(trainer.data.test, lambda: None)
+        assert {images.shape[1:] for images, _ in seen} == {(channels, size or usual, size or usual)}
+
+
+def test_a_step_is_computed_in_as_many_parts_as_were_asked_for(ranks: Ranks, idx_data: Path, tmp_path: Path) -> None:
+    trainer = trainer_with(ranks, idx_data, tmp_path / "run", accumulate=3)
+    with watched(trainer.state.model) as seen:
+        make_step(trainer, ranks)
+    assert [len(images) for images, _ in seen] == [6, 7, 7]
+
+
+def test_weights_follow_from_the_seed(ranks: Ranks, idx_data: Path, tmp_path: Path) -> None:
+    one, same, other = (
+        list(trainer_with(ranks, idx_data, tmp_path / f"{place}", seed=seed).state.model.parameters())
+        for place, seed in enumerate((1, 1, 2))
+    )
+    assert all(map(torch.equal, one, same))
+    assert not any(map(torch.equal, one, other))
+
+
+def test_a_rank_has_the_loader_workers_that_it_was_given(
+    ranks: Ranks, idx_data: Path, folder_data: Path, tmp_path: Path
+) -> None:
+    asked = [trainer_with(ranks, folder_data, tmp_path / f"{workers}", workers=workers).workers for workers in (0, 3)]
+    assert asked == [0, 3]
+    assert trainer_with(ranks, folder_data, tmp_path / "folder").workers >= 1
+    assert trainer_with(ranks, idx_data, tmp_path / "idx").workers == 0, "they cost nothing to make"
+
+
+def test_as_many_checkpoints_are_kept_as_were_asked_for(start: Starter) -> None:
+    flags = ("--epochs=4", "--batch-size=20", "--checkpoint-every=4", "--snapshot-every=off")
+    run = start.complete(*flags, "--keep-checkpoints=3").run_dir
+    assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["36", "32", "28"]

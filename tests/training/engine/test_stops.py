@@ -1,0 +1,310 @@
+"""What ends a training early, at any moment: signals, kills, a full disk. Nothing is lost but what must be."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_rig import Starter, events, lines
+
+from hpc.core.outcome import EXIT_NO_SPACE
+
+# 193 images: 19 steps an epoch.
+FLAGS = ("--epochs=3", "--batch-size=10", "--log-every=1", "--lr=0.05")
+STEPS = 57
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def trained_steps(run_dir: Path) -> list[int]:
+    return [line["step"] for line in lines(run_dir / "metrics" / "train.jsonl")]
+
+
+def assert_whole_history(run_dir: Path) -> None:
+    assert trained_steps(run_dir) == list(range(1, STEPS + 1))
+    evaluations = [(line["epoch"], line["split"]) for line in lines(run_dir / "metrics" / "eval.jsonl")]
+    assert evaluations == [(1, "val"), (2, "val"), (3, "val"), (3, "test")]
+
+
+def test_signals_after_the_first_change_nothing(start: Starter) -> None:
+    training = start(*FLAGS, world_size=2)
+    training.wait_for_step(5)
+    training.send(signal.SIGUSR2, 1)
+    for _ in range(20):
+        training.send(signal.SIGTERM)
+        training.send(signal.SIGUSR2)
+    assert training.wait() == [0, 0], training.output()
+    [stopped] = events(training.run_dir, "train_stopped")
+    assert stopped["signal"] in {"SIGTERM", "SIGUSR2"}
+    assert names(training.run_dir / "checkpoints") == [f"step-{stopped['step']:08d}"]
+    start.complete(*FLAGS, world_size=2)
+    assert_whole_history(training.run_dir)
+
+
+def evaluate_slowly() -> None:
+    """In a rank: a validation of many small batches."""
+    from training.data.batch_schedule import Request, evaluation_requests
+    from training.evaluation import evaluator
+
+    def slow_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[Request]:
+        for request in evaluation_requests(samples, batch_size, rank, world_size):
+            time.sleep(0.1)
+            yield request
+
+    evaluator._BATCH = 1  # noqa: SLF001
+    evaluator.evaluation_requests = slow_requests
+
+
+def test_a_stop_in_a_validation_does_not_wait_for_its_end(start: Starter) -> None:
+    training = start(*FLAGS, world_size=2, prepare=evaluate_slowly)
+    training.wait_until(lambda: len(events(training.run_dir, "checkpoint_saved")) == 1)
+    training.send(signal.SIGTERM, 0)
+    assert training.wait() == [0, 0], training.output()
+    assert not (training.run_dir / "metrics" / "eval.jsonl").exists(), "the validation went on"
+    assert events(training.run_dir, "train_stopped")[0]["step"] == 19
+    assert len(events(training.run_dir, "checkpoint_saved")) == 1, "there was nothing new to save"
+    start.complete(*FLAGS, world_size=2)
+    assert_whole_history(training.run_dir)
+
+
+def test_a_stop_in_the_test_is_made_good_by_the_next_attempt(start: Starter) -> None:
+    training = start(*FLAGS, prepare=evaluate_slowly)
+    training.wait_until(lambda: len(lines(training.run_dir / "metrics" / "eval.jsonl")) == 3)
+    training.send(signal.SIGUSR2)
+    assert training.wait() == [0], training.output()
+    assert not (training.run_dir / "final").exists()
+    start.complete(*FLAGS)
+    assert_whole_history(training.run_dir)
+
+
+def test_a_signal_while_torch_is_being_imported_is_remembered(idx_data: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "training", "--data", str(idx_data), "--run-dir", str(tmp_path / "run"), *FLAGS]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        while not handles(process.pid, signal.SIGTERM):
+            assert process.poll() is None
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    [stopped] = events(tmp_path / "run", "train_stopped")
+    assert stopped["step"] < 3
+    assert "stopped by SIGTERM" in output
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process catches a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def test_torchrun_hands_the_signal_on_and_resumes(idx_data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    argv = [*torchrun, "--rdzv-endpoint=localhost:0", "-m", "training", "--data", str(idx_data), "--run-dir", str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*argv, *FLAGS], env=environment, stderr=subprocess.DEVNULL) as process:
+        while not trained_steps(run):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+    [stopped] = events(run, "train_stopped")
+    assert not (run / "final").exists()
+    subprocess.run([*argv, "--attempt=2", *FLAGS], env=environment, check=True)
+    assert events(run, "train_started")[1]["step"] == stopped["step"]
+    assert_whole_history(run)
+
+
+def test_a_kill_costs_what_came_after_the_last_checkpoint(start: Starter) -> None:
+    flags = (*FLAGS, "--checkpoint-every=8")
+    training = start(*flags, world_size=2)
+    training.wait_for_step(29)
+    training.kill()
+    saved = events(training.run_dir, "checkpoint_saved")[-1]["step"]
+    with (training.run_dir / "metrics" / "train.jsonl").open("a") as file:
+        file.write('{"step": 30, "lo')  # as a power cut leaves it
+    start.complete(*flags, world_size=2)
+    assert events(training.run_dir, "train_started")[1]["step"] == saved
+    assert [event["step"] for event in events(training.run_dir, "checkpoint_saved")][-3:] == [48, 56, 57]
+    assert_whole_history(training.run_dir)
+
+
+def test_time_makes_checkpoints_too(start: Starter) -> None:
+    run = start.complete(*FLAGS, "--checkpoint-every=0.01s", world_size=2).run_dir
+    assert len(events(run, "checkpoint_saved")) > 5
+
+
+def slow_down() -> None:
+    """In a rank: steps that take longer than the time between two checkpoints."""
+    from training.engine.step import Stepper
+
+    step = Stepper.step
+
+    def slow_step(stepper: Stepper, *arguments: Any) -> None:
+        time.sleep(0.02)
+        step(stepper, *arguments)
+
+    Stepper.step = slow_step  # type: ignore[method-assign]
+
+
+def test_one_wish_makes_one_checkpoint(start: Starter) -> None:
+    training = start("--epochs=1", "--batch-size=6", "--checkpoint-every=0.01s", world_size=2, prepare=slow_down)
+    assert training.wait() == [0, 0], training.output()
+    saved = [event["step"] for event in events(training.run_dir, "checkpoint_saved")]
+    # A wish is heard a step later, and then made anew: every other step, and the end.
+    assert len(saved) > 12
+    assert {later - earlier for earlier, later in pairwise(saved[:-1])} == {2}, saved
+
+
+def die_at_fsync(number: int) -> None:
+    """In a rank: be killed when it flushes for the n-th time."""
+    flush = os.fsync
+    flushed = iter(range(1, number + 1))
+
+    def fsync(descriptor: int) -> None:
+        if next(flushed) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        flush(descriptor)
+
+    os.fsync = fsync
+
+
+# A checkpoint flushes two files, the manifest, and two directories: the second of them after the rename.
+@pytest.mark.parametrize("number", [6, 8, 9, 10])
+def test_a_kill_in_the_middle_of_a_save_leaves_a_state_to_resume(start: Starter, number: int) -> None:
+    flags = (*FLAGS, "--checkpoint-every=5", "--keep-checkpoints=1")
+    whole = start.complete(*flags, run="whole").run_dir
+    training = start(*flags, prepare=partial(die_at_fsync, number))
+    assert training.wait() == [-signal.SIGKILL]
+    run = start.complete(*flags).run_dir
+    assert events(run, "train_started")[1]["step"] == (10 if number == 10 else 5)
+    assert not events(run, "checkpoint_rejected")
+    assert names(run / "checkpoints") == [f"step-{STEPS:08d}"], "the killed writer's files are still there"
+    weights = [load_file(path / "final" / "model.safetensors") for path in (whole, run)]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_torn_newest_checkpoint_is_passed_over_with_a_warning(start: Starter) -> None:
+    flags = (*FLAGS, "--checkpoint-every=8")
+    training = start(*flags)
+    training.wait_for_step(29)
+    training.kill()
+    older, newest = sorted((training.run_dir / "checkpoints").glob("step-*"))
+    state = newest / "state.safetensors"
+    state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
+
+    resumed = start.complete(*flags)
+
+    assert f"warning: checkpoint {newest} is not used: state.safetensors is not as it was written" in resumed.output()
+    [rejected] = events(training.run_dir, "checkpoint_rejected")
+    assert rejected["path"] == str(newest)
+    assert events(training.run_dir, "train_started")[1]["restored_from"] == older.name
+    assert_whole_history(training.run_dir)
+
+
+def fail_to_save_after(step: int) -> None:
+    """In a rank: the disk is full for the first checkpoint after a step."""
+    from training.checkpoint import checkpoint_writer
+
+    save = checkpoint_writer.save_checkpoint
+    failed: list[int] = []
+
+    def save_or_fail(directory: Path, at: int, fill: Callable[[Path], None], keep: int) -> Path:
+        if at > step and not failed:
+            failed.append(at)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(directory, at, fill, keep)
+
+    checkpoint_writer.save_checkpoint = save_or_fail
+
+
+def test_a_stop_tries_again_what_could_not_be_written(start: Starter) -> None:
+    training = start(*FLAGS, "--fault=stop@25:0", world_size=2, prepare=partial(fail_to_save_after, 19))
+    assert training.wait() == [0, 0], training.output()
+    [failed] = events(training.run_dir, "checkpoint_failed")
+    [stopped] = events(training.run_dir, "train_stopped")
+    assert stopped["step"] == failed["step"]
+    assert names(training.run_dir / "checkpoints")[-1] == f"step-{stopped['step']:08d}"
+    start.complete(*FLAGS, world_size=2)
+    assert_whole_history(training.run_dir)
+
+
+def fail_to_publish_once() -> None:
+    """In a rank: the disk is full when the best model is to be written."""
+    from training.monitoring import run_logger
+
+    publish = run_logger.publish
+    failed: list[Path] = []
+
+    def publish_or_fail(path: Path, fill: Callable[[Path], None]) -> None:
+        if not failed:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        publish(path, fill)
+
+    run_logger.publish = publish_or_fail
+
+
+def test_a_best_model_that_could_not_be_written_is_written_at_the_end(start: Starter) -> None:
+    training = start("--epochs=1", "--batch-size=10", prepare=fail_to_publish_once)
+    assert training.wait() == [0], training.output()
+    assert f"warning: {training.run_dir}/best cannot be written (" in training.output()
+    best, final = (json.loads((training.run_dir / name / "result.json").read_text()) for name in ("best", "final"))
+    assert best["val_accuracy"] == final["best_val_accuracy"]
+    assert best["test_total"] == 101
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None] | None]]:
+    """A directory that holds less than a second checkpoint: a small file system, or a limit that we may set."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = (
+        os.getuid() == 0
+        and not subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], check=False).returncode
+    )
+    yield disk, None if mounted else limit_files
+    if mounted:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def limit_files() -> None:
+    """In a rank: files end at a size between that of the metrics and that of a checkpoint."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_a_full_disk_stops_the_saving_but_not_the_training(
+    start: Starter, small_disk: tuple[Path, Callable[[], None] | None]
+) -> None:
+    disk, prepare = small_disk
+    training = start(*FLAGS, run="disk/run", world_size=2, prepare=prepare)
+    assert training.wait() == [EXIT_NO_SPACE if prepare is None else 1, 0], training.output()
+    checkpoints = training.run_dir / "checkpoints"
+    output = training.output()
+    assert f": free some space below {checkpoints}" in output
+    assert f"step {STEPS}/{STEPS}" in output, "the training did not go on"
+    assert f"error: {training.run_dir}/final cannot be written (" in output
+    assert "Traceback" not in output
+    assert not [name for name in names(checkpoints) if not name.startswith("step-")], "half a checkpoint is left"
+
+    if prepare is None:
+        assert names(checkpoints) == ["step-00000019"], "the old checkpoint is lost"
+        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+    start.complete(*FLAGS, run="disk/run", world_size=2)
+    assert [event["step"] for event in events(training.run_dir, "train_started")] == [0, 19 if prepare is None else 0]
+    assert_whole_history(training.run_dir)

@@ -1,0 +1,299 @@
+"""Whole trainings: what they leave behind, whatever the number of ranks, and what they do when something is wrong."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_rig import Starter, Training, events, lines, make_folder, make_idx
+
+from hpc.core.outcome import EXIT_DIVERGED
+from training.checkpoint.storage import list_checkpoints, save_checkpoint
+
+SHORT = ("--epochs=2", "--batch-size=20", "--log-every=3", "--lr=0.05")
+
+
+def result(run_dir: Path) -> dict[str, object]:
+    return dict(json.loads((run_dir / "final" / "result.json").read_text()))
+
+
+def refused(training: Training, world_size: int = 1) -> str:
+    """What the user is told: one line, without a traceback."""
+    assert training.wait() == [2] * world_size, training.output()
+    output = [line for line in training.output().splitlines() if "[Gloo]" not in line]
+    assert len([line for line in output if line.startswith("error: ")]) == 1, training.output()
+    assert "Traceback" not in training.output()
+    return next(line for line in output if line.startswith("error: "))
+
+
+def test_a_training_learns_and_leaves_everything_that_is_promised(start: Starter) -> None:
+    run = start.complete("--epochs=6", "--batch-size=20", "--log-every=7", "--lr=0.05", world_size=2).run_dir
+
+    final = result(run)
+    assert final["test_accuracy"] > 0.6, "a third would be chance"
+    assert final["test_total"] == 101
+    assert final["test_correct"] / 101 == final["test_accuracy"]
+    assert final["classes"] == ["0", "1", "2"]
+    assert final["step"] == 54
+    assert final["config"]["epochs"] == 6
+    best = json.loads((run / "best" / "result.json").read_text())
+    assert best["val_accuracy"] == final["best_val_accuracy"]
+    assert load_file(run / "best" / "model.safetensors").keys()
+
+    train = lines(run / "metrics" / "train.jsonl")
+    assert [line["step"] for line in train] == [7, 9, 14, 18, 21, 27, 28, 35, 36, 42, 45, 49, 54]
+    assert [line["epoch"] for line in train] == [1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 6, 6]
+    assert train[0].keys() == {
+        *("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time"),
+        *("data_wait_share", "memory_bytes"),
+    }
+    assert all(0 <= line["data_wait_share"] <= 1 for line in train)
+    assert all(10 * 2**20 < line["memory_bytes"] < 2**40 for line in train)
+    evaluations = lines(run / "metrics" / "eval.jsonl")
+    assert [(line["epoch"], line["split"]) for line in evaluations] == [*((n, "val") for n in range(1, 7)), (6, "test")]
+    assert all(line["correct"] / line["total"] == line["accuracy"] for line in evaluations)
+
+    assert [event["step"] for event in events(run, "checkpoint_saved")] == [9, 18, 27, 36, 45, 54]
+    assert [event["world_size"] for event in events(run, "train_started")] == [2]
+    assert [event["step"] for event in events(run, "train_completed")] == [54]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000045", "step-00000054"]
+    assert list((run / "tensorboard").iterdir())
+    assert run.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_confusion_matrix_counts_every_test_image_under_the_names_of_the_classes(
+    start: Starter, folder_data: Path
+) -> None:
+    start.data = folder_data
+    run = start.complete(*SHORT).run_dir
+    with (run / "final" / "confusion.csv").open(newline="") as file:
+        header, *rows = list(csv.reader(file))
+    assert header == ["true class", "blue sky", "green", "red"]
+    assert [row[0] for row in rows] == header[1:]
+    assert [sum(map(int, row[1:])) for row in rows] == [9, 9, 9]
+
+
+def test_a_complete_run_is_left_alone(start: Starter) -> None:
+    run = start.complete(*SHORT).run_dir
+    before = (run / "final" / "result.json").stat().st_mtime_ns
+    again = start(*SHORT)
+    assert again.wait() == [0]
+    assert "is complete already" in again.output()
+    assert (run / "final" / "result.json").stat().st_mtime_ns == before
+    assert len(events(run, "train_started")) == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_gradient_is_that_of_the_global_batch_however_it_is_shared(start: Starter, world_size: int) -> None:
+    flags = ("--epochs=1", "--batch-size=7", "--log-every=1", "--label-smoothing=0.1", "--lr=0.02")
+    alone = start.complete(*flags, run="alone").run_dir
+    shared = start.complete(*flags, run="shared", world_size=world_size).run_dir
+    losses = [[line["loss"] for line in lines(run / "metrics" / "train.jsonl")] for run in (alone, shared)]
+    assert len(losses[0]) == 27
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    weights = [load_file(run / "final" / "model.safetensors") for run in (alone, shared)]
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], rtol=1e-3, atol=1e-4), name
+
+
+def test_an_evaluation_counts_every_sample_once_for_any_number_of_ranks(start: Starter) -> None:
+    first = start.complete(*SHORT, run="1", world_size=1).run_dir
+    for world_size in (2, 3):
+        run = start.directory / str(world_size)
+        shutil.copytree(first, run)
+        shutil.rmtree(run / "final")
+        start.complete(*SHORT, run=str(world_size), world_size=world_size)
+        assert result(run)["test_total"] == 101
+        assert result(run)["test_correct"] == result(first)["test_correct"]
+        assert result(run)["test_loss"] == result(first)["test_loss"]
+        assert (run / "final" / "confusion.csv").read_text() == (first / "final" / "confusion.csv").read_text()
+        assert lines(run / "metrics" / "eval.jsonl")[-1]["total"] == 101
+
+
+def test_without_a_validation_set_there_is_no_best_and_without_a_test_set_no_test(
+    start: Starter, tmp_path: Path
+) -> None:
+    start.data = make_folder(tmp_path / "data", parts=("train",)) / "train"
+    run = start.complete(*SHORT, "--val-fraction=0").run_dir
+    assert not (run / "best").exists()
+    assert (result(run)["val_accuracy"], result(run)["test_accuracy"], result(run)["best"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model=shufflenet_v2_x0_5", "--image-size=32"),
+        ("--model=mobilenet_v3_small", "--image-size=32", "--amp=bf16", "--workers=1"),
+        ("--model=small-cnn", "--optimizer=adamw", "--lr=0.001", "--schedule=constant"),
+    ],
+)
+def test_models_of_torchvision_mixed_precision_and_adamw_work(
+    start: Starter, folder_data: Path, flags: tuple[str, ...]
+) -> None:
+    start.data = folder_data
+    run = start.complete(*SHORT, "--batch-size=9", *flags, world_size=2).run_dir
+    assert result(run)["test_total"] == 27
+
+
+def test_gray_images_in_memory_fit_a_model_for_photographs(start: Starter) -> None:
+    run = start.complete(*SHORT, "--model=squeezenet1_1", "--image-size=24", "--batch-size=60").run_dir
+    assert result(run)["input"]["channels"] == 3
+
+
+def test_an_image_size_that_a_model_cannot_take_is_refused(start: Starter) -> None:
+    message = refused(start(*SHORT, "--model=alexnet", "--image-size=16"))
+    assert message.startswith("error: --image-size is 16, which alexnet cannot take (")
+
+
+def test_data_that_are_missing_on_one_node_end_all_ranks_with_one_line(start: Starter, tmp_path: Path) -> None:
+    training = start(*SHORT, world_size=2, data=[start.data, tmp_path / "not-staged"])
+    assert refused(training, 2) == (
+        f"error: rank 1: --data is {tmp_path}/not-staged, which does not exist: give a directory, or fashion-mnist"
+    )
+
+
+def test_nodes_with_different_data_are_told_apart(start: Starter, tmp_path: Path) -> None:
+    other = make_idx(tmp_path / "other", train=200)
+    message = refused(start(*SHORT, world_size=2, data=[start.data, other]), 2)
+    assert message.startswith("error: --data is not the same everywhere: rank 0 has 193 training images, rank 1 190")
+
+
+@pytest.fixture
+def corrupt_data(tmp_path: Path) -> Path:
+    """Image folders with three unreadable images for training and one for the test."""
+    data = make_folder(tmp_path / "data")
+    for name in ("train/red/4.jpg", "train/red/5.png", "train/green/0.jpg", "test/blue sky/0.jpg"):
+        (data / name).write_bytes(b"no image")
+    return data
+
+
+def test_unreadable_images_are_replaced_counted_and_listed(start: Starter, corrupt_data: Path) -> None:
+    start.data = corrupt_data
+    corrupt = [str(corrupt_data / "train" / name) for name in ("green/0.jpg", "red/4.jpg", "red/5.png")]
+    weights = []
+    for run, world_size in (("alone", 1), ("again", 1), ("shared", 2)):
+        training = start.complete("--epochs=3", "--batch-size=4", "--lr=0.01", run=run, world_size=world_size)
+        weights.append(load_file(training.run_dir / "final" / "model.safetensors"))
+        assert sorted(event["path"] for event in events(training.run_dir, "image_corrupt")) == corrupt
+        assert result(training.run_dir)["corrupt_images"] == corrupt
+        assert all(training.output().count(f"warning: {path} cannot be read") == 1 for path in corrupt)
+        assert lines(training.run_dir / "metrics" / "eval.jsonl")[-1]["corrupt"] == 1
+        assert f"1 unreadable images in test: {corrupt_data}/test/blue sky/0.jpg" in training.output()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert all(torch.allclose(value, weights[2][name], atol=1e-3) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_too_many_unreadable_images_end_the_training_with_their_names(
+    start: Starter, corrupt_data: Path, world_size: int
+) -> None:
+    start.data = corrupt_data
+    message = refused(start(*SHORT, "--max-corrupt=2", "--epochs=9", world_size=world_size), world_size)
+    assert message.startswith("error: 3 images cannot be read, more than --max-corrupt 2: replace them or raise it: ")
+    assert all(f"{corrupt_data}/train/{name}" in message for name in ("green/0.jpg", "red/4.jpg", "red/5.png"))
+
+
+def test_too_many_unreadable_images_end_an_evaluation_too(start: Starter, corrupt_data: Path) -> None:
+    start.data = corrupt_data
+    for broken in corrupt_data.glob("train/red/*"):
+        broken.write_bytes((corrupt_data / "train/red/0.jpg").read_bytes())
+    (corrupt_data / "train/green/0.jpg").unlink()
+    message = refused(start(*SHORT, "--max-corrupt=0"))
+    assert message == (
+        "error: 1 images cannot be read, more than --max-corrupt 0: "
+        f"replace them or raise it: {corrupt_data}/test/blue sky/0.jpg"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--batch-size=21", "--batch-size is 21, but step-00000009 was made with 20: use that, or another --run-dir"),
+        ("--seed=1", "--seed is 1, but step-00000009 was made with 0: use that, or another --run-dir"),
+        ("--model=squeezenet1_1", "--model is squeezenet1_1, but step-00000009 was made with small-cnn: use that"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_not_resumed(start: Starter, flag: str, message: str) -> None:
+    self_stopped(start)
+    assert message in refused(start(*SHORT, "--image-size=24", flag))
+
+
+def test_a_checkpoint_of_other_data_is_not_resumed(start: Starter, tmp_path: Path) -> None:
+    self_stopped(start)
+    start.data = make_idx(tmp_path / "other", train=300)
+    message = refused(start(*SHORT, "--image-size=24"))
+    assert message.startswith("error: --data has train samples 285, but step-00000009 was made with 193: use the same")
+
+
+def self_stopped(start: Starter) -> None:
+    """A run with a checkpoint and no end."""
+    training = start.complete("--epochs=1", "--image-size=24", *SHORT[1:])
+    shutil.rmtree(training.run_dir / "final")
+
+
+def test_data_may_lie_elsewhere_in_the_next_attempt(start: Starter, tmp_path: Path) -> None:
+    self_stopped(start)
+    shutil.copytree(start.data, tmp_path / "elsewhere")
+    start.data = tmp_path / "elsewhere"
+    run = start.complete(*SHORT, "--image-size=24").run_dir
+    assert events(run, "train_started")[1]["step"] == 9
+
+
+def test_a_training_that_diverges_ends_and_saves_nothing_of_it(start: Starter) -> None:
+    training = start(*SHORT, "--lr=1e30", "--checkpoint-every=1", "--warmup-epochs=0")
+    assert training.wait() == [EXIT_DIVERGED], training.output()
+    assert "error: the loss is nan since step 2: the training has diverged, use a smaller --lr" in training.output()
+    for checkpoint in (training.run_dir / "checkpoints").iterdir():
+        window = json.loads((checkpoint / "state.json").read_text())["window"]
+        assert window["loss"] == window["loss"] < float("inf")
+
+
+def write_old_state(directory: Path) -> None:
+    (directory / "state.pt").write_bytes(b"a pickle")
+
+
+def test_a_checkpoint_of_an_older_version_is_not_resumed(start: Starter) -> None:
+    save_checkpoint(start.directory / "run" / "checkpoints", 9, write_old_state, 2)
+    message = refused(start(*SHORT, world_size=2), 2)
+    assert "step-00000009 has state.pt instead of state.safetensors and state.json: end the run with" in message
+
+
+def test_flags_that_may_change_count_from_the_checkpoint_on(start: Starter) -> None:
+    self_stopped(start)
+    run = start.complete(*SHORT, "--image-size=24", "--weight-decay=0.125", "--momentum=0.5").run_dir
+    newest = list_checkpoints(run / "checkpoints")[0]
+    [weights, others] = json.loads((newest / "state.json").read_text())["optimizer"]
+    assert (weights["weight_decay"], others["weight_decay"]) == (0.125, 0)
+    assert weights["momentum"] == others["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (("--accumulate=8",), "in 8 parts each"),
+        (("--mixup=0.2", "--accumulate=3"), "in 3 parts each, in pairs to be mixed"),
+    ],
+)
+def test_fewer_images_than_parts_of_a_batch_are_refused(
+    start: Starter, tmp_path: Path, flags: tuple[str, ...], parts: str
+) -> None:
+    start.data = make_idx(tmp_path / "ten", train=10)
+    assert refused(start("--val-fraction=0", *flags, world_size=2), 2) == (
+        f"error: --data has 10 training images, too few for the 2 ranks that share it {parts}: "
+        "use fewer ranks or a smaller --accumulate"
+    )
+
+
+def test_a_run_directory_that_cannot_be_made_is_said_in_one_line(start: Starter) -> None:
+    (start.directory / "run").write_text("a file")
+    message = refused(start(*SHORT, world_size=2), 2)
+    assert message.startswith(f"error: rank 0: --run-dir is {start.directory}/run, which does not work (")
+    assert message.endswith("): use another")
+
+
+def test_a_data_set_without_images_is_said_in_one_line(start: Starter, tmp_path: Path) -> None:
+    start.data = make_idx(tmp_path / "empty", test=0)
+    assert refused(start(*SHORT)).endswith("t10k-images-idx3-ubyte.gz is [0, 1, 12, 12], which is no image: replace it")

@@ -1,0 +1,227 @@
+"""What a complete training leaves for others: tables, a picture, the history, and what the model was made from."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from trainer_rig import Starter, lines
+
+from hpc.core import code_snapshot
+from hpc.core.rundir import RunDir
+from training.checkpoint.storage import NUMBERS, TENSORS, list_checkpoints
+from training.config.config_file import flag_names, with_config
+from training.config.train_config import TrainConfig
+from training.data.idx import read_idx_pair
+from training.engine.loss_meter import Window
+from training.evaluation.class_tables import classes_csv
+from training.evaluation.history import history_csv
+from training.evaluation.picture import confusion_png
+from training.inference.classifier import load_classifier
+from training.inference.model_card import read_card
+from training.runtime.process_group import Ranks
+from training.verify_resume.compare_states import compare_runs
+
+FLAGS = ("--epochs=3", "--batch-size=20", "--lr=0.05", "--log-every=4")
+
+
+@pytest.fixture(scope="module")
+def run(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("final")
+    (directory / "recipe.yaml").write_text("recipe: fashion-mnist\n")
+    config = f"--config={directory / 'recipe.yaml'}"
+    return Starter(idx_data, directory).complete(config, *FLAGS, "--workers=0").run_dir
+
+
+def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
+    card = read_card((run / "final" / "model.json").read_text(), "model.json")
+    assert (card.model, card.classes, card.pixels) == ("small-cnn", ("0", "1", "2"), (1, 12, 12))
+    made = card.made_from
+    assert made["recipe"] == "fashion-mnist"
+    assert made["config"]["epochs"] == 3
+    assert made["data"]["path"] == str(idx_data)
+    assert made["data"]["images"] == {"train": 193, "val": 10, "test": 101}
+    numbers = json.loads((run / "checkpoints" / "step-00000027" / NUMBERS).read_text())
+    assert made["data"]["fingerprint"] == numbers["identity"]["fingerprint"]
+    assert made["versions"]["torch"] == version("torch")
+    assert made["code"]["revision"] == code_snapshot.revision_of(Path.cwd())
+    assert (run / "best" / "model.json").exists()
+
+
+def test_the_history_has_a_row_for_each_epoch(run: Path) -> None:
+    with (run / "final" / "history.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["epoch"], row["step"]) for row in rows] == [("1", "9"), ("2", "18"), ("3", "27")]
+    validations = [line for line in lines(run / "metrics" / "eval.jsonl") if line["split"] == "val"]
+    assert [float(row["val_accuracy"]) for row in rows] == [line["accuracy"] for line in validations]
+    train = lines(run / "metrics" / "train.jsonl")
+    assert sum(float(row["train_seconds"]) for row in rows) == pytest.approx(train[-1]["train_seconds"], abs=0.01)
+    losses = [line["loss"] for line in train[:3]]
+    assert [line["step"] for line in train[:3]] == [4, 8, 9]
+    assert float(rows[0]["train_loss"]) == pytest.approx((4 * losses[0] + 4 * losses[1] + losses[2]) / 9, abs=1e-5)
+
+
+def test_an_epoch_is_added_up_from_lines_of_different_length() -> None:
+    shared = {"epoch": 1, "lr": 0.1}
+    train = [
+        shared | {"step": 6, "loss": 2.0, "train_seconds": 3.0, "images_per_second": 100, "data_wait_share": 0.5},
+        shared | {"step": 8, "loss": 1.0, "train_seconds": 4.0, "images_per_second": 300, "data_wait_share": 0.1},
+    ]
+    [row] = csv.DictReader(io.StringIO(history_csv(train, [])))
+    assert float(row["train_loss"]) == 1.75
+    assert float(row["images_per_second"]) == 150
+    assert float(row["data_wait_share"]) == 0.4
+    assert row["val_accuracy"] == ""
+
+
+def test_classes_are_told_by_what_was_recognised_and_what_was_right() -> None:
+    confusion = torch.tensor([[6, 2, 0], [1, 3, 0], [0, 0, 0]])
+    rows = list(csv.DictReader(io.StringIO(classes_csv(confusion, ("cat", "dog", "emu")))))
+    assert [float(rows[0][name]) for name in ("accuracy", "precision", "f1")] == pytest.approx([6 / 8, 6 / 7, 0.8])
+    assert (rows[0]["mostly taken for"], rows[0]["times"]) == ("dog", "2")
+    assert [rows[2][name] for name in ("images", "accuracy", "precision", "f1", "mostly taken for")] == ["0"] + 4 * [""]
+
+
+@pytest.mark.parametrize("classes", [1, 3, 50, 51, 1200])
+def test_the_picture_shows_right_in_green_and_wrong_in_red(classes: int) -> None:
+    confusion = torch.eye(classes, dtype=torch.int64) * 9
+    if classes > 1:
+        confusion[0, 0], confusion[0, 1] = 0, 123456
+    image = Image.open(io.BytesIO(confusion_png(confusion, [f"{n} {'long ' * 20}" for n in range(classes)])))
+    assert image.width <= 3000
+    colors = image.convert("RGB").getcolors(2**24) or []
+    assert any(color == (26, 110, 62) for _, color in colors)
+    assert any(color == (178, 34, 34) for _, color in colors) == (classes > 1)
+
+
+def test_waiting_for_data_is_counted_once_the_clock_runs(ranks: Ranks) -> None:
+    window = Window(ranks)
+    window.add_wait(1.0)
+    window.begin_step()
+    window.total_loss(0)
+    assert window.data_wait_share == 0, "the first batch is a part of getting ready"
+    window.add_wait(1e-6)
+    window.total_loss(0)
+    assert window.data_wait_share > 0
+    window.restart()
+    window.total_loss(0)
+    assert window.data_wait_share == 0
+
+
+def test_a_recipe_that_a_file_names_is_known(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("recipe: cifar\n")
+    assert with_config([f"--config={tmp_path / 'c.yaml'}"], flag_names(TrainConfig))[0] == "--recipe=cifar"
+
+
+def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=Ann", "-c", "user.email=ann@example.org", *arguments]
+        return subprocess.run(command, cwd=tmp_path / "own", check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "own").mkdir()
+    git("init", "-q")
+    (tmp_path / "own" / "notes").write_text("one")
+    git("add", "notes")
+    git("commit", "-qm", "one")
+    for number, ending in enumerate(("", "+changes")):
+        run = RunDir(tmp_path / str(number))
+        run.path.mkdir()
+        code_snapshot.take(run.code, tmp_path / "own", ())
+        assert run.revision.read_text() == f"{git('rev-parse', 'HEAD')}{ending}\n"
+        (tmp_path / "own" / "notes").write_text("two")
+    assert code_snapshot.revision_of(Path("/")) is None
+
+
+# --- the best model ---
+
+# The rate does not fall: the epoch that does best is not the last one.
+SHAKY = ("--epochs=6", "--batch-size=20", "--lr=0.1", "--schedule=constant", "--warmup-epochs=0", "--val-fraction=0.2")
+
+
+def told_of(directory: Path) -> dict[str, Any]:
+    return dict(json.loads((directory / "result.json").read_text()))
+
+
+def accuracy_of(model: Path, data: Path) -> float:
+    """Of the model in a directory, on the test images of IDX files."""
+    images, labels = read_idx_pair(data, "test")
+    return float((load_classifier(model).classify(images).argmax(1) == labels).float().mean())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("ema", ["0", "0.5"])
+def test_the_best_model_is_tested_too(start: Starter, ema: str) -> None:
+    training = start.complete(*SHAKY, f"--ema={ema}", world_size=2)
+    final, best = (told_of(training.run_dir / name) for name in ("final", "best"))
+    assert best["epoch"] == 5, "the case needs one that is not the last"
+    assert best["test_accuracy"] == pytest.approx(accuracy_of(training.run_dir / "best", start.data))
+    assert final["test_accuracy"] == pytest.approx(accuracy_of(training.run_dir / "final", start.data))
+    assert final["test_accuracy"] != best["test_accuracy"]
+    assert final["best"].items() <= best.items()
+    assert final["best"].keys() == {
+        *("step", "epoch", "val_accuracy", "val_loss"),
+        *("test_accuracy", "test_top5_accuracy", "test_loss", "test_correct", "test_total"),
+    }
+    assert f"of the best model, that of epoch {best['epoch']}" in training.output()
+    state = load_file(list_checkpoints(training.run_dir / "checkpoints")[0] / TENSORS)
+    weights = load_file(training.run_dir / "final" / "model.safetensors")
+    prefix = "ema" if float(ema) else "model"
+    assert all(torch.equal(value, state[f"{prefix}/{name}"]) for name, value in weights.items())
+
+
+def evaluate_in_small_batches() -> None:
+    from training.evaluation import evaluator
+
+    evaluator._BATCH = 8  # noqa: SLF001
+
+
+def stop_in_the_test_of_the_best() -> None:
+    """In a rank: be told to stop in the middle of it."""
+    from training.evaluation.evaluator import Evaluator
+
+    evaluate_in_small_batches()
+    test = Evaluator.evaluate_other
+
+    def stopped(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return test(*arguments)
+
+    Evaluator.evaluate_other = stopped  # type: ignore[method-assign]
+
+
+def test_a_stop_in_the_test_of_the_best_model_changes_nothing(start: Starter) -> None:
+    whole = start(*SHAKY, run="whole", world_size=2, prepare=evaluate_in_small_batches)
+    assert whole.wait() == [0, 0], whole.output()
+    stopped = start(*SHAKY, world_size=2, prepare=stop_in_the_test_of_the_best)
+    assert stopped.wait() == [0, 0], stopped.output()
+    assert not (stopped.run_dir / "final").exists()
+    assert "test_accuracy" not in told_of(stopped.run_dir / "best")
+    cut = start(*SHAKY, world_size=2, prepare=evaluate_in_small_batches)
+    assert cut.wait() == [0, 0], cut.output()
+    assert not [part for part in compare_runs(RunDir(whole.run_dir), RunDir(cut.run_dir)) if part.difference]
+
+
+def test_if_the_last_model_is_the_best_its_test_counts_for_both(start: Starter) -> None:
+    run = start.complete("--epochs=1", "--batch-size=20").run_dir
+    final, best = (told_of(run / name) for name in ("final", "best"))
+    assert final["best"]["test_loss"] == best["test_loss"] == final["test_loss"]
+
+
+def test_a_best_model_that_is_lost_costs_its_test_alone(start: Starter) -> None:
+    stopped = start(*SHAKY, "--fault=stop@44:0", world_size=2)
+    assert stopped.wait() == [0, 0]
+    shutil.rmtree(stopped.run_dir / "best")
+    resumed = start.complete(*SHAKY, world_size=2)
+    assert f"warning: {resumed.run_dir}/best cannot be read (" in resumed.output()
+    final = told_of(resumed.run_dir / "final")
+    assert (final["best"], final["test_total"]) == (None, 101)

@@ -1,0 +1,311 @@
+"""A training whose ranks hold a part of the model each does what one does whose ranks hold all of it."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from trainer_rig import Starter, Training, events, lines
+
+from hpc.core.errors import UserError
+from hpc.core.nodedir import NodeDir
+from hpc.core.rundir import RunDir
+from training.checkpoint.sharded_state import read_whole
+from training.checkpoint.snapshot import flush
+from training.checkpoint.storage import NUMBERS, described, list_checkpoints, step_of
+from training.config.train_config import TrainConfig
+from training.engine.launch import make_trainer
+from training.models.factory import build_model
+from training.models.fsdp import blocks
+from training.profile.__main__ import main as profile
+from training.runtime.process_group import Ranks
+from training.runtime.run_context import Job
+
+# 193 images for training: 9 steps of 20.
+FLAGS = ("--epochs=1", "--batch-size=20", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
+STEPS = 9
+FSDP = (*FLAGS, "--strategy=fsdp")
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in lines(run_dir / "metrics" / "train.jsonl")]
+
+
+def final(run_dir: Path) -> dict[str, Tensor]:
+    return load_file(run_dir / "final" / "model.safetensors")
+
+
+def newest(run_dir: Path) -> Path:
+    return list_checkpoints(run_dir / "checkpoints")[0]
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+NORMALISED = ("--model=resnet20", "--memory-format=contiguous")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, ()),
+        (2, (*NORMALISED, "--clip-norm=0.5", "--accumulate=2")),
+        (3, ("--optimizer=adamw", "--lr=0.002", "--accumulate=2", "--clip-norm=0.5", "--mixup=0.2")),
+        (2, ("--amp=bf16",)),
+    ],
+)
+def test_it_trains_as_ddp_does(start: Starter, world_size: int, options: tuple[str, ...]) -> None:
+    whole = start.complete(*FLAGS, *options, run="ddp", world_size=world_size).run_dir
+    parts = start.complete(*FSDP, *options, run="fsdp", world_size=world_size).run_dir
+    tolerance = 5e-3 if "--amp=bf16" in options else 2e-5
+    assert losses(parts) == pytest.approx(losses(whole), rel=tolerance)
+    [one, other] = (final(run) for run in (whole, parts))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=tolerance, atol=tolerance)
+    tested = [lines(run / "metrics" / "eval.jsonl")[-1] for run in (whole, parts)]
+    assert tested[0]["total"] == tested[1]["total"] == 101
+    assert tested[1]["loss"] == pytest.approx(tested[0]["loss"], rel=tolerance)
+
+
+def test_each_rank_holds_and_saves_its_part(start: Starter) -> None:
+    run = start.complete(*FSDP, "--optimizer=adamw", "--lr=0.001", world_size=3).run_dir
+    files = sorted(newest(run).glob("*.safetensors"))
+    assert [file.name for file in files] == [f"state-0000{rank}-of-00003.safetensors" for rank in range(3)]
+    held = [sum(value.numel() for value in load_file(file).values()) for file in files]
+    weights = sum(value.numel() for value in final(run).values())
+    # The weights and what Adam knows of each.
+    assert sum(held) == pytest.approx(3 * weights, rel=1e-3)
+    assert max(held) < 1.1 * weights
+    assert {path.name for path in newest(run).iterdir()} == {*(f.name for f in files), "state.json", "manifest.json"}
+    assert same({name: read_whole(newest(run))[f"model/{name}"] for name in final(run)}, final(run))
+
+
+@pytest.fixture(scope="module")
+def uncut(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a training that nothing interrupts."""
+    start = Starter(idx_data, tmp_path_factory.mktemp("uncut"))
+    return losses(start.complete(*FSDP, "--optimizer=adamw", "--lr=0.002", world_size=2).run_dir)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_it_goes_on_with_another_number_of_ranks(start: Starter, uncut: list[float], before: int, after: int) -> None:
+    options = ("--optimizer=adamw", "--lr=0.002")
+    cut = start(*FSDP, *options, "--fault=stop@5:0", run="cut", world_size=before)
+    assert cut.wait() == [0] * before, cut.output()
+    resumed = start.complete(*FSDP, *options, run="cut", world_size=after)
+    assert f"resuming from checkpoint {newest_before(resumed, 1)}" in resumed.output()
+    assert losses(cut.run_dir) == pytest.approx(uncut, rel=2e-5)
+
+
+def newest_before(training: Training, attempt: int) -> str:
+    """The checkpoint that an attempt, counted from 0, has begun with."""
+    return str(events(training.run_dir, "train_started")[attempt]["restored_from"])
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp")])
+def test_every_value_arrives_whoever_saved_it(start: Starter, before: str, after: str) -> None:
+    first = start.complete(*FLAGS, *NORMALISED, f"--strategy={before}", world_size=3)
+    saved = final(first.run_dir)
+    (first.run_dir / "final").rename(start.directory / "kept")
+    again = start.complete(*FLAGS, *NORMALISED, f"--strategy={after}", world_size=2)
+    assert newest_before(again, 1) == f"step-{STEPS:08d}"
+    assert same(final(again.run_dir), saved)
+
+
+def test_one_rank_gets_all_that_three_have_saved(start: Starter, ranks: Ranks) -> None:
+    settings = {"batch_size": 20, "epochs": 1, "optimizer": "adamw", "strategy": "fsdp"}
+    run = start.complete(*FSDP, "--optimizer=adamw", world_size=3).run_dir
+    config = TrainConfig(data=str(start.data), **settings)  # type: ignore[arg-type]  # any of its fields
+    trainer = make_trainer(Job(config=config, run_dir=RunDir(run), attempt=9, started=0.0), ranks)
+    trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
+    trainer.resume()
+    trainer.recorder.close()
+    held = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in trainer.state.tensors().items()
+    }
+    assert {name.split("/")[0] for name in held} == {"model", "optimizer"}
+    assert same(held, read_whole(newest(run)))
+    assert trainer.state.progress.step == STEPS
+
+
+def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(start: Starter) -> None:
+    cut = start(*FSDP, "--checkpoint-every=3", "--fault=save@5:1", world_size=2)
+    cut.ranks[1].join()
+    assert cut.ranks[1].exitcode == -signal.SIGKILL
+    cut.ranks[0].join(20)
+    assert cut.ranks[0].exitcode == 1, cut.output()
+    assert [path.name for path in list_checkpoints(cut.run_dir / "checkpoints")] == ["step-00000003"]
+    again = start.complete(*FSDP, world_size=2)
+    assert newest_before(again, 1) == "step-00000003"
+    assert not list((cut.run_dir / "checkpoints").glob(".*"))
+
+
+def test_a_damaged_part_makes_a_checkpoint_useless_and_the_one_before_is_taken(start: Starter) -> None:
+    cut = start(*FSDP, "--checkpoint-every=3", "--fault=stop@8:0", world_size=2)
+    assert cut.wait() == [0, 0], cut.output()
+    damaged = newest(cut.run_dir)
+    part = damaged / "state-00001-of-00002.safetensors"
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    again = start.complete(*FSDP, world_size=2)
+    assert f"warning: checkpoint {damaged} is not used: {part.name} is not as it was written" in again.output()
+    assert newest_before(again, 1) == "step-00000006"
+
+
+def no_room_on_rank_1() -> None:
+    """In a rank: another one's disk is full, until it is told to stop."""
+    from training.checkpoint.capture import HostCopy
+    from training.runtime import signals
+
+    write = HostCopy.write
+
+    def full(copy: HostCopy, directory: Path, *, shared: bool = True) -> None:
+        if os.environ["RANK"] == "1" and not signals.received():
+            raise OSError(28, "No space left on device")
+        write(copy, directory, shared=shared)
+
+    HostCopy.write = full  # type: ignore[method-assign]
+
+
+def test_what_one_rank_cannot_write_is_no_checkpoint_and_all_know(start: Starter) -> None:
+    training = start(*FSDP, "--checkpoint-every=2", "--fault=stop@8:1", world_size=2, prepare=no_room_on_rank_1)
+    assert training.wait() == [0, 0], training.output()
+    assert "warning: no checkpoint of step 2 (rank 1: [Errno 28] No space left on device)" in training.output()
+    assert [event["step"] for event in events(training.run_dir, "checkpoint_failed")][:2] == [2, 4]
+    assert step_of(newest(training.run_dir)) == events(training.run_dir, "train_stopped")[0]["step"]
+    assert not list((training.run_dir / "checkpoints").glob(".*"))
+
+
+def test_a_frozen_model_with_weights_of_a_file_trains_its_head_alone(start: Starter, tmp_path: Path) -> None:
+    config = TrainConfig(data="x", model="resnet20", seed=5)
+    weights = {k: v.contiguous() for k, v in build_model(config, classes=3, channels=1, size=12).state_dict().items()}
+    save_file(weights, tmp_path / "w.safetensors")
+    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.safetensors'}", "--freeze")
+    runs = [
+        start.complete(*FLAGS, *flags, f"--strategy={name}", run=name, world_size=2).run_dir for name in ("ddp", "fsdp")
+    ]
+    [whole, parts] = map(final, runs)
+    assert same({k: v for k, v in parts.items() if "fc" not in k}, {k: v for k, v in weights.items() if "fc" not in k})
+    assert not torch.equal(parts["fc.weight"], weights["fc.weight"])
+    torch.testing.assert_close(parts["fc.weight"], whole["fc.weight"], rtol=1e-4, atol=1e-6)
+
+
+def test_the_best_model_is_tested_and_kept_as_with_ddp(start: Starter) -> None:
+    flags = ("--epochs=3", "--batch-size=20", "--val-fraction=0.2", "--lr=0.1", "--schedule=constant")
+    flags = (*flags, "--warmup-epochs=0")
+    runs = [start.complete(*flags, f"--strategy={name}", run=name, world_size=2).run_dir for name in ("ddp", "fsdp")]
+    [whole, parts] = [json.loads((run / "best" / "result.json").read_text()) for run in runs]
+    assert whole["step"] < 24, "the best one is the last one: nothing else had to be tested"
+    for name in ("step", "val_accuracy", "test_accuracy"):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-3), name
+
+
+# --- snapshots ---
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> NodeDir:
+    (tmp_path / "node").mkdir(mode=0o700)
+    return NodeDir(tmp_path / "node")
+
+
+def killed(start: Starter, node: NodeDir) -> Training:
+    """A training of two ranks that is killed at its eighth step, with snapshots and no newer checkpoint than step 3."""
+    flags = ("--checkpoint-every=3", "--snapshot-every=1", f"--node-dir={node.path}", "--fault=step@8:1")
+    cut = start(*FSDP, *flags, world_size=2)
+    cut.ranks[1].join()
+    cut.kill()
+    for path in list_checkpoints(cut.run_dir / "checkpoints"):
+        if step_of(path) > 3:
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+    return cut
+
+
+def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, node: NodeDir) -> None:
+    whole = start.complete(*FSDP, run="whole", world_size=2)
+    cut = killed(start, node)
+    names = {path.name for path in node.snapshots.iterdir()}
+    assert names == {"rank-00000-of-00002", "rank-00001-of-00002"}
+    assert flush(node, RunDir(cut.run_dir)) is None, "no agent takes a part for the whole"
+    again = start.complete(*FSDP, f"--node-dir={node.path}", world_size=2)
+    started = events(again.run_dir, "train_started")[1]
+    assert started["source"] == "snapshot"
+    assert started["step"] >= 5
+    assert same(final(again.run_dir), final(whole.run_dir))
+    assert not list(node.snapshots.rglob("step-*"))
+
+
+def test_snapshots_of_parts_are_of_no_use_to_other_ranks_nor_if_one_is_lost(start: Starter, node: NodeDir) -> None:
+    cut = killed(start, node)
+    checkpoint = f"step-{step_of(newest(cut.run_dir)):08d}"
+    stopped = start(*FSDP, f"--node-dir={node.path}", "--fault=stop@6:0", world_size=3)
+    assert stopped.wait() == [0, 0, 0], stopped.output()
+    assert (newest_before(stopped, 1), checkpoint) == (checkpoint, "step-00000003")
+    assert not {path.name for path in node.snapshots.iterdir()} - {f"rank-0000{rank}-of-00003" for rank in range(3)}
+
+
+def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(start: Starter, node: NodeDir) -> None:
+    cut = killed(start, node)
+    checkpoint = newest(cut.run_dir).name
+    for path in list_checkpoints(node.snapshots / "rank-00001-of-00002"):
+        manifest, numbers = path / "manifest.json", path / NUMBERS
+        numbers.write_text(json.dumps(json.loads(numbers.read_text()) | {"attempt": 7}))
+        known = json.loads(manifest.read_text())
+        known["files"][NUMBERS] = described(numbers)
+        manifest.write_text(json.dumps(known))
+    again = start.complete(*FSDP, f"--node-dir={node.path}", world_size=2)
+    assert newest_before(again, 1) == checkpoint
+    assert events(again.run_dir, "train_started")[1]["source"] == "checkpoint"
+
+
+# --- what it does not do ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ema": 0.9}, "--strategy fsdp does not go with --ema: leave out either"),
+        ({"sync_bn": True}, "--strategy fsdp does not go with --sync-bn: leave out either"),
+        ({"compile": True}, "--strategy fsdp does not go with --compile: leave out either"),
+        ({"static_graph": True}, "--strategy fsdp does not go with --static-graph: leave out either"),
+        ({"compress_gradients": "bf16"}, "--strategy fsdp does not go with --compress-gradients: leave out either"),
+        ({"amp": "fp16"}, "--strategy fsdp does not scale losses: use --amp bf16"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_in_a_line(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TrainConfig(data="x", strategy="fsdp", **settings)  # type: ignore[arg-type]  # any of its fields
+
+
+def test_a_profile_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["profile", "--data=x", "--strategy=fsdp"])
+    assert profile() == 2
+    assert capsys.readouterr().err.startswith("error: --strategy is fsdp, ")
+
+
+def test_the_layers_of_a_transformer_are_gathered_one_at_a_time_and_as_a_whole() -> None:
+    from torchvision.models import vit_b_16
+
+    with torch.device("meta"):
+        model = vit_b_16()
+    names = [name for name, module in model.named_modules() if any(module is part for part in blocks(model))]
+    layers = [f"encoder.layers.encoder_layer_{number}" for number in range(12)]
+    assert sorted(names) == sorted(["conv_proj", "encoder", *layers, "heads.head"])
+
+
+def test_a_list_of_blocks_is_gathered_block_by_block() -> None:
+    from torchvision.models import maxvit_t
+
+    with torch.device("meta"):
+        model = maxvit_t()
+    names = [name for name, module in model.named_modules() if any(module is part for part in blocks(model))]
+    assert [name for name in names if name.startswith("blocks")] == [f"blocks.{number}" for number in range(4)]

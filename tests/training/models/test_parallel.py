@@ -1,0 +1,85 @@
+"""What is put around a model for its training does what it says, and changes nothing else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from trainer_rig import trainer_with
+
+from hpc.core.errors import UserError
+from training.config.train_config import TrainConfig
+from training.engine.trainer import Trainer
+from training.models.parallel import compile_training
+from training.runtime.process_group import Ranks, SharedError
+
+
+def gradients(trainer: Trainer) -> list[torch.Tensor]:
+    """Of the first batch, as the ranks have exchanged them."""
+    batch = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))]
+    trainer.stepper._loss(batch.images, batch.labels, None).backward()  # noqa: SLF001
+    return [parameter.grad for parameter in trainer.state.model.parameters() if parameter.grad is not None]
+
+
+def test_compressed_gradients_are_rounded_to_bfloat16(ranks: Ranks, idx_data: Path, tmp_path: Path) -> None:
+    exact = gradients(trainer_with(ranks, idx_data, tmp_path / "exact"))
+    rounded = gradients(trainer_with(ranks, idx_data, tmp_path / "rounded", compress_gradients="bf16"))
+    assert not any(torch.equal(value, value.bfloat16().float()) for value in exact)
+    assert all(torch.equal(value, other.bfloat16().float()) for value, other in zip(rounded, exact, strict=True))
+
+
+@pytest.mark.parametrize("memory_format", ["channels-last", "contiguous"])
+def test_images_and_weights_lie_in_memory_as_they_should(
+    ranks: Ranks, cifar_data: Path, tmp_path: Path, memory_format: str
+) -> None:
+    trainer = trainer_with(ranks, cifar_data, tmp_path / "run", model="resnet20", memory_format=memory_format)
+    weight = next(module.weight for module in trainer.state.model.modules() if getattr(module, "in_channels", 1) > 1)
+    images = trainer.preprocess(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
+    for values in (weight, images):
+        assert values.is_contiguous(memory_format=torch.channels_last) == (memory_format == "channels-last")
+        assert values.is_contiguous() == (memory_format == "contiguous")
+
+
+def test_a_static_graph_is_told_to_ddp_and_gives_the_same_gradients(
+    ranks: Ranks, idx_data: Path, tmp_path: Path
+) -> None:
+    usual = trainer_with(ranks, idx_data, tmp_path / "usual")
+    static = trainer_with(ranks, idx_data, tmp_path / "static", static_graph=True)
+    assert (usual.stepper.wrapped.static_graph, static.stepper.wrapped.static_graph) == (False, True)
+    assert all(map(torch.equal, gradients(usual), gradients(static)))
+
+
+def test_a_compiled_model_has_the_same_names_and_gradients_and_is_evaluated_as_before() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    names, images = list(model.state_dict()), torch.randn(3, 4)
+    model(images).square().sum().backward()
+    [expected, _] = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    evaluated = model.eval()(images)
+    compile_training(model)
+    counters.clear()
+    assert torch.equal(model(images), evaluated)
+    assert not counters["frames"], "an evaluation compiles nothing"
+    model.train().zero_grad()
+    model(images).square().sum().backward()
+    assert counters["frames"]["ok"] == 1
+    assert torch.allclose(model[0].weight.grad, expected, atol=1e-6)
+    assert list(model.state_dict()) == names
+
+
+def test_a_compiler_that_is_missing_is_said_in_one_line(
+    ranks: Ranks, idx_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    trainer = trainer_with(ranks, idx_data, tmp_path / "run", compile=True)
+    with pytest.raises(SharedError, match=r"--compile does not work here: .*[Cc]ompiler"):
+        trainer.stepper.warm_up(1, 12)
+
+
+def test_compilation_does_not_go_with_synchronised_norms() -> None:
+    with pytest.raises(UserError, match=r"--compile does not go with --sync-bn"):
+        TrainConfig(data="x", compile=True, sync_bn=True)

@@ -1,0 +1,297 @@
+"""`python -m training.pack`: what it makes of images, and that it goes on whatever ends it."""
+
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from trainer_rig import load, make_folder
+
+from training.config.packed_index import INDEX, read_index
+from training.data.batch_schedule import Request
+
+# At 256 pixels a shard of 1 MB has five images.
+SMALL_SHARDS = ["--shard-mb", "1"]
+NAME = ".packed.packing"
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "training.pack", *map(str, arguments)]
+
+
+def pack(*arguments: str | Path, code: int = 0, preexec: object = None) -> str:
+    """Everything that a packer says."""
+    done = subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=preexec,  # type: ignore[call-overload]
+    )
+    output: str = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert "Traceback" not in output
+    return output
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """All files of a packed data set; of the index what does not depend on the source's place."""
+    files = {path.name: path.read_bytes() for path in directory.iterdir()}
+    return files | {INDEX: read_index(directory).fingerprint.encode()}
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """27 training images and as many to validate and to test with."""
+    return make_folder(tmp_path / "photos")
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """60 images that take a while: 12 small shards."""
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)).save(tmp_path / "0.jpg")
+    for number in range(60):
+        path = tmp_path / "many" / f"class {number % 3}" / f"{number:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tmp_path / "0.jpg", path)
+    return tmp_path / "many"
+
+
+@pytest.mark.parametrize("parts", [("train", "valid", "test"), ("train",), ()])
+def test_every_image_is_packed_with_its_part_class_and_path(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    source = make_folder(tmp_path / "photos", parts=parts or ("train",))
+    if not parts:
+        source = source / "train"
+    pack(source, tmp_path / "packed", "--size", "16")
+    index = read_index(tmp_path / "packed")
+    assert index.classes == ("blue sky", "green", "red")
+    assert [(part.name, part.images) for part in index.parts] == [
+        ({"valid": "val"}.get(name, name), 27) for name in parts or ("train",)
+    ]
+    for part in index.parts:
+        assert np.load(tmp_path / "packed" / part.labels.name).tolist() == [0] * 9 + [1] * 9 + [2] * 9
+        names = np.load(tmp_path / "packed" / part.names.name)
+        images = np.load(tmp_path / "packed" / part.shards[0].name)
+        assert (images.dtype, images.shape) == (np.uint8, (27, 16, 16, 3))
+        for name, image in zip(names, images, strict=True):
+            with Image.open(source / os.fsdecode(name)) as photo:
+                square = photo.convert("RGB").resize((16, 16), Image.Resampling.BILINEAR, (5, 0, 45, 40))
+            assert np.array_equal(image, np.asarray(square))
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(photos: Path, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        pack(photos, tmp_path / f"{workers}", "--workers", f"{workers}", *SMALL_SHARDS)
+    assert content(tmp_path / "1") == content(tmp_path / "3")
+    assert len(content(tmp_path / "1")) == 3 * (6 + 2) + 1
+
+
+def test_corrupt_images_are_named_marked_and_replaced_as_in_the_folder(photos: Path, tmp_path: Path) -> None:
+    for name in ("blue sky/8.jpg", "red/7.png"):
+        (photos / "train" / name).write_bytes(b"no image")
+    said = pack(photos, tmp_path / "packed", "--size", "64")
+    for name in ("blue sky/8.jpg", "red/7.png"):
+        assert f"warning: {photos / 'train' / name} cannot be decoded: it is marked" in said
+    assert "2 images cannot be decoded and are marked" in said
+    folder, packed = (load(path).train for path in (photos, tmp_path / "packed"))
+    for indices in ((7, 8, 9), (24, 25, 26)):
+        batches = [source[Request(indices=indices, epoch=1)] for source in (folder, packed)]
+        for one, other in zip(batches[0][1:], batches[1][1:], strict=True):
+            assert one.tolist() == other.tolist()
+    assert packed.name(8) == folder.name(8) == str(photos / "train" / "blue sky" / "8.jpg")
+
+
+def started(*arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_shards(process: subprocess.Popen[str], directory: Path, count: int) -> None:
+    while len(list(directory.glob(".*.npy.json"))) < count:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+
+
+def processes_below(directory: Path) -> list[int]:
+    """Processes that have a file in a directory open, or work for one that has."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [descriptor.readlink() for descriptor in (process / "fd").iterdir()]
+        except OSError:
+            continue
+        found += [int(process.name)] if any(link.is_relative_to(directory) for link in links) else []
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_an_ended_packer_goes_on_after_its_last_whole_shard(many: Path, tmp_path: Path, number: int) -> None:
+    pack(many, tmp_path / "whole", *SMALL_SHARDS)
+    process = started(many, tmp_path / "packed", *SMALL_SHARDS, "--workers", "2")
+    wait_for_shards(process, tmp_path / NAME, 2)
+    process.send_signal(number)
+    said, _ = process.communicate()
+    expected = {signal.SIGKILL: -number, signal.SIGTERM: 128 + number, signal.SIGINT: 130}
+    assert process.returncode == expected[signal.Signals(number)], said
+    assert ("the same command goes on" in said) == (number != signal.SIGKILL)
+    assert not (tmp_path / "packed").exists()
+    while processes_below(tmp_path / NAME):  # the workers die with it
+        time.sleep(0.005)
+    kept = {path.name: path.stat().st_ino for path in (tmp_path / NAME).glob("*.npy")}
+    said = pack(many, tmp_path / "packed", *SMALL_SHARDS)
+    assert f"{5 * len(kept)} of 60 images were packed before" in said
+    assert content(tmp_path / "packed") == content(tmp_path / "whole")
+    assert {name: (tmp_path / "packed" / name).stat().st_ino for name in kept} == kept
+    assert not (tmp_path / NAME).exists()
+
+
+def half_packed(source: Path, tmp_path: Path) -> Path:
+    """What a killed packer leaves."""
+    process = started(source, tmp_path / "packed", *SMALL_SHARDS)
+    wait_for_shards(process, tmp_path / NAME, 1)
+    process.kill()
+    process.communicate()
+    assert not (tmp_path / "packed").exists()
+    return tmp_path / NAME
+
+
+def test_images_that_change_between_two_halves_are_packed_again(many: Path, tmp_path: Path) -> None:
+    half_packed(many, tmp_path)
+    red = Image.new("RGB", (300, 300), (255, 0, 0))
+    red.save(many / "class 0" / "00.jpg", quality=100)
+    pack(many, tmp_path / "packed", *SMALL_SHARDS)
+    image = np.load(tmp_path / "packed" / "train-00000.npy")[0]
+    assert image[..., 0].min() > 250
+    assert image[..., 1:].max() < 5
+
+
+def test_images_that_come_between_two_halves_are_noticed(many: Path, tmp_path: Path) -> None:
+    directory = half_packed(many, tmp_path)
+    shutil.copy(many / "class 0" / "00.jpg", many / "class 0" / "a new one.jpg")
+    said = pack(many, tmp_path / "packed", *SMALL_SHARDS, code=2)
+    assert f"{directory} was begun with other images in SRC: use the same, or start anew: rm -r '{directory}'" in said
+    (many / "class 0" / "a new one.jpg").unlink()
+    said = pack(many, tmp_path / "packed", *SMALL_SHARDS, "--size", "128", code=2)
+    assert f"{directory} was begun with another --size" in said
+
+
+def test_a_second_packer_is_refused_and_harms_nothing(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    with (tmp_path / NAME / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said = pack(photos, tmp_path / "packed", code=1)
+        assert f"error: another process packs into {tmp_path / 'packed'}: wait for it" in said
+    pack(photos, tmp_path / "packed")
+
+
+def test_two_packers_at_once_make_one_data_set(many: Path, tmp_path: Path) -> None:
+    both = [started(many, tmp_path / "packed", *SMALL_SHARDS, "--workers", "1") for _ in range(2)]
+    codes = sorted(process.wait() for process in both)
+    said = "".join(process.communicate()[0] for process in both)
+    assert codes in ([0, 0], [0, 1]), said
+    assert "Traceback" not in said
+    assert pack(tmp_path / "many", tmp_path / "packed", "--verify").endswith("files have their checksums\n")
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+
+
+def test_a_full_disk_ends_it_resumably(many: Path, tmp_path: Path) -> None:
+    said = pack(many, tmp_path / "packed", *SMALL_SHARDS, code=1, preexec=limit_files)
+    assert "File too large: mend that; the same command goes on" in said
+    assert not (tmp_path / "packed").exists()
+    pack(many, tmp_path / "packed", *SMALL_SHARDS)
+
+
+@pytest.fixture
+def little_room(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    place = tmp_path / "little"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", place], check=False).returncode:
+        pytest.skip("mounting needs root")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_space_is_looked_at_first(photos: Path, little_room: Path) -> None:
+    said = pack(photos, little_room / "packed", code=2)
+    assert f"error: {little_room} has room for " in said
+    assert "needs 15 MB: make room, use a smaller --size, or give another DST" in said
+    pack(photos, little_room / "packed", "--size", "32")
+
+
+def test_packing_again_changes_nothing(photos: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "packed", "--size", "32")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").iterdir()}
+    assert f"{tmp_path / 'packed'} is packed already: 81 images" in pack(photos, tmp_path / "packed", "--size", "32")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").iterdir()} == before
+
+
+def test_wrong_directories_are_refused(photos: Path, tmp_path: Path, idx_data: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    pack(photos, tmp_path / "packed", "--size", "32")
+    for arguments, complaint in (
+        ((tmp_path / "nowhere", tmp_path / "a"), "nowhere, which is no directory: give the image folder"),
+        (
+            (tmp_path / "full", tmp_path / "a"),
+            f"error: SRC is {tmp_path / 'full'}, but there are no images in class directories",
+        ),
+        ((idx_data, tmp_path / "a"), f"{idx_data} needs no packing: train from it as it is"),
+        ((tmp_path / "packed", tmp_path / "a"), "needs no packing"),
+        ((photos, tmp_path / "full"), "exists and is no packed data set: give a new directory"),
+        ((photos, tmp_path / "full" / "thesis.txt"), "exists and is no packed data set: give a new directory"),
+        ((photos, photos / "packed"), "lies in the images themselves"),
+        ((photos, tmp_path / "packed", "--size", "64"), "was packed from other images, or with another --size"),
+        ((photos, tmp_path / "a", "--size", "4"), "--size is 4: use 8 or more"),
+        ((photos, tmp_path / "a", "--workers", "0"), "--workers is 0: use 1 or more"),
+    ):
+        assert complaint in pack(*arguments, code=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "packed", "photos"]
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+
+
+def test_verify_names_the_file_that_is_not_what_it_was(photos: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "packed", "--size", "32")
+    with (tmp_path / "packed" / "test-00000.npy").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\x00\x01\x02")
+    said = pack(photos, tmp_path / "packed", "--verify", code=2)
+    assert f"error: {tmp_path / 'packed' / 'test-00000.npy'} does not have its checksum" in said
+
+
+def test_an_image_that_cannot_be_read_is_no_corrupt_one(photos: Path, tmp_path: Path) -> None:
+    path = photos / "train" / "green" / "3.png"
+    path.unlink()
+    path.mkdir()
+    assert f"error: {path}: Is a directory: mend that; the same command" in pack(photos, tmp_path / "packed", code=1)
+
+
+def test_help_says_what_becomes_of_the_images() -> None:
+    said = " ".join(pack("--help").split())
+    assert "its shorter side is --size, and its middle square is kept" in said
+    assert "RandomResizedCrop" in said
+    assert "goes on after the last whole shard" in said
+
+
+def test_the_packer_needs_no_torch() -> None:
+    code = "import sys, training.pack.__main__; print(sorted({'torch', 'torchvision', 'pandas'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_login_node_recognises_packed_data_without_numpy(photos: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "packed", "--size", "32")
+    code = "import sys; from pathlib import Path; from training.config.dataset_layout import check_data; "
+    code += "print(check_data(Path(sys.argv[1])).kind, sorted({'torch', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "packed"], capture_output=True, text=True, check=True)
+    assert done.stdout == "packed []\n"

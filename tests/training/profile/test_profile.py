@@ -1,0 +1,113 @@
+"""Generated data, and what is said of a training's speed: what its parts cost, and which flag to change."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_rig import Starter, lines
+
+from hpc.report.command import submit_command
+from hpc.spec import Resources, RunSpec
+from hpc.submit.checks import training_data
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import Request
+from training.data.synthetic import synthetic_data
+from training.profile import __main__ as profile
+from training.profile.measure import Costs
+
+
+def test_a_training_on_generated_images_needs_no_data(start: Starter, tmp_path: Path) -> None:
+    start.data = tmp_path / "nowhere"
+    flags = ("--synthetic", "--epochs=2", "--batch-size=6", "--image-size=8", "--log-every=50")
+    run = start.complete(*flags, world_size=2).run_dir
+    assert [line["step"] for line in lines(run / "metrics" / "train.jsonl")] == [50, 100, 150, 200]
+    card = json.loads((run / "final" / "model.json").read_text())
+    assert card["made_from"]["data"] == {"path": None, "fingerprint": "synthetic", "images": {"train": 600}}
+    assert card["pixels"] == [3, 8, 8]
+
+
+def test_generated_images_are_of_the_models_size_and_as_many_as_asked_for() -> None:
+    data = synthetic_data(TrainConfig(synthetic=True, model="resnet50", batch_size=1500), 16)
+    assert (len(data.classes), len(data.train)) == (1000, 150_000)
+    for indices in ((7,), tuple(range(1024)), tuple(range(3, 1503))):
+        batch = data.train[Request(indices=indices, epoch=0)]
+        assert batch.images.shape == (len(indices), 3, 16, 16)
+        assert batch.images.dtype == torch.uint8
+        assert batch.labels.tolist() == [index % 1000 for index in indices]
+    again = synthetic_data(TrainConfig(synthetic=True, model="resnet50", batch_size=1500), 16)
+    few = Request(indices=(1, 2), epoch=0)
+    assert torch.equal(again.train[few].images, data.train[few].images)
+
+
+def test_a_submission_of_generated_images_stages_nothing() -> None:
+    train = TrainConfig(synthetic=True)
+    assert training_data(train) is None
+    spec = RunSpec(name="run", cluster="local", resources=Resources(), data=None, train=train, stage_dir="/tmp")
+    command = submit_command(spec)
+    assert "--synthetic" in command
+    assert not [word for word in command if word.startswith("--data")]
+
+
+COSTS = Costs(whole=10, loading=1, decode=None, augment=None, copy=None, compute=5, all_reduce=None)
+
+
+@pytest.mark.parametrize(
+    ("costs", "workers", "part"),
+    [
+        ({}, 2, "compute"),
+        ({"all_reduce": 6}, 2, "all_reduce"),
+        ({"copy": 7, "all_reduce": 6}, 2, "copy"),
+        ({"loading": 20, "decode": 14, "augment": 6}, 2, "decode"),
+        ({"loading": 20, "decode": 6, "augment": 14}, 2, "augment"),
+        ({"loading": 20, "decode": 1, "augment": 1}, 2, "loading"),
+        ({"loading": 8, "copy": 4, "augment": 8}, 2, "compute"),
+        ({"loading": 8, "copy": 4, "augment": 8}, 0, "augment"),
+    ],
+)
+def test_the_bottleneck_is_what_the_step_waits_for(costs: dict[str, float], workers: int, part: str) -> None:
+    assert profile.bottleneck(replace(COSTS, **costs), workers) == part
+    assert part in profile.ADVICE
+
+
+def profiled(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["profile", *arguments])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return profile.main()
+    finally:
+        torch.set_num_threads(threads)
+
+
+FLAGS = ("--batch-size=8", "--seconds=0.05")
+
+
+def test_the_parts_of_a_training_are_measured(
+    folder_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    data = (f"--data={folder_data}", "--image-size=16", "--workers=1")
+    assert profiled(monkeypatch, *FLAGS, *data, "--json") == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (told["world_size"], told["workers"], told["batch_size"]) == (1, 1, 8)
+    known = {name for name, value in told["milliseconds"].items() if value is not None}
+    assert known == {"whole", "loading", "decode", "augment", "compute"}
+    assert all(told["milliseconds"][name] > 0 for name in known - {"augment"})
+    assert told["bottleneck"] in profile.ADVICE
+    assert list(tmp_path.glob("torchrelay-*")) == []
+
+
+def test_what_was_measured_is_told_to_people(
+    idx_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profiled(monkeypatch, *FLAGS, f"--data={idx_data}") == 0
+    printed = capsys.readouterr().out
+    assert "small-cnn, 8 images a step, ranks on cpu: 1, loader workers of each: 0" in printed
+    assert "forward, backward, optimizer" in printed
+    assert "\nto change it: " in printed
+    assert profiled(monkeypatch, "--synthetic", "--seconds=0") == 2
+    assert capsys.readouterr().err == "error: --seconds is 0: use more than 0\n"

@@ -1,0 +1,148 @@
+"""Failures on order, and how a rank ends that fails or whose peers do: at once, with the reason as its last line."""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from trainer_rig import Starter, Training
+
+from hpc.core.errors import UserError
+from training.runtime.fault_injection import NO_FAULT, Fault, parse_fault
+
+FLAGS = ("--epochs=2", "--batch-size=20", "--log-every=1", "--lr=0.05")
+
+
+@pytest.mark.parametrize("text", ["step@7:1", "slow@0:12", "raise@3:0!"])
+def test_a_fault_is_read_and_written_alike(text: str) -> None:
+    assert str(parse_fault(text)) == text
+    assert parse_fault("") == NO_FAULT
+
+
+@pytest.mark.parametrize("text", ["step", "fire@3:0", "step@3", "step@3:0?"])
+def test_any_other_fault_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="use POINT@STEP:RANK, with a point of step, save, "):
+        parse_fault(text)
+
+
+def test_a_fault_strikes_its_rank_from_its_step_on_at_its_place_alone() -> None:
+    fault = Fault(point="preflight", step=3, rank=1)
+    assert fault.strike("preflight", 3, 1)
+    assert fault.strike("preflight", 4, 1)
+    assert not fault.strike("preflight", 2, 1)
+    assert not fault.strike("preflight", 3, 0)
+    assert not fault.strike("step", 3, 1)
+
+
+def last_line(training: Training) -> str:
+    return training.output().splitlines()[-1]
+
+
+def restarted(count: int) -> None:
+    """In a rank: torchrun has started it anew so many times."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
+
+
+def test_a_fault_does_not_strike_again_when_torchrun_restarts_the_ranks(start: Starter) -> None:
+    training = start(*FLAGS, "--fault=raise@3:0", prepare=partial(restarted, 1))
+    assert training.wait() == [0], training.output()
+
+
+def test_a_fault_that_is_to_strike_always_does(start: Starter) -> None:
+    training = start(*FLAGS, "--fault=raise@3:0!", prepare=partial(restarted, 1))
+    assert training.wait() == [1]
+
+
+@pytest.mark.parametrize(
+    ("point", "line"),
+    [
+        ("raise", "RuntimeError: this is the failure that --fault asked for"),
+        ("oom", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. (This is what --fault asked"),
+    ],
+)
+def test_a_crash_ends_a_rank_with_its_reason_as_the_last_line(start: Starter, point: str, line: str) -> None:
+    training = start(*FLAGS, f"--fault={point}@3:0")
+    assert training.wait() == [1]
+    assert "Traceback (most recent call last):" in training.output()
+    assert last_line(training).startswith(line)
+
+
+def raise_in_many_lines() -> None:
+    """In a rank: an error that tells the essential first, as torch's C++ parts do."""
+    from training.engine.step import Stepper
+
+    def step(*_arguments: object) -> None:
+        raise ValueError("it is broken\nException raised from here (most recent call first):\nframe #0: there")
+
+    Stepper.step = step  # type: ignore[assignment, method-assign]
+
+
+def test_an_error_of_many_lines_is_told_in_one_at_the_end(start: Starter) -> None:
+    training = start(*FLAGS, prepare=raise_in_many_lines)
+    assert training.wait() == [1]
+    assert last_line(training) == "ValueError: it is broken"
+
+
+def raise_in_the_loader() -> None:
+    """In a rank: images that nobody can read, for a reason that is no user's fault."""
+    from training.data.image_dataset import Photos
+
+    def fail(_images: Photos, _request: object) -> None:
+        raise LookupError("no such thing")
+
+    Photos.__getitem__ = fail  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_a_loader_is_told_in_one_line_at_the_end(start: Starter, folder_data: Path, workers: int) -> None:
+    start.data = folder_data
+    training = start("--batch-size=3", "--image-size=24", f"--workers={workers}", prepare=raise_in_the_loader)
+    assert training.wait() == [1]
+    assert last_line(training) == "LookupError: no such thing"
+
+
+def test_a_rank_that_leaves_without_a_word_ends_the_others(start: Starter) -> None:
+    training = start(*FLAGS, "--fault=exit@3:1", world_size=2)
+    assert training.wait() == [1, 0]
+    assert last_line(training).startswith("RuntimeError: ")
+
+
+def write_forever() -> None:
+    """In a rank: a disk that does not answer."""
+    import time
+
+    from training.checkpoint import checkpoint_writer
+
+    def hang(*_arguments: object) -> None:
+        time.sleep(600)
+
+    checkpoint_writer.save_checkpoint = hang  # type: ignore[assignment]
+
+
+# Ranks wait for each other in many places; and rank 0 has a thread of its own that writes.
+@pytest.mark.parametrize(
+    ("dies", "flags", "prepare"),
+    [
+        (0, ("--fault=step@5:0",), None),
+        (1, ("--fault=step@5:1",), None),
+        (1, ("--fault=step@5:1", "--checkpoint-every=4"), write_forever),
+        (1, ("--fault=evaluate@9:1",), None),
+        (2, ("--fault=step@5:2", "--model=shufflenet_v2_x0_5", "--image-size=24", "--sync-bn"), None),
+    ],
+)
+def test_a_rank_whose_peer_was_killed_ends_by_itself(
+    start: Starter, dies: int, flags: tuple[str, ...], prepare: Callable[[], None] | None
+) -> None:
+    training = start(*FLAGS, *flags, world_size=3, prepare=prepare)
+    codes = training.wait()
+    assert codes.pop(dies) == -signal.SIGKILL
+    assert codes == [1, 1], training.output()
+    assert last_line(training).startswith(("RuntimeError: ", "torch.distributed.DistBackendError: "))
+
+
+def test_a_rank_with_loader_workers_ends_by_itself_too(start: Starter, folder_data: Path) -> None:
+    start.data = folder_data
+    flags = ("--batch-size=3", "--image-size=24", "--workers=2", "--epochs=2", "--fault=step@5:1")
+    assert start(*flags, world_size=2).wait() == [1, -signal.SIGKILL]

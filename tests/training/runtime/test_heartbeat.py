@@ -1,0 +1,193 @@
+"""Signs of life: what a node's agent can tell of a rank from outside, and that they never hurt it."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_rig import Starter, Training, children, lines, wait_for_the_end_of
+
+from hpc.core.nodedir import NodeDir
+from training.runtime.heartbeat import Heartbeat
+
+FLAGS = ("--epochs=2", "--batch-size=20", "--log-every=1", "--lr=0.05")
+STEPS = 18
+FIELDS = {"rank", "pid", "step", "phase", "count", "time", "step_seconds", "busy_seconds"}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The newest whole record; nothing while there is none."""
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> NodeDir:
+    found = NodeDir(tmp_path / "node")
+    found.heartbeat(0).parent.mkdir(parents=True)
+    return found
+
+
+def test_a_beat_is_one_record_of_one_size_that_the_next_one_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "beat"
+    heartbeat = Heartbeat(path, 3)
+    heartbeat.beat("start")
+    heartbeat.beat("load", 7)
+    heartbeat.step_seconds, heartbeat.busy_seconds = 1 / 3, 2e-7
+    heartbeat.beat("step")
+    assert path.stat().st_size == 512
+    record = read(path)
+    assert record.keys() == FIELDS
+    told = {name: record[name] for name in ("rank", "step", "phase", "count", "step_seconds", "busy_seconds")}
+    assert told == {"rank": 3, "step": 7, "phase": "step", "count": 3, "step_seconds": 1 / 3, "busy_seconds": 2e-7}
+
+
+def test_a_new_process_takes_over_the_file_of_an_earlier_one(tmp_path: Path) -> None:
+    for rank in (1, 2):
+        Heartbeat(tmp_path / "beat", rank).beat("start")
+    assert (read(tmp_path / "beat")["rank"], read(tmp_path / "beat")["count"]) == (2, 1)
+
+
+def phases_in(training: Training, path: Path) -> Iterator[str]:
+    """The phases that can be seen from outside, until the rank has ended."""
+    while any(rank.is_alive() for rank in training.ranks):
+        if record := read(path):
+            yield record["phase"]
+
+
+def pause_everywhere() -> None:
+    """In a rank: do each thing slowly enough to be seen."""
+    import time
+
+    beat = Heartbeat.beat
+
+    def slow_beat(heartbeat: Heartbeat, *arguments: Any) -> None:
+        beat(heartbeat, *arguments)
+        time.sleep(0.02)
+
+    Heartbeat.beat = slow_beat  # type: ignore[method-assign]
+
+
+def test_every_phase_of_a_training_can_be_seen_from_outside(start: Starter, node: NodeDir) -> None:
+    training = start(*FLAGS, f"--node-dir={node.path}", world_size=2, prepare=pause_everywhere)
+    assert set(phases_in(training, node.heartbeat(1))) == {"start", "load", "step", "save", "evaluate", "end"}
+    assert training.wait() == [0, 0], training.output()
+    beats = [read(node.heartbeat(rank)) for rank in range(2)]
+    assert [beat["rank"] for beat in beats] == [0, 1]
+    assert [beat["pid"] for beat in beats] == [rank.pid for rank in training.ranks]
+    for beat in beats:
+        assert (beat["phase"], beat["step"]) == ("end", STEPS)
+        assert beat["count"] > 2 * STEPS
+        assert 0 < beat["busy_seconds"] < beat["step_seconds"]
+
+
+# A model with batch statistics makes all ranks wait for rank 0 at the beginning of a forward pass.
+@pytest.mark.parametrize(
+    ("slow", "flags"),
+    [(0, ()), (1, ()), (0, ("--model=shufflenet_v2_x0_5", "--image-size=24")), (1, ("--sync-bn",))],
+)
+def test_a_single_slow_rank_stands_out(start: Starter, node: NodeDir, slow: int, flags: tuple[str, ...]) -> None:
+    argv = ("--epochs=1", "--batch-size=64", *flags, f"--node-dir={node.path}", f"--fault=slow@1:{slow}")
+    start.complete(*argv, world_size=2)
+    beats = [read(node.heartbeat(rank)) for rank in range(2)]
+    assert all(beat["step_seconds"] > 0.3 for beat in beats), "all ranks are as slow as the slowest"
+    assert beats[slow]["busy_seconds"] > 0.3 > beats[1 - slow]["busy_seconds"]
+
+
+@pytest.mark.parametrize("spoil", [Path.rmdir, lambda path: (path / "local-0").mkdir()], ids=["missing", "directory"])
+def test_a_heartbeat_that_cannot_be_written_does_not_hurt(
+    start: Starter, node: NodeDir, spoil: Callable[[Path], object]
+) -> None:
+    spoil(node.heartbeat(0).parent)
+    start.complete(*FLAGS, f"--node-dir={node.path}")
+
+
+def fill_the_memory() -> None:
+    """In a rank: no room for a heartbeat."""
+    import errno
+    import os
+
+    def pwrite(*_arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.pwrite = pwrite
+
+
+def test_a_full_memory_does_not_hurt_the_training(start: Starter, node: NodeDir) -> None:
+    training = start(*FLAGS, f"--node-dir={node.path}", prepare=fill_the_memory)
+    assert training.wait() == [0], training.output()
+    assert node.heartbeat(0).stat().st_size == 0
+
+
+def test_a_rank_that_hangs_shows_where_it_is_and_dies_of_an_abort_with_its_stacks(
+    start: Starter, node: NodeDir
+) -> None:
+    training = start(*FLAGS, f"--node-dir={node.path}", "--fault=hang@5:1", world_size=2)
+    training.wait_until(lambda: "hanging" in training.output())
+    assert (read(node.heartbeat(1))["step"], read(node.heartbeat(1))["phase"]) == (4, "step")
+    for rank in range(2):
+        # One after the other, for they write into one file; first the one that is waiting, and would notice.
+        training.send(signal.SIGABRT, rank)
+        training.ranks[rank].join()
+    assert training.wait() == [-signal.SIGABRT] * 2
+    output = training.output()
+    assert output.count("Fatal Python error: Aborted") == 2
+    assert "in _hang" in output
+    assert output.count("in fit") == 2
+
+
+def test_a_real_process_that_is_aborted_in_its_imports_prints_its_stacks(idx_data: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "training", "--data", str(idx_data), "--run-dir", str(tmp_path / "run")]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+            assert process.poll() is None
+        process.send_signal(signal.SIGABRT)
+        _, output = process.communicate()
+    assert process.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in output
+    assert "in <module>" in output
+
+
+def load_forever() -> None:
+    """In a rank: workers that never answer."""
+    import time
+
+    from training.data.image_folder import FolderImages
+
+    def hang(_images: FolderImages, _request: object) -> None:
+        time.sleep(600)
+
+    FolderImages.__getitem__ = hang  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGKILL])
+def test_a_rank_that_waits_for_its_loader_dies_of_a_signal_and_its_workers_with_it(
+    start: Starter, node: NodeDir, folder_data: Path, number: int
+) -> None:
+    start.data = folder_data
+    flags = ("--batch-size=3", "--workers=2", "--image-size=24", f"--node-dir={node.path}")
+    training = start(*flags, prepare=load_forever)
+    rank = training.ranks[0].pid or 0
+    training.wait_until(lambda: len(children(rank)) == 2 and read(node.heartbeat(0)).get("phase") == "load")
+    workers = children(rank)
+    training.send(number)
+    assert training.wait() == [-number]
+    assert ("in batches" in training.output()) == (number == signal.SIGABRT)
+    for worker in workers:
+        wait_for_the_end_of(worker)
+
+
+def test_the_steps_of_a_resumed_training_go_on_in_its_heartbeat(start: Starter, node: NodeDir) -> None:
+    flags = (*FLAGS, f"--node-dir={node.path}")
+    training = start(*flags, "--fault=stop@9:0")
+    assert training.wait() == [0], training.output()
+    stopped = read(node.heartbeat(0))
+    assert stopped["step"] == lines(training.run_dir / "metrics" / "train.jsonl")[-1]["step"]
+    start.complete(*flags)
+    assert read(node.heartbeat(0))["step"] == STEPS

@@ -1,0 +1,243 @@
+"""Cut runs end as whole ones do: `training.verify_resume` with every option, and that it tells when they do not."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trainer_rig import Starter, make_folder, make_idx
+
+from hpc.core.rundir import RunDir
+from training.checkpoint.storage import list_checkpoints
+from training.config.train_config import TrainConfig
+from training.models.factory import build_model
+from training.runtime.fault_injection import POINTS
+from training.verify_resume.__main__ import compare_courses, draw_faults, main, samples_by_step, verify
+from training.verify_resume.compare_states import compare_runs
+from training.verify_resume.local_launch import start_ranks, wait_for
+
+# 203 images less 41 held out: 18 steps of 9 an epoch.
+SHORT = {"epochs": 2, "batch_size": 9, "val_fraction": 0.2, "log_every": 1, "lr": 0.02, "checkpoint_every": "5"}
+SNAPSHOTS = {"checkpoint_every": "1h", "snapshot_every": "2"}
+SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {"amp": "fp16", "clip_norm": 1.0, "ema": 0.9, "mixup": 0.2}),
+        (2, {"amp": "fp16", "accumulate": 3, "clip_norm": 0.5, "log_samples": True, **SNAPSHOTS}),
+        (2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9}),
+        (2, {**SMALL_NORM, "sync_bn": True, "ema": 0.99, "batch_size": 20, **SNAPSHOTS}),
+        (2, {"schedule": "plateau", "plateau_patience": 0, "drop_factor": 0.5, "optimizer": "adam", "lr": 0.002,
+             "static_graph": True, "accumulate": 2, "epochs": 3, "patience": 3}),
+        (2, {"schedule": "one-cycle", "optimizer": "sgd-heavy-ball", "decay_all": True, "lr_scaling": "sqrt",
+             "lr": 0.1, "compress_gradients": "bf16", "memory_format": "contiguous", "max_hours": 1.0, **SNAPSHOTS}),
+        (3, {"strategy": "fsdp", "amp": "bf16", "accumulate": 2, "clip_norm": 0.5, "optimizer": "adamw", "lr": 0.002,
+             **SNAPSHOTS}),
+        (4, {"accumulate": 2, "ema": 0.99, "label_smoothing": 0.1, "workers": 1, "deterministic": True}),
+    ],
+)  # fmt: skip
+def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
+    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, options: dict[str, object]
+) -> None:
+    config = TrainConfig(data=str(idx_data), **{**SHORT, **options})  # type: ignore[arg-type]  # any of its fields
+    same = verify(config, [ranks], 4, tmp_path)
+    output = capsys.readouterr().out
+    assert same, output
+    assert "bit-identical at step" in output
+    assert "after 4 of 4 cuts" in output
+
+
+def test_a_frozen_pretrained_model_is_bit_identical_too(
+    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**SHORT, "model": "resnet20", "head_hidden": 8, "schedule": "step", "drop_epochs": "1", "ema": 0.9}
+    config = TrainConfig(data=str(idx_data), **settings)  # type: ignore[arg-type]  # any of its fields
+    torch.save(build_model(config, classes=5, channels=1, size=12).state_dict(), tmp_path / "w.pth")
+    frozen = replace(config, weights=str(tmp_path / "w.pth"), freeze=True)
+    (tmp_path / "runs").mkdir()
+    assert verify(frozen, [2], 3, tmp_path / "runs"), capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"crop": "resized", "flip": "on", "random_erase": 0.5, "workers": 0},
+        {"policy": "randaugment", "workers": 2, "mixup": 0.2},
+        {"policy": "trivialaugment", "workers": 1, "crop": "padded", "model": "mobilenet_v3_small"},
+    ],
+)
+def test_augmentation_and_loader_workers_are_exact_too(
+    folder_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object]
+) -> None:
+    settings = {**SHORT, "image_size": 32, "batch_size": 8, "epochs": 3, **options}
+    config = TrainConfig(data=str(folder_data), **settings)  # type: ignore[arg-type]  # any of its fields
+    same = verify(config, [2], 3, tmp_path)
+    output = capsys.readouterr().out
+    assert same, output
+    assert "after 3 of 3 cuts" in output
+
+
+def test_images_in_color_in_memory_and_the_rarer_flags_are_exact_too(
+    cifar_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rare = {"policy": "autoaugment", "crop": "resized", "flip": "on", "random_erase": 0.3, "lr_scaling": "linear"}
+    rare |= {"val_fraction": 0.0, "keep_checkpoints": 1, "seed": 7, "warmup_epochs": 0.5, "decay_all": True}
+    config = TrainConfig(data=str(cifar_data), **{**SHORT, "batch_size": 25, **rare})  # type: ignore[arg-type]
+    assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
+    assert len(list_checkpoints(tmp_path / "interrupted" / "checkpoints")) == 1
+
+
+def test_images_that_cannot_be_read_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_folder(tmp_path / "data", parts=("train", "val", "test"))
+    for name in ("train/red/2.jpg", "train/green/5.png", "test/red/0.jpg"):
+        (data / name).write_bytes(b"torn")
+    settings = {**SHORT, "image_size": 16, "batch_size": 7, "max_corrupt": 3, "epochs": 3, "workers": 0}
+    (tmp_path / "runs").mkdir()
+    assert verify(TrainConfig(data=str(data), **settings), [2], 3, tmp_path / "runs"), capsys.readouterr().out  # type: ignore[arg-type]
+    result = json.loads((tmp_path / "runs" / "interrupted" / "final" / "result.json").read_text())
+    assert len(result["corrupt_images"]) == 2
+
+
+def test_generated_images_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig(synthetic=True, image_size=8, epochs=1, batch_size=4, checkpoint_every="20", log_every=5)
+    assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
+
+
+# Deep networks with batch normalisation blow rounding errors up, the more so the faster they learn: see
+# docs/exactness.md. Images that are scaled up have equal neighbours, between which max-pooling chooses by rounding.
+NORMALISED = {"model": "resnet20", "sync_bn": True, "lr": 0.0003}
+
+
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0, "accumulate": 2}, NORMALISED])
+def test_fewer_ranks_train_on_the_same_samples_to_the_same_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object]
+) -> None:
+    data = make_idx(tmp_path / "data", train=130, size=32)
+    config = TrainConfig(data=str(data), **{**SHORT, "batch_size": 25, **options})  # type: ignore[arg-type]
+    same = verify(config, [4, 3, 2], 2, tmp_path)
+    output = capsys.readouterr().out
+    assert same, output
+    assert "the same samples at step 8, after 2 of 2 cuts" in output
+    sizes = [len(list((tmp_path / "interrupted/metrics/samples").glob(f"attempt-00{n}-*"))) for n in (1, 2, 3)]
+    assert sizes == [4, 3, 2]
+    assert all(len(indices) == 25 for indices in samples_by_step(RunDir(tmp_path / "interrupted")).values())
+
+
+def test_a_rank_is_not_waited_for_that_waits_for_a_failed_one(idx_data: Path, tmp_path: Path) -> None:
+    argv = ["--data", str(idx_data), "--run-dir", str(tmp_path / "run")]
+    ranks = start_ranks([argv, [*argv, "--epochs=0"]], tmp_path / "log")
+    assert wait_for(ranks, grace_seconds=1) == [None, 2]
+    assert not any(rank.is_alive() for rank in ranks)
+
+
+def test_a_loss_that_is_missing_is_a_difference(two_runs: tuple[RunDir, RunDir]) -> None:
+    one, other = two_runs
+    other.train_metrics.write_text("")
+    losses = compare_courses(one, other)[1]
+    assert (losses.name, losses.difference) == ("losses", "1 and 0 losses")
+
+
+def test_cuts_are_at_every_kind_of_point_and_at_the_same_ones_again(idx_data: Path) -> None:
+    config = TrainConfig(data=str(idx_data), seed=3, epochs=5)
+    faults = draw_faults(config, [4], 8, 100)
+    assert sorted(fault.point for fault in faults) == sorted(POINTS * 2)
+    assert all(1 <= fault.step <= 98 and 0 <= fault.rank < 4 for fault in faults)
+    assert faults == draw_faults(config, [4], 8, 100)
+    assert faults != draw_faults(replace(config, seed=4), [4], 8, 100)
+
+
+def test_a_verification_that_could_not_make_its_cuts_proves_nothing(
+    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig(data=str(idx_data), epochs=1, batch_size=193)
+    assert not verify(config, [1], 6, tmp_path)
+    assert "could be made: use more --epochs or fewer --cuts" in capsys.readouterr().out
+
+
+@pytest.fixture
+def two_runs(start: Starter) -> tuple[RunDir, RunDir]:
+    """The same finished training, twice."""
+    one = start.complete("--epochs=1", "--batch-size=20", "--ema=0.9", run="one").run_dir
+    other = one.with_name("other")
+    shutil.copytree(one, other)
+    return RunDir(one), RunDir(other)
+
+
+def differing(one: RunDir, other: RunDir) -> dict[str, str]:
+    return {part.name: part.difference for part in compare_runs(one, other) if part.difference}
+
+
+def test_one_different_bit_is_found_and_named(two_runs: tuple[RunDir, RunDir]) -> None:
+    one, other = two_runs
+    assert differing(one, other) == {}
+    path = other.final / "model.safetensors"
+    weights = load_file(path)
+    weights["0.bias"][3] = torch.nextafter(weights["0.bias"][3], torch.tensor(1.0))
+    save_file(weights, path)
+    [(name, difference)] = differing(one, other).items()
+    assert name == "final model"
+    assert difference.startswith("0.bias: 1 of 16 numbers, by up to ")
+
+
+def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir, RunDir]) -> None:
+    one, other = two_runs
+    path = list_checkpoints(other.checkpoints)[0] / "state.json"
+    state = json.loads(path.read_text())
+    state["progress"]["samples_seen"] += 1
+    path.write_text(json.dumps(state))
+    lines = other.eval_metrics.read_text().splitlines(keepends=True)
+    other.eval_metrics.write_text("".join(lines[:-1]))
+    assert differing(one, other).keys() == {"progress", "history: eval"}
+    assert differing(one, other)["history: eval"] == "2 and 1 records"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--cuts=0"], 2, "error: --cuts is 0: use 1 or more"),
+        (["--ranks=two"], 2, "error: --ranks is 'two': use a number such as 2, or several such as 4,3,2"),
+        (["--keep=."], 2, "error: --keep is ., which exists: give a new directory"),
+        (["--ranks=9", "--batch-size=8"], 2, "error: --batch-size is 8, too small for the 9 ranks that share it"),
+        (["--epochs=0"], 2, "error: --epochs is 0: use 1 or more"),
+        (["--keep=/dev/null/new"], 2, "error: --keep is /dev/null/new, which cannot be made (Not a directory)"),
+    ],
+)
+def test_what_cannot_be_verified_is_said_in_one_line(
+    idx_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    *,
+    flags: list[str],
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["verify_resume", "--data", str(idx_data), *flags])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main() == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    said = capfd.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_verification_is_a_command_of_its_own(idx_data: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "training.verify_resume", "--data", str(idx_data), "--cuts=1", "--ranks=1"]
+    environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
+    more = ["--epochs=1", "--batch-size=60", "--lr=1e30", "--warmup-epochs=0"]
+    done = subprocess.run([*argv, *more], check=False, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 1, done.stderr
+    assert "the training has diverged, use a smaller --lr" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,1 @@
+"""Saved state: capture, durable checkpoints, snapshots in memory, restore. Runs on every rank."""

@@ -1,0 +1,1 @@
+"""The training flags and what can be checked without a GPU. Imports neither torch nor torchvision."""

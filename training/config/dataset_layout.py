@@ -1,0 +1,219 @@
+"""The layouts of data that the trainer reads, recognised by their names alone; a packed one by its small index.
+
+Runs on the login node and on every rank; imports no torch.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpc.core.errors import UserError
+from training.config.packed_index import INDEX, check_files, read_index
+
+FASHION_MNIST = "fashion-mnist"
+FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+# Whatever their case: people write Train/ and Validation/ too.
+_PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+IDX_STEMS = {
+    "train_images": "train-images-idx3-ubyte",
+    "train_labels": "train-labels-idx1-ubyte",
+    "test_images": "t10k-images-idx3-ubyte",
+    "test_labels": "t10k-labels-idx1-ubyte",
+}
+Kind = Literal["idx", "cifar10", "cifar100", "image-folder", "packed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CifarFiles:
+    """The Python files of a CIFAR data set, by the names that they were published under, and what they hold."""
+
+    directory: str
+    train: tuple[str, ...]
+    test: str
+    meta: str
+    label_key: str
+    """In the files of images: the key of the labels."""
+    names_key: str
+    """In `meta`: the key of the classes' names."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every file."""
+        return (*self.train, self.test, self.meta)
+
+
+CIFAR: dict[Kind, CifarFiles] = {
+    "cifar10": CifarFiles(
+        directory="cifar-10-batches-py",
+        train=tuple(f"data_batch_{number}" for number in range(1, 6)),
+        test="test_batch",
+        meta="batches.meta",
+        label_key="labels",
+        names_key="label_names",
+    ),
+    "cifar100": CifarFiles(
+        directory="cifar-100-python",
+        train=("train",),
+        test="test",
+        meta="meta",
+        label_key="fine_labels",
+        names_key="fine_label_names",
+    ),
+}
+LAYOUTS = (
+    "class directories of images, or train/ (and val/ or validation/, and test/) with class directories, "
+    "or what python -m training.pack made of them, "
+    "or IDX files such as train-images-idx3-ubyte.gz, or cifar-10-batches-py, or cifar-100-python"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLayout:
+    """What a data directory holds, found without reading the data."""
+
+    kind: Kind
+    path: Path
+    """The directory that holds all of it: the one to copy to a node."""
+    train: Path
+    """image-folder: the directory with the class directories; else: as `path`."""
+    val: Path | None
+    """image-folder: the class directories for validation; None: a part of the training set is held out."""
+    test: Path | None
+    """As `train`, for the test; None: there is no test."""
+
+
+def resolve_data(name: str) -> Path:
+    """Turn --data into an absolute path. `fashion-mnist` stands for Debian's copy; `./fashion-mnist` for a directory.
+
+    Raises:
+        UserError: `fashion-mnist` is asked for and Debian's package is not installed.
+    """
+    if name != FASHION_MNIST:
+        return Path(name).expanduser().absolute()
+    if not FASHION_MNIST_DIRECTORY.is_dir():
+        raise UserError(
+            f"--data is {FASHION_MNIST}, but {FASHION_MNIST_DIRECTORY} does not exist: "
+            "apt-get install dataset-fashion-mnist, or give the directory with the four IDX files"
+        )
+    return FASHION_MNIST_DIRECTORY
+
+
+def check_data(path: Path) -> DataLayout:
+    """Recognise the layout of a data directory. Quick on huge ones: it stops at the first image.
+
+    Raises:
+        UserError: it does not exist, is no directory, or has no layout that we know.
+    """
+    try:
+        return _layout(path)
+    except OSError as error:
+        raise UserError(f"--data is {path}: {error.filename} cannot be read ({error.strerror}): allow it") from error
+
+
+def _layout(path: Path) -> DataLayout:
+    if not path.exists():
+        raise UserError(f"--data is {path}, which does not exist: give a directory, or {FASHION_MNIST}")
+    if not path.is_dir():
+        raise UserError(f"--data is {path}, which is not a directory: give the directory that holds the images")
+    return _packed_layout(path) or _idx_layout(path) or _cifar_layout(path) or _folder_layout(path)
+
+
+def _packed_layout(path: Path) -> DataLayout | None:
+    if not (path / INDEX).exists():
+        return None
+    index = read_index(path)
+    check_files(path, index)
+    names = {part.name for part in index.parts}
+    val, test = (path if name in names else None for name in ("val", "test"))
+    return DataLayout(kind="packed", path=path, train=path, val=val, test=test)
+
+
+def find_idx(directory: Path, stem: str) -> Path | None:
+    """The IDX file of that name, plain or compressed."""
+    candidates = (directory / stem, directory / f"{stem}.gz")
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _idx_layout(path: Path) -> DataLayout | None:
+    present = {role: find_idx(path, stem) is not None for role, stem in IDX_STEMS.items()}
+    if not any(present.values()):
+        return None
+    required = ["train_images", "train_labels"]
+    if present["test_images"] or present["test_labels"]:
+        required += ["test_images", "test_labels"]
+    missing = [IDX_STEMS[role] for role in required if not present[role]]
+    if missing:
+        raise UserError(f"--data is {path}, which lacks {', '.join(missing)} (or .gz): add what is missing")
+    return DataLayout(kind="idx", path=path, train=path, val=None, test=path if present["test_images"] else None)
+
+
+def _cifar_layout(path: Path) -> DataLayout | None:
+    """Recognise CIFAR's files in a directory, whatever its name, or in the one below that has the published name."""
+    places = ((kind, place) for kind, files in CIFAR.items() for place in (path, path / files.directory))
+    found = [(kind, place) for kind, place in places if _is_cifar(place, CIFAR[kind])]
+    if not found:
+        return None
+    if len(found) > 1:
+        both = " and ".join(str(place) for _, place in found)
+        raise UserError(f"--data is {path}, which has {both}: give one of them")
+    kind, place = found[0]
+    missing = [name for name in CIFAR[kind].all if not (place / name).is_file()]
+    if missing:
+        raise UserError(f"{place} lacks {', '.join(missing)}: add what is missing")
+    return DataLayout(kind=kind, path=place, train=place, val=None, test=place)
+
+
+def _is_cifar(place: Path, files: CifarFiles) -> bool:
+    # Names such as `train` and `meta` say little: one file alone is not enough.
+    named = place.name == files.directory and place.is_dir()
+    return named or all((place / name).is_file() for name in (files.train[0], files.meta))
+
+
+def _folder_layout(path: Path) -> DataLayout:
+    parts = {name: _part(path, names) for name, names in _PART_NAMES.items()}
+    train = parts["train"] or path
+    if not has_class_images(train):
+        raise UserError(f"--data is {path}, but there are no images in class directories below {train}: give {LAYOUTS}")
+    val, test = (parts[name] if parts["train"] else None for name in ("val", "test"))
+    for part in (val, test):
+        if part and not has_class_images(part):
+            raise UserError(f"--data is {path}, but {part} holds no class directories with images: fill or remove it")
+    return DataLayout(kind="image-folder", path=path, train=train, val=val, test=test)
+
+
+def _part(path: Path, names: tuple[str, ...]) -> Path | None:
+    """The directory of a part of the data. One that holds images itself is a class, of vehicles for example.
+
+    Raises:
+        UserError: there are several.
+    """
+    with os.scandir(path) as entries:
+        named = sorted(entry.path for entry in entries if entry.name.lower() in names and entry.is_dir())
+    found = [directory for directory in named if not _holds_image(directory)]
+    if len(found) > 1:
+        raise UserError(f"--data is {path}, which has {' and '.join(found)}: leave one of them")
+    return Path(found[0]) if found else None
+
+
+def is_image(name: str) -> bool:
+    """Whether a file's name is that of an image."""
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+
+
+def has_class_images(directory: Path) -> bool:
+    """Whether any subdirectory holds an image."""
+    with os.scandir(directory) as entries:
+        return any(_holds_image(entry.path) for entry in entries if is_class_directory(entry))
+
+
+def is_class_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether a directory entry may be a class: a directory that is not hidden."""
+    return entry.is_dir() and not entry.name.startswith(".")
+
+
+def _holds_image(directory: str) -> bool:
+    with os.scandir(directory) as entries:
+        return any(entry.is_file() and is_image(entry.name) for entry in entries)

@@ -1,0 +1,96 @@
+"""Which pretrained weights torchvision has, and where its cache keeps them. Imports neither torch nor torchvision.
+
+Runs on the login node, which may have internet when the compute nodes have none, and on every rank.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import os
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from hpc.core.errors import UserError
+from training.config.model_names import OWN_MODELS
+
+_SUFFIXES = (".safetensors", ".pth", ".pt")
+_DEFAULT = "DEFAULT"
+
+
+def resolve_weights(model: str, weights: str) -> Path:
+    """The file that `--weights` means: a file itself, or a name of torchvision's for the model.
+
+    Raises:
+        UserError: there is none; says how to get it.
+    """
+    if "/" in weights or weights.endswith(_SUFFIXES):
+        path = Path(weights).expanduser().absolute()
+        if not path.is_file():
+            raise UserError(f"--weights is {weights}, and there is no such file: give one, or a name of torchvision")
+        return path
+    if model in OWN_MODELS:
+        raise UserError(f"--weights is {weights!r}, but torchvision has none for {model}: give a file")
+    return _cached(model, weights)
+
+
+def _cached(model: str, name: str) -> Path:
+    """The file of these weights in torch's cache, which is whole."""
+    known = torchvision_weights(model)
+    url = known.get(name.rpartition(".")[2])
+    if url is None:
+        raise UserError(f"--weights is {name!r}, but {model} has {', '.join(known) or 'none'}: use that, or a file")
+    path = cache_directory() / url.rpartition("/")[2]
+    command = shlex.join(["curl", "--create-dirs", "-fLo", str(path), url])
+    if not path.is_file():
+        raise UserError(f"--weights {name} of {model} is not in {path.parent}: where there is internet, type {command}")
+    if not _whole(path):
+        raise UserError(f"--weights {name} of {model} is damaged: where there is internet, type {command}")
+    return path
+
+
+def _whole(path: Path) -> bool:
+    """Whether a file is what its name says: torchvision's end with the beginning of their SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest().startswith(path.stem.rpartition("-")[2])
+
+
+def cache_directory() -> Path:
+    """Where torch.hub keeps what it has downloaded."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    home = Path(os.environ.get("TORCH_HOME", caches / "torch")).expanduser()
+    return home / "hub" / "checkpoints"
+
+
+@cache
+def torchvision_weights(model: str) -> dict[str, str]:
+    """The names of a model's weights, and where each is to be had; read from torchvision's source.
+
+    Empty for a model without any, and where torchvision is not installed.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    places = spec.submodule_search_locations if spec else None
+    for source in sorted((Path(places[0]) / "models").glob("*.py")) if places else []:
+        text = source.read_text(encoding="utf-8")
+        if f"def {model}(" in text:
+            return dict(_weights(ast.parse(text), model))
+    return {}
+
+
+def _weights(tree: ast.Module, model: str) -> Iterator[tuple[str, str]]:
+    """The members of the enumeration in the signature of a model's function, each with its address."""
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == model)
+    hint = next(
+        (ast.dump(each.annotation) for each in function.args.kwonlyargs if each.arg == "weights" and each.annotation),
+        "",
+    )
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and f"id='{node.name}'" in hint]
+    found: dict[str, str] = {}
+    for member in (item for node in classes for item in node.body if isinstance(item, ast.Assign)):
+        name, value = ast.unparse(member.targets[0]), member.value
+        if isinstance(value, ast.Call):
+            found[name] = next(str(ast.literal_eval(word.value)) for word in value.keywords if word.arg == "url")
+        elif name == _DEFAULT:
+            found[name] = found[ast.unparse(value)]
+    yield from found.items()

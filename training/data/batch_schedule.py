@@ -1,0 +1,96 @@
+"""Which images are in which step, and which of them a rank takes: pure functions of the seed and of counters.
+
+Runs on every rank. The optimisation is defined by global batches. Step s of an epoch has the images
+[s * B, (s + 1) * B) of the epoch's order; the rest, fewer than B, is left out (each epoch leaves out others). If
+the whole training set is smaller than B, it is the batch. Ranks take consecutive shares of a batch, whose sizes
+differ by one image at most (or by one pair, where pairs of neighbours are mixed).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from training.runtime.counter_rng import Purpose, permutation, stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a rank asks a data source for: some of its images, and how to augment them."""
+
+    indices: tuple[int, ...]
+    epoch: int | None
+    """Images are augmented as in this epoch; None: they are not augmented."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The steps of a whole run. `batch_size` is global."""
+
+    samples: int
+    batch_size: int
+    epochs: int
+    seed: int
+    together: int = 1
+    """Neighbours in a batch that go to the same rank: 2 where images are mixed in pairs."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch."""
+        return self.samples // self.batch_size
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Images that an epoch uses."""
+        return self.steps_per_epoch * self.batch_size
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.steps_per_epoch * self.epochs
+
+    def order(self, epoch: int) -> Tensor:
+        """The order of all images in an epoch."""
+        return permutation(stream(self.seed, Purpose.ORDER, epoch), self.samples)
+
+    def batch(self, step: int) -> list[int]:
+        """The images of a step of the run, the first of which is 1."""
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        start = place * self.batch_size
+        return self.order(epoch)[start : start + self.batch_size].tolist()
+
+    def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[Request]:
+        """A rank's shares of the batches of all steps from a position in the data on, to the end of the run."""
+        start, end = share(self.batch_size, rank, world_size, self.together)
+        while epoch < self.epochs:
+            order = self.order(epoch)
+            for offset in range(samples_seen, self.samples_per_epoch, self.batch_size):
+                yield Request(indices=tuple(order[offset + start : offset + end].tolist()), epoch=epoch)
+            epoch, samples_seen = epoch + 1, 0
+
+
+def make_plan(samples: int, batch_size: int, epochs: int, seed: int, together: int = 1) -> Plan:
+    """A plan whose batch is no larger than the training set."""
+    return Plan(samples=samples, batch_size=min(batch_size, samples), epochs=epochs, seed=seed, together=together)
+
+
+def share(total: int, part: int, parts: int, together: int = 1) -> tuple[int, int]:
+    """Start and end of one of the parts of `total` things in a row.
+
+    The parts cover all. They differ by one group of `together` things at most; the last group may be incomplete.
+    """
+    groups = -(-total // together)
+    start, end = groups * part // parts, groups * (part + 1) // parts
+    return start * together, min(end * together, total)
+
+
+def evaluation_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[Request]:
+    """A rank's batches of an evaluation: batch i has the samples from i * `batch_size` on, whoever evaluates it.
+
+    What a model computes for an image can depend on the batch that it is in, by the last bits: batches that do not
+    depend on the number of ranks make the result independent of it. The ranks take turns. Every rank gets the same
+    number of requests, so that the ranks can talk between two of them; the last may be empty.
+    """
+    for first in range(0, samples, batch_size * world_size):
+        start = min(first + rank * batch_size, samples)
+        yield Request(indices=tuple(range(start, min(start + batch_size, samples))), epoch=None)

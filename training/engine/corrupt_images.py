@@ -1,0 +1,61 @@
+"""Images that cannot be read: every rank meets some, all ranks must know of all. Runs on every rank."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from training.data.dataset import Source
+from training.monitoring.run_logger import Recorder
+from training.runtime.process_group import Ranks, SharedError
+from training.runtime.progress import Progress
+
+_MOST_NAMED = 20
+
+
+class CorruptImages:
+    """The unreadable images of the training set that any rank has met."""
+
+    def __init__(self, source: Source, limit: int, progress: Progress, ranks: Ranks, recorder: Recorder) -> None:
+        self._source, self._limit, self._ranks, self._recorder = source, limit, ranks, recorder
+        # What all ranks know is in there, and saved with it.
+        self._progress = progress
+        self._news: set[int] = set()
+
+    def add(self, indices: Iterable[int]) -> None:
+        """This rank has met these."""
+        self._news |= set(indices) - set(self._progress.corrupt)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank knows of some that others may not know of."""
+        return bool(self._news)
+
+    def share(self) -> None:
+        """Tell all ranks. All of them must call this.
+
+        Raises:
+            SharedError: there are more than are allowed.
+        """
+        # Hardly ever is there anything: a number costs less time than a set.
+        any_news = bool(self._ranks.sum(torch.tensor(len(self._news))))
+        everybodys = set().union(*self._ranks.gather(self._news)) if any_news else set()
+        self._news = set()
+        new = sorted(everybodys - set(self._progress.corrupt))
+        self._progress.corrupt = sorted([*self._progress.corrupt, *new])
+        for name in map(self._source.name, new):
+            self._recorder.console.warn(f"{name} cannot be read: another image takes its place")
+            self._recorder.event("image_corrupt", path=name)
+        check_limit(self._source, self._progress.corrupt, self._limit)
+
+
+def check_limit(source: Source, corrupt: Sequence[int], limit: int) -> None:
+    """Make sure that not too many images are unreadable.
+
+    Raises:
+        SharedError: lists them.
+    """
+    if len(corrupt) > limit:
+        names = ", ".join(map(source.name, corrupt[:_MOST_NAMED])) + (", ..." if len(corrupt) > _MOST_NAMED else "")
+        raise SharedError(
+            f"{len(corrupt)} images cannot be read, more than --max-corrupt {limit}: replace them or raise it: {names}"
+        )

@@ -1,0 +1,129 @@
+"""Can this rank's device compute, and the ranks talk to each other? Runs on every rank, before a training.
+
+`python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun is the same as a program of its own, for
+scripts that are not ours.
+"""
+
+import faulthandler
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed
+
+from hpc.core.errors import TorchrelayError
+from hpc.core.rundir import RunDir
+from training.monitoring.run_logger import Recorder
+from training.runtime.console import Console
+from training.runtime.fault_injection import NO_FAULT, Fault
+from training.runtime.process_group import Ranks, UnfitNodeError, connect, disconnect
+from training.runtime.rank_info import place_from
+
+_SIDE = 256
+_TURNS = 3
+# Enough for the bandwidth to count more than the latency, and little enough for a fraction of a second.
+_MEGABYTES = {"cpu": 2, "cuda": 64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was found out; the same on every rank, but for the clock."""
+
+    world_size: int
+    allreduce_gb_per_second: float | None
+    """Bus bandwidth of the fastest all-reduce, 2 (n - 1) / n x bytes / time: what each of n ranks has sent, by
+    nccl-tests' definition, so that it does not depend on n. None: there is only one rank."""
+    seconds: float
+
+
+def check(ranks: Ranks, fault: Fault = NO_FAULT) -> Report:
+    """Have all devices compute and all ranks talk.
+
+    Raises:
+        UnfitNodeError: this rank's device or network makes mistakes.
+        TorchrelayError: another rank's does.
+    """
+    began = time.monotonic()
+    problem = _problem(ranks, falsify=fault.strike("preflight", 0, ranks.rank))
+    problems = {rank: text for rank, text in enumerate(ranks.gather(problem)) if text}
+    if problem:
+        raise UnfitNodeError(problem)
+    if problems:
+        raise TorchrelayError(f"this rank is well, but {next(iter(problems.values()))}")
+    bandwidth = _bandwidth(ranks) if ranks.world_size > 1 else None
+    return Report(
+        world_size=ranks.world_size,
+        allreduce_gb_per_second=bandwidth and round(bandwidth, 3),
+        seconds=round(time.monotonic() - began, 3),
+    )
+
+
+def _problem(ranks: Ranks, *, falsify: bool) -> str:
+    """What is wrong with this rank's device; nothing if all is well."""
+    expected, found = _product(torch.device("cpu"), torch.float64), _product(ranks.device, torch.float32).to("cpu")
+    found[0, 0] += falsify
+    wrong = int((found.double() != expected).sum())
+    if not wrong:
+        return ""
+    return f"{_whereabouts(ranks)} computes wrongly: {wrong} of {_SIDE**2} elements of a matrix product are not right"
+
+
+def _product(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The product of two matrices of small whole numbers: no way to add them up, and no TF32, rounds anything."""
+    numbers = torch.arange(_SIDE, device=device, dtype=torch.int64)
+    left = (numbers[:, None] * 7 + numbers * 3) % 17 - 8
+    right = (numbers[:, None] * 5 + numbers * 11) % 13 - 6
+    return left.to(dtype) @ right.to(dtype)
+
+
+def _bandwidth(ranks: Ranks) -> float:
+    """Bus bandwidth in GB/s of the fastest of a few all-reduces of all ranks, on their devices."""
+    values = torch.empty(_MEGABYTES[ranks.device.type] * 2**20 // 4, device=ranks.device)
+    fastest = min(_all_reduce_seconds(values, ranks) for _ in range(_TURNS))
+    return 2 * (ranks.world_size - 1) / ranks.world_size * values.nbytes / fastest / 1e9
+
+
+def _all_reduce_seconds(values: Tensor, ranks: Ranks) -> float:
+    values.fill_(ranks.rank + 1)
+    ranks.wait_for_device()
+    began = time.perf_counter()
+    distributed.all_reduce(values)
+    ranks.wait_for_device()
+    seconds = time.perf_counter() - began
+    expected = ranks.world_size * (ranks.world_size + 1) / 2
+    if wrong := int((values != expected).sum()):
+        raise UnfitNodeError(f"{_whereabouts(ranks)} got {wrong} of {len(values)} elements of an all-reduce wrongly")
+    return seconds
+
+
+def _whereabouts(ranks: Ranks) -> str:
+    device = f"{torch.cuda.get_device_name()} {ranks.device.index}" if ranks.device.type == "cuda" else "the CPU"
+    return f"rank {ranks.rank} on {platform.node()} ({device})"
+
+
+def main(run_dir: str, attempt: str) -> int:
+    """Check, print a line and record it, and turn errors into one line and an exit code."""
+    place = place_from(os.environ)
+    try:
+        ranks = connect(place)
+        report = check(ranks)
+    except TorchrelayError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    if place.leads:
+        speed = report.allreduce_gb_per_second
+        told = f", all-reduce {speed} GB/s" if speed is not None else ""
+        print(f"preflight: {report.world_size} ranks on {ranks.device.type}{told}, {report.seconds} s", flush=True)
+        recorder = Recorder(RunDir(Path(run_dir)), int(attempt), Console(speaks=True), writes=True)
+        recorder.event("preflight", **asdict(report))
+    disconnect()
+    return 0
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""One optimizer step: what all ranks do with a global batch, of which each has a share. Runs on every rank."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+
+from training.checkpoint.state import TrainState
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import Plan, share
+from training.data.dataset import Batch
+from training.data.transforms.mixup import Mix, draw_mix, mix_images, mix_labels
+from training.engine.loss_meter import Window
+from training.engine.lr_schedule import learning_rate
+from training.engine.optim import set_learning_rate
+from training.models.factory import Preprocess
+from training.models.head import train_mode
+from training.models.parallel import no_compiler, wrap
+from training.models.precision import autocast
+from training.runtime.counter_rng import Purpose, stream
+from training.runtime.fault_injection import Fault
+from training.runtime.process_group import Ranks, SharedError
+
+
+class Stepper:
+    """Makes steps. It has no state of its own: all of it is in the TrainState."""
+
+    def __init__(
+        self, config: TrainConfig, plan: Plan, ranks: Ranks, state: TrainState, preprocess: Preprocess, fault: Fault
+    ) -> None:
+        self.config, self.plan, self.ranks, self.state = config, plan, ranks, state
+        self.preprocess, self.fault = preprocess, fault
+        self.wrapped = wrap(state.model, config, ranks)
+
+    def warm_up(self, channels: int, size: int) -> None:
+        """Make a backward pass that changes nothing, of images as they come from the data.
+
+        DDP lays out its buckets anew after the first backward pass, which changes the order of the sums of three and
+        more ranks. If that pass is not a step, the steps of a resumed run add up as those of an uninterrupted one do.
+
+        Raises:
+            SharedError: the model cannot be trained on as few images, or not repeatably.
+        """
+        model = self.state.model
+        train_mode(model)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        images = min(2, self.plan.batch_size // (self.ranks.world_size * self.config.accumulate))
+        if self.config.compile:
+            images = self._first_part()
+        blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
+        try:
+            with autocast(self.config, self.ranks.device):
+                logits = self.wrapped(self.preprocess(blank))
+            logits.float().sum().backward()
+        except ValueError as error:
+            # What batch normalisation says if it sees one value.
+            raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
+        except RuntimeError as error:
+            if self.config.compile and (reason := no_compiler(error)):
+                raise SharedError(f"--compile does not work here: {reason}") from error
+            if "deterministic" not in str(error):
+                raise
+            reason = str(error).partition(".")[0]
+            raise SharedError(f"--deterministic does not work with {self.config.model} here: {reason}") from error
+        self.wrapped.zero_grad()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+
+    def _first_part(self) -> int:
+        """Images of the first part of a step on this rank: code for another number would be compiled in vain."""
+        start, end = share(self.plan.batch_size, self.ranks.rank, self.ranks.world_size, self.plan.together)
+        return share(end - start, 0, self.config.accumulate, self.plan.together)[1]
+
+    def step(self, batch: Batch, window: Window) -> None:
+        """One optimizer step.
+
+        DDP averages over the ranks. Each rank's sum is scaled such that the average is the mean over the global
+        batch, however unequal the shares; FSDP averages too. Of an accumulated step only the last part's backward pass
+        communicates with DDP.
+        """
+        config, state, progress = self.config, self.state, self.state.progress
+        window.begin_step()
+        torch.manual_seed(stream(config.seed, Purpose.STEP, progress.step, self.ranks.rank))
+        train_mode(state.model)
+        set_learning_rate(state.optimizer, learning_rate(config, progress, self.plan.steps_per_epoch))
+        mix = draw_mix(config, progress.step, self.preprocess.size)
+        for part in range(config.accumulate):
+            start, end = share(len(batch.labels), part, config.accumulate, self.plan.together)
+            with nullcontext() if part == config.accumulate - 1 else self.wrapped.no_sync():
+                loss = self._loss(batch.images[start:end], batch.labels[start:end], mix)
+                scaled = state.scaler.scale(loss * (self.ranks.world_size / self.plan.batch_size))
+                torch.autograd.backward(scaled)
+            window.add_loss(loss)
+        self.fault.strike("step", progress.step + 1, self.ranks.rank)
+        self._update()
+        window.add_images(self.plan.batch_size)
+        progress.advance(self.plan.batch_size, self.plan.samples_per_epoch)
+        if state.ema:
+            state.ema.update(state.model, progress.step)
+
+    def _loss(self, images: Tensor, labels: Tensor, mix: Mix | None) -> Tensor:
+        """The sum of the losses of a part of this rank's share."""
+        inputs = self.preprocess(images)
+        with autocast(self.config, self.ranks.device):
+            logits = self.wrapped(mix_images(mix, inputs) if mix else inputs)
+        targets = labels.to(self.ranks.device, non_blocking=True)
+        if mix:
+            targets = mix_labels(mix, targets, logits.shape[1])
+        smoothing = self.config.label_smoothing
+        return functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
+
+    def _update(self) -> None:
+        """Use the gradients, and forget them."""
+        optimizer, scaler = self.state.optimizer, self.state.scaler
+        self.state.release()
+        if self.config.clip_norm:
+            # The norm of scaled gradients would be that of the scale.
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(self.state.model.parameters(), self.config.clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()

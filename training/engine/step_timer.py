@@ -1,0 +1,107 @@
+"""How fast a rank is, and how much of that is its own doing: what tells a slow rank from those that wait for it.
+
+Runs on every rank. DDP makes all ranks as slow as the slowest: their steps take the same time. So each rank measures
+what it does alone: waiting for its batch, and the forward pass of the model inside of DDP, after DDP has brought it
+rank 0's batch statistics. The backward pass is left out: the other ranks' gradients are awaited in it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.data.dataset import Batch
+from training.runtime.process_group import Ranks
+from training.runtime.progress import Progress
+from training.runtime.run_context import Job
+
+_RECENT_STEPS = 10
+
+# A moment: on a CPU in seconds; on a GPU an event in its queue, which has a time once the GPU has come there.
+_Mark = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    wall: float
+    loading: float
+    forwards: list[tuple[_Mark, _Mark]]
+
+
+class Pace:
+    """Times the steps of one rank, without making its device wait, and tells the heartbeat."""
+
+    def __init__(self, job: Job, ranks: Ranks, model: nn.Module) -> None:
+        self._heartbeat, self._fault, self._rank = job.heartbeat, job.fault, ranks.rank
+        self._on_gpu = ranks.device.type == "cuda"
+        self._began = 0.0
+        self.loading = 0.0
+        """Seconds that the last batch was waited for."""
+        self._entered: _Mark = 0.0
+        self._forwards: list[tuple[_Mark, _Mark]] = []
+        self._unread: deque[_Step] = deque()
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_STEPS)
+        # SyncBN and FSDP wait for the other ranks in the middle of the forward pass: then the loading must do.
+        if not job.config.sync_bn and job.config.strategy == "ddp":
+            model.register_forward_pre_hook(self._enter)
+            model.register_forward_hook(self._leave)
+
+    def _enter(self, model: nn.Module, _inputs: Any) -> None:
+        if model.training:
+            self._entered = self._mark()
+
+    def _leave(self, model: nn.Module, _inputs: Any, _output: Any) -> None:
+        if model.training:
+            self._forwards.append((self._entered, self._mark()))
+
+    def batches(self, batches: Iterator[Batch], progress: Progress) -> Iterator[Batch]:
+        """The same batches; waiting for one is a part of the step that follows."""
+        while True:
+            self._heartbeat.beat("load", progress.step)
+            self._began = time.perf_counter()
+            self._fault.strike("load", progress.step + 1, self._rank)
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.loading = time.perf_counter() - self._began
+            self._heartbeat.beat("step", progress.step)
+            # What a pass that was no step, or a validation, has left.
+            self._forwards = []
+            yield batch
+
+    def step_done(self) -> None:
+        """The step is over, on the CPU's side."""
+        wall = time.perf_counter() - self._began
+        self._unread.append(_Step(wall=wall, loading=self.loading, forwards=self._forwards))
+        while self._unread and (busy := _busy_seconds(self._unread[0])) is not None:
+            self._recent.append((self._unread.popleft().wall, busy))
+        if self._recent:
+            walls, busies = zip(*self._recent, strict=True)
+            self._heartbeat.step_seconds, self._heartbeat.busy_seconds = fmean(walls), fmean(busies)
+
+    def _mark(self) -> _Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _busy_seconds(step: _Step) -> float | None:
+    """A rank's own work in a step; None: the device has not come so far."""
+    forwards = [_seconds_between(start, end) for start, end in step.forwards]
+    known = [seconds for seconds in forwards if seconds is not None]
+    return step.loading + sum(known) if len(known) == len(forwards) else None
+
+
+def _seconds_between(start: _Mark, end: _Mark) -> float | None:
+    if isinstance(start, float):
+        assert isinstance(end, float)  # noqa: S101  # marks of one device are of one kind
+        return end - start
+    assert isinstance(end, torch.cuda.Event)  # noqa: S101
+    return start.elapsed_time(end) / 1000 if end.query() else None  # type: ignore[no-untyped-call]

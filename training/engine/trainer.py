@@ -1,0 +1,294 @@
+"""The training loop: from the newest saved state to the end, or until it is asked to stop. Runs on every rank.
+
+All ranks do the same. The checkpoint at the end of an epoch comes before the validation, so a validation that is cut
+short is done again, and costs nothing else.
+"""
+
+import time
+from dataclasses import replace
+
+from torch import nn
+
+from hpc.core.errors import TorchrelayError
+from training.checkpoint.capture import Capturer
+from training.checkpoint.checkpoint_writer import Saver
+from training.checkpoint.initial_weights import begin_with
+from training.checkpoint.restore import restore
+from training.checkpoint.snapshot_writer import Snapshotter
+from training.checkpoint.state import TrainState, identity
+from training.config.combinations import without_effect
+from training.config.train_config import together
+from training.data.batch_schedule import make_plan
+from training.data.dataset import Batch, Data, batches_on
+from training.engine.corrupt_images import CorruptImages
+from training.engine.early_stopping import MAX_HOURS, PATIENCE, Budget, out_of_patience
+from training.engine.loss_meter import DivergedError, Window
+from training.engine.optim import make_optimizer, rate_of
+from training.engine.step import Stepper
+from training.engine.step_timer import Pace
+from training.evaluation.evaluator import Evaluator
+from training.evaluation.result import greeting
+from training.evaluation.validation import Examiner
+from training.models.ema import Ema
+from training.models.factory import Preprocess
+from training.models.parallel import place
+from training.models.precision import make_scaler
+from training.monitoring.metrics import Lines
+from training.monitoring.run_logger import Recorder
+from training.runtime import signals
+from training.runtime.console import Console
+from training.runtime.process_group import Ranks
+from training.runtime.progress import Progress
+from training.runtime.run_context import Job
+from training.runtime.stop_consensus import Agreement, StopRequested, Wishes
+
+
+class Trainer:
+    """One rank's part in the training of one model."""
+
+    def __init__(
+        self, job: Job, ranks: Ranks, data: Data, model: nn.Module, preprocess: Preprocess, workers: int
+    ) -> None:
+        config = job.config
+        self.config, self.job, self.ranks, self.data, self.workers = config, job, ranks, data, workers
+        self.preprocess = preprocess
+        self.plan = make_plan(len(data.train), config.batch_size, config.epochs, config.seed, together(config))
+        model = place(model, config, ranks)
+        self.state = TrainState(
+            model=model,
+            optimizer=make_optimizer(config, model),
+            scaler=make_scaler(config, ranks.device),
+            ema=Ema(model, config.ema) if config.ema else None,
+            progress=Progress(),
+            identity=identity(config, data),
+            sharded=config.strategy == "fsdp",
+        )
+        self.stepper = Stepper(config, self.plan, ranks, self.state, preprocess, job.fault)
+        self.heartbeat = job.heartbeat
+        self.pace = Pace(job, ranks, model)
+        self.console = Console(speaks=ranks.leads)
+        with ranks.together():
+            self.recorder = Recorder(job.run_dir, job.attempt, self.console, writes=ranks.leads)
+        self.samples = Lines(job.run_dir.sample_log(job.attempt, ranks.rank), self.console)
+        self.corrupt = CorruptImages(data.train, config.max_corrupt, self.state.progress, ranks, self.recorder)
+        self.agreement = Agreement(ranks.control)
+        self.window = Window(ranks)
+        self.budget = Budget(config)
+        self.capturer = Capturer(
+            state=self.state,
+            window=self.window,
+            budget=self.budget,
+            corrupt=self.corrupt,
+            ranks=ranks,
+            attempt=job.attempt,
+        )
+        self.saver = Saver(job, self.capturer, self.recorder)
+        self.snapshotter = Snapshotter(job, self.capturer, self.recorder)
+        evaluator = Evaluator(
+            config=config,
+            model=self.state.evaluated_model,
+            preprocess=replace(preprocess, size=config.eval_size or preprocess.size),
+            ranks=ranks,
+            classes=len(data.classes),
+            # Images in memory are not augmented in an evaluation: to start workers takes longer than to take them.
+            workers=0 if data.in_memory else workers,
+        )
+        self.examiner = Examiner(
+            job=job, evaluator=evaluator, data=data, state=self.state, recorder=self.recorder, window=self.window
+        )
+
+    def run(self) -> None:
+        """Train to the end, or until all ranks agree to stop; either way nothing is lost."""
+        self.stepper.warm_up(self.data.channels, self.data.size)
+        self.resume()
+        try:
+            self.complete(self.fit())
+        except StopRequested as request:
+            self.save_and_stop(request)
+        except (TorchrelayError, KeyboardInterrupt) as error:
+            if isinstance(error, DivergedError):
+                self.recorder.diverged(error.step, error.loss, self.plan.batch(error.step), self.data.train)
+            # What is being written is worth waiting for; after a crash it is not.
+            self.finish_writing()
+            raise
+        finally:
+            self.console.stop()
+        self.finish_writing()
+        self.agreement.settle()
+
+    def finish_writing(self) -> None:
+        """Until everything that was begun to be written is on the disk."""
+        self.snapshotter.wait()
+        self.saver.wait()
+        self.recorder.close()
+
+    # --- before the first step ---
+
+    def resume(self) -> None:
+        """Go on from the newest state, and say so."""
+        self.heartbeat.beat("start")
+        began = time.monotonic()
+        restored = restore(self.job, self.state, self.ranks, self.recorder)
+        if restored is None and self.config.weights:
+            self.console.say(begin_with(self.config, self.state, self.ranks))
+        if restored:
+            self.window.restore(restored.numbers, counts_loss=self.ranks.leads)
+        self.budget.begin(restored.numbers if restored else None)
+        self.saver.begin(restored.source if restored else None)
+        self.snapshotter.begin()
+        restore_seconds = time.monotonic() - began
+        progress = self.state.progress
+        self.recorder.resume(progress)
+        self.recorder.event(
+            "train_started",
+            step=progress.step,
+            epoch=min(progress.epoch + 1, self.config.epochs),
+            total_steps=self.plan.total_steps,
+            world_size=self.ranks.world_size,
+            restored_from=restored.name if restored else None,
+            source=restored.source if restored else None,
+            seconds=round(time.monotonic() - self.job.started, 3),
+            restore_seconds=round(restore_seconds, 3),
+            connect_seconds=round(self.ranks.connected_at - self.job.started, 3),
+        )
+        begin = f"resuming from {restored.source} {restored.name}" if restored else "starting"
+        self.console.say(f"{begin}: {greeting(self.config, self.data, self.plan, self.ranks, self.state.model)}")
+        for told in without_effect(self.config):
+            self.console.warn(told)
+        self.console.start(progress.step, self.plan.total_steps)
+        self.heartbeat.beat("start", progress.step)
+
+    # --- steps ---
+
+    def fit(self) -> str | None:
+        """All steps that are left, with a checkpoint and a validation after each epoch.
+
+        Returns:
+            Why no more follow, before the last epoch's end; None: there are none left.
+        """
+        progress, ranks = self.state.progress, self.ranks
+        self.examiner.validate_if_due(self.before_batch)
+        if over := self.budget.why_over(progress, ranks):
+            return over
+        requests = self.plan.requests(progress.epoch, progress.samples_seen, ranks.rank, ranks.world_size)
+        first = progress.step + 1
+        with batches_on(ranks.device, self.data.train, requests, self.workers) as batches:
+            for batch in self.pace.batches(batches, progress):
+                if over := self.agree_and_save():
+                    self.save()
+                    return over
+                self.job.fault.strike("boundary", progress.step + 1, ranks.rank)
+                self.log_samples(batch)
+                self.window.add_wait(self.pace.loading)
+                self.corrupt.add(batch.corrupt.tolist())
+                self.stepper.step(batch, self.window)
+                self.pace.step_done()
+                if progress.step == first:
+                    ranks.wait_for_device()
+                    self.recorder.event("first_step", step=first)
+                self.console.step(progress.step)
+                self.log_if_due()
+                if self.saver.due_by_step():
+                    self.save()
+                self.examiner.validate_if_due(self.before_batch)
+        return None
+
+    def agree_and_save(self) -> str | None:
+        """At the boundary between two steps, do what was agreed on at the one before.
+
+        Returns:
+            Why no step is to follow; None: one is.
+        """
+        agreed = self.agree()
+        if agreed.save:
+            self.save()
+        if agreed.snapshot:
+            self.snapshotter.take()
+        if agreed.end:
+            return MAX_HOURS
+        return PATIENCE if out_of_patience(self.config, self.state.progress) else None
+
+    def agree(self) -> Wishes:
+        """Exchange wishes with the other ranks, and return what is agreed on."""
+        wishes = Wishes(
+            signal=signals.received(),
+            save=int(self.ranks.leads and self.saver.due_by_time()),
+            snapshot=int(self.snapshotter.due()),
+            news=int(self.corrupt.has_news),
+            end=int(self.ranks.leads and self.budget.used_up),
+        )
+        agreed = self.agreement.exchange(wishes)
+        if agreed.news:
+            self.corrupt.share()
+        return agreed
+
+    def save(self) -> None:
+        """Begin to write a checkpoint."""
+        self.heartbeat.beat("save", self.state.progress.step)
+        self.saver.save()
+        self.heartbeat.beat("step")
+
+    def before_batch(self) -> None:
+        """Between two batches of an evaluation: a wish to stop does not wait for its end."""
+        self.heartbeat.beat("evaluate", self.state.progress.step)
+        self.agree()
+        self.job.fault.strike("evaluate", self.state.progress.step, self.ranks.rank)
+
+    def save_and_stop(self, request: StopRequested) -> None:
+        """Save, and tell how long that took, from the signal's arrival here: by that the grace period can be chosen."""
+        asked = signals.received_at() or time.monotonic()
+        self.save()
+        self.heartbeat.beat("end")
+        self.saver.finish()
+        step, seconds = self.state.progress.step, round(time.monotonic() - asked, 3)
+        self.recorder.event("train_stopped", step=step, signal=request.name, seconds=seconds)
+        self.console.say(f"stopped by {request.name} after step {step}")
+
+    def log_samples(self, batch: Batch) -> None:
+        """Write down which images this rank uses in the step to come."""
+        if self.config.log_samples:
+            self.samples.append({"step": self.state.progress.step + 1, "indices": batch.indices.tolist()})
+
+    def log_if_due(self) -> None:
+        """Every --log-every steps and at the end of an epoch, record the mean loss since the last time."""
+        step = self.state.progress.step
+        if step % self.config.log_every and self.state.progress.samples_seen:
+            return
+        speed = self.window.images_per_second()
+        loss = self.window.total_loss(step) / self.window.images
+        epoch = (step - 1) // self.plan.steps_per_epoch + 1
+        lr = rate_of(self.state.optimizer)
+        waiting, memory = self.window.data_wait_share, self.ranks.used_memory
+        self.state.progress.logged_step = step
+        self.recorder.train(
+            {
+                "step": step,
+                "epoch": epoch,
+                "loss": round(loss, 6),
+                "lr": lr,
+                "images_per_second": round(speed, 1),
+                "world_size": self.ranks.world_size,
+                "train_seconds": round(self.window.train_seconds, 3),
+                "data_wait_share": round(waiting, 4),
+                "memory_bytes": memory,
+            }
+        )
+        left = round((self.plan.total_steps - step) * self.plan.batch_size / speed)
+        self.console.metrics(
+            f"epoch {epoch}/{self.config.epochs} step {step}/{self.plan.total_steps}",
+            f"loss {loss:.3f} lr {lr:.4f} {speed:.0f} img/s, {waiting:.0%} waiting for data, "
+            f"{memory / 2**30:.2f} GiB, eta {left // 60}:{left % 60:02d}",
+        )
+        self.window.restart()
+
+    def complete(self, ended: str | None) -> None:
+        """Test the model as it is after the last step, and write `final/`; `ended` is why that came early."""
+        if ended:
+            self.console.say(f"no step follows step {self.state.progress.step}: {self.budget.told(ended)}")
+        try:
+            self.examiner.complete(self.before_batch, ended)
+        except TorchrelayError:
+            # All ranks come here: the others from having nothing to write. After a crash they would not.
+            self.snapshotter.end()
+            raise
+        self.snapshotter.end()

@@ -1,0 +1,1 @@
+"""Validation and test, and the files that they leave. Runs on every rank."""

@@ -1,0 +1,172 @@
+"""What the model is worth: the validation after each epoch, the test at the end, and what is written of both.
+
+Runs on every rank; rank 0 writes.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from hpc.core.errors import UserError
+from hpc.core.files import read_json_lines
+from hpc.core.rundir import CLASSES, CONFUSION, CONFUSION_PICTURE, HISTORY, MODEL_CARD, SAMPLES
+from training.checkpoint.state import TrainState
+from training.data.dataset import Data, Source
+from training.engine.corrupt_images import check_limit
+from training.engine.loss_meter import Window
+from training.engine.lr_schedule import follow_plateau
+from training.evaluation.class_tables import classes_csv, confusion_csv
+from training.evaluation.evaluator import Evaluation, Evaluator
+from training.evaluation.history import history_csv
+from training.evaluation.picture import confusion_png
+from training.evaluation.provenance import made_from
+from training.evaluation.result import describe, describe_test
+from training.evaluation.samples import samples_json
+from training.inference.model_card import make_card
+from training.models.parallel import whole_tensors
+from training.monitoring.run_logger import Recorder
+from training.runtime.run_context import Job
+
+# What is told of the best model beside its test.
+_OF_BEST = ("step", "epoch", "val_accuracy", "val_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examiner:
+    """Examines the model of a training, and keeps the best one and the last one."""
+
+    job: Job
+    evaluator: Evaluator
+    data: Data
+    state: TrainState
+    recorder: Recorder
+    window: Window
+
+    def evaluate(self, source: Source, split: str, before_batch: Callable[[], object]) -> Evaluation:
+        """Evaluate and record it."""
+        began, console = time.monotonic(), self.recorder.console
+        progress = self.state.progress
+        result = self.evaluator.evaluate(source, before_batch)
+        if result.corrupt:
+            check_limit(source, result.corrupt, self.job.config.max_corrupt)
+            names = ", ".join(map(source.name, result.corrupt))
+            console.warn(f"others take the place of {len(result.corrupt)} unreadable images in {split}: {names}")
+        numbers = {"loss": round(result.loss, 6), "accuracy": result.accuracy, "top5_accuracy": result.top5_accuracy}
+        counts = {"correct": result.correct, "total": result.total, "corrupt": len(result.corrupt)}
+        seconds = time.monotonic() - began
+        place = {"step": progress.step, "epoch": progress.epoch, "split": split}
+        self.recorder.evaluation(place | numbers | counts | {"seconds": round(seconds, 3)})
+        console.say(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
+        self.window.leave_out(time.monotonic() - began)
+        return result
+
+    def validate_if_due(self, before_batch: Callable[[], object]) -> None:
+        """After an epoch, validate, and keep the model if it is the best so far."""
+        progress = self.state.progress
+        if progress.evaluated_epochs == progress.epoch or self.data.val is None:
+            return
+        result = self.evaluate(self.data.val, "val", before_batch)
+        progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
+        follow_plateau(self.job.config, progress, result.loss)
+        if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
+            progress.best_accuracy, progress.best_epoch = result.accuracy, progress.epoch
+            self.recorder.best(self.weights(), self.result(), self.card())
+        progress.evaluated_epochs = progress.epoch
+
+    def weights(self) -> dict[str, Tensor]:
+        """On rank 0 a copy of the model's weights in the host's memory, under the names of the model's own code.
+
+        All ranks must call this.
+        """
+        tensors = whole_tensors(self.evaluator.model, self.evaluator.ranks, sharded=self.state.sharded)
+        # A file holds tensors whose numbers lie in the order of their dimensions.
+        return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
+
+    def result(self) -> dict[str, Any]:
+        """What is known of the model as it is now."""
+        evaluator, world_size = self.evaluator, self.evaluator.ranks.world_size
+        return describe(self.job, self.data, evaluator.preprocess, self.state.progress, world_size)
+
+    def complete(self, before_batch: Callable[[], object], ended: str | None) -> None:
+        """Test the model as it is after the last step, and write `final/`.
+
+        Args:
+            before_batch: is called before every batch.
+            ended: why that was before the last epoch's end; None: it was not.
+        """
+        test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
+        best = self.test_best(test, before_batch)
+        result = {**describe_test(test), "best": best, "ended": ended, **self.result()}
+        self.job.heartbeat.beat("end")
+        files = self.card() | self.history() | (self.told(test) if test else {})
+        self.recorder.final(self.weights(), result, files)
+        self.recorder.event("train_completed", step=self.state.progress.step, ended=ended)
+        known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
+        if test and best and best["step"] != self.state.progress.step:
+            known += f", and {best['test_accuracy']:.2%} of the best model, that of epoch {best['epoch']}"
+        self.recorder.console.say(f"complete after {self.state.progress.step} steps: {known}")
+
+    def test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
+        """Test the model that did best in validation, and add that to `best/`.
+
+        Args:
+            last: the test of the model after the last step, which may be the best one.
+            before_batch: is called before every batch.
+
+        Returns:
+            Which one it is, and its test; None: there is none.
+        """
+        progress, ranks = self.state.progress, self.evaluator.ranks
+        if progress.best_accuracy is None:
+            return None
+        weights, known = self.recorder.kept_best() or ({}, None)
+        best = ranks.gather({name: known[name] for name in _OF_BEST} if known else None)[0]
+        if best is None:
+            return None
+        test = last
+        if self.data.test is not None and best["step"] != progress.step:
+            weights = load(ranks.broadcast_bytes(save(weights) if ranks.leads else None))
+            self.state.release()
+            test = self.evaluator.evaluate_other(weights, self.data.test, before_batch)
+        self.recorder.best_tested(describe_test(test))
+        return {**best, **describe_test(test)}
+
+    @cached_property
+    def _origin(self) -> dict[str, Any]:
+        return made_from(self.job, self.data, self.evaluator.ranks)
+
+    def card(self) -> dict[str, bytes]:
+        """The file that says how to build the model and how to make images ready for it, by its name."""
+        if not self.evaluator.ranks.leads:
+            return {}
+        card = make_card(self.job.config, self.data, self.evaluator.preprocess, self._origin)
+        return {MODEL_CARD: card.to_json().encode()}
+
+    def history(self) -> dict[str, bytes]:
+        """The file with a line for each epoch, by its name."""
+        if not self.evaluator.ranks.leads:
+            return {}
+        run = self.job.run_dir
+        return {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics))).encode()}
+
+    def told(self, test: Evaluation) -> dict[str, bytes]:
+        """The files that tell more of a test, by their names."""
+        if self.data.test is None or not self.evaluator.ranks.leads:
+            return {}
+        classes = self.data.classes
+        tables = {
+            CONFUSION: confusion_csv(test.confusion, classes).encode(),
+            CLASSES: classes_csv(test.confusion, classes).encode(),
+            CONFUSION_PICTURE: confusion_png(test.confusion, classes),
+        }
+        try:
+            return {**tables, SAMPLES: samples_json(self.data.test, test, classes).encode()}
+        except UserError as error:
+            # Another rank had read it. A finished training is worth more than its pictures.
+            self.recorder.console.warn(f"there will be no sample predictions: {error}")
+            return tables

@@ -1,0 +1,1 @@
+"""A trained model without its training: for predict, export and the test."""

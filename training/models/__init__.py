@@ -1,0 +1,1 @@
+"""Models by name, their heads, DDP and FSDP, precision, moving averages. Runs on every rank."""

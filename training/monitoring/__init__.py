@@ -1,0 +1,1 @@
+"""Metrics, events and TensorBoard. Runs on rank 0."""

@@ -1,0 +1,198 @@
+"""Everything that a run writes for others to read: events, metrics, results. Rank 0 writes, the other ranks do not."""
+
+import errno
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from hpc.core.directories import publish, sweep
+from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.files import write_json
+from hpc.core.ledger import Writer
+from hpc.core.outcome import EXIT_NO_SPACE
+from hpc.core.rundir import MODEL_WEIGHTS, RunDir
+from training.data.dataset import Source
+from training.monitoring.metrics import Metrics
+from training.runtime.background_writer import Background
+from training.runtime.console import Console
+from training.runtime.progress import Progress
+
+_RESULT = "result.json"
+
+Weights = dict[str, Tensor]
+Files = Mapping[str, bytes]
+
+
+class NoSpaceError(TorchrelayError):
+    """There is no room for the result of the run."""
+
+    exit_code = EXIT_NO_SPACE
+
+
+class Recorder:
+    """Writes on rank 0; does nothing elsewhere.
+
+    Raises:
+        UserError: the run directory cannot be made.
+    """
+
+    def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
+        self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
+        self.console = console
+        self._best = Background()
+        self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
+        self._ledger = Writer(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
+        self._metrics: Metrics | None = None
+        if writes:
+            try:
+                run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                run_dir.events.mkdir(exist_ok=True)
+                sweep(run_dir.path, run_dir.best.name)
+                sweep(run_dir.path, run_dir.final.name)
+            except OSError as error:
+                raise UserError(f"--run-dir is {run_dir.path}, which does not work ({error}): use another") from error
+
+    def resume(self, progress: Progress) -> None:
+        """Take back the metrics of steps that the restored state does not know of, and write on from there."""
+        if self._writes:
+            self._metrics = Metrics(self._run_dir, self._attempt, progress, self.console)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Record an event in the ledger."""
+        if not self._writes:
+            return
+        try:
+            self._ledger.append(name, attempt=self._attempt, **fields)
+        except OSError as error:
+            self.console.warn(f"{self._ledger.path} cannot be written ({error}): it lacks {name!r}")
+
+    def train(self, record: dict[str, Any]) -> None:
+        """Record a logged step."""
+        if self._metrics:
+            self._metrics.train(record)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Record an evaluation."""
+        if self._metrics:
+            self._metrics.evaluation(record)
+
+    def diverged(self, step: int, loss: float, indices: list[int], source: Source) -> None:
+        """Write down the first step whose loss is not finite, and its images."""
+        if not self._writes:
+            return
+        self.event("diverged", step=step, loss=str(loss))
+        images = [source.name(index) for index in indices]
+        try:
+            write_json(self._run_dir.diverged, {"step": step, "loss": str(loss), "indices": indices, "images": images})
+        except OSError as error:
+            self.console.warn(f"{self._run_dir.diverged} cannot be written ({error})")
+        else:
+            self.console.say(f"the {len(indices)} images of step {step} are in {self._run_dir.diverged}")
+
+    def best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
+        """Begin to replace `best/`. A full disk costs only this, unless there is room at the end.
+
+        Args:
+            weights: by name, in memory that does not change any more.
+            result: what is known of the model.
+            files: more files, by their names.
+        """
+        if self._writes:
+            self._best.start(partial(self._publish_best, weights, result, files))
+
+    def _publish_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
+        self._unpublished = None
+        try:
+            publish(self._run_dir.best, partial(_write_model, weights, result, files))
+        except OSError as error:
+            self._unpublished = (weights, result, files)
+            self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
+
+    def kept_best(self) -> tuple[Weights, dict[str, Any]] | None:
+        """The weights in `best/` and what is known of them; None: there are none, or another rank has them."""
+        if not self._writes:
+            return None
+        self.wait()
+        if self._unpublished:
+            return self._unpublished[:2]
+        try:
+            return load_file(self._run_dir.best / MODEL_WEIGHTS), json.loads(self._best_result.read_bytes())
+        except (OSError, SafetensorError, ValueError) as error:
+            self.console.warn(f"{self._run_dir.best} cannot be read ({error}): the best model is not tested")
+            return None
+
+    def best_tested(self, test: dict[str, Any]) -> None:
+        """Add its test to what is known of the best model."""
+        if not self._writes:
+            return
+        try:
+            if self._unpublished:
+                weights, result, files = self._unpublished
+                self._unpublished = (weights, result | test, files)
+            else:
+                write_json(self._best_result, json.loads(self._best_result.read_bytes()) | test)
+        except OSError as error:
+            self.console.warn(f"{self._best_result} cannot be written ({error}): it lacks the test")
+
+    @property
+    def _best_result(self) -> Path:
+        return self._run_dir.best / _RESULT
+
+    def final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
+        """Write `final/`: from now on the run is complete.
+
+        Args:
+            weights: by name.
+            result: what is known of the model.
+            files: more files, by their names.
+
+        Raises:
+            NoSpaceError: the disk is full. The newest checkpoint is the end of the training.
+            TorchrelayError: it could not be written for another reason.
+        """
+        if not self._writes:
+            return
+        self.wait()
+        try:
+            publish(self._run_dir.final, partial(_write_model, weights, result, files))
+        except OSError as error:
+            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            raise (NoSpaceError if full else TorchrelayError)(
+                f"{self._run_dir.final} cannot be written ({error}): free some space and start the run again"
+            ) from error
+
+    @property
+    def busy(self) -> bool:
+        """Whether `best/` is being written: it is not yet what the training thinks it is."""
+        return self._best.busy
+
+    def wait(self) -> None:
+        """Until `best/` is what the training thinks it is."""
+        self._best.wait()
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self.wait()
+        if self._unpublished:
+            self._publish_best(*self._unpublished)
+        if self._metrics:
+            self._metrics.close()
+
+
+def _write_model(weights: Weights, result: dict[str, Any], files: Files, directory: Path) -> None:
+    """The files of a model and its result.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    # In memory first: what safetensors says of a full disk is no OSError.
+    (directory / MODEL_WEIGHTS).write_bytes(save(weights, {"format": "pt"}))
+    (directory / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
+    for name, content in files.items():
+        (directory / name).write_bytes(content)

@@ -1,0 +1,1 @@
+"""`python -m training.profile`: which part of a training is the bottleneck."""

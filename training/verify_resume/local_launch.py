@@ -1,0 +1,94 @@
+"""Ranks as processes of this machine, without torchrun: forked from a server that has imported torch already.
+
+So a training begins within a fraction of a second, which matters to who starts dozens of them.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from signal import SIGKILL
+
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_PRELOADED = ["training.__main__", "training.engine.launch", "torch.utils.tensorboard", "torch._dynamo"]
+_PRELOADED += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor"]
+_PRELOADED += ["torchvision.models", "torchvision.transforms.v2"]
+
+
+def prepare_server() -> None:
+    """Have the server import what ranks need, when the first rank is started. One thread per rank, as with torchrun."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _FORKSERVER.set_forkserver_preload(_PRELOADED)
+
+
+def start_ranks(
+    argvs: Sequence[Sequence[str]], log: Path, prepare: Callable[[], None] | None = None
+) -> list[BaseProcess]:
+    """Start a training, with a rank for each list of arguments of `python -m training`.
+
+    Args:
+        argvs: the arguments by rank.
+        log: gets the output of all ranks.
+        prepare: is called in each rank before it begins.
+    """
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment |= {"WORLD_SIZE": str(len(argvs)), "LOCAL_WORLD_SIZE": str(len(argvs))}
+    ranks: list[BaseProcess] = []
+    for rank, argv in enumerate(argvs):
+        place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = _FORKSERVER.Process(target=_run_rank, args=(list(argv), place, str(log), prepare))
+        process.start()
+        ranks.append(process)
+    return ranks
+
+
+def wait_for(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:
+    """Wait until all ranks have ended or one has failed; then end the others.
+
+    Returns:
+        The exit codes by rank. None: it was still running when another rank had been killed, or had failed so many
+        seconds ago: time to say what is wrong. A rank that waits for one that is no more would wait for minutes.
+    """
+    try:
+        while (running := [rank for rank in ranks if rank.exitcode is None]) and not any(r.exitcode for r in ranks):
+            wait([rank.sentinel for rank in running])
+        if all(rank.exitcode != -SIGKILL for rank in ranks):
+            wait_until = time.monotonic() + grace_seconds
+            for rank in ranks:
+                rank.join(max(0.0, wait_until - time.monotonic()))
+        return [rank.exitcode for rank in ranks]
+    finally:
+        kill(ranks)
+
+
+def kill(ranks: Sequence[BaseProcess]) -> None:
+    """As a power cut would."""
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.join()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _run_rank(argv: list[str], environment: dict[str, str], log: str, prepare: Callable[[], None] | None) -> None:
+    """The body of a rank's process."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    sys.argv = ["training", *argv]
+    from training import __main__ as trainer  # noqa: PLC0415  # it installs the handlers of signals, here alone
+
+    if prepare:
+        prepare()
+    trainer.leave(trainer.main())
