@@ -38,16 +38,16 @@ from hpc.core.files import write_json
 from hpc.core.rundir import RunDir
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.data.build import load_data
-from training.data.dataset import Batch, Source, batches_on, load_ahead
+from training.data.dataset import Batch, ImageSource, batches_on, load_ahead
 from training.data.device_dataset import hold
 from training.engine.launch import make_repeatable, make_trainer
 from training.engine.skip_dynamo import leave_out_compiler
 from training.engine.trainer import Trainer
-from training.runtime.process_group import Ranks, connect, disconnect
-from training.runtime.rank_info import place_from
-from training.runtime.run_context import Job
+from training.runtime.process_group import ProcessGroup, connect, disconnect
+from training.runtime.rank_info import rank_info_from
+from training.runtime.run_context import RunContext
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 WARM_UP = 8
@@ -152,7 +152,7 @@ def _train(trainer: Trainer, batches: Iterator[Batch], steps: int) -> float:
     return time.perf_counter() - began
 
 
-def compare(data: str, ranks: Ranks, size: int) -> bool:
+def compare(data: str, ranks: ProcessGroup, size: int) -> bool:
     """Whether images that were made on the device, and copies made ahead, are the CPU's in every bit."""
     same = True
     for options in AUGMENTATIONS:
@@ -160,20 +160,21 @@ def compare(data: str, ranks: Ranks, size: int) -> bool:
         opened = load_data(config, check_data(resolve_data(data)), size)
         held = hold(config, opened, ranks.device, lambda: None)
         requests = [
-            Request(indices=tuple(range(first, COMPARED, 4)), epoch=epoch) for first, epoch in enumerate([0, 1, None])
+            BatchRequest(indices=tuple(range(first, COMPARED, 4)), epoch=epoch)
+            for first, epoch in enumerate([0, 1, None])
         ]
         for source in (held.train, opened.train):
             same = same and _same(opened.train, source, requests, ranks.device)
     return same
 
 
-def _same(one: Source, other: Source, requests: list[Request], device: torch.device) -> bool:
+def _same(one: ImageSource, other: ImageSource, requests: list[BatchRequest], device: torch.device) -> bool:
     with batches_on(device, other, requests, 0) as batches:
         pairs = [(one[request], batch) for request, batch in zip(requests, batches, strict=True)]
     return all(torch.equal(a, b.cpu()) for pair in pairs for a, b in zip(*pair, strict=True))
 
 
-def machine(ranks: Ranks) -> dict[str, Any]:
+def machine(ranks: ProcessGroup) -> dict[str, Any]:
     """What it was measured on."""
     on_gpu = ranks.device.type == "cuda"
     return {
@@ -202,7 +203,7 @@ def rows(done: list[Setting]) -> list[dict[str, Any]]:
     ]
 
 
-def run(options: Options, ranks: Ranks, jpegs: Path, packed: Path, runs: Path) -> dict[str, Any]:
+def run(options: Options, ranks: ProcessGroup, jpegs: Path, packed: Path, runs: Path) -> dict[str, Any]:
     """Compare and measure; every rank does the same."""
     same = {
         "fashion-mnist": compare("fashion-mnist", ranks, 28),
@@ -210,7 +211,7 @@ def run(options: Options, ranks: Ranks, jpegs: Path, packed: Path, runs: Path) -
     }
     todo = settings(options, jpegs, packed)
     for number, setting in enumerate(todo):
-        job = Job(config=setting.config, run_dir=RunDir(runs / str(number)), attempt=1, started=time.monotonic())
+        job = RunContext(config=setting.config, run_dir=RunDir(runs / str(number)), attempt=1, started=time.monotonic())
         setting.trainer = make_trainer(job, ranks)
         setting.trainer.stepper.warm_up(setting.trainer.data.channels, setting.trainer.data.size)
     for case in dict.fromkeys(setting.case for setting in todo):
@@ -237,7 +238,7 @@ def main() -> int:
     options = tyro.cli(Options)
     leave_out_compiler()
     make_repeatable(everything=False)
-    ranks = connect(place_from(os.environ))
+    ranks = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory() as directory:
         root = Path(ranks.gather(directory)[0])
         if ranks.leads:

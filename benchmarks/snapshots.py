@@ -21,15 +21,15 @@ from pathlib import Path
 
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from training.checkpoint.snapshot_writer import Snapshotter
+from training.checkpoint.snapshot_writer import SnapshotWriter
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.engine.launch import make_repeatable, make_trainer
 from training.engine.trainer import Trainer
-from training.runtime.process_group import Ranks, connect, disconnect
-from training.runtime.rank_info import place_from
-from training.runtime.run_context import Job
-from training.runtime.stop_consensus import Agreement
+from training.runtime.process_group import ProcessGroup, connect, disconnect
+from training.runtime.rank_info import rank_info_from
+from training.runtime.run_context import RunContext
+from training.runtime.stop_consensus import StopConsensus
 
 SETTINGS = ("off", "auto", "1")
 CASES = ({"model": "small-cnn", "batch_size": 512}, {"model": "resnet18", "image_size": 32, "batch_size": 128})
@@ -42,15 +42,15 @@ _MEMORY = Path("/dev/shm")  # noqa: S108 - a new directory in it
 class Turn:
     """One setting's windows."""
 
-    snapshotter: Snapshotter
+    snapshotter: SnapshotWriter
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     taken: int = 0
     paused_at: float = field(default_factory=time.monotonic)
 
-    def window(self, trainer: Trainer, requests: Iterator[Request], steps: int) -> None:
+    def window(self, trainer: Trainer, requests: Iterator[BatchRequest], steps: int) -> None:
         """Train for some steps, the time of which is kept."""
-        trainer.snapshotter, trainer.agreement = self.snapshotter, Agreement(trainer.ranks.control)
+        trainer.snapshotter, trainer.agreement = self.snapshotter, StopConsensus(trainer.ranks.control)
         # The other settings' windows do not count as time since the last snapshot.
         self.snapshotter._taken_at += time.monotonic() - self.paused_at  # noqa: SLF001
         trainer.ranks.gather(None)
@@ -89,16 +89,18 @@ def measure(trainer: Trainer, turns: dict[str, Turn]) -> int:
     return steps
 
 
-def run(case: dict[str, object], ranks: Ranks, directory: Path) -> None:
+def run(case: dict[str, object], ranks: ProcessGroup, directory: Path) -> None:
     """Measure one model and print its rows."""
     config = TrainConfig(data="fashion-mnist", epochs=10_000, **case)  # type: ignore[arg-type]  # any of its fields
     node = NodeDir(directory / f"node-{case['model']}")
     node.path.mkdir(mode=0o700, exist_ok=True)
-    job = Job(config=config, run_dir=RunDir(directory / str(case["model"])), attempt=1, started=0.0, node_dir=node)
+    job = RunContext(
+        config=config, run_dir=RunDir(directory / str(case["model"])), attempt=1, started=0.0, node_dir=node
+    )
     trainer = make_trainer(job, ranks)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     jobs = {setting: replace(job, config=replace(config, snapshot_every=setting)) for setting in SETTINGS}
-    snapshotters = {setting: Snapshotter(each, trainer.capturer, trainer.recorder) for setting, each in jobs.items()}
+    snapshotters = {setting: SnapshotWriter(each, trainer.capturer, trainer.recorder) for setting, each in jobs.items()}
     turns = {name: Turn(snapshotter) for name, snapshotter in snapshotters.items()}
     images = measure(trainer, turns) * trainer.plan.batch_size
     if ranks.leads:
@@ -122,7 +124,7 @@ def row(turn: Turn, off: Turn, images: int) -> str:
 def main() -> None:
     """Measure and print."""
     make_repeatable(everything=False)
-    ranks = connect(place_from(os.environ))
+    ranks = connect(rank_info_from(os.environ))
     name = tempfile.mkdtemp(prefix="torchrelay-benchmark-", dir=_MEMORY) if ranks.leads else ""
     directory = Path(ranks.gather(name)[0])
     if ranks.leads:

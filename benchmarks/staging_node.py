@@ -16,15 +16,15 @@ from pathlib import Path
 import tyro
 
 from hpc.core.attempts import Attempt
-from hpc.core.ledger import Writer
+from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
-from jobs.context import Node
-from jobs.control.channel import LOST_SECONDS, Hub, Link
-from jobs.control.messages import Phase, Report
+from jobs.context import AgentContext
+from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
+from jobs.control.messages import NodeStatus, Phase
 from jobs.ranks.local_ranks import LocalRanks
-from jobs.ranks.rendezvous import Place
+from jobs.ranks.rendezvous import NodeAllocation
 from jobs.ranks.torchrun import StopRequest
 from jobs.staging.data import stage
 from jobs.staging.unpack_environment import stage_environment
@@ -61,7 +61,7 @@ def main(options: Options) -> None:
     node.tell(phase=Phase.READY)
     # An agent trains now, and gives to the others meanwhile.
     wait(node, lambda: bool(node.orders.plans) and node.orders.plans[-1].done)
-    if isinstance(node.link, Link):
+    if isinstance(node.link, ControlClient):
         node.tell(phase=Phase.LEFT)
         node.link.close()
     else:
@@ -69,25 +69,25 @@ def main(options: Options) -> None:
     node.held.close()
 
 
-def _stage(node: Node, source: Path) -> dict[str, object]:
+def _stage(node: AgentContext, source: Path) -> dict[str, object]:
     staged = stage(node, source)
     return {**asdict(staged), "path": str(staged.path)}
 
 
-def _use_environment(node: Node) -> dict[str, object]:
+def _use_environment(node: AgentContext) -> dict[str, object]:
     stage_environment(node)
     return {"python": node.python}
 
 
-def make_node(options: Options) -> Node:
+def make_node(options: Options) -> AgentContext:
     """What an agent works with."""
     hosts = tuple(f"127.0.0.{number + 1}" for number in range(options.nodes))
-    place = Place(cluster="slurm", job_id="1", restart=0, node_rank=options.rank, hostnames=hosts, cpus=None)
+    place = NodeAllocation(cluster="slurm", job_id="1", restart=0, node_rank=options.rank, hostnames=hosts, cpus=None)
     run, memory = RunDir(options.run), NodeDir(options.run / f"memory-{options.rank}")
     run.events.mkdir(parents=True, exist_ok=True)
     memory.make()
-    report = Report(node_rank=options.rank)
-    node = Node(
+    report = NodeStatus(node_rank=options.rank)
+    node = AgentContext(
         run=run,
         spec=RunSpec(
             name=run.name, cluster="slurm", resources=Resources(nodes=str(options.nodes)), data=str(options.source),
@@ -99,32 +99,32 @@ def make_node(options: Options) -> Node:
         attempt=Attempt(
             attempt=1, job_id="1", restart=0, nonce=NONCE, port=options.port, nodes=hosts, started=time.time()
         ),
-        writer=Writer(run.events / f"node-{options.rank}.jsonl"),
+        writer=EventWriter(run.events / f"node-{options.rank}.jsonl"),
         memory=memory,
         ranks=LocalRanks(memory, 0, place.host),
-        link=Hub(NONCE, options.port) if options.rank == 0 else Link(place.head, options.port, NONCE, report),
-        report=report,
+        link=ControlServer(NONCE, options.port) if options.rank == 0 else ControlClient(place.head, options.port,
+        NONCE, report), report=report,
     )  # fmt: skip
     node.stop.install()
     node.tell()
     return node
 
 
-def all_reports(node: Node) -> dict[int, Report]:
+def all_reports(node: AgentContext) -> dict[int, NodeStatus]:
     """What the head node knows; the others only see that it is there."""
-    if isinstance(node.link, Hub):
+    if isinstance(node.link, ControlServer):
         return node.link.reports()
     return dict.fromkeys(range(node.place.num_nodes), node.report) if node.link.has_met else {}
 
 
-def has_left(node: Node, rank: int) -> bool:
+def has_left(node: AgentContext, rank: int) -> bool:
     """Whether the head node need not wait for another one any more."""
-    assert isinstance(node.link, Hub)  # noqa: S101 - for the type checker
+    assert isinstance(node.link, ControlServer)  # noqa: S101 - for the type checker
     silent = (node.link.silent_seconds(rank) or 0.0) > LOST_SECONDS
     return silent or node.link.reports()[rank].phase is Phase.LEFT
 
 
-def wait(node: Node, condition: Callable[[], bool]) -> None:
+def wait(node: AgentContext, condition: Callable[[], bool]) -> None:
     """Turn until something is so."""
     while not condition():
         if node.stop or node.head_is_lost:

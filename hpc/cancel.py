@@ -16,19 +16,19 @@ import tyro
 from hpc import cli
 from hpc.core import ledger
 from hpc.core.errors import TorchrelayError
-from hpc.core.ledger import Writer
+from hpc.core.ledger import EventWriter
 from hpc.core.processes import is_alive
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.spec import RunSpec
 from hpc.status.run_view import jobs_of
-from hpc.status.status_cache import Board
+from hpc.status.status_cache import StatusCache
 
 _OVER = frozenset({"completed", "cancelled"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cancel(cli.Common):
+class CancelOptions(cli.Common):
     """End a run for good: nothing requeues it again."""
 
     run: tyro.conf.Positional[str]
@@ -39,16 +39,16 @@ class Cancel(cli.Common):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(cancel, Cancel, argv, "cancel")
+    return cli.run(cancel, CancelOptions, argv, "cancel")
 
 
-def cancel(options: Cancel) -> int:
+def cancel(options: CancelOptions) -> int:
     """Write it down, then end the job. A run that has ended already stays as it is."""
     run = cli.find_run(options.run, options.runs_dir)
-    before = str(Board().look_at(run)["state"])
+    before = str(StatusCache().look_at(run)["state"])
     # What has failed may be about to go on: its next job is submitted by the supervisor.
     if before not in _OVER:
-        Writer(run.events / "cancel.jsonl").append("cancelled", by=getpass.getuser())
+        EventWriter(run.events / "cancel.jsonl").append("cancelled", by=getpass.getuser())
     if RunSpec.load(run).cluster == "slurm":
         _cancel_jobs(run)
     else:
@@ -77,7 +77,7 @@ def _cancel_local(run: RunDir) -> None:
             os.kill(int(event["job_id"]), signal.SIGTERM)
 
 
-def _answer(options: Cancel, run: RunDir, before: str) -> int:
+def _answer(options: CancelOptions, run: RunDir, before: str) -> int:
     state = before if before in _OVER else "cancelled"
     if options.json:
         cli.print_json({"run": run.name, "run_dir": str(run.path), "state": state})

@@ -24,14 +24,14 @@ from hpc.staging import copy, space
 from hpc.staging.source import absolute, list_source
 from hpc.staging.staged import Staged
 from hpc.staging.stager import Stager
-from hpc.staging.store import Entry, Store, open_store
+from hpc.staging.store import CacheEntry, CacheStore, open_store
 
 _WHOLE = "whole"
 _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage(cli.Common):
+class StageOptions(cli.Common):
     """Copy data to this machine's own disk, where runs find them; look at the copies, check them, delete them."""
 
     path: tyro.conf.Positional[Path | None] = None
@@ -48,10 +48,10 @@ class Stage(cli.Common):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(stage, Stage, argv, "stage")
+    return cli.run(stage, StageOptions, argv, "stage")
 
 
-def stage(options: Stage) -> int:
+def stage(options: StageOptions) -> int:
     """Do what the flags say, by default copy."""
     if sum((options.list, options.verify, options.clean)) > 1:
         raise UserError("--list, --verify and --clean are three things to do: give one of them")
@@ -67,7 +67,7 @@ def stage(options: Stage) -> int:
     return _answer(options, _stage(options, absolute(options.path), read=False))
 
 
-def _chosen(options: Stage, store: Store) -> Sequence[Entry]:
+def _chosen(options: StageOptions, store: CacheStore) -> Sequence[CacheEntry]:
     """The copies of PATH, or all."""
     if options.path is None:
         return store.entries()
@@ -75,7 +75,7 @@ def _chosen(options: Stage, store: Store) -> Sequence[Entry]:
     return [entry for entry in store.entries() if (manifest := entry.manifest()) and manifest.source == source]
 
 
-def _describe(entry: Entry) -> dict[str, Any]:
+def _describe(entry: CacheEntry) -> dict[str, Any]:
     manifest = entry.manifest()
     return {
         "path": str(entry.data),
@@ -87,7 +87,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _tell(options: Stage, copies: Sequence[dict[str, Any]]) -> int:
+def _tell(options: StageOptions, copies: Sequence[dict[str, Any]]) -> int:
     if options.json:
         cli.print_json(copies)
         return 0
@@ -107,7 +107,7 @@ def _tell(options: Stage, copies: Sequence[dict[str, Any]]) -> int:
     return 0
 
 
-def _clean(options: Stage, store: Store) -> int:
+def _clean(options: StageOptions, store: CacheStore) -> int:
     copies = [(entry, _describe(entry)) for entry in _chosen(options, store)]
     deleted = [described for entry, described in copies if entry.delete()]
     kept = [described for _, described in copies if described not in deleted]
@@ -119,7 +119,7 @@ def _clean(options: Stage, store: Store) -> int:
     return 0
 
 
-def _verify(options: Stage, store: Store) -> int:
+def _verify(options: StageOptions, store: CacheStore) -> int:
     """Check and mend; what cannot be mended, because its source is gone or another one, is deleted."""
     found = [_check(options, entry) for entry in _chosen(options, store)]
     if options.path and not found:
@@ -134,7 +134,7 @@ def _verify(options: Stage, store: Store) -> int:
     return int(any(check["now"] != _WHOLE for check in found))
 
 
-def _check(options: Stage, entry: Entry) -> dict[str, Any]:
+def _check(options: StageOptions, entry: CacheEntry) -> dict[str, Any]:
     manifest, held = entry.manifest(), entry.begin_use()
     described = {"path": str(entry.data), "source": manifest.source if manifest else None, "damaged": list[str]()}
     if manifest is None or held is None:
@@ -149,7 +149,7 @@ def _check(options: Stage, entry: Entry) -> dict[str, Any]:
     return {**described, "now": _mend(options, entry, Path(manifest.source)) if described["damaged"] else _WHOLE}
 
 
-def _mend(options: Stage, entry: Entry, source: Path) -> str:
+def _mend(options: StageOptions, entry: CacheEntry, source: Path) -> str:
     """What became of a damaged copy."""
     try:
         if list_source(source).entry == entry.name and _stage(options, source, read=True).path == entry.data:
@@ -161,13 +161,13 @@ def _mend(options: Stage, entry: Entry, source: Path) -> str:
     return "deleted: its source is gone, or another one by now, or was packed from it; the next run makes it again"
 
 
-def _stage(options: Stage, source: Path, *, read: bool) -> Staged:
+def _stage(options: StageOptions, source: Path, *, read: bool) -> Staged:
     console = Console(stderr=True, quiet=options.json)
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("looking", total=None)
 
-        def watch(progress: copy.Progress | None) -> bool:
+        def watch(progress: copy.CopyProgress | None) -> bool:
             _draw(bar, task, progress)
             return False
 
@@ -175,12 +175,12 @@ def _stage(options: Stage, source: Path, *, read: bool) -> Staged:
             return stager.stage(source, read=read)
 
 
-def _draw(bar: Progress, task: TaskID, progress: copy.Progress | None) -> None:
+def _draw(bar: Progress, task: TaskID, progress: copy.CopyProgress | None) -> None:
     if progress is not None:
         bar.update(task, description=progress.what, total=progress.bytes_total, completed=progress.bytes_done)
 
 
-def _answer(options: Stage, staged: Staged) -> int:
+def _answer(options: StageOptions, staged: Staged) -> int:
     if options.json:
         cli.print_json(
             {

@@ -29,16 +29,16 @@ from hpc.slurm import relaunch
 from hpc.spec import RunSpec
 from hpc.staging import StagingStopped
 from jobs import claim
-from jobs.context import Node
-from jobs.control.channel import Hub, Link
-from jobs.control.coordinator import Captain
-from jobs.control.membership import Limits
-from jobs.control.messages import Orders, Phase, Report
+from jobs.context import AgentContext
+from jobs.control.channel import ControlClient, ControlServer
+from jobs.control.coordinator import Coordinator
+from jobs.control.membership import NodeLimits
+from jobs.control.messages import Directive, NodeStatus, Phase
 from jobs.ending.conclusion import conclude
 from jobs.ending.failover import save_snapshot, take_over
-from jobs.log import say
+from jobs.log import log
 from jobs.ranks.local_ranks import LocalRanks
-from jobs.ranks.rendezvous import Place, find_place, pick_port
+from jobs.ranks.rendezvous import NodeAllocation, find_allocation, pick_port
 from jobs.ranks.round import run_round
 from jobs.ranks.torchrun import StopRequest
 from jobs.staging.data import stage_data
@@ -60,30 +60,30 @@ def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     stop = StopRequest()
     stop.install()
-    place = find_place(os.environ)
+    place = find_allocation(os.environ)
     try:
         exit_code = _run_attempt(run, RunSpec.load(run), place, stop)
     except (TorchrelayError, OSError) as error:
-        say(str(error))
+        log(str(error))
         exit_code = 1
     # srun ends all agents when one fails; the head's has the last word. submitit restarts for one of any.
     return exit_code if place.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
 
 
-def _run_attempt(run: RunDir, spec: RunSpec, place: Place, stop: StopRequest) -> int:
+def _run_attempt(run: RunDir, spec: RunSpec, place: NodeAllocation, stop: StopRequest) -> int:
     if run.final_result.exists():
-        say(f"run {run.name} is complete: see {run.final_result}")
+        log(f"run {run.name} is complete: see {run.final_result}")
         return 0
     link, attempt = _lead(run, place) if place.is_head else _join(run, place, stop)
     if attempt is None or link is None:
         return 0
     memory, held = open_node_dir(run.path, place.node_rank if place.cluster == "local" else 0)
     try:
-        node = Node(
+        node = AgentContext(
             run=run, spec=spec, place=place, stop=stop, attempt=attempt, memory=memory, link=link,
             writer=claim.event_file(run, attempt.attempt, place.node_rank),
             ranks=LocalRanks(memory, spec.resources.gpus_per_node, place.host),
-            report=Report(node_rank=place.node_rank),
+            report=NodeStatus(node_rank=place.node_rank),
         )  # fmt: skip
         if place.is_head:
             threading.Thread(target=_keep_alive, args=(run,), daemon=True, name="alive").start()
@@ -105,10 +105,10 @@ def _keep_alive(run: RunDir) -> None:
         time.sleep(_ALIVE_SECONDS)
 
 
-def _lead(run: RunDir, place: Place) -> tuple[Hub, Attempt]:
+def _lead(run: RunDir, place: NodeAllocation) -> tuple[ControlServer, Attempt]:
     """Claim the next attempt, or tell the other nodes' agents why not."""
     nonce = secrets.token_hex(8)
-    hub = Hub(nonce)
+    hub = ControlServer(nonce)
     try:
         return hub, _claim(run, place, hub.port, nonce)
     except (TorchrelayError, OSError) as error:
@@ -116,7 +116,7 @@ def _lead(run: RunDir, place: Place) -> tuple[Hub, Attempt]:
         raise
 
 
-def _claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
+def _claim(run: RunDir, place: NodeAllocation, port: int, nonce: str) -> Attempt:
     """Claim the next attempt, after making sure that no other job works on this run.
 
     Raises:
@@ -137,8 +137,8 @@ def _claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
     return claim.claim(run, place, port, nonce)
 
 
-def _fate(last: Attempt, place: Place) -> tuple[Cause, str]:
-    """Why an attempt ended of which no agent could say it."""
+def _fate(last: Attempt, place: NodeAllocation) -> tuple[Cause, str]:
+    """Why an attempt ended of which no agent could log it."""
     try:
         dead = slurm.dead_nodes(list(last.nodes)) if place.cluster == "slurm" else []
     except TorchrelayError as error:
@@ -146,7 +146,7 @@ def _fate(last: Attempt, place: Place) -> tuple[Cause, str]:
     return (Cause.NODE_FAILURE, f"down: {', '.join(dead)}") if dead else (Cause.LOST, "it left no word")
 
 
-def _wait_for_the_end_of(job_id: str, run: RunDir, place: Place) -> None:
+def _wait_for_the_end_of(job_id: str, run: RunDir, place: NodeAllocation) -> None:
     """Let another job that is ending save its state.
 
     Raises:
@@ -161,20 +161,20 @@ def _wait_for_the_end_of(job_id: str, run: RunDir, place: Place) -> None:
         time.sleep(_WAIT_SECONDS)
 
 
-def _join(run: RunDir, place: Place, stop: StopRequest) -> tuple[Link | None, Attempt | None]:
+def _join(run: RunDir, place: NodeAllocation, stop: StopRequest) -> tuple[ControlClient | None, Attempt | None]:
     """Find the head node's agent; nothing if this one was told to stop first."""
     attempt = claim.join(run, place, lambda: bool(stop), _JOIN_SECONDS)
     if attempt is None:
         return None, None
-    return Link(place.head, attempt.port, attempt.nonce, Report(node_rank=place.node_rank)), attempt
+    return ControlClient(place.head, attempt.port, attempt.nonce, NodeStatus(node_rank=place.node_rank)), attempt
 
 
-def _take_part(node: Node) -> int:
+def _take_part(node: AgentContext) -> int:
     """This node's part in the attempt. Returns the exit code."""
     captain = None
-    if isinstance(node.link, Hub):
-        limits = Limits(least=node.spec.least_nodes, most=node.spec.resources.max_nodes)
-        captain = Captain(node, node.link, limits)
+    if isinstance(node.link, ControlServer):
+        limits = NodeLimits(least=node.spec.least_nodes, most=node.spec.resources.max_nodes)
+        captain = Coordinator(node, node.link, limits)
         node.duties.append(captain.tick)
     data, able = _prepare(node)
     while able and (orders := _next_orders(node)):
@@ -189,18 +189,18 @@ def _take_part(node: Node) -> int:
     return _leave(node, captain)
 
 
-def _fail(node: Node, error: Exception) -> None:
+def _fail(node: AgentContext, error: Exception) -> None:
     """This node cannot take part any more, and says why."""
     node.note("node_failed", node=node.place.host, detail=str(error))
-    say(str(error))
+    log(str(error))
     node.tell(phase=Phase.FAILED, detail=str(error))
 
 
-def _leave(node: Node, captain: Captain | None) -> int:
+def _leave(node: AgentContext, captain: Coordinator | None) -> int:
     """End this node's part: for the head node's agent, that of all."""
     if node.head_is_lost and not node.orders.over:
         return take_over(node)
-    if isinstance(node.link, Hub) and captain is not None:
+    if isinstance(node.link, ControlServer) and captain is not None:
         while not node.orders.over:
             node.turn()
             time.sleep(_POLL_SECONDS)
@@ -213,7 +213,7 @@ def _leave(node: Node, captain: Captain | None) -> int:
     return 0
 
 
-def _prepare(node: Node) -> tuple[Path | None, bool]:
+def _prepare(node: AgentContext) -> tuple[Path | None, bool]:
     """Make this node ready: where the data are, and whether it can take part."""
     try:
         threads_per_rank(node.place, node.spec.resources.gpus_per_node)
@@ -229,9 +229,9 @@ def _prepare(node: Node) -> tuple[Path | None, bool]:
     return data, True
 
 
-def _introduce(node: Node) -> None:
+def _introduce(node: AgentContext) -> None:
     """Say that this node is there, and what it has."""
-    skew = node.link.meet(_MEET_SECONDS) if isinstance(node.link, Link) else 0.0
+    skew = node.link.meet(_MEET_SECONDS) if isinstance(node.link, ControlClient) else 0.0
     if skew is None:
         raise TorchrelayError(
             f"{node.place.host} cannot reach the agent on {node.place.head}, port {node.attempt.port}: is there a "
@@ -244,10 +244,10 @@ def _introduce(node: Node) -> None:
         shm_free_bytes=shutil.disk_usage(MEMORY).free if MEMORY.exists() else 0,
     )  # fmt: skip
     if abs(skew) > _MOST_SKEW_SECONDS:
-        say(f"the clock of {node.place.host} is {-skew:+.1f} s off that of {node.place.head}")
+        log(f"the clock of {node.place.host} is {-skew:+.1f} s off that of {node.place.head}")
 
 
-def threads_per_rank(place: Place, ranks: int) -> int:
+def threads_per_rank(place: NodeAllocation, ranks: int) -> int:
     """Threads for each rank, so that all ranks of the machine together do not oversubscribe its cores.
 
     Raises:
@@ -265,7 +265,7 @@ def threads_per_rank(place: Place, ranks: int) -> int:
     return max(1, usable // sharing)
 
 
-def _next_orders(node: Node) -> Orders | None:
+def _next_orders(node: AgentContext) -> Directive | None:
     """Wait for a round that needs this node; None when there will be none."""
     while not (node.orders.over or node.stop or node.head_is_lost):
         node.turn()

@@ -11,19 +11,19 @@ from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import json_line, look_again, write_exclusive
-from hpc.core.ledger import Writer
+from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
-from jobs.ranks.rendezvous import Place
+from jobs.ranks.rendezvous import NodeAllocation
 
 _POLL_SECONDS = 0.5
 
 
-def event_file(run: RunDir, attempt: int, node_rank: int) -> Writer:
+def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
     """The ledger file of one node's agent in one attempt."""
-    return Writer(run.events / f"attempt-{attempt:03d}-node-{node_rank:02d}.jsonl")
+    return EventWriter(run.events / f"attempt-{attempt:03d}-node-{node_rank:02d}.jsonl")
 
 
-def claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
+def claim(run: RunDir, place: NodeAllocation, port: int, nonce: str) -> Attempt:
     """Claim the next attempt of the run for this job.
 
     Args:
@@ -50,18 +50,18 @@ def claim(run: RunDir, place: Place, port: int, nonce: str) -> Attempt:
     return attempts_of([event])[0]
 
 
-def refuse(run: RunDir, place: Place, reason: str) -> None:
+def refuse(run: RunDir, place: NodeAllocation, reason: str) -> None:
     """Tell the other nodes' agents that this start of the job does nothing."""
-    writer = Writer(run.events / f"job-{place.job_id}-{place.restart}.jsonl")
+    writer = EventWriter(run.events / f"job-{place.job_id}-{place.restart}.jsonl")
     writer.append("refused", job_id=place.job_id, restart=place.restart, detail=reason)
 
 
-def _start(place: Place) -> tuple[str, int]:
+def _start(place: NodeAllocation) -> tuple[str, int]:
     """What tells one start of a job from another."""
     return place.job_id, place.restart
 
 
-def find_claim(attempts: list[Attempt], place: Place, joined: Callable[[Attempt], bool]) -> Attempt | None:
+def find_claim(attempts: list[Attempt], place: NodeAllocation, joined: Callable[[Attempt], bool]) -> Attempt | None:
     """The claim of this agent's own head node for this very start of the job. Pure but for `joined`."""
     if not attempts:
         return None
@@ -71,7 +71,7 @@ def find_claim(attempts: list[Attempt], place: Place, joined: Callable[[Attempt]
     return newest if same_start and not joined(newest) else None
 
 
-def join(run: RunDir, place: Place, stopped: Callable[[], bool], timeout_seconds: float) -> Attempt | None:
+def join(run: RunDir, place: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float) -> Attempt | None:
     """Wait for the head node's claim; None when it was told to stop first.
 
     Raises:

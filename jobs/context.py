@@ -10,35 +10,35 @@ from typing import Any
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt
-from hpc.core.ledger import Writer
+from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.core.units import KILL_WAIT_SECONDS, REQUEUE_SECONDS, patience_seconds
 from hpc.spec import RunSpec
-from jobs.control.channel import LOST_SECONDS, Hub, Link
-from jobs.control.messages import Orders, Report
-from jobs.log import say
+from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
+from jobs.control.messages import Directive, NodeStatus
+from jobs.log import log
 from jobs.ranks.local_ranks import LocalRanks
-from jobs.ranks.rendezvous import Place
+from jobs.ranks.rendezvous import NodeAllocation
 from jobs.ranks.torchrun import StopRequest
 
 _TURN_SECONDS, _AGAIN_SECONDS = 0.2, 2.0
 
 
 @dataclass(kw_only=True)
-class Node:
+class AgentContext:
     """What one agent works with during one attempt."""
 
     run: RunDir
     spec: RunSpec
-    place: Place
+    place: NodeAllocation
     stop: StopRequest
     attempt: Attempt
-    writer: Writer
+    writer: EventWriter
     memory: NodeDir
     ranks: LocalRanks
-    link: Hub | Link
-    report: Report
+    link: ControlServer | ControlClient
+    report: NodeStatus
     duties: list[Callable[[], None]] = field(default_factory=list)
     """What the head node's agent does at every turn."""
     held: ExitStack = field(default_factory=ExitStack)
@@ -52,14 +52,14 @@ class Node:
     _turned: float = 0.0
 
     @property
-    def orders(self) -> Orders:
+    def orders(self) -> Directive:
         """What the head node's agent wants."""
         return self.link.orders
 
     @property
     def head_is_lost(self) -> bool:
         """Whether the head node's agent has been silent for too long."""
-        return isinstance(self.link, Link) and self.link.has_met and self.link.silent_seconds > LOST_SECONDS
+        return isinstance(self.link, ControlClient) and self.link.has_met and self.link.silent_seconds > LOST_SECONDS
 
     @property
     def patience_seconds(self) -> float:
@@ -72,15 +72,15 @@ class Node:
     @property
     def clock_skew(self) -> float:
         """Seconds to add to this node's times, so that they compare with the head's."""
-        return (self.link.skew_seconds or 0.0) if isinstance(self.link, Link) else 0.0
+        return (self.link.skew_seconds or 0.0) if isinstance(self.link, ControlClient) else 0.0
 
     @property
     def head_heard(self) -> float:
         """When the head node's agent was last heard of, in seconds since the epoch."""
-        return time.time() - (self.link.silent_seconds if isinstance(self.link, Link) else 0.0)
+        return time.time() - (self.link.silent_seconds if isinstance(self.link, ControlClient) else 0.0)
 
     def tell(self, **changes: Any) -> None:
-        """Report something new."""
+        """NodeStatus something new."""
         self.report = replace(self.report, **changes)
         self.link.tell(self.report)
 
@@ -101,7 +101,7 @@ class Node:
         except OSError as error:
             # Shared storage that does not answer for a while (ESTALE, EIO) is no reason to die of: the ranks may not
             # need it.
-            say(f"{error}: trying again")
+            log(f"{error}: trying again")
             self._turned += _AGAIN_SECONDS
 
     def note(self, event: str, **fields: object) -> None:
@@ -109,7 +109,7 @@ class Node:
         try:
             self.writer.append(event, attempt=self.attempt.attempt, **fields)
         except OSError as error:
-            say(f"{event} could not be recorded: {error}")
+            log(f"{event} could not be recorded: {error}")
 
     def events(self, kind: str, *, of_attempt: bool = True) -> list[ledger.Event]:
         """Events of one kind, of all nodes; by default this attempt's alone."""

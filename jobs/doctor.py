@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.node_info import InJob, Machine, look, to_json
+from hpc.core.node_info import JobNodeInfo, NodeInfo, look, to_json
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from jobs.ranks import script_command
 from jobs.ranks.rendezvous import (
     LOWEST_PORT,
-    Place,
+    NodeAllocation,
     Rendezvous,
-    find_place,
+    find_allocation,
     interface_of,
     local_address,
     program_argv,
@@ -41,20 +41,20 @@ _LONGEST_WORDS = 500
 def main(argv: list[str]) -> int:
     """Look at this node and print what there is."""
     shared, stage_dir, ranks = Path(argv[0]), Path(argv[1]), int(argv[2])
-    machine = examine(find_place(os.environ), shared, stage_dir, ranks)
+    machine = examine(find_allocation(os.environ), shared, stage_dir, ranks)
     # Short lines: those of several nodes are told apart line by line.
     print(json.dumps(to_json(machine), indent=0), flush=True)
     return 0
 
 
-def examine(place: Place, shared: Path, stage_dir: Path, ranks: int) -> Machine:
+def examine(place: NodeAllocation, shared: Path, stage_dir: Path, ranks: int) -> NodeInfo:
     """All that can be told of this node."""
     sees_runs = shared.is_dir()
     own = shared if sees_runs else Path(tempfile.mkdtemp(prefix="torchrelay-doctor-"))
     passed, words = preflight(place, own, ranks)
     if not sees_runs:
         shutil.rmtree(own, ignore_errors=True)
-    job = InJob(
+    job = JobNodeInfo(
         sees_runs=sees_runs,
         slurm=complaint_of_clients(),
         interface=_interface(place),
@@ -65,7 +65,7 @@ def examine(place: Place, shared: Path, stage_dir: Path, ranks: int) -> Machine:
     return replace(look(stage_dir), name=place.host, job=job)
 
 
-def _interface(place: Place) -> str | None:
+def _interface(place: NodeAllocation) -> str | None:
     """The interface towards the other nodes."""
     try:
         return interface_of(local_address(place)) if place.num_nodes > 1 else None
@@ -85,7 +85,7 @@ def complaint_of_clients() -> str:
     return ""
 
 
-def preflight(place: Place, own: Path, ranks: int) -> tuple[bool, str]:
+def preflight(place: NodeAllocation, own: Path, ranks: int) -> tuple[bool, str]:
     """Start the ranks as an attempt does, and have them run `training.engine.preflight`.
 
     Returns:
@@ -110,7 +110,7 @@ def preflight(place: Place, own: Path, ranks: int) -> tuple[bool, str]:
     return done.returncode == 0, words_of(done.stdout, done.returncode)[:_LONGEST_WORDS]
 
 
-def meeting(place: Place) -> Rendezvous:
+def meeting(place: NodeAllocation) -> Rendezvous:
     """Where the ranks of all nodes meet. A job that is never requeued may derive its port from its id. Pure."""
     port = LOWEST_PORT + int(place.job_id) % 20_000
     return Rendezvous(

@@ -3,7 +3,7 @@
 import contextlib
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a line, if the disk of the log takes it: what the agent does is worth more than what it says."""
     with contextlib.suppress(OSError):
         print(f"torchrelay: {text}", flush=True)

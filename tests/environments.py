@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path
 
 from hpc.submit.environment_archive import provide, silent
-from hpc.submit.python_environment import Environment
+from hpc.submit.python_environment import PythonEnvironment
 
 ROOT = Path(__file__).parents[1]
 SITE = f"lib/python3.{sys.version_info.minor}/site-packages"
@@ -42,9 +42,9 @@ def set_version(venv: Path, version: str) -> None:
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
 
 
-def described(venv: Path, python: str = "bin/python") -> Environment:
+def described(venv: Path, python: str = "bin/python") -> PythonEnvironment:
     """The environment as `hpc` would find it if it ran there."""
-    return Environment(prefix=venv, python=python, torch=f"{SITE}/torch/__init__.py", torch_version="9.9")
+    return PythonEnvironment(prefix=venv, python=python, torch=f"{SITE}/torch/__init__.py", torch_version="9.9")
 
 
 def pack(venv: Path, runs_dir: Path) -> Path:

@@ -33,14 +33,14 @@ from training.config.model_names import check_model  # noqa: E402
 from training.config.train_config import RecipeName, TrainConfig  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, Fault, parse_fault  # noqa: E402
 from training.runtime.heartbeat import Heartbeat  # noqa: E402
-from training.runtime.rank_info import Place, place_from  # noqa: E402
-from training.runtime.run_context import Job  # noqa: E402
+from training.runtime.rank_info import RankInfo, rank_info_from  # noqa: E402
+from training.runtime.run_context import RunContext  # noqa: E402
 
 _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class TrainOptions:
     """Train an image classifier with all ranks that torchrun started, or alone.
 
     Resumes from the newest checkpoint in the run directory. SIGTERM and SIGUSR2 make it save and stop.
@@ -74,7 +74,7 @@ def main() -> int:
     leads = os.environ.get("RANK", "0") == "0"
     try:
         argv = with_config(sys.argv[1:], flag_names(TrainConfig))
-        arguments = tyro.cli(Arguments, args=argv, prog="python -m training", console_outputs=leads)
+        arguments = tyro.cli(TrainOptions, args=argv, prog="python -m training", console_outputs=leads)
         check_model(arguments.train.model)
         return _train(arguments)
     except UserError as error:
@@ -100,8 +100,8 @@ def _finish_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _train(arguments: Arguments) -> int:
-    place = place_from(os.environ)
+def _train(arguments: TrainOptions) -> int:
+    place = rank_info_from(os.environ)
     node_dir = NodeDir(arguments.node_dir.absolute()) if arguments.node_dir else None
     heartbeat = Heartbeat(node_dir.heartbeat(place.local_rank) if node_dir else None, place.rank)
     heartbeat.beat("start")
@@ -116,7 +116,7 @@ def _train(arguments: Arguments) -> int:
     if not arguments.train.compile:
         leave_out_compiler()
     run_dir = RunDir(arguments.run_dir.expanduser().absolute())
-    job = Job(
+    job = RunContext(
         config=arguments.train,
         run_dir=run_dir,
         attempt=arguments.attempt,
@@ -135,7 +135,7 @@ def _train(arguments: Arguments) -> int:
     return 0
 
 
-def _fault(text: str, place: Place) -> Fault:
+def _fault(text: str, place: RankInfo) -> Fault:
     """The failure that is to come about. torchrun starts the ranks with the same flags again after it has."""
     fault = parse_fault(text)
     return NO_FAULT if place.restarts and not fault.always else fault

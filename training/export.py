@@ -18,12 +18,12 @@ from hpc.core.files import write_atomic
 from training.config.choices import listed
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.data.build import load_data
-from training.data.dataset import Source
+from training.data.dataset import ImageSource
 from training.inference.classifier import Classifier, find_model, load_classifier
 from training.inference.exported_model import FORMATS, Classify, Format, require
-from training.inference.model_card import Card
+from training.inference.model_card import ModelCard
 
 _IMAGES = 64
 # Sums in another order make differences of a millionth; another computation, of more.
@@ -31,7 +31,7 @@ _MOST_DIFFERENT = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class ExportOptions:
     """Write a trained model into one file, which takes the bytes of images and gives the probabilities of classes.
 
     The normalisation is inside; cropping and scaling are not: `model.json`, which is in the file too, describes
@@ -53,13 +53,13 @@ def main() -> int:
     """From the command line to the exit code."""
 
     def work() -> int:
-        print(export(program.parse(Arguments, sys.argv[1:], "python -m training.export")))
+        print(export(program.parse(ExportOptions, sys.argv[1:], "python -m training.export")))
         return 0
 
     return program.run(work)
 
 
-def export(arguments: Arguments) -> str:
+def export(arguments: ExportOptions) -> str:
     """Write the file.
 
     Returns:
@@ -94,7 +94,7 @@ def export(arguments: Arguments) -> str:
     )
 
 
-def _check(arguments: Arguments) -> Format:
+def _check(arguments: ExportOptions) -> Format:
     kind = FORMATS.get(arguments.format)
     if kind is None:
         raise UserError(f"--format is {arguments.format!r}: use one of {', '.join(FORMATS)}")
@@ -106,7 +106,7 @@ def _check(arguments: Arguments) -> Format:
     return kind
 
 
-def real_images(card: Card, given: str | None) -> tuple[str, Tensor]:
+def real_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
     """Images of the data set that the model was made from, as it sees them, and what part of the data they are of.
 
     Returns:
@@ -125,10 +125,10 @@ def real_images(card: Card, given: str | None) -> tuple[str, Tensor]:
     data = load_data(TrainConfig(data=name), layout, card.pixels[1])
     if (data.channels, *data.shape) != card.pixels or data.classes != card.classes:
         raise UserError(f"--data is {name}, whose images or classes are not those of the model: give its own data set")
-    parts: dict[str, Source | None] = {"the test set": data.test, "the validation set": data.val}
+    parts: dict[str, ImageSource | None] = {"the test set": data.test, "the validation set": data.val}
     part, source = next(((part, each) for part, each in parts.items() if each), ("the training set", data.train))
     places = range(0, len(source), max(1, len(source) // _IMAGES))[:_IMAGES]
-    return part, source[Request(indices=tuple(places), epoch=None)].images
+    return part, source[BatchRequest(indices=tuple(places), epoch=None)].images
 
 
 @torch.inference_mode()

@@ -25,14 +25,14 @@ from hpc.core import program
 from hpc.core.errors import UserError
 from training.inference.classifier import find_model, load_classifier
 from training.inference.exported_model import FORMATS, Classify, format_of, load_exported
-from training.inference.image_reader import Reader, UnreadableError, find_images
-from training.inference.model_card import Card
+from training.inference.image_reader import ImageReader, UnreadableError, find_images
+from training.inference.model_card import ModelCard
 
 _BATCH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class PredictOptions:
     """Say what a trained model takes images for, and how sure it is.
 
     An image that cannot be read is named, and does not keep the others from being told. Exit code 0: all images are
@@ -52,7 +52,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Prediction:
     """One image."""
 
     path: Path
@@ -66,7 +66,7 @@ def main() -> int:
     """From the command line to the exit code: 1 if an image cannot be read."""
 
     def work() -> int:
-        arguments = program.parse(Arguments, sys.argv[1:], "python -m training.predict")
+        arguments = program.parse(PredictOptions, sys.argv[1:], "python -m training.predict")
         told = predict(arguments)
         _print(arguments, told)
         return int(any(each.error for each in told))
@@ -74,7 +74,7 @@ def main() -> int:
     return program.run(work)
 
 
-def predict(arguments: Arguments) -> list[Told]:
+def predict(arguments: PredictOptions) -> list[Prediction]:
     """What each image is taken for, in the order of the images.
 
     Raises:
@@ -88,8 +88,8 @@ def predict(arguments: Arguments) -> list[Told]:
         raise UserError("there are no images: name files or directories after the model")
     paths = list(find_images(arguments.images))
     card, classify = load(arguments.model)
-    reader = Reader(card)
-    told: list[Told] = []
+    reader = ImageReader(card)
+    told: list[Prediction] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for first in range(0, len(paths), _BATCH):
             batch = paths[first : first + _BATCH]
@@ -98,7 +98,7 @@ def predict(arguments: Arguments) -> list[Told]:
     return told
 
 
-def load(model: str) -> tuple[Card, Classify]:
+def load(model: str) -> tuple[ModelCard, Classify]:
     """A model of a run, or an exported one.
 
     Raises:
@@ -116,7 +116,7 @@ def load(model: str) -> tuple[Card, Classify]:
     return classifier.card, classifier.classify
 
 
-def _read(reader: Reader, path: Path) -> Tensor | str:
+def _read(reader: ImageReader, path: Path) -> Tensor | str:
     """The image, or why there is none."""
     try:
         return reader.read(path)
@@ -124,12 +124,14 @@ def _read(reader: Reader, path: Path) -> Tensor | str:
         return str(error)
 
 
-def tell(batch: Sequence[tuple[Path, Tensor | str]], card: Card, classify: Classify, top: int) -> Iterator[Told]:
+def tell(
+    batch: Sequence[tuple[Path, Tensor | str]], card: ModelCard, classify: Classify, top: int
+) -> Iterator[Prediction]:
     """What a batch of images is taken for. Those that cannot be read stand there with the reason."""
     readable = [image for _, image in batch if not isinstance(image, str)]
     answers = iter(_likeliest(classify(torch.stack(readable)), card.classes, top) if readable else [])
     for path, image in batch:
-        yield Told(path=path, error=image) if isinstance(image, str) else Told(path=path, top=next(answers))
+        yield Prediction(path=path, error=image) if isinstance(image, str) else Prediction(path=path, top=next(answers))
 
 
 def _likeliest(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
@@ -144,7 +146,7 @@ def _likeliest(probabilities: Tensor, classes: Sequence[str], top: int) -> list[
 # --- what is printed ---
 
 
-def _print(arguments: Arguments, told: Sequence[Told]) -> None:
+def _print(arguments: PredictOptions, told: Sequence[Prediction]) -> None:
     if arguments.json:
         print(json.dumps([_record(each) for each in told], indent=2))
     elif arguments.csv:
@@ -156,7 +158,7 @@ def _print(arguments: Arguments, told: Sequence[Told]) -> None:
             print(f"warning: {each.path} cannot be read: {each.error}", file=sys.stderr)
 
 
-def _record(told: Told) -> dict[str, Any]:
+def _record(told: Prediction) -> dict[str, Any]:
     if told.error:
         return {"path": str(told.path), "error": told.error}
     name, probability = told.top[0]
@@ -164,7 +166,7 @@ def _record(told: Told) -> dict[str, Any]:
     return {"path": str(told.path), "class": name, "probability": probability, "top": top}
 
 
-def _print_csv(told: Sequence[Told], top: int) -> None:
+def _print_csv(told: Sequence[Prediction], top: int) -> None:
     widest = max([1, *(len(each.top) for each in told)])
     more = [f"{word}_{place}" for place in range(2, min(top, widest) + 1) for word in ("class", "probability")]
     writer = csv.writer(sys.stdout)
@@ -174,7 +176,7 @@ def _print_csv(told: Sequence[Told], top: int) -> None:
         writer.writerow([each.path, *cells, *[""] * (2 * widest - len(cells)), each.error])
 
 
-def _print_table(told: Sequence[Told]) -> None:
+def _print_table(told: Sequence[Prediction]) -> None:
     table = Table(box=None, header_style="bold")
     for column in ("image", "class", "probability"):
         table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")

@@ -56,7 +56,7 @@ def job_state(word: str) -> JobState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SlurmJob:
     """One of the user's jobs, as a line of squeue tells it."""
 
     job_id: str
@@ -73,7 +73,7 @@ class Job:
     """When it started; while it waits, when Slurm thinks that it will."""
 
 
-def parse_jobs(text: str) -> dict[str, Job]:
+def parse_jobs(text: str) -> dict[str, SlurmJob]:
     """Parse what squeue prints of `_FIELDS`. A line of something else is not a job."""
     found = {}
     for line in text.split("\n"):
@@ -82,7 +82,7 @@ def parse_jobs(text: str) -> dict[str, Job]:
         if len(words) < len(_FIELDS) or not words[0][:1].isdecimal():
             continue
         job_id, state, reason, nodes, restarts, eligible, started, command = words
-        found[job_id] = Job(
+        found[job_id] = SlurmJob(
             job_id=job_id, state=job_state(state), reason=reason, nodes=nodes,
             command=command.rstrip().removesuffix(_SEPARATOR),
             restarts=int(restarts) if restarts.isdigit() else 0,
@@ -99,16 +99,16 @@ def _seconds(time: str) -> float | None:
         return None  # N/A, Unknown
 
 
-def by_script(jobs: Iterable[Job]) -> dict[str, list[Job]]:
+def by_script(jobs: Iterable[SlurmJob]) -> dict[str, list[SlurmJob]]:
     """The jobs of each script of a run, by its real path, the oldest first; one index for all runs."""
-    found: dict[str, list[Job]] = {}
+    found: dict[str, list[SlurmJob]] = {}
     for job in jobs:
         if job.command.rpartition("/")[2] == _SCRIPT:
             found.setdefault(os.path.realpath(job.command), []).append(job)
     return {script: sorted(alike, key=_number) for script, alike in found.items()}
 
 
-def _number(job: Job) -> int:
+def _number(job: SlurmJob) -> int:
     digits = job.job_id.partition("_")[0]
     return int(digits) if digits.isdigit() else 0
 

@@ -60,7 +60,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Writer:
+class EventWriter:
     """Appends to one file of a ledger; the only one that does."""
 
     path: Path

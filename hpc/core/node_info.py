@@ -23,7 +23,7 @@ _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, kw_only=True)
-class InJob:
+class JobNodeInfo:
     """What only a process of a job can tell of its node."""
 
     sees_runs: bool
@@ -41,7 +41,7 @@ class InJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class NodeInfo:
     """What was found out of one machine."""
 
     name: str
@@ -56,12 +56,12 @@ class Machine:
     """How many a process may have."""
     interfaces: tuple[str, ...]
     """Those with an IPv4 address, in the kernel's order."""
-    job: InJob | None = None
+    job: JobNodeInfo | None = None
 
 
-def look(stage_dir: Path) -> Machine:
+def look(stage_dir: Path) -> NodeInfo:
     """Look at this machine."""
-    return Machine(
+    return NodeInfo(
         name=os.uname().nodename.partition(".")[0],
         stage_dir=str(stage_dir),
         stage_type=type_of(stage_dir),
@@ -72,14 +72,14 @@ def look(stage_dir: Path) -> Machine:
     )
 
 
-def from_json(document: Mapping[str, Any]) -> Machine:
+def from_json(document: Mapping[str, Any]) -> NodeInfo:
     """Read back what `asdict` and JSON have made of a machine."""
     fields = dict(document)
-    job = InJob(**fields.pop("job")) if fields.get("job") else None
-    return Machine(**{**fields, "interfaces": tuple(fields["interfaces"]), "job": job})
+    job = JobNodeInfo(**fields.pop("job")) if fields.get("job") else None
+    return NodeInfo(**{**fields, "interfaces": tuple(fields["interfaces"]), "job": job})
 
 
-def to_json(machine: Machine) -> dict[str, Any]:
+def to_json(machine: NodeInfo) -> dict[str, Any]:
     """A machine as a JSON document."""
     return asdict(machine)
 

@@ -17,15 +17,15 @@ from rich.table import Table
 from hpc import cli
 from hpc.core import ledger, node_info
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.node_info import Machine
+from hpc.core.node_info import NodeInfo
 from hpc.core.rundir import RunDir
 from hpc.doctor.findings import Finding, Severity, costs, judge, merge, note
-from hpc.doctor.node_check import Ask, look_at_nodes, plan
-from hpc.doctor.node_findings import OF_LOGIN, OF_MACHINE, OF_NODE, OF_RUN, Experience, Login, is_handed_on
-from hpc.doctor.slurm_findings import OF_SLURM, Site
+from hpc.doctor.node_check import NodeCheckRequest, look_at_nodes, plan
+from hpc.doctor.node_findings import OF_LOGIN, OF_MACHINE, OF_NODE, OF_RUN, LoginNode, RunMeasurements, is_handed_on
+from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm import client as slurm
 from hpc.slurm import cluster
-from hpc.slurm.cluster import Cluster
+from hpc.slurm.cluster import ClusterConfig
 from hpc.spec import Resources, RunSpec
 from hpc.status.warnings import save_seconds
 
@@ -35,7 +35,7 @@ _STAGE_DIR = Path("/tmp")  # noqa: S108 - submit's default
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor(cli.Common):
+class DoctorOptions(cli.Common):
     """Say what in this cluster's configuration will hurt, what it costs, and the line to ask the administrators for."""
 
     run: tyro.conf.Positional[str | None] = None
@@ -49,10 +49,10 @@ class Doctor(cli.Common):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(doctor, Doctor, argv, "doctor")
+    return cli.run(doctor, DoctorOptions, argv, "doctor")
 
 
-def doctor(options: Doctor) -> int:
+def doctor(options: DoctorOptions) -> int:
     """Gather, judge, tell. 1: something will cost runs something."""
     found = merge(examine(options, find_run(options)))
     if options.json:
@@ -62,7 +62,7 @@ def doctor(options: Doctor) -> int:
     return int(any(finding.severity is Severity.COST for finding in found))
 
 
-def find_run(options: Doctor) -> RunDir | None:
+def find_run(options: DoctorOptions) -> RunDir | None:
     """The run that was named, or the newest that has saved anything."""
     if options.run is not None:
         return cli.find_run(options.run, options.runs_dir)
@@ -70,14 +70,14 @@ def find_run(options: Doctor) -> RunDir | None:
     return next((run for run in runs if save_seconds(ledger.read(run.events)) is not None), None)
 
 
-def experience_of(run: RunDir) -> Experience:
+def experience_of(run: RunDir) -> RunMeasurements:
     """What a run has met with, from its events."""
     events = ledger.read(run.events)
     attempt = max((event.get("attempt", 0) for event in events), default=0)
     last = [event for event in events if event.get("attempt") == attempt]
     staged = [event.get("in_place") for event in last if event["event"] == "staged"]
     without = [event.get("reason") for event in last if event["event"] == "snapshot_off"]
-    return Experience(
+    return RunMeasurements(
         name=run.name,
         save_seconds=save_seconds(events),
         is_script=RunSpec.load(run).train is None,
@@ -86,7 +86,7 @@ def experience_of(run: RunDir) -> Experience:
     )
 
 
-def examine(options: Doctor, run: RunDir | None) -> list[Finding]:
+def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     """All findings.
 
     Raises:
@@ -111,7 +111,7 @@ def examine(options: Doctor, run: RunDir | None) -> list[Finding]:
     nodes = look_at_nodes(ask, options.runs_dir, stage_dir) if ask else []
     login = look_at_login(options.runs_dir, site, nodes)
     return [
-        *judge(OF_SLURM, Site(cluster=site, run=experience), "cluster"),
+        *judge(OF_SLURM, ClusterFacts(cluster=site, run=experience), "cluster"),
         *found,
         *judge(OF_LOGIN, login, "login"),
         *(finding for node in nodes for finding in judge(OF_NODE, node, node.name)),
@@ -137,7 +137,7 @@ def _silent_slurm(error: TorchrelayError) -> Finding:
     return Finding(check="slurm", where="cluster", **vars(verdict))
 
 
-def _silent_nodes(answered: int, ask: Ask) -> Finding:
+def _silent_nodes(answered: int, ask: NodeCheckRequest) -> Finding:
     verdict = costs(
         f"{answered} of {ask.resources.max_nodes} nodes answered",
         "runs on the others fail as well",
@@ -146,10 +146,10 @@ def _silent_nodes(answered: int, ask: Ask) -> Finding:
     return Finding(check="nodes", where=ask.resources.partition or "", **vars(verdict))
 
 
-def look_at_login(runs_dir: Path, site: Cluster | None = None, nodes: Sequence[Machine] = ()) -> Login:
+def look_at_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """What the login node is like."""
     handed_on = site is not None and is_handed_on(site.config)
-    return Login(
+    return LoginNode(
         runs_dir=str(runs_dir.expanduser().resolve()),
         runs_type=node_info.type_of(runs_dir),
         torch=node_info.torch_build(),

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc.core import node_info
-from hpc.core.node_info import Machine
+from hpc.core.node_info import NodeInfo
 from hpc.core.units import walltime_minutes
 from hpc.slurm import client as slurm
-from hpc.slurm.cluster import Cluster
+from hpc.slurm.cluster import ClusterConfig
 from hpc.spec import Resources
 from hpc.submit import checks
 
@@ -23,7 +23,7 @@ _OWN = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class NodeCheckRequest:
     """Which nodes are to be looked at."""
 
     resources: Resources
@@ -31,7 +31,7 @@ class Ask:
     """Empty: any."""
 
 
-def plan(asked: Resources, site: Cluster, names: Sequence[str]) -> Ask:
+def plan(asked: Resources, site: ClusterConfig, names: Sequence[str]) -> NodeCheckRequest:
     """Resolve what to ask Slurm for.
 
     Args:
@@ -49,10 +49,10 @@ def plan(asked: Resources, site: Cluster, names: Sequence[str]) -> Ask:
         nodes=str(len(nodes)) if nodes else str(asked.max_nodes),
         time=asked.time or "10m",
     )
-    return Ask(resources=checks.resolve_resources(wanted, slurm.partitions()), names=nodes)
+    return NodeCheckRequest(resources=checks.resolve_resources(wanted, slurm.partitions()), names=nodes)
 
 
-def look_at_nodes(ask: Ask, runs_dir: Path, stage_dir: Path) -> list[Machine]:
+def look_at_nodes(ask: NodeCheckRequest, runs_dir: Path, stage_dir: Path) -> list[NodeInfo]:
     """The nodes that answered, in the order of their ranks."""
     resources = ask.resources
     print(f"waiting for {resources.nodes} nodes of partition {resources.partition}; Ctrl-C gives up", file=sys.stderr)
@@ -72,7 +72,7 @@ def _beside(runs_dir: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def srun_argv(ask: Ask, shared: Path, stage_dir: Path) -> list[str]:
+def srun_argv(ask: NodeCheckRequest, shared: Path, stage_dir: Path) -> list[str]:
     """The srun that starts one task on each node."""
     resources = ask.resources
     given = {key: getattr(resources, key) for key in ("mem", "account", "qos", "constraint", "exclude")}
@@ -92,7 +92,7 @@ def srun_argv(ask: Ask, shared: Path, stage_dir: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def read_reports(printed: str) -> list[Machine]:
+def read_reports(printed: str) -> list[NodeInfo]:
     """The machines that srun's tasks printed, each line with the number of its task before it. Pure."""
     lines = dict[int, list[str]]()
     for label, line in re.findall(r"^ *(\d+): ?(.*)$", printed, re.MULTILINE):

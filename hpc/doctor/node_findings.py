@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc.core.node_info import Machine, TorchBuild
+from hpc.core.node_info import NodeInfo, TorchBuild
 from hpc.core.nodedir import MEMORY
 from hpc.doctor.findings import Check, Verdict, costs, note, ok
 from hpc.slurm.cluster import Fields
@@ -19,7 +19,7 @@ _INNER = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experience:
+class RunMeasurements:
     """What a run has met with so far."""
 
     name: str
@@ -33,7 +33,7 @@ class Experience:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Login:
+class LoginNode:
     """The login node."""
 
     runs_dir: str
@@ -55,7 +55,7 @@ def small_stage(value: str) -> Verdict:
     )
 
 
-def _runs_dir(login: Login) -> Verdict | None:
+def _runs_dir(login: LoginNode) -> Verdict | None:
     if login.runs_type is None:
         return None
     value = f"{login.runs_dir} is on {login.runs_type}"
@@ -70,7 +70,7 @@ def _runs_dir(login: Login) -> Verdict | None:
     )
 
 
-def _torch(login: Login) -> Verdict:
+def _torch(login: LoginNode) -> Verdict:
     install = "pip install torch torchvision, from an index that has builds for your GPUs"
     if login.torch is None:
         return costs("no torch in this environment", "nothing can train", install)
@@ -80,7 +80,7 @@ def _torch(login: Login) -> Verdict:
     return ok(f"torch {login.torch.version} for {login.torch.accelerator}")
 
 
-def _open_files(login: Login) -> Verdict | None:
+def _open_files(login: LoginNode) -> Verdict | None:
     return None if login.open_files is None else _limit_of_files(login.open_files)
 
 
@@ -100,10 +100,10 @@ def is_handed_on(config: Fields) -> bool:
     return bool({"ALL", "NOFILE"} & only) if but <= {"null"} else "NOFILE" not in but
 
 
-OF_LOGIN: Mapping[str, Check[Login]] = {"runs directory": _runs_dir, "torch": _torch, "open files": _open_files}
+OF_LOGIN: Mapping[str, Check[LoginNode]] = {"runs directory": _runs_dir, "torch": _torch, "open files": _open_files}
 
 
-def _staging(run: Experience) -> Verdict:
+def _staging(run: RunMeasurements) -> Verdict:
     if run.in_place is None:
         return ok("the data were staged, or there were none to stage")
     return costs(
@@ -113,7 +113,7 @@ def _staging(run: Experience) -> Verdict:
     )
 
 
-def _snapshots(run: Experience) -> Verdict:
+def _snapshots(run: RunMeasurements) -> Verdict:
     if run.no_snapshots is None:
         return ok("snapshots are taken")
     return costs(
@@ -123,14 +123,14 @@ def _snapshots(run: Experience) -> Verdict:
     )
 
 
-OF_RUN: Mapping[str, Check[Experience]] = {"staging": _staging, "snapshots": _snapshots}
+OF_RUN: Mapping[str, Check[RunMeasurements]] = {"staging": _staging, "snapshots": _snapshots}
 
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def _stage(machine: Machine) -> Verdict:
+def _stage(machine: NodeInfo) -> Verdict:
     place, free = machine.stage_dir, machine.stage_free_bytes
     if free is None:
         return costs(f"there is no {place}", "no run can stage its data there: none starts", "another --stage-dir")
@@ -144,7 +144,7 @@ def _stage(machine: Machine) -> Verdict:
     return small_stage(value) if free < LEAST_STAGE_BYTES else ok(value)
 
 
-def _memory(machine: Machine) -> Verdict:
+def _memory(machine: NodeInfo) -> Verdict:
     free = machine.memory_free_bytes
     value = f"there is no {MEMORY}" if free is None else f"{MEMORY} has {_gigabytes(free)} free"
     if free is not None and free >= _LEAST_MEMORY_BYTES:
@@ -157,7 +157,7 @@ def _memory(machine: Machine) -> Verdict:
     )
 
 
-def _interfaces(machine: Machine) -> Verdict:
+def _interfaces(machine: NodeInfo) -> Verdict:
     outer = [name for name in machine.interfaces if not name.startswith(_INNER)]
     job, value = machine.job, " ".join(machine.interfaces) or "none"
     route, asked = (job.interface, job.asked_interfaces) if job else (None, "")
@@ -196,7 +196,7 @@ def nccl_takes(interfaces: tuple[str, ...], asked: str) -> list[str]:
     return [i for i in interfaces if any(i == n if exact else i.startswith(n) for n in names) != exclude]
 
 
-def _sees_runs(machine: Machine) -> Verdict | None:
+def _sees_runs(machine: NodeInfo) -> Verdict | None:
     if machine.job is None:
         return None
     if machine.job.sees_runs:
@@ -208,7 +208,7 @@ def _sees_runs(machine: Machine) -> Verdict | None:
     )
 
 
-def _clients(machine: Machine) -> Verdict | None:
+def _clients(machine: NodeInfo) -> Verdict | None:
     if machine.job is None:
         return None
     if not machine.job.slurm:
@@ -220,7 +220,7 @@ def _clients(machine: Machine) -> Verdict | None:
     )
 
 
-def _preflight(machine: Machine) -> Verdict | None:
+def _preflight(machine: NodeInfo) -> Verdict | None:
     if machine.job is None:
         return None
     said = machine.job.preflight
@@ -235,12 +235,12 @@ def _preflight(machine: Machine) -> Verdict | None:
     return ok(said)
 
 
-OF_MACHINE: Mapping[str, Check[Machine]] = {
+OF_MACHINE: Mapping[str, Check[NodeInfo]] = {
     "stage directory": _stage,
     str(MEMORY): _memory,
     "open files": lambda machine: _limit_of_files(machine.open_files),
 }
-OF_NODE: Mapping[str, Check[Machine]] = {
+OF_NODE: Mapping[str, Check[NodeInfo]] = {
     **OF_MACHINE,
     "runs directory": _sees_runs,
     "Slurm's clients": _clients,

@@ -7,8 +7,8 @@ from math import ceil
 
 from hpc.core.units import KILL_WAIT_SECONDS, patience_seconds
 from hpc.doctor.findings import Check, Verdict, costs, note, ok
-from hpc.doctor.node_findings import LEAST_STAGE_BYTES, Experience, small_stage
-from hpc.slurm.cluster import Cluster, number
+from hpc.doctor.node_findings import LEAST_STAGE_BYTES, RunMeasurements, small_stage
+from hpc.slurm.cluster import ClusterConfig, number
 
 # Of the time that there is to save. The rest is for storage that is slower on another day.
 _MOST_SHARE = 0.8
@@ -18,14 +18,14 @@ _CRED_EXPIRE_SECONDS, _SHORT_EXPIRE_SECONDS, _LONG_EXPIRE_SECONDS = 120, 30, 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class ClusterFacts:
     """A cluster, and a run that has been on it."""
 
-    cluster: Cluster
-    run: Experience | None = None
+    cluster: ClusterConfig
+    run: RunMeasurements | None = None
 
 
-def may_be_preempted(cluster: Cluster) -> bool | None:
+def may_be_preempted(cluster: ClusterConfig) -> bool | None:
     """Whether Slurm ends jobs of the partition for the sake of others; None if it does not say."""
     kind, mode = cluster.config.get("PreemptType"), cluster.partition.get("PreemptMode")
     if kind is None or mode is None or kind.endswith("/qos"):
@@ -47,11 +47,11 @@ def _grace(took: float | None) -> int:
     return max(60, ceil((took or 0) / _MOST_SHARE) + 10)
 
 
-def _took(run: Experience | None) -> str:
+def _took(run: RunMeasurements | None) -> str:
     return f", and a save of run {run.name} took {run.save_seconds:.1f} s" if run and run.save_seconds else ""
 
 
-def _preemption(site: Site) -> Verdict | None:
+def _preemption(site: ClusterFacts) -> Verdict | None:
     config, partition = site.cluster.config, site.cluster.partition
     if config.get("PreemptType", "").endswith("/qos"):
         return note(
@@ -79,7 +79,7 @@ def _preemption(site: Site) -> Verdict | None:
     )
 
 
-def _user_signal(site: Site) -> Verdict | None:
+def _user_signal(site: ClusterFacts) -> Verdict | None:
     given = site.cluster.config.get("SlurmctldParameters")
     if given is None:
         return None
@@ -97,12 +97,12 @@ def _user_signal(site: Site) -> Verdict | None:
     )
 
 
-def _job_requeue(site: Site) -> Verdict | None:
+def _job_requeue(site: ClusterFacts) -> Verdict | None:
     given = number(site.cluster.config, "JobRequeue")
     return None if given is None else ok(f"JobRequeue={given}; the script of a run says --requeue itself, which wins")
 
 
-def _kill_wait(site: Site) -> Verdict | None:
+def _kill_wait(site: ClusterFacts) -> Verdict | None:
     given = number(site.cluster.config, "KillWait")
     if given is None:
         return None
@@ -119,7 +119,7 @@ def _kill_wait(site: Site) -> Verdict | None:
     )
 
 
-def _slurmd_timeout(site: Site) -> Verdict | None:
+def _slurmd_timeout(site: ClusterFacts) -> Verdict | None:
     seconds = number(site.cluster.config, "SlurmdTimeout")
     if seconds is None:
         return None
@@ -136,7 +136,7 @@ def _slurmd_timeout(site: Site) -> Verdict | None:
     )
 
 
-def _cred_expire(site: Site) -> Verdict | None:
+def _cred_expire(site: ClusterFacts) -> Verdict | None:
     given = site.cluster.config.get("AuthInfo")
     if given is None:
         return None
@@ -154,7 +154,7 @@ def _cred_expire(site: Site) -> Verdict | None:
     )
 
 
-def _accounting(site: Site) -> Verdict:
+def _accounting(site: ClusterFacts) -> Verdict:
     if not site.cluster.accounting:
         return ok("sacct answers")
     return note(
@@ -164,7 +164,7 @@ def _accounting(site: Site) -> Verdict:
     )
 
 
-def _submits_from_nodes(site: Site) -> Verdict | None:
+def _submits_from_nodes(site: ClusterFacts) -> Verdict | None:
     given = site.cluster.partition.get("AllocNodes")
     if given is None:
         return None
@@ -179,7 +179,7 @@ def _submits_from_nodes(site: Site) -> Verdict | None:
     )
 
 
-def _private_tmp(site: Site) -> Verdict | None:
+def _private_tmp(site: ClusterFacts) -> Verdict | None:
     config = site.cluster.config
     kind = config.get("JobContainerType", config.get("NamespaceType"))  # its name since 25.11
     if kind is None:
@@ -193,7 +193,7 @@ def _private_tmp(site: Site) -> Verdict | None:
     )
 
 
-def _tmp_disk(site: Site) -> Verdict | None:
+def _tmp_disk(site: ClusterFacts) -> Verdict | None:
     sizes = [size for node in site.cluster.nodes if (size := number(node, "TmpDisk"))]
     if not sizes:
         return None  # administrators often leave it out, and Slurm then says 0
@@ -201,7 +201,7 @@ def _tmp_disk(site: Site) -> Verdict | None:
     return ok(value) if min(sizes) * 2**20 >= LEAST_STAGE_BYTES else small_stage(value)
 
 
-OF_SLURM: Mapping[str, Check[Site]] = {
+OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "preemption": _preemption,
     "preempt_send_user_signal": _user_signal,
     "JobRequeue": _job_requeue,

@@ -24,7 +24,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm.testbed_conf import running_slurm_conf
 from hpc.spec import RunSpec
 from hpc.status.__main__ import print_incidents, summaries
-from hpc.status.downtime import Incident, incidents_of
+from hpc.status.downtime import Interruption, incidents_of
 from hpc.status.run_view import TERMINAL, Summary
 
 Kind = Literal["worker-kill", "node-kill", "preempt", "hang", "term", "disk-full"]
@@ -34,7 +34,7 @@ _PATIENCE_SECONDS = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drill(cli.Common):
+class DrillOptions(cli.Common):
     """Break a run on purpose, wait until it trains again, and say what that cost."""
 
     run: tyro.conf.Positional[str]
@@ -52,7 +52,7 @@ class Drill(cli.Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class DrillTarget:
     """What a drill hits."""
 
     run: RunDir
@@ -67,10 +67,10 @@ class Target:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(drill, Drill, argv, "drill")
+    return cli.run(drill, DrillOptions, argv, "drill")
 
 
-def drill(options: Drill) -> int:
+def drill(options: DrillOptions) -> int:
     """Ask, break, wait, tell."""
     run = cli.find_run(options.run, options.runs_dir)
     target = target_of(options, run, summaries([run])[0])
@@ -84,7 +84,7 @@ def drill(options: Drill) -> int:
     return _tell(options, run, _wait(run, options.kind, before))
 
 
-def target_of(options: Drill, run: RunDir, row: Summary) -> Target:
+def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
     """What the drill hits, from the flags and the status of the run.
 
     Raises:
@@ -103,7 +103,7 @@ def target_of(options: Drill, run: RunDir, row: Summary) -> Target:
         raise UserError(f"--rank is {rank}: use 0 to {int(row['world_size']) - 1}")
     cluster = RunSpec.load(run).cluster
     own = running_slurm_conf()
-    return Target(
+    return DrillTarget(
         run=run,
         cluster=cluster,
         job_id=row["job_id"],
@@ -122,7 +122,7 @@ _DOES = {
 }
 
 
-def plan(kind: Kind, target: Target) -> tuple[list[str], str]:
+def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
     """The command that breaks the run, and what it does in words. Pure.
 
     Raises:
@@ -143,7 +143,7 @@ def plan(kind: Kind, target: Target) -> tuple[list[str], str]:
     return commands[kind]
 
 
-def on_nodes(target: Target, nodes: Sequence[str], *action: str) -> list[str]:
+def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[str]:
     """The command that has `hpc.drill.node_faults` act on nodes of the run, from the run's own snapshot of the code."""
     path = f"PYTHONPATH={target.run.code / OWN}"
     helper = ["env", path, sys.executable, "-P", "-m", "hpc.drill.node_faults", str(target.run.path), *action]
@@ -155,12 +155,12 @@ def on_nodes(target: Target, nodes: Sequence[str], *action: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _term(target: Target) -> list[str]:
+def _term(target: DrillTarget) -> list[str]:
     # The agents' step is the first one; the batch script, which is none, would die of it.
     return ["scancel", "--signal=TERM", f"{target.job_id}.0"]
 
 
-def _preempt(target: Target) -> list[str]:
+def _preempt(target: DrillTarget) -> list[str]:
     if not target.testbed:
         return ["scontrol", "requeue", target.job_id]
     return [
@@ -169,7 +169,7 @@ def _preempt(target: Target) -> list[str]:
     ]  # fmt: skip
 
 
-def _node_kill(target: Target) -> list[str]:
+def _node_kill(target: DrillTarget) -> list[str]:
     if target.testbed:
         return [sys.executable, "-m", "hpc", "testbed", "kill-node", target.node]
     return on_nodes(target, [target.node], "kill-all")
@@ -188,7 +188,7 @@ def _ask(what: str) -> None:
         raise UserError("nothing was done")
 
 
-def _wait(run: RunDir, kind: Kind, before: int) -> list[Incident]:
+def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
     """Wait until the run trains again, or is over; the interruptions since."""
     checkpoints = _checkpoints(run)
     deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -202,7 +202,7 @@ def _wait(run: RunDir, kind: Kind, before: int) -> list[Incident]:
     raise TorchrelayError(f"run {run.name} does not train again after {_PATIENCE_SECONDS:.0f} s: hpc status {run.name}")
 
 
-def trains_again(new: Sequence[Incident]) -> bool:
+def trains_again(new: Sequence[Interruption]) -> bool:
     """Whether the last of the interruptions, if there is any, is over."""
     return bool(new) and new[-1].seconds["first_step"] is not None
 
@@ -211,7 +211,7 @@ def _checkpoints(run: RunDir) -> int:
     return sum(event["event"] == "checkpoint_saved" for event in ledger.read(run.events))
 
 
-def _tell(options: Drill, run: RunDir, new: Sequence[Incident]) -> int:
+def _tell(options: DrillOptions, run: RunDir, new: Sequence[Interruption]) -> int:
     row = summaries([run])[0]
     found = [asdict(incident) for incident in new]
     if options.json:

@@ -19,7 +19,7 @@ from hpc.core.outcome import ENDS, goes_on, is_consequence
 from hpc.core.rundir import RunDir
 from hpc.logs.tail import Tail, lines_before, merged, offset_of_last
 from hpc.status.run_view import TERMINAL
-from hpc.status.status_cache import Board
+from hpc.status.status_cache import StatusCache
 
 _POLL_SECONDS = 0.5
 _STATE_SECONDS = 3.0
@@ -29,7 +29,7 @@ Line = dict[str, int | str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logs(cli.Common):
+class LogsOptions(cli.Common):
     """Print the logs of a run, each line with its attempt and rank in front.
 
     Of a failed run, the log of the rank that failed first, from shortly before its error. Of a long log the last
@@ -51,7 +51,7 @@ class Logs(cli.Common):
 
 
 @dataclass
-class Reader:
+class LogReader:
     """The chosen logs of a run, and how far each has been read."""
 
     run: RunDir
@@ -114,10 +114,10 @@ def origin_of(path: Path) -> Line:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(logs, Logs, argv, "logs")
+    return cli.run(logs, LogsOptions, argv, "logs")
 
 
-def logs(options: Logs) -> int:
+def logs(options: LogsOptions) -> int:
     """Print what there is; with --follow, and what comes."""
     run = cli.find_run(options.run, options.runs_dir)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -134,20 +134,20 @@ def logs(options: Logs) -> int:
     return 0
 
 
-def reader_for(options: Logs, run: RunDir) -> Reader:
+def reader_for(options: LogsOptions, run: RunDir) -> LogReader:
     """What is to be printed, and from where on."""
     if options.all or options.json:
-        return Reader(run, options.rank, options.attempt)
+        return LogReader(run, options.rank, options.attempt)
     chosen = options.rank is not None or options.attempt is not None
     error = None if chosen else first_error(ledger.read(run.events))
     if error is None or not (path := run.rank_log(error["attempt"], error["rank"])).exists():
-        return Reader(run, options.rank, options.attempt, _MOST_BYTES)
+        return LogReader(run, options.rank, options.attempt, _MOST_BYTES)
     where = " on " + error["node"] if error.get("node") else ""
     _say(
         f"attempt {error['attempt']} ended the run, and of its ranks {error['rank']}{where} failed first "
         f"({error['cause']}): this is the end of its log; --all shows everything"
     )
-    reader = Reader(run, error["rank"], error["attempt"], _MOST_BYTES)
+    reader = LogReader(run, error["rank"], error["attempt"], _MOST_BYTES)
     found = offset_of_last(path, error["detail"]) if error.get("detail") else None
     if found is not None:
         reader.start_at(path, lines_before(path, found, _LINES_BEFORE))
@@ -175,9 +175,9 @@ def _order(failed: Event) -> tuple[bool, float]:
     return is_consequence(failed.get("detail") or ""), failed["failed_at"]
 
 
-def _follow(options: Logs, reader: Reader) -> None:
+def _follow(options: LogsOptions, reader: LogReader) -> None:
     """Print until the run has ended and its last lines are out; with --json one document a line, as there is no end."""
-    board, asked, ended = Board(), 0.0, False
+    board, asked, ended = StatusCache(), 0.0, False
     form = json.dumps if options.json else _for_people
     while not ended:
         if time.monotonic() - asked > _STATE_SECONDS:

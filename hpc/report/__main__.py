@@ -14,14 +14,14 @@ from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
 from hpc.core.rundir import RunDir
 from hpc.report.compare import comparison_page
-from hpc.report.gather import Record, gather
+from hpc.report.gather import RunRecord, gather
 from hpc.report.page import run_page
 from hpc.report.tables import tables_of
 from hpc.status.__main__ import summaries
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(cli.Common):
+class ReportOptions(cli.Common):
     """Write one HTML page about a run, or a comparison of several, that needs no network, and its tables as CSV."""
 
     run: tyro.conf.Positional[tuple[str, ...]]
@@ -34,10 +34,10 @@ class Report(cli.Common):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(report, Report, argv, "report")
+    return cli.run(report, ReportOptions, argv, "report")
 
 
-def report(options: Report) -> int:
+def report(options: ReportOptions) -> int:
     """Write everything, and say where it is."""
     if not options.run:
         raise UserError("no run: give the names of one or more, as in hpc report NAME; hpc status lists them")
@@ -56,7 +56,7 @@ def _directory(runs: Sequence[RunDir]) -> Path:
     return runs[0].report.parent if len(runs) == 1 else runs[0].path.parent / "report"
 
 
-def write(path: Path, records: Sequence[Record]) -> list[Path]:
+def write(path: Path, records: Sequence[RunRecord]) -> list[Path]:
     """Write the tables and the page, each whole or not at all; returns the tables.
 
     Raises:
@@ -77,7 +77,7 @@ def write(path: Path, records: Sequence[Record]) -> list[Path]:
     return [path.with_name(name) for name in tables]
 
 
-def _links(start: Path, records: Sequence[Record]) -> list[str | None]:
+def _links(start: Path, records: Sequence[RunRecord]) -> list[str | None]:
     """From the comparison to the runs' own pages, for those that have one."""
     pages = [record.run.report for record in records]
     return [os.path.relpath(page, start) if page.exists() else None for page in pages]

@@ -6,7 +6,7 @@ import pandas as pd
 
 from hpc.report import parts
 from hpc.report.command import for_people, submit_command
-from hpc.report.gather import Record
+from hpc.report.gather import RunRecord
 from hpc.report.markup import Markup, tag
 from hpc.report.page import flat_settings
 from hpc.report.plots import charts_of, look_of
@@ -18,7 +18,9 @@ _MOST_CLASSES = 30
 _OWN = {"name"}
 
 
-def comparison_page(records: Sequence[Record], links: Sequence[str | None], tables: Sequence[str], now: float) -> str:
+def comparison_page(
+    records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
+) -> str:
     """The HTML of the page.
 
     Args:
@@ -52,7 +54,7 @@ def swatch(place: int) -> Markup:
     return tag("i", class_=f"swatch dashes-{dashes}", style=f"--line:var(--{color})")
 
 
-def _runs(records: Sequence[Record], labels: Sequence[str], links: Sequence[str | None], now: float) -> Markup:
+def _runs(records: Sequence[RunRecord], labels: Sequence[str], links: Sequence[str | None], now: float) -> Markup:
     header = (
         *("run", "state", "test accuracy", "best validation", "loss", "step", "images/s"),
         *("goodput", "interruptions", "steps lost", "duration"),
@@ -78,7 +80,7 @@ def _runs(records: Sequence[Record], labels: Sequence[str], links: Sequence[str 
     return parts.table("Runs", header, rows, left=("run", "state"), stacks=True)
 
 
-def _lost(records: Sequence[Record], labels: Sequence[str]) -> Markup | None:
+def _lost(records: Sequence[RunRecord], labels: Sequence[str]) -> Markup | None:
     every = pd.concat([record.interruptions for record in records if len(record.interruptions)] or [pd.DataFrame()])
     if every.empty:
         return None
@@ -95,7 +97,7 @@ def _lost(records: Sequence[Record], labels: Sequence[str]) -> Markup | None:
     )
 
 
-def _classes(records: Sequence[Record], labels: Sequence[str]) -> Markup | None:
+def _classes(records: Sequence[RunRecord], labels: Sequence[str]) -> Markup | None:
     """The accuracy of each class in each run, if they have the same few classes."""
     tested = [(label, record.classes) for label, record in zip(labels, records, strict=True) if len(record.classes)]
     names = {tuple(classes["class"]) for _, classes in tested}
@@ -111,7 +113,7 @@ def _classes(records: Sequence[Record], labels: Sequence[str]) -> Markup | None:
     return parts.section("Test accuracy by class", parts.card(content))
 
 
-def _settings(records: Sequence[Record], labels: Sequence[str]) -> Markup | None:
+def _settings(records: Sequence[RunRecord], labels: Sequence[str]) -> Markup | None:
     """The settings in which the runs differ."""
     known = [(label, flat_settings(record.spec)) for label, record in zip(labels, records, strict=True) if record.spec]
     names = list(dict.fromkeys(name for _, settings in known for name in settings))
@@ -124,7 +126,7 @@ def _settings(records: Sequence[Record], labels: Sequence[str]) -> Markup | None
     return parts.section("Settings that differ", parts.card(content))
 
 
-def _notes(records: Sequence[Record], labels: Sequence[str]) -> Markup | None:
+def _notes(records: Sequence[RunRecord], labels: Sequence[str]) -> Markup | None:
     notes = [
         f"{label}: {note}"
         for label, record in zip(labels, records, strict=True)
@@ -134,7 +136,7 @@ def _notes(records: Sequence[Record], labels: Sequence[str]) -> Markup | None:
     return parts.section("What is missing", found) if found else None
 
 
-def _commands(records: Sequence[Record], labels: Sequence[str]) -> Markup | None:
+def _commands(records: Sequence[RunRecord], labels: Sequence[str]) -> Markup | None:
     shown = [
         parts.details(label, parts.code(for_people(submit_command(record.spec))))
         for label, record in zip(labels, records, strict=True)

@@ -40,7 +40,7 @@ Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RunRecord:
     """One run, read. Tables have the columns above, whatever the files lack."""
 
     run: RunDir
@@ -62,7 +62,7 @@ class Record:
     """What is missing or damaged, in sentences."""
 
 
-def gather(run: RunDir, summary: Summary) -> Record:
+def gather(run: RunDir, summary: Summary) -> RunRecord:
     """Read a run. Nothing that is missing or damaged is an error: it is noted."""
     notes = list[str]()
     spec = _try(notes, run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
@@ -76,7 +76,7 @@ def gather(run: RunDir, summary: Summary) -> Record:
     events = ledger.read(run.events)
     starts = [attempt.trained_from for attempt in attempts_of(events)]
     notes += missing(summary, spec, has_metrics=not train.empty, has_test=confusion is not None, samples=len(samples))
-    return Record(
+    return RunRecord(
         run=run,
         summary=summary,
         spec=spec,

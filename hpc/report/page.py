@@ -8,7 +8,7 @@ import pandas as pd
 
 from hpc.report import parts
 from hpc.report.command import for_people, submit_command
-from hpc.report.gather import Record
+from hpc.report.gather import RunRecord
 from hpc.report.markup import Markup, tag
 from hpc.report.plots import attempt_spans, charts_of
 from hpc.report.results import test_section
@@ -16,7 +16,7 @@ from hpc.report.write import duration, moment, number, percent, text
 from hpc.spec import RunSpec
 
 
-def run_page(record: Record, tables: Sequence[str], now: float) -> str:
+def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
     """The HTML of the page.
 
     Args:
@@ -38,7 +38,7 @@ def run_page(record: Record, tables: Sequence[str], now: float) -> str:
     )
 
 
-def _header(record: Record) -> Markup:
+def _header(record: RunRecord) -> Markup:
     summary = record.summary
     waits = tag("span", f"({summary['reason']})", class_="soft") if summary["reason"] not in {None, "None"} else None
     # What the ranks said last is of interest if that was the end.
@@ -62,7 +62,7 @@ def _in_short(spec: RunSpec) -> list[str]:
     return [f"{train.model} on {train.data}", sizes, f"{train.optimizer}, lr {train.lr:g}", f"seed {train.seed}", where]
 
 
-def _facts(record: Record, now: float) -> list[tuple[str, str, str | None]]:
+def _facts(record: RunRecord, now: float) -> list[tuple[str, str, str | None]]:
     summary, validations = record.summary, record.evaluations[record.evaluations["split"] == "val"]
     of_all = f"of {summary['total_steps']:,}" if summary["total_steps"] else None
     eta, of_best = summary["eta_seconds"], summary["best_test_accuracy"]
@@ -82,7 +82,7 @@ def _facts(record: Record, now: float) -> list[tuple[str, str, str | None]]:
     ]
 
 
-def _training(record: Record) -> Markup | None:
+def _training(record: RunRecord) -> Markup | None:
     charts = charts_of([record])
     if not charts:
         return None
@@ -97,7 +97,7 @@ def _training(record: Record) -> Markup | None:
     return parts.section("Training", tag("div", *charts, class_="grid"), intro=" ".join(marks) or None)
 
 
-def _interruptions(record: Record, now: float) -> Markup | None:
+def _interruptions(record: RunRecord, now: float) -> Markup | None:
     if record.attempts.empty:
         return None
     rows = record.interruptions
@@ -121,7 +121,7 @@ _TIMES = {
 }
 
 
-def _where_time_went(record: Record, now: float) -> Markup | None:
+def _where_time_went(record: RunRecord, now: float) -> Markup | None:
     """The whole of the run's time, parted."""
     whole, trained = parts.wall_seconds(record, now), record.train["train_seconds"].max()
     if not whole or whole <= 0 or pd.isna(trained):
@@ -187,7 +187,7 @@ def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.itertuples(index=False)]
 
 
-def _reproduction(record: Record) -> Markup | None:
+def _reproduction(record: RunRecord) -> Markup | None:
     spec = record.spec
     if spec is None:
         return None

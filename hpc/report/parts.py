@@ -5,7 +5,7 @@ from importlib import resources
 
 import pandas as pd
 
-from hpc.report.gather import Record
+from hpc.report.gather import RunRecord
 from hpc.report.markup import Markup, join, tag, void
 from hpc.report.write import UNKNOWN, duration, moment, number
 from hpc.status.downtime import PARTS
@@ -170,7 +170,7 @@ def _cost(rows: pd.DataFrame) -> str:
     return " · ".join(parts)
 
 
-def wall_seconds(record: Record, now: float) -> float | None:
+def wall_seconds(record: RunRecord, now: float) -> float | None:
     """From the first attempt's begin to the last one's end, or to now."""
     attempts = record.attempts
     if attempts.empty:

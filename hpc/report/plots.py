@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from hpc.core.outcome import Cause
-from hpc.report.gather import Record
+from hpc.report.gather import RunRecord
 from hpc.report.markup import Markup
 from hpc.report.svg import COLORS, SERIES, Size, figure
 from hpc.report.tables import labels_of
@@ -54,7 +54,7 @@ class Chart:
     unit: Callable[[float], str]
     """A value as people write it."""
 
-    def table(self, record: Record) -> pd.DataFrame:
+    def table(self, record: RunRecord) -> pd.DataFrame:
         """The rows that it shows of a run."""
         if self.split is None:
             return record.train
@@ -76,13 +76,13 @@ _EVALUATIONS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
 )
 
 
-def charts_of(records: Sequence[Record]) -> list[Markup]:
+def charts_of(records: Sequence[RunRecord]) -> list[Markup]:
     """The figures of one or more runs, those for which there is anything to show."""
     shown = [chart for chart in CHARTS if any(chart.table(record)[chart.column].notna().any() for record in records)]
     return [_figure(chart, records) for chart in shown]
 
 
-def _figure(chart: Chart, records: Sequence[Record]) -> Markup:
+def _figure(chart: Chart, records: Sequence[RunRecord]) -> Markup:
     steps = pd.concat([table["step"] for record in records for table in (record.train, record.evaluations)])
     last = max(1.0, float(steps.max()))
 
@@ -114,7 +114,7 @@ def _figure(chart: Chart, records: Sequence[Record]) -> Markup:
     return figure(chart.name, chart.title, key, describe(chart, records), paint)
 
 
-def _key(chart: Chart, record: Record) -> list[tuple[str, str, str]]:
+def _key(chart: Chart, record: RunRecord) -> list[tuple[str, str, str]]:
     """What the signs mean, where there are several."""
     if chart not in {LOSS, ACCURACY}:
         return []
@@ -123,18 +123,18 @@ def _key(chart: Chart, record: Record) -> list[tuple[str, str, str]]:
     return training + [(sign, color, name) for split, name, sign, color, _ in _EVALUATIONS if split in there]
 
 
-def _is_logarithmic(chart: Chart, records: Sequence[Record]) -> bool:
+def _is_logarithmic(chart: Chart, records: Sequence[RunRecord]) -> bool:
     values = pd.concat([chart.table(record)[chart.column] for record in records])
     return chart is LOSS and bool(values.min() > 0) and bool(values.max() > _LONG_FALL * values.min())
 
 
-def describe(chart: Chart, records: Sequence[Record]) -> str:
+def describe(chart: Chart, records: Sequence[RunRecord]) -> str:
     """A figure in words."""
     told = [_told(chart, record, label) for record, label in zip(records, labels_of(records), strict=True)]
     return f"{chart.title} by step. {' '.join(told)}"
 
 
-def _told(chart: Chart, record: Record, label: str) -> str:
+def _told(chart: Chart, record: RunRecord, label: str) -> str:
     table = chart.table(record)
     table = table[table[chart.column].notna()]
     if table.empty:
@@ -146,7 +146,7 @@ def _told(chart: Chart, record: Record, label: str) -> str:
     )
 
 
-def _paint_run(axes: Axes, size: Size, chart: Chart, record: Record) -> None:
+def _paint_run(axes: Axes, size: Size, chart: Chart, record: RunRecord) -> None:
     """One run: the raw line faint behind its trend, the evaluations, and what happened meanwhile."""
     color = COLORS["s1"]
     if chart.split is None:
@@ -224,7 +224,7 @@ def look_of(place: int) -> tuple[str, int]:
     return f"s{place % SERIES + 1}", place // SERIES % len(_DASHES)
 
 
-def _paint_runs(axes: Axes, size: Size, chart: Chart, records: Sequence[Record]) -> None:
+def _paint_runs(axes: Axes, size: Size, chart: Chart, records: Sequence[RunRecord]) -> None:
     """Several runs, one line each. All of them together have the points of a few."""
     most = max(100, 4 * size.points // len(records))
     for place, record in enumerate(records):

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from hpc.report import parts
-from hpc.report.gather import Record
+from hpc.report.gather import RunRecord
 from hpc.report.markup import Markup, join, tag, void
 from hpc.report.write import number, percent, text
 
@@ -18,7 +18,7 @@ _KINDS = {
 }
 
 
-def test_section(record: Record) -> Markup | None:
+def test_section(record: RunRecord) -> Markup | None:
     """Everything about the test, if there was one."""
     if record.confusion is None:
         return None

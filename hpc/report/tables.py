@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from hpc.report.gather import Record
+from hpc.report.gather import RunRecord
 
 
-def tables_of(records: Sequence[Record]) -> dict[str, pd.DataFrame]:
+def tables_of(records: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
     """The tables by file name."""
     return {
         "train.csv": _joined(records, [record.train for record in records]),
@@ -22,7 +22,7 @@ def tables_of(records: Sequence[Record]) -> dict[str, pd.DataFrame]:
     }
 
 
-def labels_of(records: Sequence[Record]) -> list[str]:
+def labels_of(records: Sequence[RunRecord]) -> list[str]:
     """What to call each run: its name, or its directory where two have the same name."""
     names = [record.run.name for record in records]
     return [
@@ -30,7 +30,7 @@ def labels_of(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _joined(records: Sequence[Record], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def _joined(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     named = [table.assign(run=label) for label, table in zip(labels_of(records), tables, strict=True)]
     full = [table for table in named if not table.empty] or named[:1]
     joined = pd.concat(full, ignore_index=True)

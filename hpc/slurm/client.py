@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.job_state import QUEUE_FORMAT, Job, JobState, job_state, parse_jobs
+from hpc.core.job_state import QUEUE_FORMAT, JobState, SlurmJob, job_state, parse_jobs
 from hpc.core.units import slurm_seconds
 from hpc.slurm.testbed_conf import running_slurm_conf
 
@@ -162,7 +162,7 @@ def gpus_in(gres: str) -> int:
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
 
 
-def jobs() -> dict[str, Job]:
+def jobs() -> dict[str, SlurmJob]:
     """All the user's jobs that Slurm holds or has not yet forgotten (MinJobAge), by id: one call of squeue."""
     # Without --all a job in a hidden partition, or in one that was closed to its user meanwhile, seems to be gone.
     return parse_jobs(_run("squeue", "--me", "--all", "--states=all", "--noheader", f"--Format={QUEUE_FORMAT}"))

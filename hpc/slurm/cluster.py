@@ -11,7 +11,7 @@ Fields = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class ClusterConfig:
     """A cluster in Slurm's own words. A field that this version does not have is not there."""
 
     config: Fields
@@ -25,7 +25,7 @@ class Cluster:
     """What sacct complains of; nothing if it works."""
 
 
-def ask(name: str | None) -> Cluster:
+def ask(name: str | None) -> ClusterConfig:
     """Ask Slurm about itself and a partition, by default its own default.
 
     Raises:
@@ -35,7 +35,7 @@ def ask(name: str | None) -> Cluster:
     partitions = parse_records(slurm.call(["scontrol", "--all", "--oneliner", "show", "partition"]))
     partition = choose(name, partitions)
     nodes = parse_records(slurm.call(["scontrol", "--oneliner", "show", "node"]))
-    return Cluster(
+    return ClusterConfig(
         config=parse_config(slurm.call(["scontrol", "show", "config"])),
         partition=partition,
         partitions=partitions,

@@ -21,6 +21,6 @@ Once per node, before torchrun starts and so outside any collective.
 from hpc.staging.source import StagingStopped
 from hpc.staging.staged import NoRoomError, Staged
 from hpc.staging.stager import stage
-from hpc.staging.team import Alone
+from hpc.staging.team import SingleNode
 
-__all__ = ["Alone", "NoRoomError", "Staged", "StagingStopped", "stage"]
+__all__ = ["NoRoomError", "SingleNode", "Staged", "StagingStopped", "stage"]

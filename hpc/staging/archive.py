@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging import space
-from hpc.staging.archive_members import Member, is_damage, opened
+from hpc.staging.archive_members import ArchiveMember, is_damage, opened
 from hpc.staging.chunks import checksum, fill, write, write_piece
-from hpc.staging.manifest import Copied
+from hpc.staging.manifest import CopiedFile
 from hpc.staging.source import inside_name, stop_if
 
 _PIECE_BYTES = 16 * 2**20
@@ -30,7 +30,7 @@ _WAITING = 4
 _TWO_KINDS = "is a file and a directory at once"
 
 
-def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> tuple[Copied, ...]:
+def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> tuple[CopiedFile, ...]:
     """Unpack a tar or zip archive into a directory, and return what is in it.
 
     Args:
@@ -73,7 +73,7 @@ def _tell_damage(archive: Path, advice: str) -> Iterator[None]:
 class _Part(NamedTuple):
     """A file that is in the archive, or a piece of a large one."""
 
-    member: Member
+    member: ArchiveMember
     name: str
     offset: int
     size: int
@@ -93,12 +93,12 @@ class _Unpacker:
         self._checksums: dict[str, dict[int, str]] = {}
         self._sizes: dict[str, int] = {}
         self._modified: dict[str, int] = {}
-        self._links = list[Member]()
+        self._links = list[ArchiveMember]()
         self._group, self._group_bytes = list[_Part](), 0
         self._queue: queue.Queue[list[_Part] | None] = queue.Queue(_WAITING)
         self._error: BaseException | None = None
 
-    def run(self, members: Iterator[Member]) -> tuple[Copied, ...]:
+    def run(self, members: Iterator[ArchiveMember]) -> tuple[CopiedFile, ...]:
         writers = [threading.Thread(target=self._write_groups, daemon=True, name="unpack") for _ in range(_WRITERS)]
         for writer in writers:
             writer.start()
@@ -121,18 +121,18 @@ class _Unpacker:
         for link in self._links:
             self._check_link(link)
         return tuple(
-            Copied(name, self._sizes[name], _PIECE_BYTES, tuple(sums[place] for place in sorted(sums)))
+            CopiedFile(name, self._sizes[name], _PIECE_BYTES, tuple(sums[place] for place in sorted(sums)))
             for name, sums in sorted(self._checksums.items())
         )
 
-    def _refuse(self, member: Member, why: str) -> TorchrelayError:
+    def _refuse(self, member: ArchiveMember, why: str) -> TorchrelayError:
         return TorchrelayError(f"{self._archive.name} is refused: {member.name!r} {why}; nothing of it was kept")
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _take(self, member: Member) -> None:
+    def _take(self, member: ArchiveMember) -> None:
         self._raise_error()
         if PurePosixPath(member.name) == PurePosixPath():
             return  # the top itself, `./`
@@ -151,7 +151,7 @@ class _Unpacker:
         else:
             raise self._refuse(member, f"is a {member.kind}")
 
-    def _make_directory(self, member: Member, path: PurePosixPath) -> None:
+    def _make_directory(self, member: ArchiveMember, path: PurePosixPath) -> None:
         if path in self._directories:
             return
         try:
@@ -160,7 +160,7 @@ class _Unpacker:
             raise self._refuse(member, _TWO_KINDS) from None
         self._directories.add(path)
 
-    def _take_file(self, member: Member, name: str) -> None:
+    def _take_file(self, member: ArchiveMember, name: str) -> None:
         self._grow(member, member.size)
         if name in self._checksums:
             raise self._refuse(member, "is in it twice")
@@ -189,10 +189,10 @@ class _Unpacker:
         self._group, self._group_bytes = [], 0
         stop_if(self._progress(self._bytes))
 
-    def _too_short(self, member: Member, found: int) -> TorchrelayError:
+    def _too_short(self, member: ArchiveMember, found: int) -> TorchrelayError:
         return self._refuse(member, f"has {found} bytes, where the archive says {member.size}")
 
-    def _create(self, member: Member, name: str) -> int:
+    def _create(self, member: ArchiveMember, name: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             return os.open(f"{self._target}/{name}", flags, 0o700 if member.executable else 0o600)
@@ -228,14 +228,14 @@ class _Unpacker:
             write_piece(f"{self._target}/{part.name}", part.offset, content, 0o600)
         self._checksums[part.name][part.offset] = checksum(content)
 
-    def _grow(self, member: Member, size: int) -> None:
+    def _grow(self, member: ArchiveMember, size: int) -> None:
         if size < 0:
             raise self._refuse(member, f"has {size} bytes")
         self._needed += space.needed(size, files=1)
         if self._needed > self._room:
             raise self._refuse(member, f"makes it larger than the {self._room // 2**20} MB that there is room for")
 
-    def _make_link(self, member: Member) -> None:
+    def _make_link(self, member: ArchiveMember) -> None:
         name = inside_name(member.name)
         path = self._target / name
         if os.path.lexists(path):
@@ -255,7 +255,7 @@ class _Unpacker:
         shutil.copy(self._target / original, path, follow_symlinks=False)
         self._checksums[name], self._sizes[name] = self._checksums[original], self._sizes[original]
 
-    def _check_link(self, member: Member) -> None:
+    def _check_link(self, member: ArchiveMember) -> None:
         top = Path(os.path.realpath(self._target))
         if member.kind == "symlink" and not Path(os.path.realpath(self._target / member.name)).is_relative_to(top):
             raise self._refuse(member, f"is a link to {member.target!r}, out of the archive")

@@ -34,7 +34,7 @@ def is_damage(error: Exception) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class ArchiveMember:
     """What an archive says of one thing in it."""
 
     name: str
@@ -81,7 +81,7 @@ class _TarInfo(tarfile.TarInfo):
 
 
 @contextmanager
-def opened(archive: Path) -> Iterator[Iterator[Member]]:
+def opened(archive: Path) -> Iterator[Iterator[ArchiveMember]]:
     """The members of an archive, as they come."""
     if archive.suffix == ".zip":
         with zipfile.ZipFile(archive) as zipped:
@@ -118,9 +118,9 @@ def _open_plain(archive: Path) -> tarfile.TarFile | None:
         return None
 
 
-def _tar_members(file: tarfile.TarFile, *, plain: bool = False) -> Iterator[Member]:
+def _tar_members(file: tarfile.TarFile, *, plain: bool = False) -> Iterator[ArchiveMember]:
     for info in file:
-        yield Member(
+        yield ArchiveMember(
             name=info.name,
             kind=_tar_kind(info),
             size=info.size if info.isreg() else 0,
@@ -145,7 +145,7 @@ def _tar_kind(info: tarfile.TarInfo) -> str:
     return next((kind for applies, kind in kinds if applies), "device")
 
 
-def _zip_member(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
+def _zip_member(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> ArchiveMember:
     mode = info.external_attr >> 16
     if info.flag_bits & 1:
         raise NotImplementedError(f"{info.filename!r} is encrypted")
@@ -154,7 +154,7 @@ def _zip_member(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
     if kind == "symlink" and info.file_size >= _LONGEST_LINK:
         raise NotImplementedError(f"{info.filename!r} is a link of {info.file_size} bytes")
     target = file.read(info).decode() if kind == "symlink" else ""
-    return Member(
+    return ArchiveMember(
         name=info.filename, kind=kind, size=info.file_size, executable=bool(mode & stat.S_IXUSR), target=target,
         open=partial(file.open, info),
     )  # fmt: skip

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hpc.staging.copy import Progress, Watch
+from hpc.staging.copy import CopyProgress, Watch
 from hpc.staging.source import stop_if
-from hpc.staging.store import Entry
+from hpc.staging.store import CacheEntry
 
 _POLL_SECONDS = 0.05
 # How often the processes that wait for this one's copy hear that it goes on.
@@ -15,15 +15,15 @@ _SAY_SECONDS = 5.0
 _Result = TypeVar("_Result")
 
 
-class Patience:
+class CancellableWait:
     """What one staging does while it waits."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._said = watch, 0.0
-        self.entry: Entry | None = None
+        self.entry: CacheEntry | None = None
         """The copy that this process makes, once it does."""
 
-    def look(self, progress: Progress | None) -> bool:
+    def look(self, progress: CopyProgress | None) -> bool:
         """Tell how far it is, and that it goes on. Returns whether to stop."""
         if self.entry is not None and time.monotonic() - self._said > _SAY_SECONDS:
             self._said = time.monotonic()

@@ -6,7 +6,7 @@ import threading
 import xxhash
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging.source import Listing, Piece
+from hpc.staging.source import FileChunk, SourceListing
 
 # A server that restarts, or a stale handle, is over in seconds.
 _RETRY_SECONDS = (0.5, 2.0, 5.0)
@@ -25,7 +25,7 @@ def new_checksum() -> xxhash.xxh3_128:
     return xxhash.xxh3_128()
 
 
-def read_piece(listing: Listing, piece: Piece, into: memoryview, cancelled: threading.Event) -> None:
+def read_piece(listing: SourceListing, piece: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
     """Read a piece from the source, several times if need be.
 
     Args:

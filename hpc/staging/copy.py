@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc.staging.chunks import checksum, read_piece, write_piece
-from hpc.staging.manifest import Copied
-from hpc.staging.peers import Peer, PeerError, Shelf
-from hpc.staging.source import Listing, Piece, stop_if
+from hpc.staging.manifest import CopiedFile
+from hpc.staging.peers import ChunkStore, Peer, PeerError
+from hpc.staging.source import FileChunk, SourceListing, stop_if
 from hpc.staging.team import Address
 
 # Threads that need not wait get in each other's way: two keep a core and a half busy. Shared storage that lets them
@@ -26,7 +26,7 @@ _END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class CopyProgress:
     """How far a copy is."""
 
     what: str = "copying"
@@ -48,12 +48,12 @@ class Progress:
         return (self.bytes_total - self.bytes_done) / self.rate
 
 
-Watch = Callable[[Progress | None], bool]
+Watch = Callable[[CopyProgress | None], bool]
 """Is told how far a copy is, several times a second (None: it waits for others), and says whether to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class FileParts:
     """Which batches a node reads itself, and whom it asks for the others."""
 
     own: tuple[int, ...]
@@ -61,7 +61,7 @@ class Parts:
     nonce: str = ""
 
 
-def share(batches: Sequence[int], owners: tuple[Address, ...], own: Address, nonce: str) -> Parts:
+def share(batches: Sequence[int], owners: tuple[Address, ...], own: Address, nonce: str) -> FileParts:
     """Divide batches among their owners; without owners this node reads all of them.
 
     Args:
@@ -71,16 +71,16 @@ def share(batches: Sequence[int], owners: tuple[Address, ...], own: Address, non
         nonce: what the others want to see.
     """
     if not owners:
-        return Parts(own=tuple(batches))
+        return FileParts(own=tuple(batches))
     of = {
         owner: tuple(batch for batch in batches if batch % len(owners) == place) for place, owner in enumerate(owners)
     }
     mine = of.pop(own, ())
-    return Parts(own=mine, others=tuple((owner, part) for owner, part in of.items() if part), nonce=nonce)
+    return FileParts(own=mine, others=tuple((owner, part) for owner, part in of.items() if part), nonce=nonce)
 
 
 @dataclass
-class Tally:
+class CopyStats:
     """What came from where."""
 
     from_source: int = 0
@@ -97,9 +97,9 @@ class Tally:
 class Copy:
     """One copy under way."""
 
-    def __init__(self, listing: Listing, parts: Parts, target: Path, shelf: Shelf) -> None:
+    def __init__(self, listing: SourceListing, parts: FileParts, target: Path, shelf: ChunkStore) -> None:
         self._listing, self._parts, self._target, self._shelf = listing, parts, target, shelf
-        self.tally = Tally()
+        self.tally = CopyStats()
         self.checksums: dict[int, tuple[str, ...]] = {}
         """Of the pieces of each batch that is there."""
         self._mine: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -147,7 +147,7 @@ class Copy:
             seconds = time.monotonic() - began
             if len(readers) < _MOST_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
                 readers.append(self._start(self._read, "stage-source"))
-            stop_if(watch(Progress(bytes_done=self.tally.bytes, bytes_total=total, seconds=seconds)))
+            stop_if(watch(CopyProgress(bytes_done=self.tally.bytes, bytes_total=total, seconds=seconds)))
 
         # What an owner does not give is read here: until all have been asked, there may be more to read.
         for threads in (askers, readers):
@@ -257,7 +257,7 @@ class Copy:
         for number in reversed(numbers):
             self._mine.put(number)
 
-    def _write(self, piece: Piece, content: memoryview) -> None:
+    def _write(self, piece: FileChunk, content: memoryview) -> None:
         file = self._listing.files[piece.file]
         write_piece(f"{self._target}/{file.name}", piece.offset, content, 0o700 if file.executable else 0o600)
 
@@ -267,12 +267,12 @@ class Copy:
             self.checksums[number] = checksums
         self._shelf.put(number, checksums, read=read)
 
-    def copied(self) -> tuple[Copied, ...]:
+    def copied(self) -> tuple[CopiedFile, ...]:
         """The files that are there."""
         return copied_files(self._listing, self.checksums)
 
 
-def copied_files(listing: Listing, checksums: dict[int, tuple[str, ...]]) -> tuple[Copied, ...]:
+def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) -> tuple[CopiedFile, ...]:
     """The files of a listing of which every piece was copied.
 
     Args:
@@ -285,13 +285,13 @@ def copied_files(listing: Listing, checksums: dict[int, tuple[str, ...]]) -> tup
             by_file[piece.file].append(checksums[number][place] if number in checksums else None)
     longest = max((piece.length for batch in listing.batches for piece in batch), default=0)
     return tuple(
-        Copied(file.name, file.size, longest, tuple(filter(None, sums)))
+        CopiedFile(file.name, file.size, longest, tuple(filter(None, sums)))
         for file, sums in zip(listing.files, by_file, strict=True)
         if None not in sums
     )
 
 
-def checksums_by_batch(listing: Listing, files: Sequence[Copied]) -> dict[int, tuple[str, ...]]:
+def checksums_by_batch(listing: SourceListing, files: Sequence[CopiedFile]) -> dict[int, tuple[str, ...]]:
     """The inverse of `copied_files`."""
     remaining = [iter(file.checksums) for file in files]
     return {

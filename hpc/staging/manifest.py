@@ -18,7 +18,7 @@ _HEAD_BYTES = 2**16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Copied(NamedTuple):
+class CopiedFile(NamedTuple):
     """One file of a copy."""
 
     name: str
@@ -35,7 +35,7 @@ class Manifest:
     source: str
     boot: str
     """Of the machine when the copy was last known to be whole: a power cut may have lost what was not on the disk."""
-    files: tuple[Copied, ...]
+    files: tuple[CopiedFile, ...]
     directories: tuple[str, ...] = ()
 
     @property
@@ -58,7 +58,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         (source, boot, _), records = unpack_records((directory / "manifest").read_bytes())
         directories = tuple(record for record in records if isinstance(record, str))
         copied = (record for record in records if not isinstance(record, str))
-        files = tuple(Copied(name, size, piece_bytes, tuple(sums)) for name, size, piece_bytes, sums in copied)
+        files = tuple(CopiedFile(name, size, piece_bytes, tuple(sums)) for name, size, piece_bytes, sums in copied)
         return Manifest(source=source, boot=boot, files=files, directories=directories)
     except (OSError, ValueError, TypeError):
         return None
@@ -89,7 +89,7 @@ def size_of(path: Path) -> int | None:
         return None
 
 
-def is_intact(path: Path, file: Copied, stopped: Callable[[], bool]) -> bool:
+def is_intact(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
     """Read a file from the disk, not from the kernel's memory of it, and compare."""
     if size_of(path) != file.size:
         return False
@@ -99,7 +99,7 @@ def is_intact(path: Path, file: Copied, stopped: Callable[[], bool]) -> bool:
         return False  # the disk does not give it back
 
 
-def _is_as_told(path: Path, file: Copied, stopped: Callable[[], bool]) -> bool:
+def _is_as_told(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
     with path.open("rb", buffering=0) as content:
         os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for checksum in file.checksums:
@@ -117,8 +117,8 @@ def _digest(descriptor: int, count: int) -> str:
     return digest.hexdigest()
 
 
-def copied_whole(directory: Path, name: str) -> Copied:
+def copied_whole(directory: Path, name: str) -> CopiedFile:
     """A file that is there, as it is, in one piece."""
     with (directory / name).open("rb", buffering=0) as content:
         size = os.fstat(content.fileno()).st_size
-        return Copied(name, size, max(1, size), (_digest(content.fileno(), size),))
+        return CopiedFile(name, size, max(1, size), (_digest(content.fileno(), size),))

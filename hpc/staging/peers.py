@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from hpc.core.files import json_line
 from hpc.staging.chunks import checksum
-from hpc.staging.source import Listing, Piece
+from hpc.staging.source import FileChunk, SourceListing
 from hpc.staging.team import Address
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20
@@ -40,10 +40,10 @@ class PeerError(Exception):
     """Another node did not give what it was asked for."""
 
 
-class Shelf:
+class ChunkStore:
     """What this node has of one data set: batch after batch while it copies, everything afterwards."""
 
-    def __init__(self, listing: Listing, data: Path) -> None:
+    def __init__(self, listing: SourceListing, data: Path) -> None:
         self.listing = listing
         # Survives that the directory gets another name.
         self._directory = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -99,7 +99,7 @@ class Shelf:
             os.close(descriptor)
 
 
-def _send_file(connection: socket.socket, descriptor: int, piece: Piece) -> None:
+def _send_file(connection: socket.socket, descriptor: int, piece: FileChunk) -> None:
     # socket.sendfile makes a selector for each file.
     takes_more, sent = select.poll(), 0
     takes_more.register(connection, select.POLLOUT)
@@ -115,13 +115,13 @@ def _send_file(connection: socket.socket, descriptor: int, piece: Piece) -> None
         sent += count
 
 
-class Server:
+class PeerServer:
     """Hands out what is on the shelves, in threads of its own."""
 
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
         self.listings: dict[str, bytes] = {}
-        self.shelves: dict[str, Shelf] = {}
+        self.shelves: dict[str, ChunkStore] = {}
         """Both by entry."""
         self._server = _TcpServer(("", 0), _Conversation)
         self._server.owner = self
@@ -142,7 +142,7 @@ class _TcpServer(ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 1024
     allow_reuse_address = True
-    owner: Server
+    owner: PeerServer
 
 
 class _Conversation(StreamRequestHandler):
@@ -220,7 +220,7 @@ class Peer:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def listing(self) -> Listing:
+    def listing(self) -> SourceListing:
         """The list of files.
 
         Raises:
@@ -229,7 +229,7 @@ class Peer:
         try:
             answer = self._ask(_LIST)
             content = bytearray(answer["bytes"])
-            return Listing.unpack(bytes(self.receive(memoryview(content), answer["checksum"])))
+            return SourceListing.unpack(bytes(self.receive(memoryview(content), answer["checksum"])))
         except _BROKEN as error:
             raise PeerError(f"{self._name} does not send the list of files ({error!r})") from error
 

@@ -3,13 +3,15 @@
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging.cancellable_wait import Patience
-from hpc.staging.peers import Peer, PeerError, Server
-from hpc.staging.source import Listing, list_source
-from hpc.staging.team import Team
+from hpc.staging.cancellable_wait import CancellableWait
+from hpc.staging.peers import Peer, PeerError, PeerServer
+from hpc.staging.source import SourceListing, list_source
+from hpc.staging.team import StagingGroup
 
 
-def find_list(source: Path, team: Team, server: Server | None, patience: Patience, notes: list[str]) -> Listing:
+def find_list(
+    source: Path, team: StagingGroup, server: PeerServer | None, patience: CancellableWait, notes: list[str]
+) -> SourceListing:
     """The files of a source: listed by the leading node, told to the others.
 
     Args:
@@ -43,7 +45,7 @@ def find_list(source: Path, team: Team, server: Server | None, patience: Patienc
     return listing
 
 
-def _told(source: Path, team: Team, patience: Patience) -> Listing:
+def _told(source: Path, team: StagingGroup, patience: CancellableWait) -> SourceListing:
     # A source of a million files takes minutes; should the leading node die, `patience` says so.
     while (plan := team.plan()) is None:
         patience.wait()

@@ -63,7 +63,7 @@ class SourceFile(NamedTuple):
     executable: bool
 
 
-class Piece(NamedTuple):
+class FileChunk(NamedTuple):
     """A part of a file, or a whole one."""
 
     file: int
@@ -72,11 +72,11 @@ class Piece(NamedTuple):
     length: int
 
 
-Batch = tuple[Piece, ...]
+Batch = tuple[FileChunk, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listing:
+class SourceListing:
     """All files of a source, in a fixed order."""
 
     source: Path
@@ -119,7 +119,7 @@ class Listing:
         return pack_records(str(self.source), [*self.directories, *self.files])
 
     @classmethod
-    def unpack(cls, content: bytes) -> "Listing":
+    def unpack(cls, content: bytes) -> "SourceListing":
         """What `pack` packed.
 
         Raises:
@@ -156,14 +156,14 @@ def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
 
 
 def _cut(files: tuple[SourceFile, ...], most: int) -> Iterator[Batch]:
-    batch, room = list[Piece](), most
+    batch, room = list[FileChunk](), most
     for number, file in enumerate(files):
         for offset in range(0, file.size, most) if file.size else (0,):
             length = min(most, file.size - offset)
             if batch and length > room:
                 yield tuple(batch)
                 batch, room = [], most
-            batch.append(Piece(number, offset, length))
+            batch.append(FileChunk(number, offset, length))
             room -= length
     if batch:
         yield tuple(batch)
@@ -181,7 +181,7 @@ def inside_name(name: str) -> str:
     return str(path)
 
 
-def list_source(source: Path, stopped: Callable[[], bool] = lambda: False) -> Listing:
+def list_source(source: Path, stopped: Callable[[], bool] = lambda: False) -> SourceListing:
     """Look at every file of a directory, links followed, or at one archive.
 
     Raises:
@@ -190,7 +190,7 @@ def list_source(source: Path, stopped: Callable[[], bool] = lambda: False) -> Li
     """
     try:
         if is_archive(source):
-            return Listing(source=source, files=(_file(source.name, source),))
+            return SourceListing(source=source, files=(_file(source.name, source),))
         if not source.is_dir():
             raise TorchrelayError(f"the data, {source}, are not to be seen on this node: keep them on shared storage")
         walk = _Walk(source)
@@ -199,7 +199,7 @@ def list_source(source: Path, stopped: Callable[[], bool] = lambda: False) -> Li
         raise TorchrelayError(
             f"{error.filename} cannot be listed ({error.strerror}): restore it, remove it, or give data without it"
         ) from error
-    return Listing(source=source, files=tuple(sorted(walk.files)), directories=tuple(sorted(walk.directories)))
+    return SourceListing(source=source, files=tuple(sorted(walk.files)), directories=tuple(sorted(walk.directories)))
 
 
 class _Directory(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpc.core.memory import spare_memory
 from hpc.core.node_info import type_of
-from hpc.staging.store import Store
+from hpc.staging.store import CacheStore
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 # Beside the copy the node's disk has to hold other people's files, and what the job itself writes to /tmp.
@@ -48,7 +48,7 @@ def shortage(directory: Path, size: int, files: int) -> str | None:
     return f"{directory}{kind} has room for {bytes_free // 2**20} MB, and the data need {bytes_needed // 2**20} MB"
 
 
-def make_room(store: Store, size: int, files: int) -> tuple[list[str], str | None]:
+def make_room(store: CacheStore, size: int, files: int) -> tuple[list[str], str | None]:
     """Delete old copies, if that helps. Returns their names, and why there is no room after all.
 
     Args:

@@ -12,15 +12,15 @@ from typing import Self
 from hpc.core.errors import TorchrelayError
 from hpc.staging import space
 from hpc.staging.archive import unpack
-from hpc.staging.cancellable_wait import Patience
-from hpc.staging.copy import Copy, Progress, Tally, Watch, checksums_by_batch, share
-from hpc.staging.manifest import Copied, Manifest, boot_id, is_intact
-from hpc.staging.peers import Server, Shelf
+from hpc.staging.cancellable_wait import CancellableWait
+from hpc.staging.copy import Copy, CopyProgress, CopyStats, Watch, checksums_by_batch, share
+from hpc.staging.manifest import CopiedFile, Manifest, boot_id, is_intact
+from hpc.staging.peers import ChunkStore, PeerServer
 from hpc.staging.shared_listing import find_list
-from hpc.staging.source import Listing, absolute
+from hpc.staging.source import SourceListing, absolute
 from hpc.staging.staged import NoRoomError, Staged
-from hpc.staging.store import Entry, StalledError, Store, open_store
-from hpc.staging.team import Address, Alone, Need, Team
+from hpc.staging.store import CacheEntry, CacheStore, StalledError, open_store
+from hpc.staging.team import Address, CacheStatus, SingleNode, StagingGroup
 
 # The leading node decides who reads what within seconds; without its word this node reads everything.
 _PLAN_SECONDS = 60.0
@@ -38,7 +38,7 @@ class Stager:
         self,
         stage_dir: Path,
         *,
-        team: Team | None = None,
+        team: StagingGroup | None = None,
         watch: Watch = lambda _: False,
         keep_seconds: float = float("inf"),
     ) -> None:
@@ -51,12 +51,12 @@ class Stager:
             keep_seconds: copies that were not used for so long are deleted; with 0, this one too when it is closed.
         """
         self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
-        self._team, self._patience = team or Alone(), Patience(watch)
+        self._team, self._patience = team or SingleNode(), CancellableWait(watch)
         self._held = ExitStack()
-        self._server: Server | None = None
-        self._store: Store | None = None
+        self._server: PeerServer | None = None
+        self._store: CacheStore | None = None
         self._archive: Path | None = None
-        self._entry: Entry | None = None
+        self._entry: CacheEntry | None = None
         self._notes = list[str]()
         self._evicted = list[str]()
 
@@ -104,7 +104,7 @@ class Stager:
             in_memory=space.is_memory(self._stage_dir) and staged.in_place is None,
         )
 
-    def _find_or_copy(self, listing: Listing, *, read: bool) -> Staged:
+    def _find_or_copy(self, listing: SourceListing, *, read: bool) -> Staged:
         self._store = store = open_store(self._stage_dir)
         entry = store.entry(listing.entry)
         self._use(entry)
@@ -115,10 +115,10 @@ class Stager:
             self._keep_for_others()
         return staged
 
-    def _serve(self) -> Server | None:
-        if isinstance(self._team, Alone):
+    def _serve(self) -> PeerServer | None:
+        if isinstance(self._team, SingleNode):
             return None
-        server = Server(self._team.nonce)
+        server = PeerServer(self._team.nonce)
         self._held.callback(server.close)
         return server
 
@@ -127,7 +127,7 @@ class Stager:
 
     # --- the copy that may be there ---
 
-    def _use(self, entry: Entry) -> None:
+    def _use(self, entry: CacheEntry) -> None:
         """Keep it from being deleted from now on."""
         while (descriptor := entry.begin_use()) is None:
             self._patience.wait()
@@ -135,10 +135,10 @@ class Stager:
 
     def _wait_for_a_copy(self) -> None:
         """Another job on this node makes the same copy."""
-        self._team.stand(Need.WAITS, 0)
+        self._team.stand(CacheStatus.WAITS, 0)
         self._patience.wait()
 
-    def _stage(self, store: Store, entry: Entry, listing: Listing, *, read: bool) -> Staged:
+    def _stage(self, store: CacheStore, entry: CacheEntry, listing: SourceListing, *, read: bool) -> Staged:
         manifest = entry.manifest()
         damaged = entry.damaged(manifest, self._patience.stopped, read=read) if manifest else None
         if manifest and not damaged:
@@ -171,7 +171,7 @@ class Stager:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         entry.touch()
-        self._team.stand(Need.NOTHING, self._port() if self._is_shared(damaged) else 0)
+        self._team.stand(CacheStatus.NOTHING, self._port() if self._is_shared(damaged) else 0)
         self._notes += [f"{why}: {count} parts" for why, count in tally.fallbacks.items()]
         return Staged(
             path=entry.data,
@@ -184,19 +184,19 @@ class Stager:
         """Whether the other nodes get this node's copy from it; a copy that is only mended is not handed out."""
         return self._server is not None and damaged is None
 
-    def _offer_whole(self, entry: Entry, listing: Listing, files: tuple[Copied, ...]) -> None:
+    def _offer_whole(self, entry: CacheEntry, listing: SourceListing, files: tuple[CopiedFile, ...]) -> None:
         """Hand out a copy that is there; of an archive, what was unpacked is no help to those who have to unpack it."""
         if self._server is None or listing.is_archive:
-            self._team.stand(Need.NOTHING, 0)
+            self._team.stand(CacheStatus.NOTHING, 0)
             return
-        shelf = Shelf(listing, entry.data)
+        shelf = ChunkStore(listing, entry.data)
         self._held.callback(shelf.close)
         for number, checksums in checksums_by_batch(listing, files).items():
             shelf.put(number, checksums)
         self._server.shelves[listing.entry] = shelf
-        self._team.stand(Need.NOTHING, self._server.port)
+        self._team.stand(CacheStatus.NOTHING, self._server.port)
 
-    def _in_place(self, listing: Listing, why: str) -> Staged:
+    def _in_place(self, listing: SourceListing, why: str) -> Staged:
         """Read from shared storage.
 
         Raises:
@@ -204,18 +204,20 @@ class Stager:
         """
         if listing.is_archive:
             raise NoRoomError(why, listing.source)
-        self._team.stand(Need.ABSENT, 0)
+        self._team.stand(CacheStatus.ABSENT, 0)
         return Staged(path=listing.source, in_place=why)
 
     # --- a new copy ---
 
-    def _copy(self, partial: Path, listing: Listing, damaged: list[str] | None) -> tuple[Tally, tuple[Copied, ...]]:
+    def _copy(
+        self, partial: Path, listing: SourceListing, damaged: list[str] | None
+    ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
         """Fill a directory with what is missing: everything, or the damaged files."""
-        shelf = Shelf(listing, partial / "data")
+        shelf = ChunkStore(listing, partial / "data")
         self._held.callback(shelf.close)
         if self._server and self._is_shared(damaged):
             self._server.shelves[listing.entry] = shelf
-        self._team.stand(Need.ALL if damaged is None else Need.SOME, self._port())
+        self._team.stand(CacheStatus.ALL if damaged is None else CacheStatus.SOME, self._port())
         owners = self._owners()
         copy = Copy(
             listing,
@@ -227,8 +229,8 @@ class Stager:
         return copy.tally, copy.copied()
 
     def _copy_and_unpack(
-        self, entry: Entry, partial: Path, listing: Listing, damaged: list[str] | None
-    ) -> tuple[Tally, tuple[Copied, ...]]:
+        self, entry: CacheEntry, partial: Path, listing: SourceListing, damaged: list[str] | None
+    ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
         """Fill a directory with what is in an archive. That is kept aside, for the nodes that get it from here."""
         aside = entry.new_partial()
         self._held.callback(shutil.rmtree, aside, ignore_errors=True)
@@ -240,7 +242,9 @@ class Stager:
         began = time.monotonic()
 
         def progress(done: int) -> bool:
-            return self._patience.look(Progress(what="unpacking", bytes_done=done, seconds=time.monotonic() - began))
+            return self._patience.look(
+                CopyProgress(what="unpacking", bytes_done=done, seconds=time.monotonic() - began)
+            )
 
         return tally, unpack(archive, partial / "data", space.room(partial), progress)
 
@@ -263,7 +267,7 @@ class Stager:
             shutil.rmtree(self._archive, ignore_errors=True)
 
 
-def _room_for(listing: Listing, damaged: list[str] | None) -> tuple[int, int]:
+def _room_for(listing: SourceListing, damaged: list[str] | None) -> tuple[int, int]:
     """Bytes, and how many files, of what is to be copied."""
     if listing.is_archive:
         return int(listing.size * (1 + _UNPACKED_FACTOR)), 1
@@ -272,7 +276,7 @@ def _room_for(listing: Listing, damaged: list[str] | None) -> tuple[int, int]:
     return sum(sizes), len(sizes)
 
 
-def _wanted(listing: Listing, damaged: list[str] | None) -> list[int]:
+def _wanted(listing: SourceListing, damaged: list[str] | None) -> list[int]:
     """The batches to copy."""
     if damaged is None or listing.is_archive:
         return list(range(len(listing.batches)))

@@ -32,10 +32,10 @@ class StalledError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """One copy."""
 
-    store: "Store"
+    store: "CacheStore"
     name: str
 
     @property
@@ -175,7 +175,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Store:
+class CacheStore:
     """All copies of this user on this node below one directory."""
 
     root: Path
@@ -185,11 +185,11 @@ class Store:
         """Where the lock files are. They stay: who deleted one could lock another file than the next one does."""
         return self.root / "locks"
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> CacheEntry:
         """A copy, which need not be there."""
-        return Entry(store=self, name=name)
+        return CacheEntry(store=self, name=name)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CacheEntry]:
         """The copies that are there, and those that are being packed, the least recently used first."""
         names = [path.name for path in self.root.iterdir() if path.name != "locks" and not path.name.startswith(".")]
         used = [(entry.used_at, entry) for entry in map(self.entry, names)]
@@ -226,12 +226,12 @@ class Store:
         return deleted
 
 
-def open_store(stage_dir: Path) -> Store:
+def open_store(stage_dir: Path) -> CacheStore:
     """This user's copies below a directory of this node.
 
     Raises:
         TorchrelayError: somebody else could have put something there.
     """
-    store = Store(root=private_directory(stage_dir))
+    store = CacheStore(root=private_directory(stage_dir))
     store.locks.mkdir(mode=0o700, exist_ok=True)
     return store

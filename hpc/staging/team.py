@@ -12,7 +12,7 @@ Address = tuple[str, int]
 """Host and port of a node's server (`hpc.staging.peers`)."""
 
 
-class Need(StrEnum):
+class CacheStatus(StrEnum):
     """What a node has of the data."""
 
     ALL = "all"
@@ -28,17 +28,17 @@ class Need(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class NodeCache:
     """What one node tells of one data set."""
 
     source: str
-    need: Need
+    need: CacheStatus
     port: int = 0
     """Of its server; 0: it gives nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StagingPlan:
     """What the leading node says about one data set."""
 
     source: str
@@ -52,14 +52,14 @@ class Plan:
     """Whether no node copies any more."""
 
 
-def read_plan(fields: dict[str, Any]) -> Plan:
+def read_plan(fields: dict[str, Any]) -> StagingPlan:
     """From JSON."""
     owners = fields["owners"]
     places = None if owners is None else tuple((host, port) for host, port in owners)
-    return Plan(**{**fields, "lister": tuple(fields["lister"]), "owners": places})
+    return StagingPlan(**{**fields, "lister": tuple(fields["lister"]), "owners": places})
 
 
-class Team(Protocol):
+class StagingGroup(Protocol):
     """The other nodes of the job."""
 
     @property
@@ -77,14 +77,14 @@ class Team(Protocol):
     def offer(self, entry: str, port: int) -> None:
         """The leading node: this is the version, and here is the list."""
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> StagingPlan | None:
         """What the leading node says, as far as it is known here."""
 
-    def stand(self, need: Need, port: int) -> None:
+    def stand(self, need: CacheStatus, port: int) -> None:
         """Say what this node needs."""
 
 
-class Alone:
+class SingleNode:
     """A node without others."""
 
     leads = True
@@ -94,25 +94,27 @@ class Alone:
     def offer(self, entry: str, port: int) -> None:
         """Nobody listens."""
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> StagingPlan | None:
         """There is none to make: this node reads everything."""
-        return Plan(source="", entry="", lister=("", 0), owners=(), done=True)
+        return StagingPlan(source="", entry="", lister=("", 0), owners=(), done=True)
 
-    def stand(self, need: Need, port: int) -> None:
+    def stand(self, need: CacheStatus, port: int) -> None:
         """Nobody listens."""
 
 
-def choose_owners(told: Iterable[tuple[str, Standing]]) -> tuple[Address, ...] | None:
+def choose_owners(told: Iterable[tuple[str, NodeCache]]) -> tuple[Address, ...] | None:
     """Who has the data already, or, if nobody does, those who are about to read them; None: nobody can say yet.
 
     Args:
         told: hosts with what they have told.
     """
     standings = list(told)
-    for need in (Need.NOTHING, Need.ALL):
+    for need in (CacheStatus.NOTHING, CacheStatus.ALL):
         found = tuple((host, standing.port) for host, standing in standings if standing.need is need and standing.port)
         if found:
             return found
     # Where all wait for other jobs' copies, there may be none to read.
-    ready = bool(standings) and all(standing.need in {Need.SOME, Need.ABSENT} for _, standing in standings)
+    ready = bool(standings) and all(
+        standing.need in {CacheStatus.SOME, CacheStatus.ABSENT} for _, standing in standings
+    )
     return () if ready else None

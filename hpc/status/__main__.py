@@ -15,7 +15,7 @@ from hpc import cli
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.status.run_view import Summary
-from hpc.status.status_cache import Board
+from hpc.status.status_cache import StatusCache
 from hpc.status.table import fitting, incident_table, view
 
 _WATCH_SECONDS = 2.0
@@ -25,7 +25,7 @@ _PIPE_WIDTH = 160
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status(cli.Common):
+class StatusOptions(cli.Common):
     """Show the state of runs."""
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -38,10 +38,10 @@ class Status(cli.Common):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(status, Status, argv, "status")
+    return cli.run(status, StatusOptions, argv, "status")
 
 
-def status(options: Status) -> int:
+def status(options: StatusOptions) -> int:
     """Print the table, or the contract's JSON."""
     runs = _runs(options)
     if options.json:
@@ -55,7 +55,7 @@ def status(options: Status) -> int:
     return 0
 
 
-def _runs(options: Status) -> list[RunDir]:
+def _runs(options: StatusOptions) -> list[RunDir]:
     return [cli.find_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
 
 
@@ -78,20 +78,20 @@ def _console() -> Console:
 
 def summaries(runs: Sequence[RunDir]) -> list[Summary]:
     """One summary per run, with one call of squeue for all; says on stderr if Slurm does not answer."""
-    board = Board()
+    board = StatusCache()
     rows = board.look(runs)
     if board.problem:
         print(board.problem, file=sys.stderr)
     return rows
 
 
-def _watch(options: Status) -> None:
+def _watch(options: StatusOptions) -> None:
     """Draw the table again and again, until Ctrl-C.
 
     Raises:
         UserError: there is no terminal to draw on.
     """
-    console, board = Console(), Board()
+    console, board = Console(), StatusCache()
     if not console.is_terminal:
         raise UserError("--watch draws on a terminal, and this is none: leave it out, or use --json")
     with Live(console=console, auto_refresh=False) as live:

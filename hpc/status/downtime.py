@@ -32,7 +32,7 @@ PARTS = ("notice", "release", "start", "stage", "rendezvous", "restore", "first_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Incident:
+class Interruption:
     """One interruption and what it cost. Times are seconds since the epoch."""
 
     attempt: int
@@ -51,7 +51,7 @@ class Incident:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class TimeSpan:
     """The events of one attempt from its start or an interruption to the next one, or its end."""
 
     events: Sequence[Event]
@@ -70,9 +70,9 @@ class Stretch:
         return self.last("incident", "attempt_ended")
 
 
-def incidents_of(events: Sequence[Event]) -> list[Incident]:
+def incidents_of(events: Sequence[Event]) -> list[Interruption]:
     """All interruptions of a run, from its events in the order of their times."""
-    found, done = list[Incident](), 0
+    found, done = list[Interruption](), 0
     for before, after in pairwise([*_stretches(events), None]):
         end = before.end if before else None
         if before is None or end is None or (after is None and not _should_go_on(events, end)):
@@ -88,7 +88,7 @@ def incidents_of(events: Sequence[Event]) -> list[Incident]:
     return found
 
 
-def _stretches(events: Iterable[Event]) -> list[Stretch]:
+def _stretches(events: Iterable[Event]) -> list[TimeSpan]:
     """The attempts, cut after each incident."""
     claimed = {event["attempt"] for event in events if event["event"] == "claimed"}
     own = sorted((event for event in events if event.get("attempt") in claimed), key=lambda event: event["attempt"])
@@ -99,11 +99,11 @@ def _stretches(events: Iterable[Event]) -> list[Stretch]:
             pieces[-1].append(event)
             if event["event"] == "incident":
                 pieces.append([])
-        stretches += [Stretch(events=piece) for piece in pieces]
+        stretches += [TimeSpan(events=piece) for piece in pieces]
     return stretches
 
 
-def _is_the_end_of(incident: Event, after: Stretch) -> bool:
+def _is_the_end_of(incident: Event, after: TimeSpan) -> bool:
     """Whether an attempt ended of an incident which it was to survive: then that is one interruption."""
     end, failed_at = after.end or {}, incident.get("failed_at")
     return failed_at is not None and end.get("event") == "attempt_ended" and end.get("failed_at") == failed_at
@@ -113,10 +113,10 @@ def _should_go_on(events: Sequence[Event], end: Event) -> bool:
     return end["event"] == "incident" or goes_on(end["cause"], failures_in_a_row(attempts_of(events)))
 
 
-def _incident(before: Stretch, end: Event, after: Stretch | None, steps_lost: int) -> Incident:
+def _incident(before: TimeSpan, end: Event, after: TimeSpan | None, steps_lost: int) -> Interruption:
     lost = before.last("node_lost") or {}
     failed_at = _failed_at(before, end)
-    return Incident(
+    return Interruption(
         attempt=end["attempt"],
         cause=end["cause"],
         noted=end["time"],
@@ -125,12 +125,12 @@ def _incident(before: Stretch, end: Event, after: Stretch | None, steps_lost: in
         rank=end.get("rank"),
         node=end.get("node") or lost.get("node"),
         detail=end.get("detail"),
-        seconds=_parts(failed_at, before, end, after or Stretch(events=())),
+        seconds=_parts(failed_at, before, end, after or TimeSpan(events=())),
         steps_lost=steps_lost,
     )
 
 
-def _failed_at(before: Stretch, end: Event) -> float | None:
+def _failed_at(before: TimeSpan, end: Event) -> float | None:
     """When the training was interrupted, as well as the events tell it."""
     lost, stopped = before.last("node_lost") or {}, before.last("train_stopped") or {}
     told = stopped["time"] - stopped["seconds"] if "seconds" in stopped else None
@@ -138,7 +138,7 @@ def _failed_at(before: Stretch, end: Event) -> float | None:
     return next((seconds for seconds in known if seconds is not None), None)
 
 
-def _parts(failed_at: float | None, before: Stretch, end: Event, after: Stretch) -> dict[str, float | None]:
+def _parts(failed_at: float | None, before: TimeSpan, end: Event, after: TimeSpan) -> dict[str, float | None]:
     """The parts of the way back, in seconds, and their total."""
     started = after.first("train_started")
     inside = end["event"] == "incident"
@@ -176,15 +176,15 @@ def _difference(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else round(end - begin, 3)
 
 
-def recovery_by_cause(incidents: Iterable[Incident]) -> dict[str, dict[str, float | None]]:
+def recovery_by_cause(incidents: Iterable[Interruption]) -> dict[str, dict[str, float | None]]:
     """For each cause: how many interruptions, the median of their known totals in seconds, the steps lost."""
-    found: dict[str, list[Incident]] = {}
+    found: dict[str, list[Interruption]] = {}
     for incident in incidents:
         found.setdefault(incident.cause, []).append(incident)
     return {cause: _recovery(same) for cause, same in found.items()}
 
 
-def _recovery(incidents: Sequence[Incident]) -> dict[str, float | None]:
+def _recovery(incidents: Sequence[Interruption]) -> dict[str, float | None]:
     totals = [incident.seconds["total"] for incident in incidents]
     known = [seconds for seconds in totals if seconds is not None]
     return {

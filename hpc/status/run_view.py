@@ -14,7 +14,7 @@ from typing import Any
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id
 from hpc.core.files import last_json_line
-from hpc.core.job_state import Job, JobState, by_script
+from hpc.core.job_state import JobState, SlurmJob, by_script
 from hpc.core.ledger import Event
 from hpc.core.outcome import Cause, goes_on
 from hpc.core.processes import is_alive
@@ -27,7 +27,7 @@ TERMINAL = frozenset({"completed", "failed", "cancelled"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Records:
+class RunRecords:
     """What the files of a run hold, as far as the views need it."""
 
     events: Sequence[Event] = ()
@@ -40,7 +40,7 @@ class Records:
     """Why there may be more than this."""
 
 
-def summarize(run: RunDir, jobs: Sequence[Job] | None) -> Summary:
+def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None) -> Summary:
     """Everything that is known of a run; None for what is not.
 
     Args:
@@ -51,12 +51,12 @@ def summarize(run: RunDir, jobs: Sequence[Job] | None) -> Summary:
         return _told(run, _read(run), jobs)
     except (LookupError, OSError, TypeError, ValueError) as error:
         problem = f"what is recorded in {run.path} cannot be read: {type(error).__name__}: {error}"
-        return _told(run, Records(problem=problem), jobs)
+        return _told(run, RunRecords(problem=problem), jobs)
 
 
-def _read(run: RunDir) -> Records:
+def _read(run: RunDir) -> RunRecords:
     validated = last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {}
-    return Records(
+    return RunRecords(
         events=ledger.read(run.events),
         train=last_json_line(run.train_metrics) or {},
         val_accuracy=validated.get("accuracy"),
@@ -64,7 +64,7 @@ def _read(run: RunDir) -> Records:
     )
 
 
-def _told(run: RunDir, records: Records, jobs: Sequence[Job] | None) -> Summary:
+def _told(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) -> Summary:
     events, train = records.events, records.train
     attempts = attempts_of(events)
     incidents = incidents_of(events)
@@ -101,7 +101,7 @@ def _told(run: RunDir, records: Records, jobs: Sequence[Job] | None) -> Summary:
     }
 
 
-def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, Job]) -> dict[Path, list[Job]]:
+def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:
     """The jobs in the queue of each run, by its directory, also those that were submitted by hand.
 
     One that runs comes first. A job in a state that we do not know may be alive.
@@ -111,12 +111,12 @@ def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, Job]) -> dict[Path, l
     return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}
 
 
-def jobs_of(run: RunDir, jobs: Mapping[str, Job]) -> list[Job]:
+def jobs_of(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
     """The jobs in the queue of one run, as `jobs_by_run` has them."""
     return jobs_by_run([run], jobs)[run.path]
 
 
-def state_of(records: Records, attempts: Sequence[Attempt], job: Job | None, *, slurm_answers: bool) -> str:
+def state_of(records: RunRecords, attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
     """One of pending, running, completed, failed, cancelled."""
     causes = [attempt.cause for attempt in attempts]
     # Between the final model and the agent's last word the job still runs: whoever waits would look too early.

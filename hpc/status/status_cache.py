@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.job_state import Job
+from hpc.core.job_state import SlurmJob
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.status.run_view import TERMINAL, Summary, jobs_by_run, summarize
@@ -18,12 +18,12 @@ _AWAY_SECONDS = 30.0
 
 
 @dataclass
-class Board:
+class StatusCache:
     """Remembers what cannot have changed since the last look: runs that have ended, and the queue for some seconds."""
 
     problem: str | None = None
     """Why only the run directories were asked the last time, although there is a Slurm."""
-    _jobs: Mapping[str, Job] | None = None
+    _jobs: Mapping[str, SlurmJob] | None = None
     _asked: float | None = None
     _ended: dict[Path, tuple[int, Summary]] = field(default_factory=dict)
 
@@ -45,7 +45,7 @@ class Board:
             raise TorchrelayError(f"run {run.name} is gone: there is no {run.spec} any more")
         return rows[0]
 
-    def _row(self, run: RunDir, jobs: Sequence[Job] | None) -> Summary | None:
+    def _row(self, run: RunDir, jobs: Sequence[SlurmJob] | None) -> Summary | None:
         # Whoever takes a run up again, or ends it, adds a file to its ledger.
         stamp = _changed(run.events)
         before, row = self._ended.get(run.path, (None, None))
@@ -55,7 +55,7 @@ class Board:
                 self._ended[run.path] = stamp, row
         return row if stamp is not None or run.spec.exists() else None
 
-    def _queue(self, runs: Sequence[RunDir]) -> Mapping[str, Job] | None:
+    def _queue(self, runs: Sequence[RunDir]) -> Mapping[str, SlurmJob] | None:
         """The user's jobs, or None where there is no Slurm or it does not answer."""
         patience = _AWAY_SECONDS if self.problem else _QUEUE_SECONDS
         if self._asked is None or time.monotonic() - self._asked > patience:
@@ -63,7 +63,7 @@ class Board:
             self._asked = time.monotonic()
         return self._jobs
 
-    def _ask(self, runs: Sequence[RunDir]) -> Mapping[str, Job] | None:
+    def _ask(self, runs: Sequence[RunDir]) -> Mapping[str, SlurmJob] | None:
         self.problem = None
         # A run without a script is this machine's alone.
         if not any(run.script.exists() for run in runs) or not slurm.available():

@@ -9,7 +9,7 @@ from hpc import cli
 from hpc.core.rundir import RunDir
 from hpc.status.__main__ import print_table
 from hpc.status.run_view import TERMINAL, Summary
-from hpc.status.status_cache import Board
+from hpc.status.status_cache import StatusCache
 from hpc.status.table import restarts, waiting
 
 _POLL_SECONDS = 1.0
@@ -22,7 +22,7 @@ def until_done(run: RunDir, answer: dict[str, Any] | None) -> int:
     """
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C stops the waiting, not the run.", flush=True)
-    seen, board = "", Board()
+    seen, board = "", StatusCache()
     while (row := board.look_at(run))["state"] not in TERMINAL:
         now = progress(row)
         if answer is None and now != seen:

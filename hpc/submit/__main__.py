@@ -16,7 +16,7 @@ import tyro
 
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.ledger import Writer
+from hpc.core.ledger import EventWriter
 from hpc.core.processes import start_time
 from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds
@@ -34,7 +34,7 @@ from training.config.train_config import RecipeName, TrainConfig, check_world
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submit(cli.Common):
+class SubmitOptions(cli.Common):
     """Submit a training run to Slurm and keep it going until it is complete."""
 
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
@@ -61,7 +61,7 @@ class Submit(cli.Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitTraining(Submit):
+class SubmitTraining(SubmitOptions):
     """Submit a training run to Slurm and keep it going until it is complete."""
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
@@ -75,7 +75,7 @@ class SubmitTraining(Submit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitScript(Submit):
+class SubmitScript(SubmitOptions):
     """Submit your own torchrun script (`-- script.py ARGS`) to Slurm and keep it going until it has exited with 0."""
 
     data: Path | None = None
@@ -101,14 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def flag_names(options: type[Submit]) -> dict[str, bool]:
+def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
     """The flags that may stand in a file, all but those that name files; True for switches."""
     owners = (options, Resources, Recovery, *([TrainConfig] if options is SubmitTraining else []))
     no_flags = {"resources", "recovery", "train", "config", "recipe"}
     return {name: switch for name, switch in config_file.flag_names(*owners).items() if name not in no_flags}
 
 
-def submit(options: Submit, script: tuple[str, ...]) -> int:
+def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     """Check, make the run directory, submit, and wait if asked to."""
     run, spec = plan(options, script)
     for told in without_effect(spec.train) if spec.train else []:
@@ -136,7 +136,7 @@ def submit(options: Submit, script: tuple[str, ...]) -> int:
 
 def _record(run: RunDir, spec: RunSpec, job_id: str) -> None:
     """Write down which job it is, and the times that Slurm gives it to save."""
-    Writer(run.events / "submit.jsonl").append(
+    EventWriter(run.events / "submit.jsonl").append(
         "submitted",
         job_id=job_id,
         cluster=spec.cluster,
@@ -155,7 +155,7 @@ def _grace_seconds(spec: RunSpec) -> int | None:
         return None  # the job is in the queue: what is missing is a warning
 
 
-def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
+def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     """Everything that is checked before the queue sees the run.
 
     Raises:
@@ -192,7 +192,7 @@ def plan(options: Submit, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
     return run, spec
 
 
-def _check_work(options: Submit, script: tuple[str, ...]) -> tuple[TrainConfig | None, Path | None]:
+def _check_work(options: SubmitOptions, script: tuple[str, ...]) -> tuple[TrainConfig | None, Path | None]:
     """The trainer's flags, if it is the trainer that runs, and where the data are."""
     if isinstance(options, SubmitTraining):
         check_model(options.train.model)
@@ -238,13 +238,13 @@ def _answer(run: RunDir, spec: RunSpec, job_id: str | None) -> dict[str, object]
     }
 
 
-def _print_plan(options: Submit, run: RunDir, spec: RunSpec) -> int:
+def _print_plan(options: SubmitOptions, run: RunDir, spec: RunSpec) -> int:
     text = SlurmExecutor(run, spec).script() if spec.cluster == "slurm" else agent_command(run) + "\n"
     cli.print_json({**_answer(run, spec, None), "text": text}) if options.json else print(text, end="")
     return 0
 
 
-def _print_next_steps(run: RunDir, job_id: str, options: Submit) -> None:
+def _print_next_steps(run: RunDir, job_id: str, options: SubmitOptions) -> None:
     where = [] if options.runs_dir == Path("runs") else ["--runs-dir", str(options.runs_dir)]
     print(f"submitted run {run.name} as job {job_id}\n  {run.path}\nnext:")
     for verb in ("status", "logs --follow", "cancel"):

@@ -23,7 +23,7 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import fsync_directory
 from hpc.core.processes import is_alive, start_time
 from hpc.core.secure_dirs import owner
-from hpc.submit.python_environment import Environment, Member
+from hpc.submit.python_environment import PackedFileEntry, PythonEnvironment
 
 DIRECTORY, DESCRIPTION = ".environments", "torchrelay-environment.json"
 # Of zstd's levels, 1 takes three quarters of the time of 3, for 8% more bytes.
@@ -47,7 +47,7 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
+class ArchiveDescription:
     """What a node has to know of an archive; it lies in it."""
 
     prefix: str
@@ -59,7 +59,7 @@ class Description:
     them, so each node makes them itself."""
 
     @classmethod
-    def load(cls, unpacked: Path) -> "Description":
+    def load(cls, unpacked: Path) -> "ArchiveDescription":
         """Read it.
 
         Raises:
@@ -71,9 +71,9 @@ class Description:
             raise TorchrelayError(f"{unpacked} is no environment of ours ({error}): submit again") from error
 
 
-def describe(environment: Environment) -> Description:
+def describe(environment: PythonEnvironment) -> ArchiveDescription:
     """What a node has to know of it."""
-    return Description(
+    return ArchiveDescription(
         prefix=str(environment.prefix),
         python=environment.python,
         torch=environment.torch,
@@ -83,7 +83,7 @@ def describe(environment: Environment) -> Description:
 
 
 def provide(
-    environment: Environment, runs_dir: Path, watch: Callable[[int], contextlib.AbstractContextManager[Progress]]
+    environment: PythonEnvironment, runs_dir: Path, watch: Callable[[int], contextlib.AbstractContextManager[Progress]]
 ) -> Path:
     """The archive of an environment: the one that is there, or a new one.
 
@@ -144,7 +144,7 @@ def _use(archive: Path) -> bool:
     return True
 
 
-def _make(environment: Environment, archive: Path, progress: Progress) -> None:
+def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> None:
     """Pack it under a name of our own, and give it its name unless somebody was faster: then that one counts."""
     pid = os.getpid()
     temporary = archive.with_name(f".{archive.name}.{_host()}.{pid}.{start_time(pid)}.tmp")
@@ -164,7 +164,7 @@ def _make(environment: Environment, archive: Path, progress: Progress) -> None:
     fsync_directory(archive.parent)
 
 
-def _pack(environment: Environment, file: IO[bytes], progress: Progress) -> None:
+def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -> None:
     description = json.dumps(asdict(describe(environment))).encode()
     threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=threads)
@@ -174,7 +174,8 @@ def _pack(environment: Environment, file: IO[bytes], progress: Progress) -> None
     ):
         vars(tar)["copybufsize"] = _PIECE_BYTES  # its own are of 16 kB, and Python runs for each
         tar.addfile(
-            _info(Member(DESCRIPTION, len(description), time.time_ns(), executable=False)), io.BytesIO(description)
+            _info(PackedFileEntry(DESCRIPTION, len(description), time.time_ns(), executable=False)),
+            io.BytesIO(description),
         )
         for member in environment.members:
             if member.target is None:
@@ -183,7 +184,7 @@ def _pack(environment: Environment, file: IO[bytes], progress: Progress) -> None
                 tar.addfile(_info(member))
 
 
-def _add_file(tar: tarfile.TarFile, prefix: Path, member: Member, progress: Progress) -> None:
+def _add_file(tar: tarfile.TarFile, prefix: Path, member: PackedFileEntry, progress: Progress) -> None:
     with (prefix / member.name).open("rb") as file:
         content = _Counted(file, progress)
         if member.name.startswith("bin/") and member.size < _LONGEST_SCRIPT:
@@ -206,7 +207,7 @@ class _Counted:
         return piece
 
 
-def _info(member: Member) -> tarfile.TarInfo:
+def _info(member: PackedFileEntry) -> tarfile.TarInfo:
     info = tarfile.TarInfo(member.name)
     info.size, info.mode = member.size, 0o700 if member.executable else 0o600
     # Python compares whole seconds, to tell whether byte code is that of its source.

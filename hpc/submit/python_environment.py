@@ -28,7 +28,7 @@ _NOT_OF_CONDA = frozenset({"envs", "pkgs"})
 _BYTE_CODE = ".pyc"
 
 
-class Member(NamedTuple):
+class PackedFileEntry(NamedTuple):
     """One file or link of an environment."""
 
     name: str
@@ -46,7 +46,7 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class PythonEnvironment:
     """A Python environment, and what of it a copy has to have."""
 
     prefix: Path
@@ -57,7 +57,7 @@ class Environment:
     torch_version: str
 
     @cached_property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[PackedFileEntry, ...]:
         """Everything in it, in the order of the names.
 
         Raises:
@@ -83,7 +83,7 @@ class Environment:
         return digest.hexdigest()[:16]
 
 
-def this_environment() -> Environment:
+def this_environment() -> PythonEnvironment:
     """The environment that this process runs in.
 
     Raises:
@@ -104,7 +104,7 @@ def this_environment() -> Environment:
             "environment would not make its import faster. Install torch in it, or leave the flag out"
         )
     executable = Path(sys.executable)
-    return Environment(
+    return PythonEnvironment(
         prefix=prefix,
         python=str(executable.relative_to(prefix)) if executable.is_relative_to(prefix) else "bin/python",
         torch=str(torch.relative_to(prefix)),
@@ -118,7 +118,7 @@ def _top(prefix: Path) -> list[str]:
     return sorted(names & _OF_A_VENV if _VENV in names else names - _NOT_OF_CONDA)
 
 
-def _walk(prefix: Path, directory: str, names: list[str] | None = None) -> Iterator[Member]:
+def _walk(prefix: Path, directory: str, names: list[str] | None = None) -> Iterator[PackedFileEntry]:
     with os.scandir(prefix / directory) as entries:
         found = sorted((entry for entry in entries if names is None or entry.name in names), key=lambda e: e.name)
     for entry in found:
@@ -131,11 +131,11 @@ def _walk(prefix: Path, directory: str, names: list[str] | None = None) -> Itera
             yield _file(name, entry.stat())
 
 
-def _file(name: str, status: os.stat_result) -> Member:
-    return Member(name, status.st_size, status.st_mtime_ns, bool(status.st_mode & stat.S_IXUSR))
+def _file(name: str, status: os.stat_result) -> PackedFileEntry:
+    return PackedFileEntry(name, status.st_size, status.st_mtime_ns, bool(status.st_mode & stat.S_IXUSR))
 
 
-def _link(prefix: Path, name: str, entry: "os.DirEntry[str]") -> Member:
+def _link(prefix: Path, name: str, entry: "os.DirEntry[str]") -> PackedFileEntry:
     """A link as it is to be made elsewhere; one to a file of a package is that file.
 
     uv can link every file of a package into its cache: a copy of such links would be none.
@@ -145,7 +145,7 @@ def _link(prefix: Path, name: str, entry: "os.DirEntry[str]") -> Member:
     if target is None and entry.is_file() and not name.startswith("bin/"):
         return _file(name, entry.stat())
     away = os.path.normpath(prefix / Path(name).parent / os.readlink(entry.path))  # noqa: PTH115
-    return Member(name, 0, status.st_mtime_ns, executable=False, target=target or away)
+    return PackedFileEntry(name, 0, status.st_mtime_ns, executable=False, target=target or away)
 
 
 def _inside(prefix: Path, name: str) -> str | None:

@@ -26,7 +26,7 @@ from hpc.slurm import relaunch
 from hpc.spec import RunSpec
 from hpc.supervise.decide import decide
 from hpc.supervise.decision import STARTS, Action, Decision
-from hpc.supervise.observe import Watched, look, modified, storage_time
+from hpc.supervise.observe import ObservedRun, look, modified, storage_time
 from hpc.supervise.perform import perform
 
 _MOST_BACK_OFF_SECONDS = 300.0
@@ -38,7 +38,7 @@ _SURE_SECONDS = 12.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Supervise(cli.Common):
+class SuperviseOptions(cli.Common):
     """Watch squeue, and see that runs go on: end Slurm's waits, submit lost runs anew, take over from dead nodes."""
 
     runs_dir: Path = Path("runs")
@@ -58,10 +58,10 @@ class Supervise(cli.Common):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(supervise, Supervise, argv, "supervise")
+    return cli.run(supervise, SuperviseOptions, argv, "supervise")
 
 
-def supervise(options: Supervise) -> int:
+def supervise(options: SuperviseOptions) -> int:
     """Look and act until Ctrl-C; or once."""
     interval = duration_seconds("--interval", options.interval)
     if interval < 1 or options.max_parallel_requeues < 1:
@@ -91,7 +91,7 @@ def _command(text: str) -> list[str]:
         raise UserError(f"--on-end is {text!r}: {error}") from error
 
 
-def _told(watched: Watched, decision: Decision, problem: str | None) -> dict[str, str | None]:
+def _told(watched: ObservedRun, decision: Decision, problem: str | None) -> dict[str, str | None]:
     return {
         "run": watched.run.name,
         "run_dir": str(watched.run.path),
@@ -102,7 +102,7 @@ def _told(watched: Watched, decision: Decision, problem: str | None) -> dict[str
     }
 
 
-def _print(told: list[dict[str, str | None]], options: Supervise) -> None:
+def _print(told: list[dict[str, str | None]], options: SuperviseOptions) -> None:
     """What was done; with --dry-run what would be, and why nothing is done with the others."""
     if options.json and (options.once or options.dry_run):
         cli.print_json(told)
@@ -115,7 +115,7 @@ def _print(told: list[dict[str, str | None]], options: Supervise) -> None:
         print(json.dumps(line) if options.json else text, flush=True)
 
 
-def _look_and_act(options: Supervise) -> Iterator[tuple[Watched, Decision, str | None]]:
+def _look_and_act(options: SuperviseOptions) -> Iterator[tuple[ObservedRun, Decision, str | None]]:
     """Every run, what was decided about it, and what went wrong.
 
     Raises:
@@ -132,7 +132,7 @@ def _look_and_act(options: Supervise) -> Iterator[tuple[Watched, Decision, str |
         yield watched, decision, problem
 
 
-def _decided(options: Supervise) -> list[tuple[Watched, Decision]]:
+def _decided(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
     """What to do about every run. Those that seem dead get the time to give another sign of life."""
     found = [(one, decide(one.view)) for one in _watched(options.runs_dir)]
     silent = {one.run for one, decision in found if decision.action is Action.RELAUNCH and decision.job_id}
@@ -144,7 +144,7 @@ def _decided(options: Supervise) -> list[tuple[Watched, Decision]]:
     return [(one, again if one.run in spoke else decision) for one, decision in found]
 
 
-def _watched(runs_dir: Path) -> list[Watched]:
+def _watched(runs_dir: Path) -> list[ObservedRun]:
     """All runs of Slurm's below a directory."""
     jobs = by_script(slurm.jobs().values())
     clock = storage_time(runs_dir.expanduser())
@@ -158,7 +158,7 @@ def _watched(runs_dir: Path) -> list[Watched]:
     return [_with_affordable(one) for one in _with_fates(found)]
 
 
-def _with_affordable(one: Watched) -> Watched:
+def _with_affordable(one: ObservedRun) -> ObservedRun:
     """Add which nodes a waiting job could do without: they get fewer when others go down."""
     waits = any(job.state is JobState.PENDING for job in one.view.jobs)
     if not one.view.excluded or not waits:
@@ -167,7 +167,7 @@ def _with_affordable(one: Watched) -> Watched:
     return replace(one, view=replace(one.view, affordable=affordable))
 
 
-def _with_fates(found: list[Watched]) -> list[Watched]:
+def _with_fates(found: list[ObservedRun]) -> list[ObservedRun]:
     """Add what Slurm's accounting knows of jobs that squeue has forgotten."""
     asked = {one.run: job_id for one in found if not one.view.over and (job_id := one.forgotten_job_id)}
     try:
@@ -178,7 +178,7 @@ def _with_fates(found: list[Watched]) -> list[Watched]:
     return [replace(one, view=replace(one.view, fate=fates.get(one.run, one.view.fate))) for one in found]
 
 
-def _act(watched: Watched, decision: Decision, on_end: str) -> str | None:
+def _act(watched: ObservedRun, decision: Decision, on_end: str) -> str | None:
     """Do it; what went wrong, if something did."""
     try:
         if decision.action is not Action.KEEP:
@@ -190,7 +190,7 @@ def _act(watched: Watched, decision: Decision, on_end: str) -> str | None:
     return None
 
 
-def _tell(watched: Watched, state: str, reason: str, command: list[str]) -> None:
+def _tell(watched: ObservedRun, state: str, reason: str, command: list[str]) -> None:
     """Call the user's command, once, for a run that has just ended."""
     last, run = watched.view.last, watched.run
     ended = run.final_result.stat().st_mtime if watched.view.finished else (last.ended if last else None)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from hpc.core.job_state import Job, JobState
+from hpc.core.job_state import JobState, SlurmJob
 from hpc.core.outcome import Cause
-from hpc.supervise.decision import Action, Decision, View
+from hpc.supervise.decision import Action, Decision, RunObservation
 
 # The head node's agent gives a sign of life every few seconds; storage that fails over is silent for a minute.
 STALE_SECONDS = 60.0
@@ -27,7 +27,7 @@ _BY_ITSELF = {
 }
 
 
-def decide(view: View) -> Decision:
+def decide(view: RunObservation) -> Decision:
     """What to do about a run now."""
     return next(decision for rule in _RULES if (decision := rule(view)))
 
@@ -36,11 +36,11 @@ def _keep(reason: str, news: str | None = None) -> Decision:
     return Decision(reason=reason, news=news)
 
 
-def _cancel(job: Job, reason: str) -> Decision:
+def _cancel(job: SlurmJob, reason: str) -> Decision:
     return Decision(action=Action.CANCEL, job_id=job.job_id, reason=reason)
 
 
-def _over(view: View) -> Decision | None:
+def _over(view: RunObservation) -> Decision | None:
     """A run that is complete, or was cancelled: no job of it is of use any more."""
     if not view.finished and not view.cancelled:
         return None
@@ -51,11 +51,11 @@ def _over(view: View) -> Decision | None:
     return _cancel(job, f"the run is {word}") if job else _keep(word, "completed" if view.finished else None)
 
 
-def _busy(view: View) -> Decision | None:
+def _busy(view: RunObservation) -> Decision | None:
     return _keep("another one submits its next job") if view.now < view.busy_until else None
 
 
-def _strays(view: View) -> Decision | None:
+def _strays(view: RunObservation) -> Decision | None:
     """A job that does nothing, while another one of the run is there."""
     ended = {(attempt.job_id, attempt.restart) for attempt in view.attempts if attempt.ended is not None}
     others = [job for job in view.alive_jobs if job.state is not JobState.ENDING]
@@ -67,13 +67,13 @@ def _strays(view: View) -> Decision | None:
     return None
 
 
-def _unclear(view: View) -> Decision | None:
+def _unclear(view: RunObservation) -> Decision | None:
     words = {JobState.UNKNOWN: "in a state that this version does not know", JobState.SUSPENDED: "suspended"}
     job = next((job for job in view.jobs if job.state in words), None)
     return _keep(f"job {job.job_id} is {words[job.state]}") if job else None
 
 
-def _held(view: View) -> Decision | None:
+def _held(view: RunObservation) -> Decision | None:
     """A job that Slurm holds because it could not start it."""
     job = view.waiting
     if job is None or "launch" not in job.reason.lower() or "held" not in job.reason.lower():
@@ -85,7 +85,7 @@ def _held(view: View) -> Decision | None:
     return Decision(action=Action.UNHOLD, job_id=job.job_id, reason="Slurm could not start it on a node")
 
 
-def _requeued(view: View) -> Decision | None:
+def _requeued(view: RunObservation) -> Decision | None:
     """A job that Slurm makes wait because it was requeued."""
     job = view.waiting
     # Without a restart, whoever submitted it wanted it to begin later.
@@ -98,14 +98,14 @@ def _requeued(view: View) -> Decision | None:
     )
 
 
-def _delayed(view: View, doublings: int) -> Decision | None:
+def _delayed(view: RunObservation, doublings: int) -> Decision | None:
     """Nothing, for a while that gets longer with each failure."""
     since = max(view.last.ended or 0.0 if view.last else 0.0, view.handed_over_at or 0.0)
     rest = since + _FIRST_DELAY_SECONDS * 2.0**doublings - view.now if doublings >= 0 else 0.0
     return _keep(f"it failed again and again: another try in {rest:.0f} s") if rest > 0 else None
 
 
-def _waits(view: View) -> Decision | None:
+def _waits(view: RunObservation) -> Decision | None:
     """A job that waits for its turn."""
     job = view.waiting
     if job is None:
@@ -116,7 +116,7 @@ def _waits(view: View) -> Decision | None:
     return _keep(f"job {job.job_id} waits ({job.reason})")
 
 
-def _ends(view: View) -> Decision | None:
+def _ends(view: RunObservation) -> Decision | None:
     """A job that is ending. One of a dead node is for minutes, one with a process in the kernel for ever."""
     alive = view.alive_jobs
     if not alive or any(job.state is not JobState.ENDING for job in alive):
@@ -125,7 +125,7 @@ def _ends(view: View) -> Decision | None:
     return _keep(f"job {alive[-1].job_id} is ending") if view.now - since < _ENDING_SECONDS else None
 
 
-def _starts(view: View) -> Decision | None:
+def _starts(view: RunObservation) -> Decision | None:
     """A job that has nodes, and whose agents have not claimed an attempt yet."""
     job = view.holders[-1] if view.holders else None
     if job is None or view.is_last(job):
@@ -137,7 +137,7 @@ def _starts(view: View) -> Decision | None:
     return _relaunch(view, job, f"its agents have not begun in {waited:.0f} s")
 
 
-def _leaves(view: View) -> Decision | None:
+def _leaves(view: RunObservation) -> Decision | None:
     """A job whose attempt has ended: its agents see to the next one."""
     job, last = view.holders[-1] if view.holders else None, view.last
     if job is None or last is None or last.ended is None:
@@ -151,7 +151,7 @@ def _leaves(view: View) -> Decision | None:
     return _relaunch(view, job, "the attempt ended, and nobody saw to the next one")
 
 
-def _runs(view: View) -> Decision | None:
+def _runs(view: RunObservation) -> Decision | None:
     """A job in whose nodes somebody works, or nobody any more."""
     if not view.holders:
         return None
@@ -161,7 +161,7 @@ def _runs(view: View) -> Decision | None:
     return _relaunch(view, job, f"no sign of life of its agents for {view.silent_seconds:.0f} s")
 
 
-def _given_up(view: View) -> Decision | None:
+def _given_up(view: RunObservation) -> Decision | None:
     last = view.last
     if last is None or not view.over:
         return None
@@ -170,12 +170,12 @@ def _given_up(view: View) -> Decision | None:
     return _keep("cancelled") if last.cause == Cause.CANCELLED else _keep(f"given up: {last.cause}", "failed")
 
 
-def _just_ended(view: View) -> Decision | None:
+def _just_ended(view: RunObservation) -> Decision | None:
     """On shared storage the agents' last words may be seen late."""
     return _keep("its job has just ended") if view.open and view.silent_seconds < STALE_SECONDS else None
 
 
-def _cancelled(view: View) -> Decision | None:
+def _cancelled(view: RunObservation) -> Decision | None:
     if view.dropped:
         return _keep("its job was cancelled with scancel")
     if view.fate is not JobState.CANCELLED or view.half_done:
@@ -183,7 +183,7 @@ def _cancelled(view: View) -> Decision | None:
     return Decision(action=Action.RECORD, reason="its job was cancelled with scancel")
 
 
-def _vanished(view: View) -> Decision | None:
+def _vanished(view: RunObservation) -> Decision | None:
     """A job that is gone, and never began: nobody can say whether it was cancelled while it waited."""
     if view.fate.alive and view.fate is not JobState.ENDING:
         return _keep("squeue does not tell of its job, and Slurm's accounting does")
@@ -195,7 +195,7 @@ def _vanished(view: View) -> Decision | None:
     return _keep(f"its job is gone{fate} and never began: type `sbatch submit.sbatch` in its directory to go on")
 
 
-def _never_begins(view: View) -> Decision | None:
+def _never_begins(view: RunObservation) -> Decision | None:
     # Slurm itself requeues a job whose node fails.
     times = max([view.launches, *(job.restarts for job in view.jobs if view.last is None)])
     return (
@@ -203,7 +203,7 @@ def _never_begins(view: View) -> Decision | None:
     )
 
 
-def _ended(view: View) -> Decision:
+def _ended(view: RunObservation) -> Decision:
     """A job that ended, or that Slurm lost, without having seen to the next one."""
     if delayed := _delayed(view, max(view.failures - 2, view.launches - 1)):
         return delayed
@@ -213,18 +213,18 @@ def _ended(view: View) -> Decision:
     return _relaunch(view, None, f"its job is gone ({view.fate.lower()})")
 
 
-def _relaunch(view: View, job: Job | None, reason: str) -> Decision:
+def _relaunch(view: RunObservation, job: SlurmJob | None, reason: str) -> Decision:
     # Another start than the last attempt's says nothing of that one's end.
     cause = _cause(view) if job is None or view.is_last(job) else None
     return Decision(action=Action.RELAUNCH, reason=reason, job_id=job.job_id if job else None, cause=cause)
 
 
-def _cause(view: View) -> Cause | None:
+def _cause(view: RunObservation) -> Cause | None:
     """Of an attempt whose end nobody has written down."""
     return _BY_ITSELF.get(view.fate, Cause.LOST) if view.open else None
 
 
-_RULES: tuple[Callable[[View], Decision | None], ...] = (
+_RULES: tuple[Callable[[RunObservation], Decision | None], ...] = (
     _over, _busy, _strays, _unclear, _held, _requeued, _waits, _ends, _starts, _leaves, _runs,
     # From here on there is no job.
     _given_up, _just_ended, _cancelled, _vanished, _never_begins, _ended,

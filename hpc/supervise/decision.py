@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpc.core.attempts import Attempt, failures_in_a_row, goes_on_after
-from hpc.core.job_state import Job, JobState
+from hpc.core.job_state import JobState, SlurmJob
 from hpc.core.outcome import Cause
 
 
@@ -35,7 +35,7 @@ STARTS = frozenset({Action.RELEASE, Action.UNHOLD, Action.REQUEUE, Action.RELAUN
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class RunObservation:
     """What is known of a run. Times are seconds since the epoch."""
 
     finished: bool = False
@@ -45,7 +45,7 @@ class View:
     dropped: bool = False
     """Its last job was cancelled with scancel."""
     attempts: Sequence[Attempt] = ()
-    jobs: Sequence[Job] = ()
+    jobs: Sequence[SlurmJob] = ()
     """The run's that Slurm knows, also those that have ended, the oldest first."""
     fate: JobState = JobState.UNKNOWN
     """Of the job that Slurm was given last, by squeue or, if that has forgotten it, by Slurm's accounting."""
@@ -87,17 +87,17 @@ class View:
         return failures_in_a_row(self.attempts)
 
     @property
-    def alive_jobs(self) -> list[Job]:
+    def alive_jobs(self) -> list[SlurmJob]:
         """Those that wait, run, or are ending."""
         return [job for job in self.jobs if job.state.alive]
 
     @property
-    def holders(self) -> list[Job]:
+    def holders(self) -> list[SlurmJob]:
         """The jobs that have nodes, that of the last attempt last."""
         return sorted((job for job in self.jobs if job.state is JobState.RUNNING), key=self.is_last)
 
     @property
-    def waiting(self) -> Job | None:
+    def waiting(self) -> SlurmJob | None:
         """The job that waits for nodes, if none has some."""
         waiting = [job for job in self.jobs if job.state is JobState.PENDING]
         return waiting[-1] if waiting and not self.holders else None
@@ -108,7 +108,7 @@ class View:
         begun = self.last.started if self.last else self.now
         return self.now - (begun if self.alive_at is None else self.alive_at)
 
-    def is_last(self, job: Job) -> bool:
+    def is_last(self, job: SlurmJob) -> bool:
         """Whether a job is the one, and in the very start, that made the last attempt."""
         return self.last is not None and (self.last.job_id, self.last.restart) == (job.job_id, job.restarts)
 

@@ -10,20 +10,20 @@ from pathlib import Path
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of, last_job_id
-from hpc.core.job_state import Job, JobState
+from hpc.core.job_state import JobState, SlurmJob
 from hpc.core.ledger import Event
 from hpc.core.processes import is_alive
 from hpc.core.rundir import RunDir
 from hpc.supervise.decide import BUSY_SECONDS
-from hpc.supervise.decision import View
+from hpc.supervise.decision import RunObservation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class ObservedRun:
     """A run as it is at one moment."""
 
     run: RunDir
-    view: View
+    view: RunObservation
     events: Sequence[Event]
     touched: float | None
     """When `alive` was changed, by its storage's clock."""
@@ -35,7 +35,7 @@ class Watched:
         return None if any(job.job_id == job_id for job in self.view.jobs) else job_id
 
 
-def look(run: RunDir, jobs: Mapping[str, Sequence[Job]], storage_time: float) -> Watched:
+def look(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_time: float) -> ObservedRun:
     """See how a run is.
 
     Args:
@@ -50,14 +50,14 @@ def look(run: RunDir, jobs: Mapping[str, Sequence[Job]], storage_time: float) ->
     own = jobs.get(os.path.realpath(run.script), ())
     alive_at = None if touched is None else now - (storage_time - touched)
     if run.final_result.exists():
-        view = View(finished=True, jobs=own, alive_at=alive_at, now=now)
-        return Watched(run=run, events=(), view=view, touched=touched)
+        view = RunObservation(finished=True, jobs=own, alive_at=alive_at, now=now)
+        return ObservedRun(run=run, events=(), view=view, touched=touched)
     events = ledger.read(run.events)
-    view = _view(events, View(jobs=own, alive_at=alive_at, now=now))
-    return Watched(run=run, events=events, view=view, touched=touched)
+    view = _view(events, RunObservation(jobs=own, alive_at=alive_at, now=now))
+    return ObservedRun(run=run, events=events, view=view, touched=touched)
 
 
-def _view(events: Sequence[Event], known: View) -> View:
+def _view(events: Sequence[Event], known: RunObservation) -> RunObservation:
     """What the ledger tells, beside what is known already."""
     attempts = attempts_of(events)
     own = [event for event in events if event.get("attempt") == (attempts[-1].attempt if attempts else 0)]

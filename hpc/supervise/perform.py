@@ -10,19 +10,19 @@ from hpc.core import ledger
 from hpc.core.attempts import attempts_of, goes_on_after, last_job_id
 from hpc.core.errors import TorchrelayError
 from hpc.core.job_state import JobState, job_state
-from hpc.core.ledger import Event, Writer
+from hpc.core.ledger import Event, EventWriter
 from hpc.core.outcome import Cause
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from hpc.spec import RunSpec
 from hpc.supervise.decision import STARTS, Action, Decision
-from hpc.supervise.observe import Watched
+from hpc.supervise.observe import ObservedRun
 
 # In the very second of a requeue, slurmd would refuse the new start's credential, and the job would fail for good.
 _SOON = "now+2"
 
 
-def perform(watched: Watched, decision: Decision) -> None:
+def perform(watched: ObservedRun, decision: Decision) -> None:
     """Do what was decided.
 
     Raises:
@@ -36,17 +36,17 @@ def perform(watched: Watched, decision: Decision) -> None:
     _DOES[decision.action](watched, decision)
 
 
-def _note(watched: Watched, event: str, **fields: Any) -> None:
-    writer = Writer(watched.run.events / f"supervisor-{socket.gethostname()}-{os.getpid()}.jsonl")
+def _note(watched: ObservedRun, event: str, **fields: Any) -> None:
+    writer = EventWriter(watched.run.events / f"supervisor-{socket.gethostname()}-{os.getpid()}.jsonl")
     writer.append(event, attempt=_attempt(watched), **fields)
 
 
-def _attempt(watched: Watched) -> int:
+def _attempt(watched: ObservedRun) -> int:
     """The last one's number; 0 before the first."""
     return watched.view.last.attempt if watched.view.last else 0
 
 
-def _end(watched: Watched, cause: Cause, reason: str) -> bool:
+def _end(watched: ObservedRun, cause: Cause, reason: str) -> bool:
     """Write down the end of the attempt; False if somebody else was quicker."""
     last, run = watched.view.last, watched.run
     if last is None:
@@ -60,20 +60,20 @@ def _end(watched: Watched, cause: Cause, reason: str) -> bool:
     return relaunch.end(run, last.attempt, cause=cause, step=step, detail=reason, last_heard=heard, **node)
 
 
-def _release(watched: Watched, decision: Decision) -> None:
+def _release(watched: ObservedRun, decision: Decision) -> None:
     _avoid(watched, decision)
     slurm.begin_at(str(decision.job_id), _SOON)
     _note(watched, "released", job_id=decision.job_id)
 
 
-def _unhold(watched: Watched, decision: Decision) -> None:
+def _unhold(watched: ObservedRun, decision: Decision) -> None:
     _avoid(watched, decision)
     slurm.release(str(decision.job_id))
     slurm.begin_at(str(decision.job_id), _SOON)
     _note(watched, "released", job_id=decision.job_id)
 
 
-def _avoid(watched: Watched, decision: Decision) -> None:
+def _avoid(watched: ObservedRun, decision: Decision) -> None:
     """Keep the job away from nodes that failed the run; without that it starts all the same."""
     try:
         excluded = relaunch.exclusions(RunSpec.load(watched.run), watched.events)
@@ -83,23 +83,23 @@ def _avoid(watched: Watched, decision: Decision) -> None:
         print(f"hpc supervise: {watched.run.name} may get nodes that failed it: {error}", file=sys.stderr)
 
 
-def _admit(watched: Watched, decision: Decision) -> None:
+def _admit(watched: ObservedRun, decision: Decision) -> None:
     _exclude(watched, decision, watched.view.affordable)
 
 
-def _exclude(watched: Watched, decision: Decision, nodes: Sequence[str]) -> None:
+def _exclude(watched: ObservedRun, decision: Decision, nodes: Sequence[str]) -> None:
     slurm.exclude(str(decision.job_id), nodes)
     _note(watched, "excluded", job_id=decision.job_id, excluded=list(nodes))
 
 
-def _requeue(watched: Watched, decision: Decision) -> None:
+def _requeue(watched: ObservedRun, decision: Decision) -> None:
     if decision.cause is not None and not _end(watched, decision.cause, decision.reason):
         return
     slurm.requeue(str(decision.job_id))
     _note(watched, "requeued", job_id=decision.job_id)
 
 
-def _relaunch(watched: Watched, decision: Decision) -> None:
+def _relaunch(watched: ObservedRun, decision: Decision) -> None:
     if decision.job_id is None and _is_there(watched):
         return
     if decision.cause is not None and not _end(watched, decision.cause, decision.reason):
@@ -116,14 +116,14 @@ def _relaunch(watched: Watched, decision: Decision) -> None:
         slurm.cancel(decision.job_id)
 
 
-def _is_there(watched: Watched) -> bool:
+def _is_there(watched: ObservedRun) -> bool:
     """Whether Slurm does know the job that squeue has left out."""
     job_id = last_job_id(watched.events)
     state = job_state(slurm.show_job(job_id).get("JobState", "")) if job_id else JobState.UNKNOWN
     return state.alive and state is not JobState.ENDING
 
 
-def _submit(watched: Watched, decision: Decision, events: Sequence[Event]) -> None:
+def _submit(watched: ObservedRun, decision: Decision, events: Sequence[Event]) -> None:
     run, spec, old = watched.run, RunSpec.load(watched.run), decision.job_id
     excluded = relaunch.exclusions(spec, events)
     known = {*(attempt.job_id for attempt in watched.view.attempts), *([old] if old else [])}
@@ -136,18 +136,18 @@ def _submit(watched: Watched, decision: Decision, events: Sequence[Event]) -> No
     _note(watched, "relaunched", job_id=new, old_job_id=old, excluded=excluded)
 
 
-def _cancel(_watched: Watched, decision: Decision) -> None:
+def _cancel(_watched: ObservedRun, decision: Decision) -> None:
     slurm.cancel(str(decision.job_id))
 
 
-def _record(watched: Watched, decision: Decision) -> None:
+def _record(watched: ObservedRun, decision: Decision) -> None:
     if watched.view.open:
         _end(watched, Cause.CANCELLED, decision.reason)
     else:
         _note(watched, "dropped", job_id=last_job_id(watched.events))
 
 
-_DOES: dict[Action, Callable[[Watched, Decision], None]] = {
+_DOES: dict[Action, Callable[[ObservedRun, Decision], None]] = {
     Action.RELEASE: _release,
     Action.UNHOLD: _unhold,
     Action.ADMIT: _admit,

@@ -12,7 +12,7 @@ from rich.table import Table
 from hpc import cli
 from hpc.cli import Common
 from hpc.testbed import lifecycle
-from hpc.testbed.layout import Shape
+from hpc.testbed.layout import TestbedShape
 
 NodeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
 
@@ -21,7 +21,7 @@ NodeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
 class Up(Common):
     """Start Slurm with pretended nodes on this machine, or repair what there is of it."""
 
-    shape: Annotated[Shape, tyro.conf.OmitArgPrefixes] = field(default_factory=Shape)
+    shape: Annotated[TestbedShape, tyro.conf.OmitArgPrefixes] = field(default_factory=TestbedShape)
 
     def apply(self) -> None:
         """Start or repair."""
@@ -38,7 +38,7 @@ class Down(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status(Common):
+class ShowStatus(Common):
     """Show the nodes, and the slurm.conf for SLURM_CONF."""
 
     def apply(self) -> None:
@@ -69,11 +69,11 @@ class ReviveNode(Common):
         lifecycle.revive_node(self.name)
 
 
-Options = Up | Down | Status | KillNode | ReviveNode
+Options = Up | Down | ShowStatus | KillNode | ReviveNode
 Verb = (
     Annotated[Up, tyro.conf.subcommand("up")]
     | Annotated[Down, tyro.conf.subcommand("down")]
-    | Annotated[Status, tyro.conf.subcommand("status")]
+    | Annotated[ShowStatus, tyro.conf.subcommand("status")]
     | Annotated[KillNode, tyro.conf.subcommand("kill-node")]
     | Annotated[ReviveNode, tyro.conf.subcommand("revive-node")]
 )
@@ -92,7 +92,7 @@ def _run(options: Options) -> int:
     return 0
 
 
-def _show(status: lifecycle.Status, *, as_json: bool) -> None:
+def _show(status: lifecycle.TestbedStatus, *, as_json: bool) -> None:
     """Print the status for a program or for people."""
     if as_json:
         cli.print_json(asdict(status))

@@ -7,7 +7,7 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.files import write_atomic
 from hpc.slurm.testbed_conf import running_slurm_conf
 from hpc.testbed import namespaces
-from hpc.testbed.layout import LOGIN_NAME, Places
+from hpc.testbed.layout import LOGIN_NAME, TestbedPaths
 from hpc.testbed.system import run, start, succeeds, wait_until
 
 # What sinfo appends to a node's state; `*` says that the node does not respond.
@@ -18,24 +18,24 @@ USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
 _SINFO_WORDS = ("--noheader", "--Node", "--format=%N %T")
 
 
-def create_controller_host(places: Places) -> None:
+def create_controller_host(places: TestbedPaths) -> None:
     """Pin the namespace of the login host's daemons; its host name is the one that slurm.conf gives."""
     namespaces.pin(places.controller_uts, "hostname", LOGIN_NAME)
 
 
-def start_on_login_host(*command: str | Path, places: Places, log: Path, **environment: str) -> None:
+def start_on_login_host(*command: str | Path, places: TestbedPaths, log: Path, **environment: str) -> None:
     """Start a daemon of the login host; `log` is for what it says before it has opened its own."""
     host = namespaces.inside_fresh(places.controller_uts, "mount")
     start(*host, "/bin/sh", places.login_script, *command, log=log, **environment)
 
 
-def remove_controller_host(places: Places) -> None:
+def remove_controller_host(places: TestbedPaths) -> None:
     """End every daemon of the login host. No error if there is none."""
     namespaces.kill_all(places.controller_uts)
     namespaces.unpin(places.controller_uts)
 
 
-def start_munged(places: Places) -> None:
+def start_munged(places: TestbedPaths) -> None:
     """Start munged with a key of our own on a socket of our own, apart from the machine's munge."""
     write_atomic(places.munge_key, os.urandom(128), mode=0o400)
     start_on_login_host(
@@ -51,24 +51,24 @@ def start_munged(places: Places) -> None:
     wait_until(lambda: munge_answers(places), seconds=20, what=f"for munged to answer (log: {places.log('munged')})")
 
 
-def munge_answers(places: Places) -> bool:
+def munge_answers(places: TestbedPaths) -> bool:
     """Whether munged gives credentials."""
     return succeeds("munge", "--no-input", f"--socket={places.munge_socket}", "--output=/dev/null")
 
 
-def start_slurmctld(places: Places) -> None:
+def start_slurmctld(places: TestbedPaths) -> None:
     """Start the controller and wait until it answers."""
     start_on_login_host("slurmctld", "-f", places.slurm_conf, places=places, log=places.log("slurmctld.out"))
     log = places.log("slurmctld")
     wait_until(lambda: controller_answers(places), seconds=30, what=f"for slurmctld to answer (log: {log})")
 
 
-def controller_answers(places: Places) -> bool:
+def controller_answers(places: TestbedPaths) -> bool:
     """Whether slurmctld answers; asked only if its process exists, because Slurm's tools are patient."""
     return running_slurm_conf() is not None and succeeds("scontrol", "ping", SLURM_CONF=str(places.slurm_conf))
 
 
-def node_states(places: Places) -> dict[str, str]:
+def node_states(places: TestbedPaths) -> dict[str, str]:
     """Each node's state in sinfo's long words, `unresponsive` for one that Slurm has not given up yet.
 
     Empty when slurmctld does not answer.
@@ -90,7 +90,7 @@ def parse_states(text: str) -> dict[str, str]:
     return states | dict.fromkeys(silent, "unresponsive")
 
 
-def update_node(name: str, state: str, places: Places) -> None:
+def update_node(name: str, state: str, places: TestbedPaths) -> None:
     """Tell slurmctld a node's state, as an admin does."""
     run(
         "scontrol",
@@ -102,6 +102,6 @@ def update_node(name: str, state: str, places: Places) -> None:
     )
 
 
-def node_is_idle(name: str, places: Places) -> bool:
+def node_is_idle(name: str, places: TestbedPaths) -> bool:
     """Whether a node waits for work."""
     return node_states(places).get(name) == "idle"

@@ -11,7 +11,7 @@ MAX_NODES = 99
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class TestbedNode:
     """One compute node, as Slurm and its peers know it."""
 
     name: str
@@ -19,7 +19,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TestbedShape:
     """What a testbed consists of; two `up` with equal shapes are the same testbed.
 
     CPUs and memory are declared, not had: the pretended nodes add up to more than the machine.
@@ -54,11 +54,13 @@ class Shape:
             raise UserError(f"{self.memory_mb_per_node} MB per node: type for example --memory-mb-per-node 32768")
 
     @property
-    def all_nodes(self) -> tuple[Node, ...]:
+    def all_nodes(self) -> tuple[TestbedNode, ...]:
         """The nodes in order: gpu01 at 10.77.0.1, and so on."""
-        return tuple(Node(name=f"gpu{number:02d}", address=f"10.77.0.{number}") for number in range(1, self.nodes + 1))
+        return tuple(
+            TestbedNode(name=f"gpu{number:02d}", address=f"10.77.0.{number}") for number in range(1, self.nodes + 1)
+        )
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str) -> TestbedNode:
         """The node of this name; a wrong name lists the right ones."""
         for node in self.all_nodes:
             if node.name == name:
@@ -68,7 +70,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Places:
+class TestbedPaths:
     """The files of one testbed, all below one directory. Creates nothing by itself."""
 
     root: Path
@@ -173,7 +175,7 @@ class Places:
         """The directory of the nodes' boot scripts."""
         return self.root / "boot"
 
-    def boot_script(self, node: Node) -> Path:
+    def boot_script(self, node: TestbedNode) -> Path:
         """What turns fresh namespaces into the node."""
         return self.boot_scripts / f"{node.name}.sh"
 

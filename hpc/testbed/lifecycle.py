@@ -16,14 +16,14 @@ from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
 from hpc.slurm.testbed_conf import STATE_DIRECTORY, running_slurm_conf
 from hpc.testbed import daemons, namespaces, network, nodes, render, slurmdbd
-from hpc.testbed.layout import Places, Shape
+from hpc.testbed.layout import TestbedPaths, TestbedShape
 from hpc.testbed.system import locked, require_packages, require_root, wait_until
 
-PLACES = Places(STATE_DIRECTORY)
+PLACES = TestbedPaths(STATE_DIRECTORY)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeStatus:
+class TestbedNodeStatus:
     """One node: its state is Slurm's long word, `unresponsive` or, when nobody can be asked, `unknown`."""
 
     name: str
@@ -32,29 +32,29 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
+class TestbedStatus:
     """What `status --json` answers."""
 
     up: bool
     slurm_conf: str | None
-    nodes: tuple[NodeStatus, ...]
+    nodes: tuple[TestbedNodeStatus, ...]
 
 
-def status() -> Status:
+def status() -> TestbedStatus:
     """What there is. Needs no root."""
     slurm_conf = running_slurm_conf()
     shape = _recorded_shape()
     if shape is None or slurm_conf is None:
-        return Status(up=False, slurm_conf=None, nodes=())
+        return TestbedStatus(up=False, slurm_conf=None, nodes=())
     states = daemons.node_states(PLACES)
     found = tuple(
-        NodeStatus(name=node.name, address=node.address, state=states.get(node.name, "unknown"))
+        TestbedNodeStatus(name=node.name, address=node.address, state=states.get(node.name, "unknown"))
         for node in shape.all_nodes
     )
-    return Status(up=bool(states), slurm_conf=str(slurm_conf), nodes=found)
+    return TestbedStatus(up=bool(states), slurm_conf=str(slurm_conf), nodes=found)
 
 
-def up(shape: Shape) -> None:
+def up(shape: TestbedShape) -> None:
     """Have a testbed of this shape with all nodes ready: at once if it is there, else after some seconds."""
     require_root()
     require_packages(accounting=shape.accounting)
@@ -97,15 +97,15 @@ def _is_usable(name: str) -> bool:
     return daemons.node_states(PLACES).get(name) in daemons.USABLE_STATES
 
 
-def _recorded_shape() -> Shape | None:
+def _recorded_shape() -> TestbedShape | None:
     """The shape of the testbed that is, or was last, here; None if its record is missing or another version's."""
     try:
-        return Shape(**json.loads(PLACES.state.read_text()))
+        return TestbedShape(**json.loads(PLACES.state.read_text()))
     except (OSError, ValueError, TypeError, UserError):
         return None
 
 
-def _running_shape() -> Shape:
+def _running_shape() -> TestbedShape:
     """The shape of the testbed, which must be up."""
     shape = _recorded_shape()
     if shape is None or running_slurm_conf() is None:
@@ -113,7 +113,7 @@ def _running_shape() -> Shape:
     return shape
 
 
-def _is_healthy(shape: Shape) -> bool:
+def _is_healthy(shape: TestbedShape) -> bool:
     """Whether there is a testbed of exactly this shape with all daemons answering and all nodes working."""
     if _recorded_shape() != shape or not _files_are_current(shape):
         return False
@@ -128,13 +128,13 @@ def _is_healthy(shape: Shape) -> bool:
     )
 
 
-def _files_are_current(shape: Shape) -> bool:
+def _files_are_current(shape: TestbedShape) -> bool:
     """Whether the configuration on the disk is what this version would write."""
     wanted = render.files(shape, PLACES, socket.gethostname())
     return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
 
 
-def _build(shape: Shape) -> None:
+def _build(shape: TestbedShape) -> None:
     """Write and start everything. The record comes first: whatever happens then, others see what was meant."""
     _write_files(shape)
     network.create_switch(PLACES)
@@ -153,7 +153,7 @@ def _build(shape: Shape) -> None:
     )
 
 
-def _write_files(shape: Shape) -> None:
+def _write_files(shape: TestbedShape) -> None:
     """Write the directories, the configuration and the pretended GPUs."""
     for directory in PLACES.directories:
         directory.mkdir()

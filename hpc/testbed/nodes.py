@@ -1,11 +1,11 @@
 """Compute nodes: power on, power off. Runs as root on the testbed's machine."""
 
 from hpc.testbed import namespaces, network
-from hpc.testbed.layout import Node, Places
+from hpc.testbed.layout import TestbedNode, TestbedPaths
 from hpc.testbed.system import start
 
 
-def power_on(node: Node, places: Places) -> None:
+def power_on(node: TestbedNode, places: TestbedPaths) -> None:
     """Boot a node: fresh namespaces, empty /tmp and /dev/shm, slurmd. Returns before slurmctld knows of it."""
     pin = places.node_net(node.name)
     namespaces.pin(pin)
@@ -15,7 +15,7 @@ def power_on(node: Node, places: Places) -> None:
     start(*fresh, "/bin/sh", places.boot_script(node), log=places.log(f"{node.name}.boot"))
 
 
-def power_off(name: str, places: Places) -> None:
+def power_off(name: str, places: TestbedPaths) -> None:
     """End a node as a power cut does: its peers hear nothing, not even a reset; its memory file systems are gone."""
     network.silence(name, places)
     namespaces.kill_all(places.node_net(name))

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from hpc.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, Node, Places, Shape
+from hpc.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, TestbedNode, TestbedPaths, TestbedShape
 
 CLUSTER_NAME = "torchrelay"
 CONTROLLER_PORT = 7817  # not Slurm's 6817: a real slurmctld may live on this machine
@@ -109,7 +109,7 @@ exec slurmd -b -N {name} -f {slurm_conf}
 """
 
 
-def _slots(places: Places) -> dict[str, str]:
+def _slots(places: TestbedPaths) -> dict[str, str]:
     """The paths that the templates name."""
     return {
         "munge_socket": str(places.munge_socket),
@@ -120,7 +120,7 @@ def _slots(places: Places) -> dict[str, str]:
     }
 
 
-def _node_line(shape: Shape, node: Node) -> str:
+def _node_line(shape: TestbedShape, node: TestbedNode) -> str:
     gres = f" Gres=gpu:{shape.gpus_per_node}" if shape.gpus_per_node else ""
     return (
         f"NodeName={node.name} NodeAddr={node.address} Sockets=1 CoresPerSocket={shape.cpus_per_node} "
@@ -128,7 +128,7 @@ def _node_line(shape: Shape, node: Node) -> str:
     )
 
 
-def slurm_conf(shape: Shape, places: Places) -> str:
+def slurm_conf(shape: TestbedShape, places: TestbedPaths) -> str:
     """The whole slurm.conf."""
     slots = _slots(places)
     text = _CONTROLLER.format(
@@ -141,7 +141,7 @@ def slurm_conf(shape: Shape, places: Places) -> str:
     return text + "".join(_node_line(shape, node) for node in shape.all_nodes) + _PARTITIONS
 
 
-def gres_conf(shape: Shape, places: Places) -> str:
+def gres_conf(shape: TestbedShape, places: TestbedPaths) -> str:
     """The whole gres.conf. Every GPU needs a device file: a count without files leaves the node INVAL."""
     if not shape.gpus_per_node:
         return "# no GPUs\n"
@@ -150,21 +150,21 @@ def gres_conf(shape: Shape, places: Places) -> str:
     return f"Name=gpu File={files}\n"
 
 
-def slurmdbd_conf(places: Places) -> str:
+def slurmdbd_conf(places: TestbedPaths) -> str:
     """The whole slurmdbd.conf."""
     return _SLURMDBD.format(
         login=LOGIN_NAME, address=LOGIN_ADDRESS, port=DBD_PORT, database=DATABASE_NAME, **_slots(places)
     )
 
 
-def hosts(shape: Shape, host_name: str) -> str:
+def hosts(shape: TestbedShape, host_name: str) -> str:
     """The nodes' /etc/hosts; `host_name` is the machine's own, under which users' jobs know their submit host."""
     aliases = f"{LOGIN_NAME} {host_name}" if host_name not in {LOGIN_NAME, "localhost"} else LOGIN_NAME
     lines = ["127.0.0.1 localhost", "::1 localhost", f"{LOGIN_ADDRESS} {aliases}"]
     return "\n".join([*lines, *(f"{node.address} {node.name}" for node in shape.all_nodes)]) + "\n"
 
 
-def boot_script(node: Node, places: Places) -> str:
+def boot_script(node: TestbedNode, places: TestbedPaths) -> str:
     """The commands that turn fresh namespaces into the node."""
     return _BOOT.format(
         name=shlex.quote(node.name),
@@ -174,12 +174,12 @@ def boot_script(node: Node, places: Places) -> str:
     )
 
 
-def login_script(places: Places) -> str:
+def login_script(places: TestbedPaths) -> str:
     """The commands that turn a fresh mount namespace into the login host's, and then run its arguments."""
     return _LOGIN.format(hosts=shlex.quote(str(places.hosts)))
 
 
-def files(shape: Shape, places: Places, host_name: str) -> dict[Path, str]:
+def files(shape: TestbedShape, places: TestbedPaths, host_name: str) -> dict[Path, str]:
     """Every configuration file: what `up` writes, and what it compares to recognise a testbed of the same shape."""
     found = {
         places.slurm_conf: slurm_conf(shape, places),

@@ -1,12 +1,12 @@
 """Accounting for the testbed: a private MariaDB and slurmdbd, so that sacct works. Runs as root on its machine."""
 
 from hpc.testbed.daemons import start_on_login_host
-from hpc.testbed.layout import Places
+from hpc.testbed.layout import TestbedPaths
 from hpc.testbed.render import CLUSTER_NAME
 from hpc.testbed.system import run, succeeds, wait_until
 
 
-def start_accounting(places: Places) -> None:
+def start_accounting(places: TestbedPaths) -> None:
     """Start the database and slurmdbd, and register the cluster."""
     _start_database(places)
     _start_slurmdbd(places)
@@ -14,12 +14,12 @@ def start_accounting(places: Places) -> None:
     run("sacctmgr", "--immediate", "add", "cluster", CLUSTER_NAME, SLURM_CONF=slurm_conf)
 
 
-def accounting_answers(places: Places) -> bool:
+def accounting_answers(places: TestbedPaths) -> bool:
     """Whether slurmdbd answers from its database."""
     return succeeds("sacctmgr", "--noheader", "list", "cluster", SLURM_CONF=str(places.slurm_conf))
 
 
-def _start_database(places: Places) -> None:
+def _start_database(places: TestbedPaths) -> None:
     """Create and start a MariaDB that listens on a Unix socket only, which root alone can reach."""
     data = f"--datadir={places.database}"
     run(
@@ -45,7 +45,7 @@ def _start_database(places: Places) -> None:
     wait_until(lambda: succeeds(*ping), seconds=60, what=f"for mariadbd to answer (log: {places.log('mariadbd')})")
 
 
-def _start_slurmdbd(places: Places) -> None:
+def _start_slurmdbd(places: TestbedPaths) -> None:
     """Start slurmdbd; it creates its tables at the first start."""
     environment = {"SLURM_CONF": str(places.slurm_conf), "MYSQL_UNIX_PORT": str(places.database_socket)}
     start_on_login_host("slurmdbd", places=places, log=places.log("slurmdbd.out"), **environment)

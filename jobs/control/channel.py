@@ -17,7 +17,7 @@ from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 from hpc.core.files import json_line
-from jobs.control.messages import Orders, Phase, Report
+from jobs.control.messages import Directive, NodeStatus, Phase
 
 # Five seconds of silence are a dead node; a busy machine or a switch that reboots a port may be silent for two.
 LOST_SECONDS = 5.0
@@ -69,7 +69,7 @@ def _start(target: Callable[..., None], name: str, *arguments: object) -> thread
     return thread
 
 
-class Hub:
+class ControlServer:
     """The head node's end: everybody's last report, and the orders for all."""
 
     def __init__(self, nonce: str, port: int = 0) -> None:
@@ -79,10 +79,10 @@ class Hub:
             nonce: what an agent of this attempt knows.
             port: where to; by default the kernel chooses.
         """
-        self.orders = Orders()
+        self.orders = Directive()
         """Assigned as a whole, so that no lock is needed."""
         self._nonce = nonce
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, NodeStatus] = {}
         self._clocks: dict[int, _Clock] = {}
         self._server = _Server(("", port), _Conversation)
         self._server.hub = self
@@ -94,12 +94,12 @@ class Hub:
         """Where it listens."""
         return int(self._server.server_address[1])
 
-    def tell(self, report: Report) -> None:
+    def tell(self, report: NodeStatus) -> None:
         """Take a report: the head's own, or one that came in."""
         self._reports[report.node_rank] = report
         self._clocks.setdefault(report.node_rank, _Clock()).heard()
 
-    def reports(self) -> dict[int, Report]:
+    def reports(self) -> dict[int, NodeStatus]:
         """By node rank; none yet of nodes that have never been heard of."""
         return dict(self._reports)
 
@@ -117,7 +117,7 @@ class Hub:
         message: dict[str, Any] = json.loads(line)
         if not hmac.compare_digest(str(message["nonce"]), self._nonce):
             raise ValueError("nonce")
-        report = Report.read(message["report"])
+        report = NodeStatus.read(message["report"])
         self.tell(report)
         return report.node_rank, json_line({"time": time.time(), "orders": asdict(self.orders)}).encode()
 
@@ -135,7 +135,7 @@ class _Server(ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 1024  # all agents of a large job connect at once
     allow_reuse_address = True
-    hub: Hub
+    hub: ControlServer
 
 
 class _Conversation(StreamRequestHandler):
@@ -152,11 +152,11 @@ class _Conversation(StreamRequestHandler):
             hub.ended(node_rank)
 
 
-class Link:
+class ControlClient:
     """Another node's end: it tells the head its report, and knows its orders."""
 
-    def __init__(self, host: str, port: int, nonce: str, report: Report) -> None:
-        self.orders = Orders()
+    def __init__(self, host: str, port: int, nonce: str, report: NodeStatus) -> None:
+        self.orders = Directive()
         self.skew_seconds: float | None = None
         """The head's clock minus ours, as of the first answer."""
         self._answered = threading.Event()
@@ -165,7 +165,7 @@ class Link:
         self._thread = _start(self._talk, "link")
         _start(_keep_ticking, "link-clock", lambda: (self._clock,))
 
-    def tell(self, report: Report) -> None:
+    def tell(self, report: NodeStatus) -> None:
         """Send this report from now on; now, if it says that this node does or has something else."""
         before = self._report
         news = (report.phase, report.round, report.standings) != (before.phase, before.round, before.standings)
@@ -212,7 +212,7 @@ class Link:
             yield connection
 
     def _converse(self, connection: socket.socket) -> None:
-        """Report and listen, until it fails or the link is closed."""
+        """NodeStatus and listen, until it fails or the link is closed."""
         answers = connection.makefile("rb")
         while True:
             closing = self._closed.is_set()
@@ -230,7 +230,7 @@ class Link:
 
     def _hear(self, answer: dict[str, Any], asked: float) -> None:
         self._clock.heard()
-        self.orders = Orders.read(answer["orders"])
+        self.orders = Directive.read(answer["orders"])
         if self.skew_seconds is None:
             self.skew_seconds = answer["time"] - asked
             self._answered.set()

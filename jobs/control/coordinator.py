@@ -10,12 +10,12 @@ from hpc.core import ledger
 from hpc.core.attempts import attempts_of, failures_in_a_row
 from hpc.core.outcome import Cause, goes_on, is_consequence
 from hpc.slurm import relaunch
-from jobs.context import Node
-from jobs.control.channel import LOST_SECONDS, Hub
+from jobs.context import AgentContext
+from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.hang_detection import hung
-from jobs.control.membership import Limits, View, next_step
-from jobs.control.messages import OVER, Beat, Failure, Orders, Phase
-from jobs.log import say
+from jobs.control.membership import MembershipView, NodeLimits, next_step
+from jobs.control.messages import OVER, Directive, Phase, RankFailure, RankHeartbeat
+from jobs.log import log
 
 # Long enough that all agents have told of the ranks that ended together, and that a dead node's silence shows.
 _SETTLE_SECONDS, _FRESH_SECONDS = 1.0, 0.9
@@ -29,7 +29,7 @@ _SLOW_FACTOR, _SLOW_LEAST_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setback:
+class RoundFailure:
     """Something that interrupted the training."""
 
     cause: Cause
@@ -43,31 +43,31 @@ class Setback:
     node: str | None = None
 
 
-def _by_time(failure: Failure) -> tuple[bool, float]:
+def _by_time(failure: RankFailure) -> tuple[bool, float]:
     """The order in which ranks failed: those that died of another one's death after it."""
     return is_consequence(failure.detail), failure.failed_at
 
 
-class Captain:
+class Coordinator:
     """Decides for all agents of an attempt."""
 
-    def __init__(self, node: Node, hub: Hub, limits: Limits) -> None:
+    def __init__(self, node: AgentContext, hub: ControlServer, limits: NodeLimits) -> None:
         self._node, self._hub, self._limits = node, hub, limits
-        self.verdict: Setback | None = None
+        self.verdict: RoundFailure | None = None
         """What ended the attempt; None if it ended well, or was asked to stop."""
         self.done = False
         """Whether the torchrun of every member ended well."""
         self.lost: dict[int, float] = {}
         """Node ranks that fell silent, and when, in seconds since the epoch."""
         self.unfit: set[int] = set()
-        """Node ranks that failed the preflight."""
+        """AgentContext ranks that failed the preflight."""
         self._began = self._announced = self._looked = time.monotonic()
         self.peak = 0
         """The last step that any rank had done since the last setback."""
         self._failed_rounds = 0
-        self._counted: set[Failure] = set()
+        self._counted: set[RankFailure] = set()
         self._failures_seen: float | None = None
-        self._last: Setback | None = None
+        self._last: RoundFailure | None = None
         self._victims_before = 0.0
         self._met = list[tuple[str, int | None]]()
         self._slow: dict[int, float] = {}
@@ -96,7 +96,7 @@ class Captain:
 
     # --- what is seen ---
 
-    def _beats(self) -> dict[int, Beat]:
+    def _beats(self) -> dict[int, RankHeartbeat]:
         """Of all ranks of the round, by rank."""
         orders, reports = self._hub.orders, self._hub.reports()
         members = [reports[rank] for rank in orders.members if rank in reports and rank not in self.lost]
@@ -123,10 +123,10 @@ class Captain:
             detail = f"{', '.join(members)} says nothing any more"
             self._meet(self._setback(Cause.NODE_FAILURE, heard, detail, node=members[0]))
 
-    def _setback(self, cause: Cause, failed_at: float, detail: str, **place: object) -> Setback:
+    def _setback(self, cause: Cause, failed_at: float, detail: str, **place: object) -> RoundFailure:
         now = time.time()
         step = self.peak if self._node.spec.train else None
-        return Setback(cause=cause, failed_at=failed_at, noticed_at=now, step=step, detail=detail, **place)  # type: ignore[arg-type]
+        return RoundFailure(cause=cause, failed_at=failed_at, noticed_at=now, step=step, detail=detail, **place)  # type: ignore[arg-type]
 
     # --- what failed ---
 
@@ -162,7 +162,7 @@ class Captain:
         others = (rank for rank in self._hub.orders.members if rank != self._node.place.node_rank)
         return all((self._hub.silent_seconds(rank) or 0.0) < _FRESH_SECONDS for rank in others if rank not in self.lost)
 
-    def _abort_hung(self, beats: dict[int, Beat]) -> None:
+    def _abort_hung(self, beats: dict[int, RankHeartbeat]) -> None:
         """Ranks without a sign of life: all are killed, and torchrun starts them again."""
         found = hung(beats, self._node.spec.recovery.hang_timeout)
         if found is None or self._node.stop or self._victims_before > time.time() - found.seconds:
@@ -173,7 +173,7 @@ class Captain:
         if not self._hub.orders.over:
             self._hub.orders = replace(self._hub.orders, aborts=self._hub.orders.aborts + 1)
 
-    def _meet(self, setback: Setback) -> None:
+    def _meet(self, setback: RoundFailure) -> None:
         """Write a setback down, or end the attempt with it."""
         self._last, self.peak = setback, 0
         self._victims_before = setback.failed_at
@@ -185,22 +185,22 @@ class Captain:
             detail=setback.detail, failed_at=setback.failed_at, noticed_at=setback.noticed_at,
             round=self._hub.orders.round,
         )  # fmt: skip
-        say(f"{setback.cause}: {setback.detail}")
+        log(f"{setback.cause}: {setback.detail}")
 
-    def _is_worth_another_try(self, setback: Setback) -> bool:
+    def _is_worth_another_try(self, setback: RoundFailure) -> bool:
         """As the earlier attempts tell, and this one as far as it is in memory: a full disk takes no events."""
         self._met.append((setback.cause, setback.step))
         *earlier, this = attempts_of(ledger.read(self._node.run.events))
         this = replace(this, incidents=tuple(self._met))
         return goes_on(setback.cause, failures_in_a_row([*earlier, this]))
 
-    def _end(self, verdict: Setback | None = None, *, done: bool = False) -> None:
+    def _end(self, verdict: RoundFailure | None = None, *, done: bool = False) -> None:
         self.verdict, self.done = verdict, done
         self._hub.orders = replace(self._hub.orders, over=True)
 
     # --- who is slow ---
 
-    def _name_slow(self, beats: dict[int, Beat]) -> None:
+    def _name_slow(self, beats: dict[int, RankHeartbeat]) -> None:
         """A rank whose own work takes much longer than the others' holds all of them up."""
         busy = {rank: beat.busy_seconds for rank, beat in beats.items() if beat.busy_seconds is not None}
         ordered = sorted(busy.values())
@@ -215,7 +215,7 @@ class Captain:
                 self._slow[rank] = float("inf")  # once is enough
                 node = self._name_of_rank(rank)
                 self._node.note("slow_rank", rank=rank, node=node, busy_seconds=seconds, median_seconds=usual)
-                say(
+                log(
                     f"rank {rank} on {node} works {seconds:.3f} s a step, the others {usual:.3f} s: "
                     "it holds all of them up"
                 )
@@ -237,7 +237,7 @@ class Captain:
             if not any(reports[rank].phase is Phase.RUNNING for rank in reports.keys() - self.lost.keys()):
                 self._end()
             return
-        view = View(
+        view = MembershipView(
             nodes=self._node.place.num_nodes,
             reports=reports,
             gone=frozenset({*self.lost, *self.unfit}),
@@ -255,7 +255,7 @@ class Captain:
         elif step.members:
             self._announce(step.members, hub.orders)
 
-    def _announce(self, members: tuple[int, ...], before: Orders) -> None:
+    def _announce(self, members: tuple[int, ...], before: Directive) -> None:
         reports = self._hub.reports()
         failed = any(reports[rank].exit_code and reports[rank].round == before.round for rank in before.members)
         short = time.monotonic() - self._announced < _SHORT_SECONDS
@@ -269,12 +269,12 @@ class Captain:
         self._node.note("rendezvous", round=orders.round, port=orders.port, members=list(members))
         self._hub.orders = orders
 
-    def _note_checked(self, orders: Orders) -> None:
+    def _note_checked(self, orders: Directive) -> None:
         names = [self._name(rank) for rank in orders.members]
         self._checked.update(names)
         self._node.note("checked", nodes=names)
 
-    def _why(self, failed: str) -> Setback:
+    def _why(self, failed: str) -> RoundFailure:
         """The setback that left too few nodes, or that there never were enough."""
         reports = self._hub.reports()
         told = [f"{self._name(r)}: {report.detail}" for r, report in reports.items() if report.phase is Phase.FAILED]

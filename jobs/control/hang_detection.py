@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc.core.units import duration_seconds
-from jobs.control.messages import Beat
+from jobs.control.messages import RankHeartbeat
 
 # Of a training that is under way, so many of its steps, but no less than a slow storage may take for one batch.
 _STEPS, _LEAST_SECONDS = 20.0, 60.0
@@ -25,7 +25,7 @@ class Hang:
     detail: str
 
 
-def timeout_seconds(beat: Beat, setting: str) -> float:
+def timeout_seconds(beat: RankHeartbeat, setting: str) -> float:
     """How long a rank may show no sign of life in what it does now. `setting` is --hang-timeout."""
     given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
     if beat.phase not in _TIMED_PHASES or beat.step_seconds is None:
@@ -33,7 +33,7 @@ def timeout_seconds(beat: Beat, setting: str) -> float:
     return given or max(_LEAST_SECONDS, _STEPS * beat.step_seconds)
 
 
-def hung(beats: Mapping[int, Beat], setting: str) -> Hang | None:
+def hung(beats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
     """The hang, if there is one: every rank has been still for too long.
 
     One that is slow to save, say, holds up the others, which wait for it in a step; they must not be taken for hung.
@@ -51,7 +51,7 @@ def hung(beats: Mapping[int, Beat], setting: str) -> Hang | None:
     return Hang(rank=culprit, seconds=seconds, detail=f"rank {culprit} {how}, and the others wait for it")
 
 
-def _culprit(beats: Mapping[int, Beat]) -> int | None:
+def _culprit(beats: Mapping[int, RankHeartbeat]) -> int | None:
     """The rank that is stopped, or that alone is somewhere else than the others: those wait for it in a collective."""
     stuck = [rank for rank, beat in beats.items() if beat.state in _STUCK and beat.state != "D"]
     if len(stuck) == 1:

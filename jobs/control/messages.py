@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from hpc.staging.team import Need, Plan, Standing, read_plan
+from hpc.staging.team import CacheStatus, NodeCache, StagingPlan, read_plan
 
 
 class Phase(StrEnum):
@@ -32,7 +32,7 @@ OVER = frozenset({Phase.FAILED, Phase.LEFT})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class RankHeartbeat:
     """One rank, as its node's agent sees it."""
 
     rank: int
@@ -47,7 +47,7 @@ class Beat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RankFailure:
     """A rank that ended badly. Times are seconds since the epoch."""
 
     node: str
@@ -64,7 +64,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class NodeStatus:
     """What the head node's agent knows of one node."""
 
     node_rank: int
@@ -77,28 +77,28 @@ class Report:
     """A free port, should this node be the one to host the next round."""
     detail: str = ""
     """Why it failed."""
-    beats: tuple[Beat, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    beats: tuple[RankHeartbeat, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
     """The last few, of all rounds."""
     signal: str | None = None
     """The first signal that asked this node to stop."""
-    standings: tuple[Standing, ...] = ()
+    standings: tuple[NodeCache, ...] = ()
     """What it has of the data, by data set."""
 
     @classmethod
-    def read(cls, fields: dict[str, Any]) -> "Report":
+    def read(cls, fields: dict[str, Any]) -> "NodeStatus":
         """From JSON."""
-        beats = tuple(Beat(**beat) for beat in fields.pop("beats"))
-        failures = tuple(Failure(**failure) for failure in fields.pop("failures"))
+        beats = tuple(RankHeartbeat(**beat) for beat in fields.pop("beats"))
+        failures = tuple(RankFailure(**failure) for failure in fields.pop("failures"))
         phase = Phase(fields.pop("phase"))
         standings = tuple(
-            Standing(**{**standing, "need": Need(standing["need"])}) for standing in fields.pop("standings")
+            NodeCache(**{**standing, "need": CacheStatus(standing["need"])}) for standing in fields.pop("standings")
         )
         return cls(**fields, phase=phase, beats=beats, failures=failures, standings=standings)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
+class Directive:
     """What all agents are to do."""
 
     round: int = 0
@@ -112,11 +112,11 @@ class Orders:
     """How often all ranks were to be killed, so that torchrun starts them again."""
     over: bool = False
     """The attempt ends: end what runs."""
-    plans: tuple[Plan, ...] = ()
+    plans: tuple[StagingPlan, ...] = ()
     """Who reads what of the data, by data set."""
 
     @classmethod
-    def read(cls, fields: dict[str, Any]) -> "Orders":
+    def read(cls, fields: dict[str, Any]) -> "Directive":
         """From JSON."""
         plans = tuple(map(read_plan, fields["plans"]))
         return cls(**{**fields, "members": tuple(fields["members"]), "plans": plans})

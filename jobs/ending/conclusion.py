@@ -13,12 +13,12 @@ from hpc.core.job_state import JobState
 from hpc.core.outcome import Cause, Ending, cause_of, goes_on, must_requeue
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
-from jobs.context import Node
-from jobs.control.channel import LOST_SECONDS, Hub
-from jobs.control.coordinator import Captain
+from jobs.context import AgentContext
+from jobs.control.channel import LOST_SECONDS, ControlServer
+from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
 from jobs.ending.failover import end, hand_over, requeue, save_snapshot
-from jobs.log import say
+from jobs.log import log
 
 _POLL_SECONDS = 0.2
 # The others have killed their ranks within seconds; one that does not say so is stuck.
@@ -27,7 +27,7 @@ _OTHERS_SECONDS = 60.0
 _RECENT_SECONDS = 900.0
 
 
-def conclude(node: Node, hub: Hub, captain: Captain) -> int:
+def conclude(node: AgentContext, hub: ControlServer, captain: Coordinator) -> int:
     """Write down how the attempt ended and see that the run goes on, if it should. Returns the exit code."""
     # Those that were lost long ago Slurm has noticed by now, or they have come back.
     recent = {rank for rank, heard in captain.lost.items() if time.time() - heard < _RECENT_SECONDS}
@@ -41,14 +41,14 @@ def conclude(node: Node, hub: Hub, captain: Captain) -> int:
     if not end(node, cause=cause, step=_last_step(node, captain), **fields):
         return 1  # other agents, which did not hear of this one, have ended it
     said = f" ({verdict.detail})" if fields and verdict else ""
-    say(f"attempt {node.attempt.attempt} ended: {cause}{said}")
+    log(f"attempt {node.attempt.attempt} ended: {cause}{said}")
     ending = replace(ending, failures=failures_in_a_row(attempts_of(ledger.read(node.run.events))))
     if must_requeue(cause, ending):
         return _go_on(node, [node.place.hostnames[rank] for rank in sorted(lost)], captain)
     return 0 if cause is Cause.COMPLETED or goes_on(cause, ending.failures) else 1
 
 
-def _go_on(node: Node, lost: list[str], captain: Captain) -> int:
+def _go_on(node: AgentContext, lost: list[str], captain: Coordinator) -> int:
     """Have another attempt started."""
     job_id = node.place.job_id
     if node.place.cluster != "slurm":
@@ -62,7 +62,7 @@ def _go_on(node: Node, lost: list[str], captain: Captain) -> int:
     return 0
 
 
-def _wait_for_others(node: Node, hub: Hub) -> set[int]:
+def _wait_for_others(node: AgentContext, hub: ControlServer) -> set[int]:
     """Until nothing of the other nodes' ranks runs any more; the node ranks that fell silent instead."""
     deadline = time.monotonic() + _OTHERS_SECONDS
     while time.monotonic() < deadline:
@@ -76,7 +76,7 @@ def _wait_for_others(node: Node, hub: Hub) -> set[int]:
     return set()
 
 
-def _look(node: Node, captain: Captain) -> Ending:
+def _look(node: AgentContext, captain: Coordinator) -> Ending:
     """Gather what tells how the attempt ended."""
     look_again(node.run.path)
     signal = captain.signal
@@ -93,18 +93,18 @@ def _look(node: Node, captain: Captain) -> Ending:
     )
 
 
-def _show_job(node: Node) -> dict[str, str]:
+def _show_job(node: AgentContext) -> dict[str, str]:
     """What Slurm says of the job; nothing without Slurm, and while its controller does not answer."""
     if node.place.cluster == "local":
         return {}
     try:
         return slurm.show_job(node.place.job_id)
     except TorchrelayError as error:
-        say(f"Slurm does not say how it ends this job: {error}")
+        log(f"Slurm does not say how it ends this job: {error}")
         return {}
 
 
-def _last_step(node: Node, captain: Captain) -> int | None:
+def _last_step(node: AgentContext, captain: Coordinator) -> int | None:
     """The last step that any rank had done: the metrics may be some steps behind."""
     if node.spec.train is None:
         return None

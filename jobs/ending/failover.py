@@ -16,9 +16,9 @@ from hpc.core.job_state import JobState
 from hpc.core.outcome import Cause
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
-from jobs.context import Node
-from jobs.log import say
-from jobs.ranks.rendezvous import Place
+from jobs.context import AgentContext
+from jobs.log import log
+from jobs.ranks.rendezvous import NodeAllocation
 from training.checkpoint.snapshot import flush
 
 _POLL_SECONDS, _RETRY_SECONDS = 0.5, 3.0
@@ -33,11 +33,11 @@ _SECOND_SECONDS = 15.0
 _SUCCESSOR_SECONDS = 100.0
 
 
-def take_over(node: Node) -> int:
+def take_over(node: AgentContext) -> int:
     """The head node's agent is silent: one of the others ends the attempt and starts the next one."""
     lost_at, head = node.head_heard, node.place.head
     detail = f"{head} says nothing any more"
-    say(detail)
+    log(detail)
     node.note("node_lost", node=head, last_heard=lost_at, detail=detail)
     if node.place.node_rank not in node.orders.members:
         time.sleep(_SPARE_SECONDS)
@@ -57,7 +57,7 @@ def take_over(node: Node) -> int:
     return 0
 
 
-def _is_the_head_that_is_lost(node: Node) -> bool:
+def _is_the_head_that_is_lost(node: AgentContext) -> bool:
     """Whether it is not this node that is cut off."""
     deadline = time.monotonic() + _SECOND_SECONDS
     while node.place.cluster == "slurm" and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ def _is_the_head_that_is_lost(node: Node) -> bool:
     return True
 
 
-def head_is_lost(lost: list[str], place: Place) -> bool | None:
+def head_is_lost(lost: list[str], place: NodeAllocation) -> bool | None:
     """Whether the head node is lost to all that are left, or only to one that is cut off itself. Pure.
 
     Args:
@@ -87,7 +87,7 @@ def head_is_lost(lost: list[str], place: Place) -> bool | None:
     return True if not others or lost.count(place.head) > 1 else None
 
 
-def _is_left_undone(node: Node) -> bool:
+def _is_left_undone(node: AgentContext) -> bool:
     """Whether the agent that ended the attempt has died before it saw to the next one."""
     deadline = time.monotonic() + _SUCCESSOR_SECONDS
     while time.monotonic() < deadline:
@@ -101,19 +101,19 @@ def _is_left_undone(node: Node) -> bool:
     return _is_running(node)
 
 
-def _is_running(node: Node) -> bool:
+def _is_running(node: AgentContext) -> bool:
     """Whether Slurm is not ending the job itself. One that does not answer ends nothing."""
     if node.place.cluster == "local":
         return True
     try:
         job = slurm.jobs().get(node.place.job_id)
     except TorchrelayError as error:
-        say(f"Slurm does not say how the job is: {error}")
+        log(f"Slurm does not say how the job is: {error}")
         return True
     return job is not None and job.state is JobState.RUNNING
 
 
-def end(agent: Node, **fields: object) -> bool:
+def end(agent: AgentContext, **fields: object) -> bool:
     """Write down that the attempt has ended; False if another agent has.
 
     A full disk does not keep it from ending; then the first that is left decides.
@@ -121,24 +121,24 @@ def end(agent: Node, **fields: object) -> bool:
     try:
         return relaunch.end(agent.run, agent.attempt.attempt, **fields)
     except OSError as error:
-        say(f"the end of the attempt could not be recorded: {error}")
+        log(f"the end of the attempt could not be recorded: {error}")
         return agent.place.node_rank <= 1
 
 
-def save_snapshot(node: Node) -> None:
+def save_snapshot(node: AgentContext) -> None:
     """Make the newest snapshot of this node a checkpoint, if it is newer than those; else it stays in memory."""
     began = time.monotonic()
     try:
         step = flush(node.memory, node.run)
     except (OSError, TorchrelayError) as error:
-        say(f"the newest snapshot stays in the memory of {node.place.host}, it could not be saved: {error}")
+        log(f"the newest snapshot stays in the memory of {node.place.host}, it could not be saved: {error}")
         node.unsaved = True
         return
     if step is not None:
         node.note("flushed", step=step, seconds=round(time.monotonic() - began, 3))
 
 
-def hand_over(node: Node, lost: list[str], unfit: list[str]) -> None:
+def hand_over(node: AgentContext, lost: list[str], unfit: list[str]) -> None:
     """Requeue the job, if Slurm knows that the lost nodes are dead; otherwise submit a new one and end this one.
 
     Args:
@@ -162,7 +162,7 @@ def hand_over(node: Node, lost: list[str], unfit: list[str]) -> None:
         _persist(leave)
 
 
-def requeue(node: Node, unfit: list[str]) -> None:
+def requeue(node: AgentContext, unfit: list[str]) -> None:
     """Requeue the job, and keep it from some nodes.
 
     Raises:
@@ -190,11 +190,11 @@ def _persist(ask: Callable[[], None]) -> None:
         except TorchrelayError as error:
             if time.monotonic() > deadline:
                 raise
-            say(f"the run cannot go on yet, trying again: {error}")
+            log(f"the run cannot go on yet, trying again: {error}")
             time.sleep(_RETRY_SECONDS)
 
 
-def _relaunch(node: Node, avoid: list[str]) -> None:
+def _relaunch(node: AgentContext, avoid: list[str]) -> None:
     """Submit a new job for the run, and end this one.
 
     Raises:
@@ -204,11 +204,11 @@ def _relaunch(node: Node, avoid: list[str]) -> None:
     excluded = relaunch.exclusions(node.spec, events, avoid)
     new = relaunch.next_job(node.run, node.spec, excluded, {attempt.job_id for attempt in attempts_of(events)})
     node.note("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
-    say(f"job {new} goes on, this one ends")
+    log(f"job {new} goes on, this one ends")
     try:
         slurm.cancel(job_id)
     except TorchrelayError as error:
-        say(f"type scancel {job_id}: it does nothing any more, and could not be ended: {error}")
+        log(f"type scancel {job_id}: it does nothing any more, and could not be ended: {error}")
 
 
 def _are_dead(names: list[str]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from hpc.core.nodedir import NodeDir
 from hpc.core.outcome import cause_of_exit
 from hpc.core.processes import state_of
-from jobs.control.messages import Beat, Failure
+from jobs.control.messages import RankFailure, RankHeartbeat
 
 # A head node's agent that is busy for a moment misses none; the ledger has all of them.
 _KEPT_FAILURES = 16
@@ -21,7 +21,7 @@ class LocalRanks:
         self._memory, self._ranks, self._node = memory, ranks, node
         self._counts: dict[int, tuple[Any, float]] = {}
         self._round, self._ours = 0, True
-        self.failures: tuple[Failure, ...] = ()
+        self.failures: tuple[RankFailure, ...] = ()
         """The last few, the newest last."""
 
     def begin(self, number: int, *, ours: bool) -> None:
@@ -36,12 +36,12 @@ class LocalRanks:
         for path in (*self._memory.exits.iterdir(), *self._memory.heartbeat(0).parent.iterdir()):
             path.unlink(missing_ok=True)
 
-    def beats(self) -> tuple[Beat, ...]:
+    def beats(self) -> tuple[RankHeartbeat, ...]:
         """What each rank that is alive did last."""
         found = (self._beat(local_rank) for local_rank in range(self._ranks))
         return tuple(beat for beat in found if beat is not None)
 
-    def _beat(self, local_rank: int) -> Beat | None:
+    def _beat(self, local_rank: int) -> RankHeartbeat | None:
         fields = _read(self._memory.heartbeat(local_rank))
         state = state_of(fields["pid"]) if fields and "pid" in fields else None
         if fields is None or state in {None, "Z"}:
@@ -49,7 +49,7 @@ class LocalRanks:
         mark, now = (fields["pid"], fields.get("count"), fields.get("step")), time.monotonic()
         if self._counts.get(local_rank, (None, 0.0))[0] != mark:
             self._counts[local_rank] = (mark, now)
-        return Beat(
+        return RankHeartbeat(
             rank=fields.get("rank", local_rank),
             step=fields.get("step", 0),
             phase=fields.get("phase", ""),
@@ -59,7 +59,7 @@ class LocalRanks:
             busy_seconds=fields.get("busy_seconds"),
         )
 
-    def new_failures(self, skew_seconds: float = 0.0) -> list[Failure]:
+    def new_failures(self, skew_seconds: float = 0.0) -> list[RankFailure]:
         """Ranks that have ended badly since the last time this was asked, in the order of their ends.
 
         Args:
@@ -74,12 +74,12 @@ class LocalRanks:
         self.failures = (*self.failures, *found)[-_KEPT_FAILURES:]
         return found
 
-    def _failure(self, fields: dict[str, Any], skew_seconds: float) -> Failure:
+    def _failure(self, fields: dict[str, Any], skew_seconds: float) -> RankFailure:
         for key in ("started_at", "failed_at"):
             fields[key] += skew_seconds
         out_of_memory = fields.pop("out_of_memory")
         cause = cause_of_exit(fields["exit_code"], fields["signal"], out_of_memory, fields["detail"], ours=self._ours)
-        return Failure(node=self._node, round=self._round, cause=cause, **fields)
+        return RankFailure(node=self._node, round=self._round, cause=cause, **fields)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ _TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodeAllocation:
     """Where this agent stands in the allocation."""
 
     cluster: str
@@ -56,7 +56,7 @@ class Place:
         return self.hostnames[self.node_rank]
 
 
-def find_place(environment: Mapping[str, str]) -> Place:
+def find_allocation(environment: Mapping[str, str]) -> NodeAllocation:
     """Read the allocation from the environment.
 
     Raises:
@@ -65,7 +65,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
     job = submitit.JobEnvironment()
     local = environment.get("SUBMITIT_EXECUTOR") == "local"
     cpus = environment.get("SLURM_CPUS_PER_TASK")
-    return Place(
+    return NodeAllocation(
         cluster="local" if local else "slurm",
         job_id=job.job_id,
         restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
@@ -155,7 +155,7 @@ def pick_port(tries: int = 1000) -> int:
     raise OSError(f"none of {tries} ports tried between {LOWEST_PORT} and {highest} is free on {os.uname().nodename}")
 
 
-def local_address(place: Place) -> str:
+def local_address(place: NodeAllocation) -> str:
     """The address under which the other nodes reach this one.
 
     A host name often resolves to 127.0.1.1 on the node itself, so the name is not asked: the kernel says which of

@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from jobs.context import Node
-from jobs.control.messages import Orders
+from jobs.context import AgentContext
+from jobs.control.messages import Directive
 from jobs.ranks import script_command, trainer_command
-from jobs.ranks.rendezvous import Place, Rendezvous, interface_of, local_address, program_argv, torchrun_argv
+from jobs.ranks.rendezvous import NodeAllocation, Rendezvous, interface_of, local_address, program_argv, torchrun_argv
 from jobs.ranks.torchrun import Torchrun
 from jobs.staging import unpack_environment
 
@@ -21,7 +21,7 @@ _WITHOUT_RANKS_SECONDS = 5.0
 _KEEPER = Path(__file__).with_name("rank_wrapper.py")
 
 
-def run_round(node: Node, orders: Orders, data: Path | None, threads: int) -> int | None:
+def run_round(node: AgentContext, orders: Directive, data: Path | None, threads: int) -> int | None:
     """Take part in a round. Returns torchrun's exit code, or None if it was ended because of new orders."""
     node.ranks.begin(orders.round, ours=orders.preflight or node.spec.train is not None)
     argv, environment = _command(node, orders, data, threads)
@@ -46,13 +46,15 @@ def run_round(node: Node, orders: Orders, data: Path | None, threads: int) -> in
         return 1 if torchrun.exit_code is None else torchrun.exit_code
 
 
-def _is_out_of_patience(node: Node, ranks_seen: float, patience: float) -> bool:
+def _is_out_of_patience(node: AgentContext, ranks_seen: float, patience: float) -> bool:
     """Whether ranks that were asked to stop take too long, or there are none that could."""
     without = min(time.monotonic() - ranks_seen, node.stop.seconds)
     return without > _WITHOUT_RANKS_SECONDS or node.stop.seconds > patience
 
 
-def _command(node: Node, orders: Orders, data: Path | None, threads: int) -> tuple[list[str], dict[str, str]]:
+def _command(
+    node: AgentContext, orders: Directive, data: Path | None, threads: int
+) -> tuple[list[str], dict[str, str]]:
     """The command line and environment of torchrun on this node."""
     spec, run, attempt = node.spec, node.run, node.attempt
     logs = run.attempt_logs(attempt.attempt)
@@ -79,7 +81,9 @@ def _command(node: Node, orders: Orders, data: Path | None, threads: int) -> tup
     return [*argv, *program_argv([*keeper, *program])], environment
 
 
-def rank_environment(base: Mapping[str, str], place: Place, ranks: int, address: str, threads: int) -> dict[str, str]:
+def rank_environment(
+    base: Mapping[str, str], place: NodeAllocation, ranks: int, address: str, threads: int
+) -> dict[str, str]:
     """What the ranks of this node find in their environment beside torchrun's own variables."""
     changes = {
         "OMP_NUM_THREADS": str(threads),

@@ -6,19 +6,19 @@ Runs on compute nodes. What is told travels with the agents' reports and orders.
 import time
 from dataclasses import replace
 
-from hpc.staging.team import Need, Plan, Standing, choose_owners
-from jobs.context import Node
-from jobs.control.channel import LOST_SECONDS, Hub
+from hpc.staging.team import CacheStatus, NodeCache, StagingPlan, choose_owners
+from jobs.context import AgentContext
+from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER
 
 # Nodes whose agents start later than this after the first ones get their data from those.
 _GATHER_SECONDS = 10.0
 
 
-class NodeTeam:
+class NodeGroup:
     """One node's view of the others, for one data set."""
 
-    def __init__(self, node: Node, source: str) -> None:
+    def __init__(self, node: AgentContext, source: str) -> None:
         self._node, self._source = node, source
         self._offered_at: float | None = None
 
@@ -40,31 +40,31 @@ class NodeTeam:
     def offer(self, entry: str, port: int) -> None:
         """The head node has listed the files."""
         self._offered_at = time.monotonic()
-        self._publish(Plan(source=self._source, entry=entry, lister=(self.host, port)))
+        self._publish(StagingPlan(source=self._source, entry=entry, lister=(self.host, port)))
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> StagingPlan | None:
         """What the head node says."""
         self.update()
         return self._said()
 
-    def _said(self) -> Plan | None:
+    def _said(self) -> StagingPlan | None:
         return next((plan for plan in self._node.orders.plans if plan.source == self._source), None)
 
-    def stand(self, need: Need, port: int) -> None:
+    def stand(self, need: CacheStatus, port: int) -> None:
         """Tell what this node needs."""
         others = tuple(told for told in self._node.report.standings if told.source != self._source)
-        self._node.tell(standings=(*others, Standing(source=self._source, need=need, port=port)))
+        self._node.tell(standings=(*others, NodeCache(source=self._source, need=need, port=port)))
 
     def decline(self) -> None:
         """This node will have no copy, and goes on: the others need not wait for it, or for its word."""
-        self.stand(Need.ABSENT, 0)
+        self.stand(CacheStatus.ABSENT, 0)
         if self._said() is None:
-            self._publish(Plan(source=self._source, entry="", lister=(self.host, 0), owners=(), done=True))
+            self._publish(StagingPlan(source=self._source, entry="", lister=(self.host, 0), owners=(), done=True))
 
     def update(self) -> None:
         """On the head node: decide who reads what, once all have told what they have, and see when all are done."""
         hub, plan = self._node.link, self._said()
-        if not isinstance(hub, Hub) or plan is None or plan.done or self._offered_at is None:
+        if not isinstance(hub, ControlServer) or plan is None or plan.done or self._offered_at is None:
             return
         reports = {rank: report for rank, report in hub.reports().items() if report.phase not in OVER}
         silent = {rank for rank in reports if (hub.silent_seconds(rank) or 0.0) > LOST_SECONDS}
@@ -80,11 +80,13 @@ class NodeTeam:
         if plan.owners is None and (all_told or late):
             plan = replace(plan, owners=choose_owners(told))
         # A node that has never said a word is not waited for for ever.
-        done = (all_told or late) and all(standing.need in {Need.NOTHING, Need.ABSENT} for _, standing in told)
+        done = (all_told or late) and all(
+            standing.need in {CacheStatus.NOTHING, CacheStatus.ABSENT} for _, standing in told
+        )
         self._publish(replace(plan, done=done))
 
-    def _publish(self, plan: Plan) -> None:
+    def _publish(self, plan: StagingPlan) -> None:
         hub = self._node.link
-        if isinstance(hub, Hub) and plan != self._said():
+        if isinstance(hub, ControlServer) and plan != self._said():
             others = tuple(known for known in hub.orders.plans if known.source != self._source)
             hub.orders = replace(hub.orders, plans=(*others, plan))

@@ -6,20 +6,20 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.units import duration_seconds
-from hpc.staging.copy import Progress
+from hpc.staging.copy import CopyProgress
 from hpc.staging.staged import Staged
 from hpc.staging.stager import Stager
-from jobs.context import Node
-from jobs.log import say
+from jobs.context import AgentContext
+from jobs.log import log
 from jobs.ranks.trainer_command import find_data
-from jobs.staging.coordination import NodeTeam
+from jobs.staging.coordination import NodeGroup
 from jobs.staging.packing import pack
 
 # A copy of 100 GB must not look like a hang; one of a second needs no word.
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
 
 
-def stage_data(node: Node) -> Path | None:
+def stage_data(node: AgentContext) -> Path | None:
     """Have the run's data on this node's disk, if it reads any. They stay in use until the attempt is over.
 
     Raises:
@@ -31,7 +31,7 @@ def stage_data(node: Node) -> Path | None:
     source = Path(node.spec.data)
     staged = stage(node, source)
     if staged.in_place:
-        say(f"reading {source} in place: {staged.in_place}")
+        log(f"reading {source} in place: {staged.in_place}")
     if node.spec.pack is None:
         return staged.path
     if staged.in_place:
@@ -42,9 +42,9 @@ def stage_data(node: Node) -> Path | None:
     return packed
 
 
-def stage(node: Node, source: Path) -> Staged:
+def stage(node: AgentContext, source: Path) -> Staged:
     """Stage one source, and write down how it went."""
-    team = NodeTeam(node, str(source))
+    team = NodeGroup(node, str(source))
     if team.leads:
         node.duties.append(team.update)
     stager = Stager(
@@ -63,20 +63,20 @@ def stage(node: Node, source: Path) -> Staged:
     fields = {**asdict(staged), "path": str(staged.path), "seconds": round(staged.seconds, 3)}
     node.note("staged", node=node.place.host, source=str(source), **fields)
     if staged.fallback:
-        say(f"read from shared storage after all: {staged.fallback}")
+        log(f"read from shared storage after all: {staged.fallback}")
     if staged.in_memory:
-        say(f"{staged.path} is in memory: the copy takes some of what the job may use (--mem)")
+        log(f"{staged.path} is in memory: the copy takes some of what the job may use (--mem)")
     return staged
 
 
 class _Watch:
     """Looks after everything else while a copy is made, and says how far it is."""
 
-    def __init__(self, node: Node, source: Path) -> None:
+    def __init__(self, node: AgentContext, source: Path) -> None:
         self._node, self._source = node, source
         self._next = time.monotonic() + _FIRST_SECONDS
 
-    def __call__(self, progress: Progress | None) -> bool:
+    def __call__(self, progress: CopyProgress | None) -> bool:
         """Whether to stop."""
         node = self._node
         node.turn()

@@ -14,17 +14,17 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging import space
-from hpc.staging.copy import Progress, Watch
+from hpc.staging.copy import CopyProgress, Watch
 from hpc.staging.manifest import Manifest, boot_id, copied_whole, write_manifest
 from hpc.staging.source import stop_if
-from hpc.staging.store import Entry, open_store
-from jobs.context import Node
+from hpc.staging.store import CacheEntry, open_store
+from jobs.context import AgentContext
 from training.config.packed_index import INDEX, read_index
 
 _POLL_SECONDS = 0.2
 
 
-def pack(node: Node, folder: Path, size: int, watch: Watch) -> Path:
+def pack(node: AgentContext, folder: Path, size: int, watch: Watch) -> Path:
     """Have the images of a staged folder as packed data on this node's disk, in use until the attempt is over.
 
     Args:
@@ -61,7 +61,7 @@ def pack(node: Node, folder: Path, size: int, watch: Watch) -> Path:
     return entry.data
 
 
-def _make(entry: Entry, folder: Path, size: int, watch: Watch) -> None:
+def _make(entry: CacheEntry, folder: Path, size: int, watch: Watch) -> None:
     (entry.path / "manifest").unlink(missing_ok=True)
     entry.path.mkdir(mode=0o700, exist_ok=True)
     # Beside the damaged one, which another job may have mapped into its memory.
@@ -84,7 +84,7 @@ def _run(arguments: list[str], place: Path, watch: Watch) -> None:
         try:
             while packer.poll() is None:
                 done, seconds = _bytes_in(place), time.monotonic() - began
-                stop_if(watch(Progress(what="packing", bytes_done=done, seconds=seconds)))
+                stop_if(watch(CopyProgress(what="packing", bytes_done=done, seconds=seconds)))
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             packer.send_signal(signal.SIGTERM)

@@ -16,10 +16,10 @@ from pathlib import Path
 from hpc.core.errors import TorchrelayError
 from hpc.staging import NoRoomError
 from hpc.staging.source import inside_name, stop_if
-from hpc.submit.environment_archive import Description
-from jobs.context import Node
-from jobs.log import say
-from jobs.staging.coordination import NodeTeam
+from hpc.submit.environment_archive import ArchiveDescription
+from jobs.context import AgentContext
+from jobs.log import log
+from jobs.staging.coordination import NodeGroup
 from jobs.staging.data import stage
 
 # Prints where the interpreter thinks that it is, and which torch it imports.
@@ -34,7 +34,7 @@ _TRY_SECONDS = 300.0
 _PATHS = ("PATH", "LD_LIBRARY_PATH")
 
 
-def stage_environment(node: Node) -> None:
+def stage_environment(node: AgentContext) -> None:
     """Have this node's ranks start from a copy of the environment on its own disk, if the run asks for it.
 
     Raises:
@@ -46,21 +46,21 @@ def stage_environment(node: Node) -> None:
     try:
         node.python = _copy(node, archive)
     except (TorchrelayError, OSError) as error:
-        NodeTeam(node, str(archive)).decline()
+        NodeGroup(node, str(archive)).decline()
         fallback = f"{error.why}: use --stage-dir with a larger disk" if isinstance(error, NoRoomError) else str(error)
-        say(f"the ranks of {node.place.host} start from the shared environment, {sys.prefix}: {fallback}")
+        log(f"the ranks of {node.place.host} start from the shared environment, {sys.prefix}: {fallback}")
     seconds = round(time.monotonic() - began, 3)
     node.note("environment", node=node.place.host, python=node.python, seconds=seconds, fallback=fallback)
 
 
-def _copy(node: Node, archive: Path) -> str:
+def _copy(node: AgentContext, archive: Path) -> str:
     """The interpreter of a copy that works.
 
     Raises:
         TorchrelayError, OSError: there is none, and why.
     """
     copy = stage(node, archive).path
-    described = Description.load(copy)
+    described = ArchiveDescription.load(copy)
     for name, target in described.links.items():
         make_link(copy / inside_name(name), target)
     python = copy / inside_name(described.python)
@@ -86,7 +86,7 @@ def make_link(path: Path, target: str) -> None:
     temporary.replace(path)
 
 
-def _ask(node: Node, python: str) -> list[str]:
+def _ask(node: AgentContext, python: str) -> list[str]:
     """What the copy says of itself, after it has imported torch: no less shows that every library is found.
 
     It is no loss: the ranks then find what it has read in memory.
@@ -112,7 +112,7 @@ def _ask(node: Node, python: str) -> list[str]:
     return _answer(process.returncode, out, errors)
 
 
-def _look_after(node: Node, deadline: float) -> None:
+def _look_after(node: AgentContext, deadline: float) -> None:
     node.turn()
     stop_if(bool(node.stop) or node.orders.over or node.head_is_lost)
     if time.monotonic() > deadline:

@@ -18,14 +18,14 @@ from hpc.core.nodedir import NodeDir
 from hpc.core.processes import children, state_of
 from jobs.agent import threads_per_rank
 from jobs.ranks.local_ranks import LocalRanks
-from jobs.ranks.rendezvous import Place
+from jobs.ranks.rendezvous import NodeAllocation
 from jobs.ranks.round import rank_environment
 from jobs.ranks.torchrun import Torchrun, catches
 
 
-def place(cluster: str = "slurm", nodes: int = 2, node_rank: int = 0, cpus: int | None = 2) -> Place:
+def place(cluster: str = "slurm", nodes: int = 2, node_rank: int = 0, cpus: int | None = 2) -> NodeAllocation:
     names = tuple(f"n{number}" for number in range(nodes))
-    return Place(cluster=cluster, job_id="1", restart=0, node_rank=node_rank, hostnames=names, cpus=cpus)
+    return NodeAllocation(cluster=cluster, job_id="1", restart=0, node_rank=node_rank, hostnames=names, cpus=cpus)
 
 
 @pytest.fixture

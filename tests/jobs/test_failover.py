@@ -1,12 +1,12 @@
 """Who may take a run over from a head node that it does not hear."""
 
 from jobs.ending.failover import head_is_lost
-from jobs.ranks.rendezvous import Place
+from jobs.ranks.rendezvous import NodeAllocation
 
 
-def place(node_rank: int, nodes: int) -> Place:
+def place(node_rank: int, nodes: int) -> NodeAllocation:
     names = tuple(f"gpu{number:02d}" for number in range(1, nodes + 1))
-    return Place(cluster="slurm", job_id="7", restart=0, hostnames=names, node_rank=node_rank, cpus=2)
+    return NodeAllocation(cluster="slurm", job_id="7", restart=0, hostnames=names, node_rank=node_rank, cpus=2)
 
 
 def test_the_last_that_is_left_is_believed() -> None:

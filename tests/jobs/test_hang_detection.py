@@ -3,14 +3,16 @@
 from dataclasses import replace
 
 from jobs.control.hang_detection import hung, timeout_seconds
-from jobs.control.messages import Beat
+from jobs.control.messages import RankHeartbeat
 
 
-def beat(rank: int, still: float = 0.0, step: int = 10, phase: str = "step", state: str = "S") -> Beat:
-    return Beat(rank=rank, step=step, phase=phase, state=state, still_seconds=still, step_seconds=0.5, busy_seconds=0.1)
+def beat(rank: int, still: float = 0.0, step: int = 10, phase: str = "step", state: str = "S") -> RankHeartbeat:
+    return RankHeartbeat(
+        rank=rank, step=step, phase=phase, state=state, still_seconds=still, step_seconds=0.5, busy_seconds=0.1
+    )
 
 
-def of(*beats: Beat) -> dict[int, Beat]:
+def of(*beats: RankHeartbeat) -> dict[int, RankHeartbeat]:
     return {each.rank: each for each in beats}
 
 

@@ -1,50 +1,52 @@
 """Who takes part in the next round, as a pure decision."""
 
-from jobs.control.membership import Limits, Step, View, next_step
-from jobs.control.messages import Orders, Phase, Report
+from jobs.control.membership import MembershipView, NextRound, NodeLimits, next_step
+from jobs.control.messages import Directive, NodeStatus, Phase
 
-WAIT = Step()
-TWO = Limits(least=2, most=2)
+WAIT = NextRound()
+TWO = NodeLimits(least=2, most=2)
 
 
 def view(
     *phases: Phase | None, gone: tuple[int, ...] = (), waited: float = 1.0, failed: int = 0, code: int = 0
-) -> View:
+) -> MembershipView:
     """One node per phase; None: not heard of yet."""
     reports = {
-        rank: Report(node_rank=rank, phase=phase, round=1, exit_code=code if phase == Phase.ENDED else 0)
+        rank: NodeStatus(node_rank=rank, phase=phase, round=1, exit_code=code if phase == Phase.ENDED else 0)
         for rank, phase in enumerate(phases)
         if phase is not None
     }
-    return View(nodes=len(phases), reports=reports, gone=frozenset(gone), waited_seconds=waited, failed_rounds=failed)
+    return MembershipView(
+        nodes=len(phases), reports=reports, gone=frozenset(gone), waited_seconds=waited, failed_rounds=failed
+    )
 
 
-def running(*members: int) -> Orders:
-    return Orders(round=1, members=members, port=1)
+def running(*members: int) -> Directive:
+    return Directive(round=1, members=members, port=1)
 
 
 READY, STARTING, RUNNING, ENDED, FAILED = Phase.READY, Phase.STARTING, Phase.RUNNING, Phase.ENDED, Phase.FAILED
 
 
 def test_first_round_begins_when_enough_nodes_are_ready() -> None:
-    assert next_step(Orders(), view(READY, None), TWO) == WAIT
-    assert next_step(Orders(), view(READY, STARTING), TWO) == WAIT
-    assert next_step(Orders(), view(READY, READY), TWO) == Step(members=(0, 1))
+    assert next_step(Directive(), view(READY, None), TWO) == WAIT
+    assert next_step(Directive(), view(READY, STARTING), TWO) == WAIT
+    assert next_step(Directive(), view(READY, READY), TWO) == NextRound(members=(0, 1))
 
 
 def test_spare_that_is_not_ready_keeps_nobody_waiting() -> None:
-    assert next_step(Orders(), view(READY, STARTING, READY), TWO) == Step(members=(0, 2))
+    assert next_step(Directive(), view(READY, STARTING, READY), TWO) == NextRound(members=(0, 2))
 
 
 def test_elastic_run_waits_for_a_slow_node_but_not_for_ever() -> None:
-    limits = Limits(least=1, most=2)
-    assert next_step(Orders(), view(READY, STARTING), limits) == WAIT
-    assert next_step(Orders(), view(READY, STARTING, waited=61.0), limits) == Step(members=(0,))
-    assert next_step(Orders(), view(READY, FAILED), limits) == Step(members=(0,))
+    limits = NodeLimits(least=1, most=2)
+    assert next_step(Directive(), view(READY, STARTING), limits) == WAIT
+    assert next_step(Directive(), view(READY, STARTING, waited=61.0), limits) == NextRound(members=(0,))
+    assert next_step(Directive(), view(READY, FAILED), limits) == NextRound(members=(0,))
 
 
 def test_too_few_nodes_from_the_start() -> None:
-    step = next_step(Orders(), view(READY, FAILED), TWO)
+    step = next_step(Directive(), view(READY, FAILED), TWO)
     assert step.failed == "1 of the 2 nodes are left, and the run needs 2"
 
 
@@ -54,29 +56,29 @@ def test_nothing_changes_while_all_members_train() -> None:
 
 
 def test_spare_takes_the_place_of_a_lost_node() -> None:
-    assert next_step(running(0, 1), view(RUNNING, RUNNING, READY, gone=(1,)), TWO) == Step(members=(0, 2))
+    assert next_step(running(0, 1), view(RUNNING, RUNNING, READY, gone=(1,)), TWO) == NextRound(members=(0, 2))
 
 
 def test_others_go_on_without_a_lost_node_if_they_may() -> None:
     seen = view(RUNNING, RUNNING, RUNNING, gone=(1,))
-    assert next_step(running(0, 1, 2), seen, Limits(least=1, most=3)) == Step(members=(0, 2))
-    assert next_step(running(0, 1, 2), seen, Limits(least=3, most=3)).failed
+    assert next_step(running(0, 1, 2), seen, NodeLimits(least=1, most=3)) == NextRound(members=(0, 2))
+    assert next_step(running(0, 1, 2), seen, NodeLimits(least=3, most=3)).failed
 
 
 def test_node_that_comes_late_joins_if_there_is_a_place() -> None:
-    assert next_step(running(0), view(RUNNING, READY), Limits(least=1, most=2)) == Step(members=(0, 1))
+    assert next_step(running(0), view(RUNNING, READY), NodeLimits(least=1, most=2)) == NextRound(members=(0, 1))
 
 
 def test_round_is_done_when_every_member_has_ended_well() -> None:
     assert next_step(running(0, 1), view(ENDED, RUNNING), TWO) == WAIT
-    assert next_step(running(0, 1), view(ENDED, ENDED), TWO) == Step(done=True)
+    assert next_step(running(0, 1), view(ENDED, ENDED), TWO) == NextRound(done=True)
 
 
 def test_round_whose_torchrun_failed_is_repeated_but_not_for_ever() -> None:
-    assert next_step(running(0, 1), view(ENDED, RUNNING, code=1), TWO) == Step(members=(0, 1))
+    assert next_step(running(0, 1), view(ENDED, RUNNING, code=1), TWO) == NextRound(members=(0, 1))
     assert next_step(running(0, 1), view(ENDED, RUNNING, code=1, failed=5), TWO).failed
 
 
 def test_end_of_an_older_round_is_no_end_of_this_one() -> None:
-    orders = Orders(round=2, members=(0, 1), port=1)
+    orders = Directive(round=2, members=(0, 1), port=1)
     assert next_step(orders, view(ENDED, ENDED), TWO) == WAIT

@@ -6,9 +6,9 @@ import pytest
 
 from jobs.ranks import rendezvous
 from jobs.ranks.rendezvous import (
-    Place,
+    NodeAllocation,
     Rendezvous,
-    find_place,
+    find_allocation,
     interface_of,
     is_free,
     local_address,
@@ -24,8 +24,8 @@ def test_place_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    place = find_place(environment)
-    assert place == Place(
+    place = find_allocation(environment)
+    assert place == NodeAllocation(
         cluster="slurm", job_id="42", restart=3, node_rank=2, hostnames=("gpu01", "gpu02", "gpu07"), cpus=8
     )
     assert (place.head, place.host, place.is_head) == ("gpu01", "gpu07", False)
@@ -38,7 +38,7 @@ def test_place_from_submitits_local_executor(monkeypatch: pytest.MonkeyPatch) ->
     }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    place = find_place(environment)
+    place = find_allocation(environment)
     assert (place.cluster, place.job_id, place.node_rank, place.num_nodes) == ("local", "99", 1, 2)
 
 
@@ -97,7 +97,7 @@ def test_the_first_member_hosts_the_store() -> None:
 
 
 def test_loopback_is_an_interface() -> None:
-    alone = Place(cluster="local", job_id="1", restart=0, node_rank=0, hostnames=("localhost",), cpus=None)
+    alone = NodeAllocation(cluster="local", job_id="1", restart=0, node_rank=0, hostnames=("localhost",), cpus=None)
     assert local_address(alone) == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.7") is None

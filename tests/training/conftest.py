@@ -9,8 +9,8 @@ import torch
 from trainer_rig import Ask, Starter, make_cifar, make_folder, make_idx
 
 from training import predict
-from training.runtime.process_group import Ranks, connect, disconnect
-from training.runtime.rank_info import place_from
+from training.runtime.process_group import ProcessGroup, connect, disconnect
+from training.runtime.rank_info import rank_info_from
 from training.verify_resume.local_launch import prepare_server
 
 
@@ -65,7 +65,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
-def ranks(one_thread: None) -> Iterator[Ranks]:  # noqa: ARG001  # for what it does
+def ranks(one_thread: None) -> Iterator[ProcessGroup]:  # noqa: ARG001  # for what it does
     """This process as the only rank."""
-    yield connect(place_from({}))
+    yield connect(rank_info_from({}))
     disconnect()

@@ -25,7 +25,7 @@ from training.verify_resume.local_launch import kill, start_ranks
 if TYPE_CHECKING:
     from training.data.dataset import Data
     from training.engine.trainer import Trainer
-    from training.runtime.process_group import Ranks
+    from training.runtime.process_group import ProcessGroup
 
 _PATIENCE_SECONDS = 120
 # What the fixture `ask` is: types a program's arguments, and returns its exit code and what it prints.
@@ -34,7 +34,7 @@ Ask = Callable[..., tuple[int, str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Ranks of one attempt at a training."""
+    """ProcessGroup of one attempt at a training."""
 
     run_dir: Path
     log: Path
@@ -144,14 +144,14 @@ def load(path: Path, **settings: object) -> "Data":
     return load_data(config, check_data(path), folder_size=config.image_size or 16)
 
 
-def trainer_with(ranks: "Ranks", data: Path, directory: Path, **settings: object) -> "Trainer":
+def trainer_with(ranks: "ProcessGroup", data: Path, directory: Path, **settings: object) -> "Trainer":
     """A trainer in this process, with these flags; a step has 20 images."""
     from training.config.train_config import TrainConfig
     from training.engine.launch import make_trainer
-    from training.runtime.run_context import Job
+    from training.runtime.run_context import RunContext
 
     config = TrainConfig(**{"data": str(data), "batch_size": 20, **settings})  # type: ignore[arg-type]  # its fields
-    return make_trainer(Job(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), ranks)
+    return make_trainer(RunContext(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), ranks)
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:

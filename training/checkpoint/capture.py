@@ -14,13 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from training.checkpoint.sharded_state import Layout, own_part
+from training.checkpoint.sharded_state import ShardLayout, own_part
 from training.checkpoint.state import TrainState
 from training.checkpoint.storage import NUMBERS
 from training.engine.corrupt_images import CorruptImages
-from training.engine.early_stopping import Budget
-from training.engine.loss_meter import Window
-from training.runtime.process_group import Ranks
+from training.engine.early_stopping import EarlyStopping
+from training.engine.loss_meter import LossMeter
+from training.runtime.process_group import ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Captured:
 
     tensors: dict[str, Tensor]
     """By name, on the device: those of the training itself where only the optimizer changes them."""
-    layout: Layout
+    layout: ShardLayout
     loss: Tensor
     """The sum of all ranks' losses since the last line of metrics, on the device."""
     numbers: dict[str, Any]
@@ -46,10 +46,10 @@ class Capturer:
     """Brings together what a state consists of."""
 
     state: TrainState
-    window: Window
-    budget: Budget
+    window: LossMeter
+    budget: EarlyStopping
     corrupt: CorruptImages
-    ranks: Ranks
+    ranks: ProcessGroup
     attempt: int
 
     def capture(self) -> Captured:
@@ -67,7 +67,7 @@ class Capturer:
         accounting = {"train_seconds": self.window.train_seconds, "spent_seconds": self.budget.spent_seconds}
         counted = {"window": {"images": self.window.images}, "accounting": accounting, "attempt": self.attempt}
         loss = self.ranks.sum_on_device(self.window.loss)
-        tensors, layout = tensors | statistics, Layout()
+        tensors, layout = tensors | statistics, ShardLayout()
         if self.state.sharded:
             tensors, layout = own_part(tensors, self.ranks)
         return Captured(tensors=tensors, layout=layout, loss=loss, numbers=self.state.numbers() | counted)
@@ -80,7 +80,7 @@ class HostCopy:
         self._tensors: dict[str, Tensor] = {}
         self._loss = torch.zeros((), dtype=torch.float64, pin_memory=torch.cuda.is_available())
         self._captured: Captured | None = None
-        self._layout = Layout()
+        self._layout = ShardLayout()
         self._numbers: dict[str, Any] = {}
         self._stream: torch.cuda.Stream | None = None
 

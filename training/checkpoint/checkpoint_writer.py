@@ -10,26 +10,26 @@ from pathlib import Path
 
 from training.checkpoint.capture import Capturer, HostCopy
 from training.checkpoint.restore import SNAPSHOT
-from training.checkpoint.sharded_save import save_together
+from training.checkpoint.sharded_save import save_sharded
 from training.checkpoint.storage import save_checkpoint
 from training.config.interval import parse_interval
-from training.monitoring.run_logger import Recorder
-from training.runtime.background_writer import Background
-from training.runtime.run_context import Job
+from training.monitoring.run_logger import RunLogger
+from training.runtime.background_writer import BackgroundWriter
+from training.runtime.run_context import RunContext
 
 
-class Saver:
+class CheckpointWriter:
     """Saves the state of a run into its checkpoints."""
 
-    def __init__(self, job: Job, capturer: Capturer, recorder: Recorder) -> None:
+    def __init__(self, job: RunContext, capturer: Capturer, recorder: RunLogger) -> None:
         self._directory, self._keep = job.run_dir.checkpoints, job.config.keep_checkpoints
         self._every = parse_interval("checkpoint_every", job.config.checkpoint_every)
         self._capturer, self._recorder = capturer, recorder
         self._state, self._window, self._ranks = capturer.state, capturer.window, capturer.ranks
         self._fault, self._console = job.fault, recorder.console
         self._writes = self._ranks.leads or self._state.sharded
-        self._publish = partial(save_together, self._ranks.apart()) if self._state.sharded else save_checkpoint
-        self._copy, self._background = HostCopy(), Background()
+        self._publish = partial(save_sharded, self._ranks.apart()) if self._state.sharded else save_checkpoint
+        self._copy, self._background = HostCopy(), BackgroundWriter()
         self._unwritten = False
         self._saved_step: int | None = 0
         self._saved_at = time.monotonic()

@@ -16,7 +16,7 @@ from training.config.pretrained import resolve_weights
 from training.config.train_config import TrainConfig
 from training.models.head import head_of
 from training.models.parallel import take_tensors
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 
 # What others put around the weights in a file, and around their names.
 _AROUND = ("model", "state_dict")
@@ -27,7 +27,7 @@ _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 _OPTIONAL = "num_batches_tracked"
 
 
-def begin_with(config: TrainConfig, state: TrainState, ranks: Ranks) -> str:
+def load_initial_weights(config: TrainConfig, state: TrainState, ranks: ProcessGroup) -> str:
     """Have the model begin with `--weights`. All ranks must call this.
 
     Returns:

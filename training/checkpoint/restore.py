@@ -34,15 +34,15 @@ from training.checkpoint.storage import (
     set_aside,
     step_of,
 )
-from training.monitoring.run_logger import Recorder
-from training.runtime.process_group import Ranks
-from training.runtime.run_context import Job
+from training.monitoring.run_logger import RunLogger
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
 
 CHECKPOINT, SNAPSHOT = "checkpoint", "snapshot"
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Offer:
+class StateOffer:
     """A saved state that a rank could read. The largest is taken: the newest, and of equals the most durable."""
 
     step: int
@@ -65,7 +65,7 @@ class Restored:
     numbers: dict[str, Any]
 
 
-def restore(job: Job, state: TrainState, ranks: Ranks, recorder: Recorder) -> Restored | None:
+def restore(job: RunContext, state: TrainState, ranks: ProcessGroup, recorder: RunLogger) -> Restored | None:
     """Become the newest state that is intact, belongs to this run and has its past on record. None: there is none.
 
     A snapshot that is of no use is removed, as are all of a later step than the restored one.
@@ -91,7 +91,7 @@ def restore(job: Job, state: TrainState, ranks: Ranks, recorder: Recorder) -> Re
     return restored
 
 
-def _offers(job: Job, ranks: Ranks, snapshots: Path | None, *, parts: bool) -> list[Offer]:
+def _offers(job: RunContext, ranks: ProcessGroup, snapshots: Path | None, *, parts: bool) -> list[StateOffer]:
     """What this rank can read, the best last. Where snapshots are parts, rank 0 offers those that all ranks have."""
     places = {True: job.run_dir.checkpoints if ranks.leads else None, False: snapshots}
     found = []
@@ -99,7 +99,7 @@ def _offers(job: Job, ranks: Ranks, snapshots: Path | None, *, parts: bool) -> l
         if directory:
             sweep(directory, "step-*")
             paths = list_checkpoints(directory)
-            found += [Offer(step=step_of(path), durable=durable, rank=ranks.rank, path=path) for path in paths]
+            found += [StateOffer(step=step_of(path), durable=durable, rank=ranks.rank, path=path) for path in paths]
     if parts:
         # Of the same attempt: with other flags the same step is another one.
         saved_by = {offer: _saved_by(offer) for offer in found if not offer.durable}
@@ -108,7 +108,7 @@ def _offers(job: Job, ranks: Ranks, snapshots: Path | None, *, parts: bool) -> l
     return sorted(found)
 
 
-def _saved_by(offer: Offer) -> tuple[int, int]:
+def _saved_by(offer: StateOffer) -> tuple[int, int]:
     """Which step and which attempt a snapshot is of; none that there is if it cannot be read."""
     try:
         return offer.step, json.loads((offer.path / NUMBERS).read_bytes())["attempt"]
@@ -116,7 +116,9 @@ def _saved_by(offer: Offer) -> tuple[int, int]:
         return offer.step, -1
 
 
-def _take(offer: Offer, job: Job, state: TrainState, ranks: Ranks, recorder: Recorder) -> Restored | None:
+def _take(
+    offer: StateOffer, job: RunContext, state: TrainState, ranks: ProcessGroup, recorder: RunLogger
+) -> Restored | None:
     """Become the state on offer, on all ranks, unless it is of no use."""
     directory = writing_directory(job, ranks)
     path = checkpoint_path(directory, offer.step) if _is_part(offer, state) and directory else offer.path
@@ -133,12 +135,12 @@ def _take(offer: Offer, job: Job, state: TrainState, ranks: Ranks, recorder: Rec
     return Restored(name=path.name, source=offer.source, numbers=numbers)
 
 
-def _is_part(offer: Offer, state: TrainState) -> bool:
+def _is_part(offer: StateOffer, state: TrainState) -> bool:
     """Whether each rank has a part of what is on offer, in a place of its own."""
     return state.sharded and not offer.durable
 
 
-def _examine(offer: Offer, path: Path, state: TrainState, ranks: Ranks) -> tuple[dict[str, bytes], str]:
+def _examine(offer: StateOffer, path: Path, state: TrainState, ranks: ProcessGroup) -> tuple[dict[str, bytes], str]:
     """The files of a state on offer, on the rank that offers it, or why it is of no use."""
     mine = offer.rank == ranks.rank
     try:
@@ -165,7 +167,7 @@ def _read(path: Path) -> tuple[dict[str, bytes], str]:
     return (files if TENSORS in files or NUMBERS not in files else files | {TENSORS: save(read_whole(path))}), ""
 
 
-def _read_numbers(path: Path, share: Ranks | None, *, mine: bool) -> tuple[dict[str, bytes], str]:
+def _read_numbers(path: Path, share: ProcessGroup | None, *, mine: bool) -> tuple[dict[str, bytes], str]:
     """The numbers of a state in parts, if they are asked for, or what is wrong with its files.
 
     Args:
@@ -179,7 +181,7 @@ def _read_numbers(path: Path, share: Ranks | None, *, mine: bool) -> tuple[dict[
 
 
 def _tensors(
-    offer: Offer, path: Path, files: dict[str, bytes], state: TrainState, ranks: Ranks
+    offer: StateOffer, path: Path, files: dict[str, bytes], state: TrainState, ranks: ProcessGroup
 ) -> Mapping[str, Tensor]:
     """Those of the state on offer, which is intact, as this rank holds them."""
     if not state.sharded:
@@ -187,7 +189,7 @@ def _tensors(
     return read_parts(path, state) if offer.durable else read_own_part(path, state, ranks)
 
 
-def _discard(offer: Offer, path: Path, reason: str, recorder: Recorder, *, mine: bool) -> None:
+def _discard(offer: StateOffer, path: Path, reason: str, recorder: RunLogger, *, mine: bool) -> None:
     recorder.console.warn(f"{offer.source} {path} is not used: {reason}")
     recorder.event("checkpoint_rejected", path=str(path), reason=reason)
     if mine and offer.durable:

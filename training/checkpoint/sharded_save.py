@@ -12,10 +12,10 @@ from typing import Any
 from hpc.core.directories import flush
 from training.checkpoint.sharded_state import part_name
 from training.checkpoint.storage import Fill, described, save_checkpoint
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 
 
-def save_together(ranks: Ranks, directory: Path, step: int, fill: Fill, keep: int | None) -> None:
+def save_sharded(ranks: ProcessGroup, directory: Path, step: int, fill: Fill, keep: int | None) -> None:
     """Write a checkpoint, as `save_checkpoint` does. All ranks must call this, and `fill` is called on all.
 
     Args:
@@ -44,7 +44,7 @@ def save_together(ranks: Ranks, directory: Path, step: int, fill: Fill, keep: in
         raise OSError(problem)
 
 
-def _fill_all(ranks: Ranks, fill: Fill, temporary: Path) -> dict[str, Any]:
+def _fill_all(ranks: ProcessGroup, fill: Fill, temporary: Path) -> dict[str, Any]:
     """Have all ranks write into a directory, and return what their files are."""
     ranks.broadcast_bytes(os.fsencode(temporary))
     told = ranks.gather(_filled(ranks, fill, temporary))
@@ -54,7 +54,7 @@ def _fill_all(ranks: Ranks, fill: Fill, temporary: Path) -> dict[str, Any]:
     return {name: description for files, _ in told for name, description in files.items()}
 
 
-def _filled(ranks: Ranks, fill: Fill, temporary: Path) -> tuple[dict[str, Any], str]:
+def _filled(ranks: ProcessGroup, fill: Fill, temporary: Path) -> tuple[dict[str, Any], str]:
     """Write this rank's part, durably; return what the manifest is to say of it, and what went wrong."""
     name = part_name(ranks)
     try:

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from training.checkpoint.state import TrainState
 from training.checkpoint.storage import TENSORS
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 
 # torch.distributed.checkpoint.HuggingFaceStorageReader looks for these.
 _SHARDS, _BEGINS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
-def part_name(ranks: Ranks) -> str:
+def part_name(ranks: ProcessGroup) -> str:
     """The file of a rank's part."""
     return f"state-{ranks.rank:05d}-of-{ranks.world_size:05d}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ShardLayout:
     """Which part of a state a rank holds: by default all of it."""
 
     file: str = TENSORS
@@ -49,14 +49,14 @@ class Layout:
         return {_SHARDS: json.dumps(begins)}
 
 
-def own_part(tensors: Mapping[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], Layout]:
+def own_part(tensors: Mapping[str, Tensor], ranks: ProcessGroup) -> tuple[dict[str, Tensor], ShardLayout]:
     """What this rank holds of sharded tensors, on its device, and where that belongs."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # a second, which DDP does without
 
     shards = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
     begins = {name: _begin(value) for name, value in shards.items()}
     held = {name: shards[name].to_local() if name in shards else value for name, value in tensors.items()}
-    return held, Layout(file=part_name(ranks), begins=begins)
+    return held, ShardLayout(file=part_name(ranks), begins=begins)
 
 
 def _begin(shard: Any) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def _begin(shard: Any) -> tuple[int, ...]:
     return tuple(shard.__create_chunk_list__()[0].offsets)
 
 
-def read_own_part(directory: Path, state: TrainState, ranks: Ranks) -> dict[str, Tensor]:
+def read_own_part(directory: Path, state: TrainState, ranks: ProcessGroup) -> dict[str, Tensor]:
     """The tensors of a state as this rank holds them, of what this very rank has saved, one of as many."""
     saved = load_file(directory / part_name(ranks))
     rooms = _rooms(state, saved, lambda parameter: _held(parameter).shape)

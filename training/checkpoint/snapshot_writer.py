@@ -12,11 +12,11 @@ from training.checkpoint.capture import Capturer, HostCopy
 from training.checkpoint.snapshot import KEPT, no_room, remove_newer
 from training.checkpoint.storage import save_checkpoint
 from training.config.interval import parse_interval
-from training.monitoring.run_logger import Recorder
-from training.runtime.background_writer import Background
+from training.monitoring.run_logger import RunLogger
+from training.runtime.background_writer import BackgroundWriter
 from training.runtime.console import Console
-from training.runtime.process_group import Ranks
-from training.runtime.run_context import Job
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
 
 _MODE = 0o700
 
@@ -26,24 +26,24 @@ def part_directory(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}"
 
 
-def writing_directory(job: Job, ranks: Ranks) -> Path | None:
+def writing_directory(job: RunContext, ranks: ProcessGroup) -> Path | None:
     """Where this rank writes its node's snapshots, or those of its part; None: it does not."""
     if job.node_dir and job.config.strategy == "fsdp":
         return job.node_dir.snapshots / part_directory(ranks.rank, ranks.world_size)
     return job.node_dir.snapshots if job.node_dir and ranks.place.local_rank == 0 else None
 
 
-class Snapshotter:
+class SnapshotWriter:
     """Takes snapshots of a training. Where they cannot be written, the training goes on without."""
 
-    def __init__(self, job: Job, capturer: Capturer, recorder: Recorder) -> None:
+    def __init__(self, job: RunContext, capturer: Capturer, recorder: RunLogger) -> None:
         self._capturer, self._recorder = capturer, recorder
         self._ranks, self._state = capturer.ranks, capturer.state
         self._directory = writing_directory(job, self._ranks)
         self._parents = (job.node_dir.path, job.node_dir.snapshots) if job.node_dir else ()
         self._every = parse_interval("snapshot_every", job.config.snapshot_every)
         self._final = job.run_dir.final_result
-        self._copy, self._background = HostCopy(), Background()
+        self._copy, self._background = HostCopy(), BackgroundWriter()
         self._complained = False
         self._stall_seconds = self._writer_seconds = 0.0
         self.begin()

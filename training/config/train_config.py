@@ -249,7 +249,7 @@ def to_argv(config: TrainConfig) -> list[str]:
     return switches + [f"{flag(name)}={value}" for name, value in values.items() if type(value) not in {bool, NoneType}]
 
 
-def together(config: TrainConfig) -> int:
+def samples_per_group(config: TrainConfig) -> int:
     """Images that stand next to each other in a batch and must go to the same rank: mixing takes pairs."""
     return 2 if config.mixup or config.cutmix else 1
 
@@ -265,10 +265,10 @@ def check_world(config: TrainConfig, world_size: int, samples: int | None = None
     Raises:
         UserError: there are too few images in a batch.
     """
-    least = world_size * config.accumulate * together(config)
+    least = world_size * config.accumulate * samples_per_group(config)
     among = f"the {world_size} ranks that share it"
     among += f" in {config.accumulate} parts each" if config.accumulate > 1 else ""
-    among += ", in pairs to be mixed" if together(config) > 1 else ""
+    among += ", in pairs to be mixed" if samples_per_group(config) > 1 else ""
     if config.batch_size < least:
         raise UserError(f"--batch-size is {config.batch_size}, too small for {among}: use {least} or more")
     if samples is not None and samples < least:

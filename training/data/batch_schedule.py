@@ -15,7 +15,7 @@ from training.runtime.counter_rng import Purpose, permutation, stream
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class BatchRequest:
     """What a rank asks a data source for: some of its images, and how to augment them."""
 
     indices: tuple[int, ...]
@@ -24,7 +24,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BatchSchedule:
     """The steps of a whole run. `batch_size` is global."""
 
     samples: int
@@ -59,19 +59,21 @@ class Plan:
         start = place * self.batch_size
         return self.order(epoch)[start : start + self.batch_size].tolist()
 
-    def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[Request]:
+    def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
         """A rank's shares of the batches of all steps from a position in the data on, to the end of the run."""
         start, end = share(self.batch_size, rank, world_size, self.together)
         while epoch < self.epochs:
             order = self.order(epoch)
             for offset in range(samples_seen, self.samples_per_epoch, self.batch_size):
-                yield Request(indices=tuple(order[offset + start : offset + end].tolist()), epoch=epoch)
+                yield BatchRequest(indices=tuple(order[offset + start : offset + end].tolist()), epoch=epoch)
             epoch, samples_seen = epoch + 1, 0
 
 
-def make_plan(samples: int, batch_size: int, epochs: int, seed: int, together: int = 1) -> Plan:
+def make_schedule(samples: int, batch_size: int, epochs: int, seed: int, together: int = 1) -> BatchSchedule:
     """A plan whose batch is no larger than the training set."""
-    return Plan(samples=samples, batch_size=min(batch_size, samples), epochs=epochs, seed=seed, together=together)
+    return BatchSchedule(
+        samples=samples, batch_size=min(batch_size, samples), epochs=epochs, seed=seed, together=together
+    )
 
 
 def share(total: int, part: int, parts: int, together: int = 1) -> tuple[int, int]:
@@ -84,7 +86,7 @@ def share(total: int, part: int, parts: int, together: int = 1) -> tuple[int, in
     return start * together, min(end * together, total)
 
 
-def evaluation_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[Request]:
+def evaluation_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
     """A rank's batches of an evaluation: batch i has the samples from i * `batch_size` on, whoever evaluates it.
 
     What a model computes for an image can depend on the batch that it is in, by the last bits: batches that do not
@@ -93,4 +95,4 @@ def evaluation_requests(samples: int, batch_size: int, rank: int, world_size: in
     """
     for first in range(0, samples, batch_size * world_size):
         start = min(first + rank * batch_size, samples)
-        yield Request(indices=tuple(range(start, min(start + batch_size, samples))), epoch=None)
+        yield BatchRequest(indices=tuple(range(start, min(start + batch_size, samples))), epoch=None)

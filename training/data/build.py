@@ -16,9 +16,9 @@ from training.config.packed_index import read_index
 from training.config.train_config import TrainConfig
 from training.data.cifar import read_cifar, read_cifar_names
 from training.data.dataset import Data, MemoryImages
-from training.data.file_index import Part, list_images, unpack
+from training.data.file_index import SplitIndex, list_images, unpack
 from training.data.idx import class_names, read_idx_pair
-from training.data.image_dataset import Photos
+from training.data.image_dataset import ImageDataset
 from training.data.image_folder import FolderImages
 from training.data.packed import open_part
 from training.data.transforms.augment import Augmentation, memory_augmentation, photo_augmentation
@@ -95,7 +95,7 @@ def _load_folder(config: TrainConfig, layout: DataLayout, size: int, listing: by
 def _load_packed(config: TrainConfig, layout: DataLayout, size: int) -> Data:
     index = read_index(layout.path)
     parts = {
-        part.name: Photos(album=album, labels=labels, size=size)
+        part.name: ImageDataset(album=album, labels=labels, size=size)
         for part in index.parts
         for album, labels in [open_part(layout.path, index, part)]
     }
@@ -103,7 +103,11 @@ def _load_packed(config: TrainConfig, layout: DataLayout, size: int) -> Data:
 
 
 def _photos(
-    config: TrainConfig, train: Photos, val: Photos | None, test: Photos | None, classes: tuple[str, ...]
+    config: TrainConfig,
+    train: ImageDataset,
+    val: ImageDataset | None,
+    test: ImageDataset | None,
+    classes: tuple[str, ...],
 ) -> Data:
     if val is None:
         held, kept = _hold_out(config, len(train))
@@ -124,9 +128,9 @@ def _photos(
     )
 
 
-def _folder(root: Path, part: Part, size: int) -> Photos:
+def _folder(root: Path, part: SplitIndex, size: int) -> ImageDataset:
     album = FolderImages(root=root, names=part.names)
-    return Photos(album=album, labels=torch.from_numpy(part.labels), size=size)
+    return ImageDataset(album=album, labels=torch.from_numpy(part.labels), size=size)
 
 
 def _hold_out(config: TrainConfig, samples: int) -> tuple[Tensor, Tensor]:
@@ -150,12 +154,12 @@ def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(mean.tolist()), tuple(std.clamp(min=1 / 255).tolist())
 
 
-def _fingerprint(*sources: MemoryImages | Photos | None) -> str:
+def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
     digest = hashlib.sha256()
     for source in sources:
         if source is not None:
             digest.update(f"{len(source)} samples".encode())
             digest.update(source.labels.numpy().tobytes())
-            if isinstance(source, Photos):
+            if isinstance(source, ImageDataset):
                 digest.update(source.album.identity())
     return digest.hexdigest()

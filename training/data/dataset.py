@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.data.to_device import copied_ahead, sent
-from training.data.transforms.augment import Augmentation, PhotoAugmentation
+from training.data.transforms.augment import Augmentation, ImageAugmentation
 from training.runtime.child_process import leave_to_parent
 
 
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     """int64 [k]: the places in the source, each once, of images that cannot be read; others are shown instead."""
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Images and labels by request."""
 
     @property
@@ -43,7 +43,7 @@ class Source(Protocol):
     def __len__(self) -> int:
         """Number of samples."""
 
-    def __getitem__(self, request: Request) -> Batch:
+    def __getitem__(self, request: BatchRequest) -> Batch:
         """The images of a request.
 
         Raises:
@@ -64,12 +64,12 @@ class MemoryImages:
     """int64 [n], on the CPU."""
     title: str
     """What the images are together, such as `the training set`."""
-    augmentation: Augmentation | PhotoAugmentation | None = None
+    augmentation: Augmentation | ImageAugmentation | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, request: Request) -> Batch:
+    def __getitem__(self, request: BatchRequest) -> Batch:
         """The images of a request."""
         indices = torch.tensor(request.indices, dtype=torch.int64)
         images = self.images[sent(indices, self.images.device)]
@@ -86,9 +86,9 @@ class MemoryImages:
 class Data:
     """The parts of a data set."""
 
-    train: Source
-    val: Source | None
-    test: Source | None
+    train: ImageSource
+    val: ImageSource | None
+    test: ImageSource | None
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -125,7 +125,7 @@ def _begin_worker(_worker: int) -> None:
 
 @contextmanager
 def load_ahead(
-    source: Source, requests: Iterable[Request], workers: int, *, pin_memory: bool
+    source: ImageSource, requests: Iterable[BatchRequest], workers: int, *, pin_memory: bool
 ) -> Iterator[Iterator[Batch]]:
     """The batches of the requests, in their order; made by worker processes if there are any.
 
@@ -158,7 +158,7 @@ def load_ahead(
 
 @contextmanager
 def batches_on(
-    device: torch.device, source: Source, requests: Iterable[Request], workers: int
+    device: torch.device, source: ImageSource, requests: Iterable[BatchRequest], workers: int
 ) -> Iterator[Iterator[Batch]]:
     """The same, whose images and labels are on a rank's device before the step asks for them; on a CPU they are there.
 

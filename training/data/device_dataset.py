@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request
-from training.data.dataset import Batch, Data, MemoryImages, Source
-from training.data.image_dataset import CENTER, Photos
+from training.data.batch_schedule import BatchRequest
+from training.data.dataset import Batch, Data, ImageSource, MemoryImages
+from training.data.image_dataset import CENTER, ImageDataset
 from training.data.packed import PackedImages
 from training.data.synthetic import SyntheticImages
 from training.data.to_device import sent
-from training.data.transforms.augment import PhotoAugmentation
+from training.data.transforms.augment import ImageAugmentation
 from training.data.transforms.crop import cut_all
 from training.data.transforms.crop_box import center_box
 
@@ -30,7 +30,7 @@ _AUTO_SHARE = 1 / 10
 class HeldPhotos:
     """Packed images on a device."""
 
-    photos: Photos
+    photos: ImageDataset
     """The same where they come from: names, labels, and what is done to them."""
     squares: Tensor
     """uint8 [n, 3, side, side], on the device, in the order of the photos."""
@@ -45,7 +45,7 @@ class HeldPhotos:
     def __len__(self) -> int:
         return len(self.photos)
 
-    def __getitem__(self, request: Request) -> Batch:
+    def __getitem__(self, request: BatchRequest) -> Batch:
         """The images (uint8 [n, 3, size, size], on the device) of a request."""
         met = set[int]()
         shown = [self.photos.next_readable(i, met)[0] if i in self.corrupt else i for i in request.indices]
@@ -60,7 +60,7 @@ class HeldPhotos:
         return self.photos.name(index)
 
     def _look(self, places: Tensor, squares: Tensor, epoch: int | None) -> Tensor:
-        augmentation: PhotoAugmentation | None = self.photos.augmentation
+        augmentation: ImageAugmentation | None = self.photos.augmentation
         if epoch is not None and augmentation is not None:
             return augmentation.batch(epoch, places, squares)
         side = self.squares.shape[2]
@@ -92,7 +92,7 @@ def hold(config: TrainConfig, data: Data, device: torch.device, beat: Callable[[
     return replace(data, **parts, on_device=True)  # type: ignore[arg-type]  # there is a training set
 
 
-def _parts(data: Data) -> dict[str, Source | None]:
+def _parts(data: Data) -> dict[str, ImageSource | None]:
     return {"train": data.train, "val": data.val, "test": data.test}
 
 
@@ -114,26 +114,26 @@ def too_large(needed: int, free: int, wanted: str) -> str:
     return "" if fit else f"the images take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free: use auto"
 
 
-def _bytes(source: Source) -> int | None:
+def _bytes(source: ImageSource) -> int | None:
     """What a source would take of the device; None: it cannot be there."""
     match source:
         case MemoryImages():
             return source.images.nbytes
         case SyntheticImages():
             return source.pool.nbytes
-        case Photos(album=PackedImages() as album):
+        case ImageDataset(album=PackedImages() as album):
             return album.nbytes
     return None
 
 
-def _held(source: Source, device: torch.device, beat: Callable[[], object]) -> Source:
+def _held(source: ImageSource, device: torch.device, beat: Callable[[], object]) -> ImageSource:
     """A source that can be on the device, there."""
     match source:
         case MemoryImages():
             return replace(source, images=source.images.to(device))
         case SyntheticImages():
             return replace(source, pool=source.pool.to(device))
-        case Photos(album=PackedImages() as album):
+        case ImageDataset(album=PackedImages() as album):
             return HeldPhotos(photos=source, squares=_squares(album, device, beat), corrupt=album.corrupt_among())
     raise TypeError(source)
 

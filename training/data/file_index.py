@@ -22,7 +22,7 @@ _FORMAT = b"listing 1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SplitIndex:
     """The images below one directory of class directories."""
 
     names: np.ndarray
@@ -32,12 +32,12 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listing:
+class FileIndex:
     """All images of a folder."""
 
     classes: tuple[str, ...]
     """The names of the class directories of the training set, sorted: a class's number is its place."""
-    parts: dict[str, Part]
+    parts: dict[str, SplitIndex]
     """`train`, and `val` and `test` if there are such."""
 
 
@@ -100,7 +100,7 @@ def _write(kept: Path, content: bytes) -> None:
         print(f"warning: {kept} cannot be written ({error}): the next attempt lists the images again", flush=True)
 
 
-def pack(listing: Listing, state: str = "") -> bytes:
+def pack(listing: FileIndex, state: str = "") -> bytes:
     """A listing as bytes: a NumPy archive without pickles."""
     arrays = {"state": np.array(state), "classes": np.array([os.fsencode(name) for name in listing.classes])}
     for name, part in listing.parts.items():
@@ -110,12 +110,12 @@ def pack(listing: Listing, state: str = "") -> bytes:
     return buffer.getvalue()
 
 
-def unpack(content: bytes) -> Listing:
+def unpack(content: bytes) -> FileIndex:
     """What `pack` packed."""
     arrays = _arrays(content)
     present = (name for name in _PARTS if f"{name} names" in arrays)
-    parts = {name: Part(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present}
-    return Listing(classes=tuple(os.fsdecode(name) for name in arrays["classes"].tolist()), parts=parts)
+    parts = {name: SplitIndex(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present}
+    return FileIndex(classes=tuple(os.fsdecode(name) for name in arrays["classes"].tolist()), parts=parts)
 
 
 def _arrays(content: bytes) -> dict[str, np.ndarray]:
@@ -123,26 +123,26 @@ def _arrays(content: bytes) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-def list_images(layout: DataLayout) -> Listing:
+def list_images(layout: DataLayout) -> FileIndex:
     """Look at every name in an image folder.
 
     Raises:
         UserError: a directory of val/ or test/ is not a class of the training set.
     """
     classes = _classes(layout.train)
-    return Listing(
+    return FileIndex(
         classes=tuple(classes), parts={name: _list_part(root, classes) for name, root in _roots(layout).items()}
     )
 
 
-def _list_part(root: Path, classes: list[str]) -> Part:
+def _list_part(root: Path, classes: list[str]) -> SplitIndex:
     unknown = sorted(set(_classes(root)) - set(classes))
     if unknown:
         raise UserError(f"{root / unknown[0]} is a class that the training set does not have: remove it or add it")
     found = [_images_in(root / name) for name in classes]
     names = [os.fsencode(f"{name}/{image}") for name, images in zip(classes, found, strict=True) for image in images]
     labels = np.repeat(np.arange(len(classes)), [len(images) for images in found])
-    return Part(names=np.array(names, dtype=np.bytes_), labels=labels)
+    return SplitIndex(names=np.array(names, dtype=np.bytes_), labels=labels)
 
 
 def _roots(layout: DataLayout) -> dict[str, Path]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hpc.core.errors import UserError
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.data.dataset import Batch
-from training.data.transforms.augment import PhotoAugmentation
+from training.data.transforms.augment import ImageAugmentation
 from training.data.transforms.crop import cut, empty_squares
 from training.data.transforms.crop_box import center_box
 
@@ -22,7 +22,7 @@ CENTER = 224 / 256
 _MOST_IN_A_ROW = 100
 
 
-class Album(Protocol):
+class ImageStore(Protocol):
     """Images by index."""
 
     def __len__(self) -> int:
@@ -44,24 +44,24 @@ class Album(Protocol):
     def identity(self) -> bytes:
         """What tells the images from others; it does not depend on the directory that they lie in."""
 
-    def part(self, indices: Tensor) -> "Album":
+    def part(self, indices: Tensor) -> "ImageStore":
         """Some of the images."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Photos:
+class ImageDataset:
     """Images of an album. A corrupt one is replaced by the next, whoever reads it: a matter of the data alone."""
 
-    album: Album
+    album: ImageStore
     labels: Tensor
     """int64 [n]"""
     size: int
-    augmentation: PhotoAugmentation | None = None
+    augmentation: ImageAugmentation | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, request: Request) -> Batch:
+    def __getitem__(self, request: BatchRequest) -> Batch:
         """The images (uint8 [n, 3, size, size]) of a request."""
         images = empty_squares(len(request.indices), self.size)
         shown, corrupt = [], set[int]()
@@ -96,6 +96,6 @@ class Photos:
         height, width = image.shape[:2]
         return cut(image, center_box(height, width, CENTER), self.size)
 
-    def part(self, indices: Tensor) -> "Photos":
+    def part(self, indices: Tensor) -> "ImageDataset":
         """Some of the images, as a source of their own."""
         return replace(self, album=self.album.part(indices), labels=self.labels[indices])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from training.config.model_names import OWN_MODELS
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.data.dataset import Batch, Data
 
 _STEPS_PER_EPOCH = 100
@@ -27,7 +27,7 @@ class SyntheticImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, request: Request) -> Batch:
+    def __getitem__(self, request: BatchRequest) -> Batch:
         """The first images of the pool, whatever is asked for."""
         indices = torch.tensor(request.indices, dtype=torch.int64)
         count = len(indices)

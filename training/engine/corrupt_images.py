@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from training.data.dataset import Source
-from training.monitoring.run_logger import Recorder
-from training.runtime.process_group import Ranks, SharedError
+from training.data.dataset import ImageSource
+from training.monitoring.run_logger import RunLogger
+from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.progress import Progress
 
 _MOST_NAMED = 20
@@ -15,7 +15,9 @@ _MOST_NAMED = 20
 class CorruptImages:
     """The unreadable images of the training set that any rank has met."""
 
-    def __init__(self, source: Source, limit: int, progress: Progress, ranks: Ranks, recorder: Recorder) -> None:
+    def __init__(
+        self, source: ImageSource, limit: int, progress: Progress, ranks: ProcessGroup, recorder: RunLogger
+    ) -> None:
         self._source, self._limit, self._ranks, self._recorder = source, limit, ranks, recorder
         # What all ranks know is in there, and saved with it.
         self._progress = progress
@@ -48,7 +50,7 @@ class CorruptImages:
         check_limit(self._source, self._progress.corrupt, self._limit)
 
 
-def check_limit(source: Source, corrupt: Sequence[int], limit: int) -> None:
+def check_limit(source: ImageSource, corrupt: Sequence[int], limit: int) -> None:
     """Make sure that not too many images are unreadable.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from training.config.train_config import TrainConfig
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 from training.runtime.progress import Progress
 
 PATIENCE, MAX_HOURS = "patience", "max_hours"
@@ -16,7 +16,7 @@ _SAYS = {
 }
 
 
-class Budget:
+class EarlyStopping:
     """The hours that all attempts together may take. Each begins where the state that it resumes was saved.
 
     Clocks differ: rank 0's counts.
@@ -43,7 +43,7 @@ class Budget:
         """Whether there is no time left, by this rank's clock."""
         return self.spent_seconds >= self._limit
 
-    def why_over(self, progress: Progress, ranks: Ranks) -> str | None:
+    def why_over(self, progress: Progress, ranks: ProcessGroup) -> str | None:
         """Why no step is to follow; None: one is. All ranks must call this."""
         if out_of_patience(self._config, progress):
             return PATIENCE

@@ -19,14 +19,14 @@ from training.engine.preflight import check
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
 from training.models.sync_batch_norm import synchronise
-from training.runtime.process_group import Ranks, SharedError, connect, disconnect
-from training.runtime.rank_info import Place
-from training.runtime.run_context import Job
+from training.runtime.process_group import ProcessGroup, SharedError, connect, disconnect
+from training.runtime.rank_info import RankInfo
+from training.runtime.run_context import RunContext
 
 _MOST_WORKERS = 8
 
 
-def launch(job: Job, place: Place) -> None:
+def launch(job: RunContext, place: RankInfo) -> None:
     """Train with all other ranks, from connecting to disconnecting.
 
     Raises:
@@ -64,7 +64,7 @@ def make_repeatable(*, everything: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
 
 
-def _is_complete(job: Job, ranks: Ranks) -> bool:
+def _is_complete(job: RunContext, ranks: ProcessGroup) -> bool:
     """Whether there is nothing left to do: as rank 0 sees it, for the others' view of shared storage may be older."""
     complete = any(ranks.gather(ranks.leads and job.run_dir.final_result.exists()))
     if complete and ranks.leads:
@@ -72,7 +72,7 @@ def _is_complete(job: Job, ranks: Ranks) -> bool:
     return complete
 
 
-def make_trainer(job: Job, ranks: Ranks) -> Trainer:
+def make_trainer(job: RunContext, ranks: ProcessGroup) -> Trainer:
     """Open the data and build the model.
 
     Raises:
@@ -103,7 +103,7 @@ def make_trainer(job: Job, ranks: Ranks) -> Trainer:
     return Trainer(job, ranks, data, model, preprocess, _workers(config.workers, data, ranks.place))
 
 
-def _share_listing(layout: DataLayout | None, job: Job, ranks: Ranks) -> bytes:
+def _share_listing(layout: DataLayout | None, job: RunContext, ranks: ProcessGroup) -> bytes:
     """The list of an image folder's images: rank 0 alone looks for them, and the others believe it."""
     listing = b""
     with ranks.together():
@@ -112,7 +112,7 @@ def _share_listing(layout: DataLayout | None, job: Job, ranks: Ranks) -> bytes:
     return ranks.broadcast_bytes(listing)
 
 
-def _check_same(data: Data, ranks: Ranks) -> None:
+def _check_same(data: Data, ranks: ProcessGroup) -> None:
     """Every node has a copy of the data: make sure that they are the same.
 
     Of an image folder all know rank 0's list; an image that another node lacks is missed when it is to be read.
@@ -126,7 +126,7 @@ def _check_same(data: Data, ranks: Ranks) -> None:
         )
 
 
-def _workers(wanted: int | None, data: Data, place: Place) -> int:
+def _workers(wanted: int | None, data: Data, place: RankInfo) -> int:
     """Loader workers of a rank: its share of the node's cores, unless there is next to nothing to do.
 
     What lies on a device is out of a worker's reach, and needs none.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpc.core.outcome import EXIT_DIVERGED
-from training.runtime.process_group import Ranks, SharedError
+from training.runtime.process_group import ProcessGroup, SharedError
 
 
 class DivergedError(SharedError):
@@ -22,14 +22,14 @@ class DivergedError(SharedError):
         self.loss, self.step = loss, step
 
 
-class Window:
+class LossMeter:
     """Sums since the last line of metrics: the losses of this rank's images, the images of all, and the time.
 
     The losses are float32, of similar size, and added up as float64: their sum has no rounding, so it depends neither
     on the number of ranks nor on when a state was saved.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: ProcessGroup) -> None:
         self._ranks = ranks
         self.loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
         """The sum of the losses of this rank's images."""

@@ -18,7 +18,7 @@ _ONE_CYCLE_FIRST, _ONE_CYCLE_LAST = 1 / 25, 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class LrCourse:
     """Where a step is in a training."""
 
     step: int
@@ -39,13 +39,13 @@ def _cosine(start: float, end: float, part: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * part))
 
 
-def _drops(config: TrainConfig, course: Course) -> float:
+def _drops(config: TrainConfig, course: LrCourse) -> float:
     epoch, epochs = course.step // course.per_epoch, parse_drops(config.drop_epochs)
     count = epoch // epochs[0] if len(epochs) == 1 else sum(epoch >= drop for drop in epochs)
     return config.drop_factor**count
 
 
-def _one_cycle(_config: TrainConfig, course: Course) -> float:
+def _one_cycle(_config: TrainConfig, course: LrCourse) -> float:
     """Smith and Topin, "Super-convergence" (2018), as torch's OneCycleLR has it in two phases; the momentum stays."""
     top, last = max(0, course.warmup - 1), max(1, course.total - 1)
     if course.step < top:
@@ -55,7 +55,7 @@ def _one_cycle(_config: TrainConfig, course: Course) -> float:
 
 # The part of the highest learning rate, by the names of `training.config.choices.SCHEDULES`.
 # Cosine: Loshchilov and Hutter, "SGDR" (2017), without restarts.
-CURVES: dict[str, Callable[[TrainConfig, Course], float]] = {
+CURVES: dict[str, Callable[[TrainConfig, LrCourse], float]] = {
     "cosine": lambda _, course: _cosine(1.0, 0.0, course.part),
     "step": _drops,
     "one-cycle": _one_cycle,
@@ -81,7 +81,7 @@ def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int)
     highest = highest_rate(config) * progress.lr_factor
     if step < warmup and config.schedule != "one-cycle":
         return highest * (step + 1) / warmup
-    course = Course(step=step, warmup=warmup, per_epoch=steps_per_epoch, total=total)
+    course = LrCourse(step=step, warmup=warmup, per_epoch=steps_per_epoch, total=total)
     return highest * CURVES[config.schedule](config, course)
 
 

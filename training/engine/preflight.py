@@ -17,11 +17,11 @@ from torch import Tensor, distributed
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.rundir import RunDir
-from training.monitoring.run_logger import Recorder
+from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
 from training.runtime.fault_injection import NO_FAULT, Fault
-from training.runtime.process_group import Ranks, UnfitNodeError, connect, disconnect
-from training.runtime.rank_info import place_from
+from training.runtime.process_group import ProcessGroup, UnfitNodeError, connect, disconnect
+from training.runtime.rank_info import rank_info_from
 
 _SIDE = 256
 _TURNS = 3
@@ -30,7 +30,7 @@ _MEGABYTES = {"cpu": 2, "cuda": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class PreflightReport:
     """What was found out; the same on every rank, but for the clock."""
 
     world_size: int
@@ -40,7 +40,7 @@ class Report:
     seconds: float
 
 
-def check(ranks: Ranks, fault: Fault = NO_FAULT) -> Report:
+def check(ranks: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
     """Have all devices compute and all ranks talk.
 
     Raises:
@@ -55,14 +55,14 @@ def check(ranks: Ranks, fault: Fault = NO_FAULT) -> Report:
     if problems:
         raise TorchrelayError(f"this rank is well, but {next(iter(problems.values()))}")
     bandwidth = _bandwidth(ranks) if ranks.world_size > 1 else None
-    return Report(
+    return PreflightReport(
         world_size=ranks.world_size,
         allreduce_gb_per_second=bandwidth and round(bandwidth, 3),
         seconds=round(time.monotonic() - began, 3),
     )
 
 
-def _problem(ranks: Ranks, *, falsify: bool) -> str:
+def _problem(ranks: ProcessGroup, *, falsify: bool) -> str:
     """What is wrong with this rank's device; nothing if all is well."""
     expected, found = _product(torch.device("cpu"), torch.float64), _product(ranks.device, torch.float32).to("cpu")
     found[0, 0] += falsify
@@ -80,14 +80,14 @@ def _product(device: torch.device, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
-def _bandwidth(ranks: Ranks) -> float:
+def _bandwidth(ranks: ProcessGroup) -> float:
     """Bus bandwidth in GB/s of the fastest of a few all-reduces of all ranks, on their devices."""
     values = torch.empty(_MEGABYTES[ranks.device.type] * 2**20 // 4, device=ranks.device)
     fastest = min(_all_reduce_seconds(values, ranks) for _ in range(_TURNS))
     return 2 * (ranks.world_size - 1) / ranks.world_size * values.nbytes / fastest / 1e9
 
 
-def _all_reduce_seconds(values: Tensor, ranks: Ranks) -> float:
+def _all_reduce_seconds(values: Tensor, ranks: ProcessGroup) -> float:
     values.fill_(ranks.rank + 1)
     ranks.wait_for_device()
     began = time.perf_counter()
@@ -100,14 +100,14 @@ def _all_reduce_seconds(values: Tensor, ranks: Ranks) -> float:
     return seconds
 
 
-def _whereabouts(ranks: Ranks) -> str:
+def _whereabouts(ranks: ProcessGroup) -> str:
     device = f"{torch.cuda.get_device_name()} {ranks.device.index}" if ranks.device.type == "cuda" else "the CPU"
     return f"rank {ranks.rank} on {platform.node()} ({device})"
 
 
 def main(run_dir: str, attempt: str) -> int:
     """Check, print a line and record it, and turn errors into one line and an exit code."""
-    place = place_from(os.environ)
+    place = rank_info_from(os.environ)
     try:
         ranks = connect(place)
         report = check(ranks)
@@ -118,7 +118,7 @@ def main(run_dir: str, attempt: str) -> int:
         speed = report.allreduce_gb_per_second
         told = f", all-reduce {speed} GB/s" if speed is not None else ""
         print(f"preflight: {report.world_size} ranks on {ranks.device.type}{told}, {report.seconds} s", flush=True)
-        recorder = Recorder(RunDir(Path(run_dir)), int(attempt), Console(speaks=True), writes=True)
+        recorder = RunLogger(RunDir(Path(run_dir)), int(attempt), Console(speaks=True), writes=True)
         recorder.event("preflight", **asdict(report))
     disconnect()
     return 0

@@ -9,10 +9,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from training.checkpoint.state import TrainState
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Plan, share
+from training.data.batch_schedule import BatchSchedule, share
 from training.data.dataset import Batch
-from training.data.transforms.mixup import Mix, draw_mix, mix_images, mix_labels
-from training.engine.loss_meter import Window
+from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
+from training.engine.loss_meter import LossMeter
 from training.engine.lr_schedule import learning_rate
 from training.engine.optim import set_learning_rate
 from training.models.factory import Preprocess
@@ -21,14 +21,20 @@ from training.models.parallel import no_compiler, wrap
 from training.models.precision import autocast
 from training.runtime.counter_rng import Purpose, stream
 from training.runtime.fault_injection import Fault
-from training.runtime.process_group import Ranks, SharedError
+from training.runtime.process_group import ProcessGroup, SharedError
 
 
 class Stepper:
     """Makes steps. It has no state of its own: all of it is in the TrainState."""
 
     def __init__(
-        self, config: TrainConfig, plan: Plan, ranks: Ranks, state: TrainState, preprocess: Preprocess, fault: Fault
+        self,
+        config: TrainConfig,
+        plan: BatchSchedule,
+        ranks: ProcessGroup,
+        state: TrainState,
+        preprocess: Preprocess,
+        fault: Fault,
     ) -> None:
         self.config, self.plan, self.ranks, self.state = config, plan, ranks, state
         self.preprocess, self.fault = preprocess, fault
@@ -73,7 +79,7 @@ class Stepper:
         start, end = share(self.plan.batch_size, self.ranks.rank, self.ranks.world_size, self.plan.together)
         return share(end - start, 0, self.config.accumulate, self.plan.together)[1]
 
-    def step(self, batch: Batch, window: Window) -> None:
+    def step(self, batch: Batch, window: LossMeter) -> None:
         """One optimizer step.
 
         DDP averages over the ranks. Each rank's sum is scaled such that the average is the mean over the global
@@ -100,7 +106,7 @@ class Stepper:
         if state.ema:
             state.ema.update(state.model, progress.step)
 
-    def _loss(self, images: Tensor, labels: Tensor, mix: Mix | None) -> Tensor:
+    def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> Tensor:
         """The sum of the losses of a part of this rank's share."""
         inputs = self.preprocess(images)
         with autocast(self.config, self.ranks.device):

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from training.data.dataset import Batch
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 from training.runtime.progress import Progress
-from training.runtime.run_context import Job
+from training.runtime.run_context import RunContext
 
 _RECENT_STEPS = 10
 
@@ -33,10 +33,10 @@ class _Step:
     forwards: list[tuple[_Mark, _Mark]]
 
 
-class Pace:
+class StepTimer:
     """Times the steps of one rank, without making its device wait, and tells the heartbeat."""
 
-    def __init__(self, job: Job, ranks: Ranks, model: nn.Module) -> None:
+    def __init__(self, job: RunContext, ranks: ProcessGroup, model: nn.Module) -> None:
         self._heartbeat, self._fault, self._rank = job.heartbeat, job.fault, ranks.rank
         self._on_gpu = ranks.device.type == "cuda"
         self._began = 0.0

@@ -11,49 +11,51 @@ from torch import nn
 
 from hpc.core.errors import TorchrelayError
 from training.checkpoint.capture import Capturer
-from training.checkpoint.checkpoint_writer import Saver
-from training.checkpoint.initial_weights import begin_with
+from training.checkpoint.checkpoint_writer import CheckpointWriter
+from training.checkpoint.initial_weights import load_initial_weights
 from training.checkpoint.restore import restore
-from training.checkpoint.snapshot_writer import Snapshotter
+from training.checkpoint.snapshot_writer import SnapshotWriter
 from training.checkpoint.state import TrainState, identity
 from training.config.combinations import without_effect
-from training.config.train_config import together
-from training.data.batch_schedule import make_plan
+from training.config.train_config import samples_per_group
+from training.data.batch_schedule import make_schedule
 from training.data.dataset import Batch, Data, batches_on
 from training.engine.corrupt_images import CorruptImages
-from training.engine.early_stopping import MAX_HOURS, PATIENCE, Budget, out_of_patience
-from training.engine.loss_meter import DivergedError, Window
+from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
+from training.engine.loss_meter import DivergedError, LossMeter
 from training.engine.optim import make_optimizer, rate_of
 from training.engine.step import Stepper
-from training.engine.step_timer import Pace
+from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator
 from training.evaluation.result import greeting
-from training.evaluation.validation import Examiner
+from training.evaluation.validation import Validator
 from training.models.ema import Ema
 from training.models.factory import Preprocess
-from training.models.parallel import place
+from training.models.parallel import wrap_model
 from training.models.precision import make_scaler
-from training.monitoring.metrics import Lines
-from training.monitoring.run_logger import Recorder
+from training.monitoring.metrics import JsonLines
+from training.monitoring.run_logger import RunLogger
 from training.runtime import signals
 from training.runtime.console import Console
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 from training.runtime.progress import Progress
-from training.runtime.run_context import Job
-from training.runtime.stop_consensus import Agreement, StopRequested, Wishes
+from training.runtime.run_context import RunContext
+from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
 
 
 class Trainer:
     """One rank's part in the training of one model."""
 
     def __init__(
-        self, job: Job, ranks: Ranks, data: Data, model: nn.Module, preprocess: Preprocess, workers: int
+        self, job: RunContext, ranks: ProcessGroup, data: Data, model: nn.Module, preprocess: Preprocess, workers: int
     ) -> None:
         config = job.config
         self.config, self.job, self.ranks, self.data, self.workers = config, job, ranks, data, workers
         self.preprocess = preprocess
-        self.plan = make_plan(len(data.train), config.batch_size, config.epochs, config.seed, together(config))
-        model = place(model, config, ranks)
+        self.plan = make_schedule(
+            len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config)
+        )
+        model = wrap_model(model, config, ranks)
         self.state = TrainState(
             model=model,
             optimizer=make_optimizer(config, model),
@@ -65,15 +67,15 @@ class Trainer:
         )
         self.stepper = Stepper(config, self.plan, ranks, self.state, preprocess, job.fault)
         self.heartbeat = job.heartbeat
-        self.pace = Pace(job, ranks, model)
+        self.pace = StepTimer(job, ranks, model)
         self.console = Console(speaks=ranks.leads)
         with ranks.together():
-            self.recorder = Recorder(job.run_dir, job.attempt, self.console, writes=ranks.leads)
-        self.samples = Lines(job.run_dir.sample_log(job.attempt, ranks.rank), self.console)
+            self.recorder = RunLogger(job.run_dir, job.attempt, self.console, writes=ranks.leads)
+        self.samples = JsonLines(job.run_dir.sample_log(job.attempt, ranks.rank), self.console)
         self.corrupt = CorruptImages(data.train, config.max_corrupt, self.state.progress, ranks, self.recorder)
-        self.agreement = Agreement(ranks.control)
-        self.window = Window(ranks)
-        self.budget = Budget(config)
+        self.agreement = StopConsensus(ranks.control)
+        self.window = LossMeter(ranks)
+        self.budget = EarlyStopping(config)
         self.capturer = Capturer(
             state=self.state,
             window=self.window,
@@ -82,8 +84,8 @@ class Trainer:
             ranks=ranks,
             attempt=job.attempt,
         )
-        self.saver = Saver(job, self.capturer, self.recorder)
-        self.snapshotter = Snapshotter(job, self.capturer, self.recorder)
+        self.saver = CheckpointWriter(job, self.capturer, self.recorder)
+        self.snapshotter = SnapshotWriter(job, self.capturer, self.recorder)
         evaluator = Evaluator(
             config=config,
             model=self.state.evaluated_model,
@@ -93,7 +95,7 @@ class Trainer:
             # Images in memory are not augmented in an evaluation: to start workers takes longer than to take them.
             workers=0 if data.in_memory else workers,
         )
-        self.examiner = Examiner(
+        self.examiner = Validator(
             job=job, evaluator=evaluator, data=data, state=self.state, recorder=self.recorder, window=self.window
         )
 
@@ -130,7 +132,7 @@ class Trainer:
         began = time.monotonic()
         restored = restore(self.job, self.state, self.ranks, self.recorder)
         if restored is None and self.config.weights:
-            self.console.say(begin_with(self.config, self.state, self.ranks))
+            self.console.say(load_initial_weights(self.config, self.state, self.ranks))
         if restored:
             self.window.restore(restored.numbers, counts_loss=self.ranks.leads)
         self.budget.begin(restored.numbers if restored else None)
@@ -208,9 +210,9 @@ class Trainer:
             return MAX_HOURS
         return PATIENCE if out_of_patience(self.config, self.state.progress) else None
 
-    def agree(self) -> Wishes:
+    def agree(self) -> StepFlags:
         """Exchange wishes with the other ranks, and return what is agreed on."""
-        wishes = Wishes(
+        wishes = StepFlags(
             signal=signals.received(),
             save=int(self.ranks.leads and self.saver.due_by_time()),
             snapshot=int(self.snapshotter.due()),

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import evaluation_requests
-from training.data.dataset import Batch, Source, batches_on
+from training.data.dataset import Batch, ImageSource, batches_on
 from training.models.factory import Preprocess
 from training.models.parallel import take_tensors
 from training.models.precision import autocast
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 
 _BATCH = 256
 _BEST = 5
@@ -68,11 +68,11 @@ class Evaluator:
     config: TrainConfig
     model: nn.Module
     preprocess: Preprocess
-    ranks: Ranks
+    ranks: ProcessGroup
     classes: int
     workers: int
 
-    def evaluate(self, source: Source, before_batch: Callable[[], object]) -> Evaluation:
+    def evaluate(self, source: ImageSource, before_batch: Callable[[], object]) -> Evaluation:
         """Evaluate on all of `source`.
 
         Args:
@@ -103,7 +103,7 @@ class Evaluator:
         return self._summed(losses, confusion, corrupt, (predicted, probability, among_best))
 
     def evaluate_other(
-        self, weights: Mapping[str, Tensor], source: Source, before_batch: Callable[[], object]
+        self, weights: Mapping[str, Tensor], source: ImageSource, before_batch: Callable[[], object]
     ) -> Evaluation:
         """As `evaluate`, with other weights, which the model has for that long."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}

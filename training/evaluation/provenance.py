@@ -14,14 +14,14 @@ import torch
 from hpc.core.code_snapshot import revision_of
 from hpc.core.rundir import RunDir
 from training.data.dataset import Data
-from training.runtime.process_group import Ranks
-from training.runtime.run_context import Job
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 
 
-def made_from(job: Job, data: Data, ranks: Ranks) -> dict[str, Any]:
+def made_from(job: RunContext, data: Data, ranks: ProcessGroup) -> dict[str, Any]:
     """All of it, ready for JSON; null for what is not known."""
     spec = _spec(job.run_dir)
     sizes = {name: len(part) for name in ("train", "val", "test") if (part := getattr(data, name)) is not None}
@@ -74,7 +74,7 @@ def _driver() -> str | None:
     return None
 
 
-def _device(ranks: Ranks) -> str:
+def _device(ranks: ProcessGroup) -> str:
     return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"cpu ({platform.machine()})"
 
 

@@ -6,18 +6,18 @@ from typing import Any
 from torch import nn
 
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Plan
+from training.data.batch_schedule import BatchSchedule
 from training.data.dataset import Data
 from training.evaluation.evaluator import Evaluation
 from training.models.factory import Preprocess
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 from training.runtime.progress import Progress
-from training.runtime.run_context import Job
+from training.runtime.run_context import RunContext
 
 _OF_TEST = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 
 
-def greeting(config: TrainConfig, data: Data, plan: Plan, ranks: Ranks, model: nn.Module) -> str:
+def greeting(config: TrainConfig, data: Data, plan: BatchSchedule, ranks: ProcessGroup, model: nn.Module) -> str:
     """What is about to be trained."""
     weights = sum(parameter.numel() for parameter in model.parameters())
     held = ", which holds all images" if data.on_device else ""
@@ -27,7 +27,9 @@ def greeting(config: TrainConfig, data: Data, plan: Plan, ranks: Ranks, model: n
     )
 
 
-def describe(job: Job, data: Data, preprocess: Preprocess, progress: Progress, world_size: int) -> dict[str, Any]:
+def describe(
+    job: RunContext, data: Data, preprocess: Preprocess, progress: Progress, world_size: int
+) -> dict[str, Any]:
     """What is known of the model as it is now."""
     return {
         "step": progress.step,

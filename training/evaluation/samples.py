@@ -12,8 +12,8 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from training.data.batch_schedule import Request
-from training.data.dataset import Source
+from training.data.batch_schedule import BatchRequest
+from training.data.dataset import ImageSource
 from training.evaluation.evaluator import Evaluation
 
 _EACH = 12
@@ -21,7 +21,7 @@ _EACH = 12
 _LONGEST_SIDE = 96
 
 
-def samples_json(source: Source, test: Evaluation, classes: Sequence[str]) -> str:
+def samples_json(source: ImageSource, test: Evaluation, classes: Sequence[str]) -> str:
     """Some images spread evenly over the test set, and the mistakes that the model was surest of.
 
     Raises:
@@ -46,8 +46,8 @@ def surest_mistakes(labels: Tensor, test: Evaluation) -> list[int]:
     return sorted(wrong, key=lambda place: (-float(test.probability[place]), place))[:_EACH]
 
 
-def _sample(source: Source, test: Evaluation, classes: Sequence[str], kind: str, place: int) -> dict[str, Any]:
-    batch = source[Request(indices=(place,), epoch=None)]
+def _sample(source: ImageSource, test: Evaluation, classes: Sequence[str], kind: str, place: int) -> dict[str, Any]:
+    batch = source[BatchRequest(indices=(place,), epoch=None)]
     return {
         "kind": kind,
         "index": place,

@@ -16,9 +16,9 @@ from hpc.core.errors import UserError
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import CLASSES, CONFUSION, CONFUSION_PICTURE, HISTORY, MODEL_CARD, SAMPLES
 from training.checkpoint.state import TrainState
-from training.data.dataset import Data, Source
+from training.data.dataset import Data, ImageSource
 from training.engine.corrupt_images import check_limit
-from training.engine.loss_meter import Window
+from training.engine.loss_meter import LossMeter
 from training.engine.lr_schedule import follow_plateau
 from training.evaluation.class_tables import classes_csv, confusion_csv
 from training.evaluation.evaluator import Evaluation, Evaluator
@@ -29,25 +29,25 @@ from training.evaluation.result import describe, describe_test
 from training.evaluation.samples import samples_json
 from training.inference.model_card import make_card
 from training.models.parallel import whole_tensors
-from training.monitoring.run_logger import Recorder
-from training.runtime.run_context import Job
+from training.monitoring.run_logger import RunLogger
+from training.runtime.run_context import RunContext
 
 # What is told of the best model beside its test.
 _OF_BEST = ("step", "epoch", "val_accuracy", "val_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examiner:
+class Validator:
     """Examines the model of a training, and keeps the best one and the last one."""
 
-    job: Job
+    job: RunContext
     evaluator: Evaluator
     data: Data
     state: TrainState
-    recorder: Recorder
-    window: Window
+    recorder: RunLogger
+    window: LossMeter
 
-    def evaluate(self, source: Source, split: str, before_batch: Callable[[], object]) -> Evaluation:
+    def evaluate(self, source: ImageSource, split: str, before_batch: Callable[[], object]) -> Evaluation:
         """Evaluate and record it."""
         began, console = time.monotonic(), self.recorder.console
         progress = self.state.progress

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpc.core.errors import UserError
 from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
-from training.inference.model_card import Card, read_card
+from training.inference.model_card import ModelCard, read_card
 from training.models.factory import Preprocess, build_model
 from training.models.precision import autocast
 
@@ -24,7 +24,7 @@ class Classifier(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: nn.Module, card: Card) -> None:
+    def __init__(self, model: nn.Module, card: ModelCard) -> None:
         super().__init__()
         self.card, self.model = card, model
         preprocess = Preprocess.make(card.mean, card.std, card.channels, card.size, torch.device("cpu"))

@@ -20,7 +20,7 @@ from torch import Tensor
 from hpc.core.errors import UserError
 from hpc.core.rundir import MODEL_CARD
 from training.inference.classifier import Classifier
-from training.inference.model_card import Card, read_card
+from training.inference.model_card import ModelCard, read_card
 
 Classify = Callable[[Tensor], Tensor]
 """Uint8 [n, channels, height, width] to float [n, classes], both on the CPU."""
@@ -139,7 +139,7 @@ def require(kind: Format) -> None:
         raise UserError(f"{kind.suffix} files need {', '.join(missing)}: pip install {' '.join(kind.needs)}")
 
 
-def load_exported(path: Path, kind: Format) -> tuple[Card, Classify]:
+def load_exported(path: Path, kind: Format) -> tuple[ModelCard, Classify]:
     """An exported model.
 
     Raises:

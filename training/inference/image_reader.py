@@ -17,7 +17,7 @@ from training.data.decode import as_rgb, decode
 from training.data.image_folder import jpeg_decoder, pixels
 from training.data.transforms.crop import cut
 from training.data.transforms.crop_box import center_box
-from training.inference.model_card import Card
+from training.inference.model_card import ModelCard
 
 _KINDS = {1: "gray", 3: "color"}
 
@@ -26,14 +26,14 @@ class UnreadableError(Exception):
     """A file is no image; says why."""
 
 
-class Reader:
+class ImageReader:
     """Reads images for one model.
 
     Raises:
         UserError: the model takes images that no file holds.
     """
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: ModelCard) -> None:
         self._card, self._gray = card, card.pixels[0] == 1
         if card.pixels[0] not in _KINDS:
             raise UserError(f"the model takes images of {card.pixels[0]} channels, which no image file has")

@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class ModelCard:
     """One model."""
 
     model: str
@@ -70,10 +70,10 @@ class Card:
         return TrainConfig(data=".", model=self.model, head_hidden=self.head_hidden, weights=weights, amp=self.amp)
 
 
-def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from: Mapping[str, Any]) -> Card:
+def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from: Mapping[str, Any]) -> ModelCard:
     """The card of a model of this training; `preprocess` is that of its evaluations."""
     shape = data.shape if data.in_memory else (preprocess.size, preprocess.size)
-    return Card(
+    return ModelCard(
         model=config.model,
         head_hidden=config.head_hidden,
         transform_input=config.weights is not None and config.model in {"googlenet", "inception_v3"},
@@ -89,7 +89,7 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
     )
 
 
-def read_card(text: str, source: str) -> Card:
+def read_card(text: str, source: str) -> ModelCard:
     """The card in the content of `model.json`.
 
     Args:
@@ -101,8 +101,8 @@ def read_card(text: str, source: str) -> Card:
     """
     try:
         found = json.loads(text)
-        values = {field.name: found[field.name] for field in fields(Card)}
+        values = {field.name: found[field.name] for field in fields(ModelCard)}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return Card(**(values | lists))
+        return ModelCard(**(values | lists))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{source} is damaged or of another version ({error!r}): export or train again") from error

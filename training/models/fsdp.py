@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from training.config.train_config import TrainConfig
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 
 # Fewer weights are not worth messages of their own: they travel with what is around them.
 _LEAST_WEIGHTS = 2**15
 
 
-def shard(model: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
+def shard(model: nn.Module, config: TrainConfig, ranks: ProcessGroup) -> nn.Module:
     """Keep of every parameter the rows that are this rank's, on its device; the same model, changed.
 
     One block after the other comes to the device and is cut there, so that it never holds the whole model.
@@ -78,7 +78,7 @@ class Sharded:
     would take the memory that is to be saved.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, ranks: ProcessGroup) -> None:
         self._model, self._ranks = model, ranks
         self._begins = self._ends = True
 

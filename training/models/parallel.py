@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config.train_config import TrainConfig
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from training.models.fsdp import Sharded
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MOST_SHAPES = 64
 
 
-def place(model: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
+def wrap_model(model: nn.Module, config: TrainConfig, ranks: ProcessGroup) -> nn.Module:
     """The model on this rank's device, or with `--strategy fsdp` its part of it. The optimizer comes after this."""
     if config.strategy == "ddp":
         return model.to(ranks.device)
@@ -30,7 +30,7 @@ def place(model: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
     return shard(model, config, ranks)
 
 
-def wrap(model: nn.Module, config: TrainConfig, ranks: Ranks) -> "DistributedDataParallel | Sharded":
+def wrap(model: nn.Module, config: TrainConfig, ranks: ProcessGroup) -> "DistributedDataParallel | Sharded":
     """The model in DDP, or as FSDP has sharded it.
 
     Before the first forward pass of a step every rank gets rank 0's batch statistics: those are saved. Gradients are
@@ -48,7 +48,7 @@ def wrap(model: nn.Module, config: TrainConfig, ranks: Ranks) -> "DistributedDat
     return ddp
 
 
-def whole_tensors(model: nn.Module, ranks: Ranks, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
+def whole_tensors(model: nn.Module, ranks: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
     """On rank 0 every tensor of a model by name, one after the other; nothing elsewhere. All ranks must call this."""
     if not sharded:
         return model.state_dict().items() if ranks.leads else ()

@@ -28,7 +28,7 @@ def keep_only(path: Path, wanted: Callable[[Record], bool]) -> None:
         write_atomic(path, kept)
 
 
-class Lines:
+class JsonLines:
     """A file of JSON lines that outlives a full disk."""
 
     def __init__(self, path: Path, console: Console) -> None:
@@ -56,8 +56,8 @@ class Metrics:
         keep_only(run_dir.eval_metrics, lambda record: _is_evaluated(record, progress))
         self._attempt = attempt
         self._console = console
-        self._train = Lines(run_dir.train_metrics, console)
-        self._evaluations = Lines(run_dir.eval_metrics, console)
+        self._train = JsonLines(run_dir.train_metrics, console)
+        self._evaluations = JsonLines(run_dir.eval_metrics, console)
         self._directory, self._first = run_dir.tensorboard, progress.step + 1
         self._board: SummaryWriter | None = None
         self._draws = True

@@ -14,12 +14,12 @@ from torch import Tensor
 from hpc.core.directories import publish, sweep
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_json
-from hpc.core.ledger import Writer
+from hpc.core.ledger import EventWriter
 from hpc.core.outcome import EXIT_NO_SPACE
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
-from training.data.dataset import Source
+from training.data.dataset import ImageSource
 from training.monitoring.metrics import Metrics
-from training.runtime.background_writer import Background
+from training.runtime.background_writer import BackgroundWriter
 from training.runtime.console import Console
 from training.runtime.progress import Progress
 
@@ -35,7 +35,7 @@ class NoSpaceError(TorchrelayError):
     exit_code = EXIT_NO_SPACE
 
 
-class Recorder:
+class RunLogger:
     """Writes on rank 0; does nothing elsewhere.
 
     Raises:
@@ -45,9 +45,9 @@ class Recorder:
     def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
         self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
         self.console = console
-        self._best = Background()
+        self._best = BackgroundWriter()
         self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
-        self._ledger = Writer(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
+        self._ledger = EventWriter(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
         self._metrics: Metrics | None = None
         if writes:
             try:
@@ -82,7 +82,7 @@ class Recorder:
         if self._metrics:
             self._metrics.evaluation(record)
 
-    def diverged(self, step: int, loss: float, indices: list[int], source: Source) -> None:
+    def diverged(self, step: int, loss: float, indices: list[int], source: ImageSource) -> None:
         """Write down the first step whose loss is not finite, and its images."""
         if not self._writes:
             return

@@ -26,8 +26,8 @@ from hpc.core.files import fsync_directory
 from hpc.core.secure_dirs import open_lock, try_lock
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, PackIndex, checksum, read_index
-from training.pack.plan import Plan, make_plan, same_content
-from training.pack.progress import Progress
+from training.pack.plan import PackPlan, make_plan, same_content
+from training.pack.progress import PackProgress
 from training.pack.shard_writer import Shard
 from training.pack.work import begin_worker, complete, pack_shards, whole_shards
 
@@ -35,7 +35,7 @@ _LOCK = ".lock"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class PackOptions:
     """Decode the images of a folder once, into files that every training maps into memory: --data DST.
 
     Each image is scaled so that its shorter side is --size, and its middle square is kept: what the margins of the
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _work() -> int:
-    arguments = program.parse(Arguments, sys.argv[1:], "python -m training.pack")
+    arguments = program.parse(PackOptions, sys.argv[1:], "python -m training.pack")
     workers = check_arguments(arguments)
     if arguments.verify:
         verify(arguments.dst, workers)
@@ -84,7 +84,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def check_arguments(arguments: Arguments) -> int:
+def check_arguments(arguments: PackOptions) -> int:
     """The number of worker processes.
 
     Raises:
@@ -98,7 +98,7 @@ def check_arguments(arguments: Arguments) -> int:
     return arguments.workers or len(os.sched_getaffinity(0))
 
 
-def pack(arguments: Arguments, workers: int) -> None:
+def pack(arguments: PackOptions, workers: int) -> None:
     """Make DST, unless it is complete already.
 
     Raises:
@@ -119,7 +119,7 @@ def pack(arguments: Arguments, workers: int) -> None:
         shards, records = plan.shards(directory), whole_shards(plan, directory, pool)
         missing = [shard for shard in shards if shard.name not in records]
         _check_space(missing, directory)
-        with Progress(plan.images, plan.images - sum(len(shard.paths) for shard in missing)) as progress:
+        with PackProgress(plan.images, plan.images - sum(len(shard.paths) for shard in missing)) as progress:
             records |= pack_shards(missing, pool, workers, progress)
         index = complete(plan, directory, records)
         _publish(directory, dst)
@@ -139,7 +139,7 @@ def _check_place(src: Path, dst: Path) -> None:
         raise UserError(f"{dst} lies in the images themselves: give a directory outside of {src}")
 
 
-def _is_packed(dst: Path, plan: Plan) -> bool:
+def _is_packed(dst: Path, plan: PackPlan) -> bool:
     """Whether DST is there already.
 
     Raises:

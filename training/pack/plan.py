@@ -13,14 +13,14 @@ from hpc.core.errors import UserError
 from hpc.core.files import write_json
 from training.config.dataset_layout import DataLayout, check_data
 from training.config.packed_index import PackIndex
-from training.data.file_index import Part, list_images
+from training.data.file_index import SplitIndex, list_images
 from training.pack.shard_writer import CHANNELS, Shard
 
 _PLAN = ".plan.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PackPlan:
     """A packed data set to be made."""
 
     source: Path
@@ -28,7 +28,7 @@ class Plan:
     shard_images: int
     """Images in every shard but the last of a part."""
     classes: tuple[str, ...]
-    parts: dict[str, Part]
+    parts: dict[str, SplitIndex]
     """By name; the images' paths are below `source`."""
 
     @property
@@ -96,7 +96,7 @@ def _npy(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def make_plan(source: Path, size: int, shard_bytes: int) -> Plan:
+def make_plan(source: Path, size: int, shard_bytes: int) -> PackPlan:
     """List the images and spread them over shards.
 
     Raises:
@@ -107,7 +107,7 @@ def make_plan(source: Path, size: int, shard_bytes: int) -> Plan:
         listing = list_images(layout)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
-    return Plan(
+    return PackPlan(
         source=source,
         size=size,
         shard_images=max(1, shard_bytes // (size**2 * CHANNELS)),
@@ -116,13 +116,13 @@ def make_plan(source: Path, size: int, shard_bytes: int) -> Plan:
     )
 
 
-def _below(layout: DataLayout, name: str, part: Part) -> Part:
+def _below(layout: DataLayout, name: str, part: SplitIndex) -> SplitIndex:
     root: Path = getattr(layout, name)
     prefix = "" if root == layout.path else f"{root.relative_to(layout.path)}/"
-    return Part(names=np.char.add(prefix.encode(), part.names), labels=part.labels)
+    return SplitIndex(names=np.char.add(prefix.encode(), part.names), labels=part.labels)
 
 
-def same_content(index: PackIndex, plan: Plan) -> bool:
+def same_content(index: PackIndex, plan: PackPlan) -> bool:
     """Whether a packed data set is what the plan asks for, as far as names tell."""
     planned = {
         name: [hashlib.sha256(content).hexdigest() for content in plan.tables(name).values()] for name in plan.parts

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 _LINE_SECONDS = 5.0
 
 
-class Progress:
+class PackProgress:
     """How far it is, how fast, and how long it will take."""
 
     def __init__(self, total: int, done: int) -> None:

@@ -75,7 +75,7 @@ class Packed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class PackedRecord:
     """A whole shard."""
 
     file: PackedFile
@@ -150,7 +150,7 @@ def as_square(image: Image.Image, size: int) -> np.ndarray:
     return np.asarray(pixels.resize((size, size), Image.Resampling.BILINEAR, (left, top, left + side, top + side)))
 
 
-def seal(shard: Shard, parts: Sequence[Packed]) -> Record:
+def seal(shard: Shard, parts: Sequence[Packed]) -> PackedRecord:
     """Give a shard that is whole its name, durably, and write its record."""
     with shard.temporary.open("rb") as written:
         os.fsync(written.fileno())
@@ -159,7 +159,7 @@ def seal(shard: Shard, parts: Sequence[Packed]) -> Record:
     fsync_directory(shard.directory)
     corrupt = tuple(place for part in parts for place in part.corrupt)
     stamps = [stamp for part in parts for stamp in part.stamps]
-    record = Record(file=file, corrupt=corrupt, sources=_digest(shard, stamps))
+    record = PackedRecord(file=file, corrupt=corrupt, sources=_digest(shard, stamps))
     write_json(shard.record, asdict(record))
     return record
 
@@ -170,7 +170,7 @@ def _digest(shard: Shard, stamps: Sequence[tuple[int, int]]) -> str:
     return digest.hexdigest()
 
 
-def find(shard: Shard) -> Record | None:
+def find(shard: Shard) -> PackedRecord | None:
     """The record of a shard that is whole and whose sources are what they were; None: it is to be made."""
     try:
         record = _record(json.loads(shard.record.read_bytes()))
@@ -182,5 +182,7 @@ def find(shard: Shard) -> Record | None:
     return record if record.sources == _digest(shard, stamps) else None
 
 
-def _record(content: dict[str, Any]) -> Record:
-    return Record(file=PackedFile(**content["file"]), corrupt=tuple(content["corrupt"]), sources=content["sources"])
+def _record(content: dict[str, Any]) -> PackedRecord:
+    return PackedRecord(
+        file=PackedFile(**content["file"]), corrupt=tuple(content["corrupt"]), sources=content["sources"]
+    )

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from hpc.core.files import write_atomic
 from training.config.packed_index import PackedFile, PackedPart, PackIndex, write_index
-from training.pack.plan import Plan
-from training.pack.progress import Progress
-from training.pack.shard_writer import Packed, Record, Shard, begin, find, pack_images, seal
+from training.pack.plan import PackPlan
+from training.pack.progress import PackProgress
+from training.pack.shard_writer import Packed, PackedRecord, Shard, begin, find, pack_images, seal
 from training.runtime.child_process import leave_to_parent
 
 # Enough for a process to be busy for some hundredths of a second.
@@ -22,7 +22,7 @@ _TOGETHER = 16
 # Of what each process is to do next, so much is decided beforehand.
 _AHEAD = 4
 
-Records = dict[str, Record]
+Records = dict[str, PackedRecord]
 """The records of whole shards, by the shard's name."""
 
 
@@ -31,21 +31,21 @@ def begin_worker() -> None:
     leave_to_parent((signal.SIGTERM, signal.SIGINT))
 
 
-def whole_shards(plan: Plan, directory: Path, pool: ProcessPoolExecutor) -> Records:
+def whole_shards(plan: PackPlan, directory: Path, pool: ProcessPoolExecutor) -> Records:
     """What an earlier packer has left whole. A shard of images that have changed since is not: it is made again."""
     shards = plan.shards(directory)
     found = zip(shards, pool.map(find, shards), strict=True)
     return {shard.name: record for shard, record in found if record is not None}
 
 
-def pack_shards(shards: Sequence[Shard], pool: ProcessPoolExecutor, workers: int, progress: Progress) -> Records:
+def pack_shards(shards: Sequence[Shard], pool: ProcessPoolExecutor, workers: int, progress: PackProgress) -> Records:
     """Make shards.
 
     Raises:
         OSError: an image cannot be read, or the disk is full.
     """
     parts: list[Packed] = []
-    sealed: dict[str, Future[Record]] = {}
+    sealed: dict[str, Future[PackedRecord]] = {}
     for shard, packed in _in_order(shards, pool, _AHEAD * workers):
         parts.append(packed)
         progress.advance(len(packed.stamps), list(map(shard.path_of, packed.corrupt)))
@@ -70,7 +70,7 @@ def _in_order(shards: Sequence[Shard], pool: ProcessPoolExecutor, most: int) -> 
         yield shard, future.result()
 
 
-def complete(plan: Plan, directory: Path, records: Records) -> PackIndex:
+def complete(plan: PackPlan, directory: Path, records: Records) -> PackIndex:
     """Write the labels and names, and at last the index."""
     index = PackIndex(
         size=plan.size,
@@ -83,7 +83,7 @@ def complete(plan: Plan, directory: Path, records: Records) -> PackIndex:
     return index
 
 
-def _part(plan: Plan, name: str, directory: Path, records: Records) -> PackedPart:
+def _part(plan: PackPlan, name: str, directory: Path, records: Records) -> PackedPart:
     shards = [records[shard.name] for shard in plan.shards_of(name, directory)]
     tables = {what: _write(directory / f"{name}-{what}.npy", content) for what, content in plan.tables(name).items()}
     return PackedPart(

@@ -27,8 +27,8 @@ from training.engine.skip_dynamo import leave_out_compiler
 from training.engine.trainer import Trainer
 from training.profile.measure import Costs, Meter
 from training.runtime.process_group import connect, disconnect
-from training.runtime.rank_info import place_from
-from training.runtime.run_context import Job
+from training.runtime.rank_info import rank_info_from
+from training.runtime.run_context import RunContext
 
 # No training ends while it is being measured.
 _EPOCHS = 10**6
@@ -62,7 +62,7 @@ ADVICE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class ProfileOptions:
     """Say which part of a training is the bottleneck, and which flag to change.
 
     Takes the training's own flags, under the torchrun of the training or alone. Each part is done alone for a while:
@@ -83,10 +83,10 @@ class Arguments:
 
 def main() -> int:
     """Parse, measure, print, and turn errors into one line and an exit code."""
-    place = place_from(os.environ)
+    place = rank_info_from(os.environ)
     try:
         argv = with_config(sys.argv[1:], flag_names(TrainConfig))
-        arguments = tyro.cli(Arguments, args=argv, prog="python -m training.profile", console_outputs=place.leads)
+        arguments = tyro.cli(ProfileOptions, args=argv, prog="python -m training.profile", console_outputs=place.leads)
         check_model(arguments.train.model)
         if arguments.train.strategy == "fsdp":
             raise UserError("--strategy is fsdp, whose exchange has no end apart from its steps: leave it out here")
@@ -102,7 +102,7 @@ def main() -> int:
     return 0
 
 
-def profile(arguments: Arguments) -> None:
+def profile(arguments: ProfileOptions) -> None:
     """Measure, and print what was found on rank 0.
 
     Raises:
@@ -113,9 +113,9 @@ def profile(arguments: Arguments) -> None:
     if not config.compile:
         leave_out_compiler()
     make_repeatable(everything=config.deterministic)
-    ranks = connect(place_from(os.environ))
+    ranks = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory(prefix="torchrelay-profile-") as directory:
-        job = Job(config=config, run_dir=RunDir(Path(directory)), attempt=1, started=time.monotonic())
+        job = RunContext(config=config, run_dir=RunDir(Path(directory)), attempt=1, started=time.monotonic())
         trainer = make_trainer(job, ranks)
         costs = Meter(trainer, arguments.seconds).costs()
         if ranks.leads:

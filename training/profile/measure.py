@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.data.dataset import Batch, batches_on, load_ahead
-from training.data.image_dataset import Photos
+from training.data.image_dataset import ImageDataset
 from training.data.to_device import sent
 from training.engine.trainer import Trainer
 
@@ -74,7 +74,7 @@ class Meter:
             all_reduce=exposed,
         )
 
-    def _requests(self) -> Iterator[Request]:
+    def _requests(self) -> Iterator[BatchRequest]:
         return self.trainer.plan.requests(0, 0, self.ranks.rank, self.ranks.world_size)
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -89,8 +89,8 @@ class Meter:
         source, several = self.trainer.data.train, max(1, self.trainer.workers)
         indices = tuple(batch.indices[:_MOST_IMAGES].tolist())
         scale = len(batch.labels) / len(indices) / several
-        made = self._milliseconds(lambda: source[Request(indices=indices, epoch=0)]) * scale
-        if not isinstance(source, Photos):
+        made = self._milliseconds(lambda: source[BatchRequest(indices=indices, epoch=0)]) * scale
+        if not isinstance(source, ImageDataset):
             return None, made
         album, places = source.album, cycle(indices)
         decoded = self._milliseconds(lambda: album.read(next(places))) * len(batch.labels) / several

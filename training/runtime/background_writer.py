@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
-class Background:
+class BackgroundWriter:
     """A thread that does one thing after the other, and a queue that holds one: whoever brings the next one waits."""
 
     def __init__(self) -> None:

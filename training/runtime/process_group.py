@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.memory import resident_memory
 from hpc.core.outcome import EXIT_BAD_NODE
-from training.runtime.rank_info import Place
+from training.runtime.rank_info import RankInfo
 
 # A rank that waits this long for another one waits for a dead one.
 _TIMEOUT = timedelta(minutes=10)
@@ -38,10 +38,10 @@ class UnfitNodeError(TorchrelayError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class ProcessGroup:
     """All ranks, seen by one of them."""
 
-    place: Place
+    place: RankInfo
     device: torch.device
     control: distributed.ProcessGroup
     """A group on the CPU, for talk that must not make the device wait."""
@@ -118,7 +118,7 @@ class Ranks:
         distributed.all_gather_object(values, value, group=self.control)
         return values
 
-    def apart(self) -> "Ranks":
+    def apart(self) -> "ProcessGroup":
         """The same ranks with a group of their own for talk, for a thread of each. All ranks must call this."""
         return replace(self, control=_control_group(self.patience))
 
@@ -141,7 +141,7 @@ class Ranks:
             raise SharedError(f"rank {rank}: {text}" if alone else text)
 
 
-def connect(place: Place, *, watched: bool = False) -> Ranks:
+def connect(place: RankInfo, *, watched: bool = False) -> ProcessGroup:
     """Join the other ranks: NCCL with a GPU per rank, gloo without GPUs.
 
     gloo binds to the address that the host's name resolves to, the one that other nodes can reach; it must not be
@@ -167,7 +167,7 @@ def connect(place: Place, *, watched: bool = False) -> Ranks:
         store=store, rank=place.rank, world_size=place.world_size, timeout=patience, device_id=gpu,
     )  # fmt: skip
     control = _control_group(patience)
-    return Ranks(place=place, device=device, control=control, connected_at=time.monotonic(), patience=patience)
+    return ProcessGroup(place=place, device=device, control=control, connected_at=time.monotonic(), patience=patience)
 
 
 def _control_group(patience: timedelta) -> distributed.ProcessGroup:
@@ -185,7 +185,7 @@ def _meet() -> Store:
     return store
 
 
-def choose_device(place: Place, store: Store, usable: int, given: str) -> torch.device:
+def choose_device(place: RankInfo, store: Store, usable: int, given: str) -> torch.device:
     """This rank's GPU, or the CPU if no rank has one. Ranks with and without could not even connect.
 
     Args:

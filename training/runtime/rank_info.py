@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankInfo:
     """Where a rank stands. Without torchrun it is alone."""
 
     rank: int
@@ -30,6 +30,6 @@ _VARIABLES = {
 }
 
 
-def place_from(environment: Mapping[str, str]) -> Place:
+def rank_info_from(environment: Mapping[str, str]) -> RankInfo:
     """Read torchrun's variables."""
-    return Place(**{field: int(environment.get(name, default)) for field, (name, default) in _VARIABLES.items()})
+    return RankInfo(**{field: int(environment.get(name, default)) for field, (name, default) in _VARIABLES.items()})

@@ -10,7 +10,7 @@ from training.runtime.heartbeat import SILENT, Heartbeat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunContext:
     """What to train, where its files go, and which attempt this is."""
 
     config: TrainConfig

@@ -15,7 +15,7 @@ class StopRequested(Exception):  # noqa: N818  # no error: a wish that all ranks
         self.name = Signals(number).name
 
 
-class Wishes(NamedTuple):
+class StepFlags(NamedTuple):
     """What ranks may want at a step boundary. The largest of each counts."""
 
     signal: int = 0
@@ -30,7 +30,7 @@ class Wishes(NamedTuple):
     """1: no step is to follow."""
 
 
-class Agreement:
+class StopConsensus:
     """An exchange of wishes at every step boundary that costs the training nothing.
 
     At each boundary the ranks start an all-reduce (the largest counts) of their wishes on the CPU, and wait for that
@@ -41,7 +41,7 @@ class Agreement:
         self._group = group
         self._pending: tuple[Tensor, distributed.Work] | None = None
 
-    def exchange(self, wishes: Wishes) -> Wishes:
+    def exchange(self, wishes: StepFlags) -> StepFlags:
         """State one's wishes and learn what was agreed on at the last boundary: the same on every rank.
 
         Raises:
@@ -56,11 +56,11 @@ class Agreement:
             raise StopRequested(agreed.signal)
         return agreed
 
-    def settle(self) -> Wishes:
+    def settle(self) -> StepFlags:
         """Wait for what is under way, and return the largest wishes."""
         if self._pending is None:
-            return Wishes()
+            return StepFlags()
         wish, work = self._pending
         self._pending = None
         work.wait()
-        return Wishes(*wish.tolist())
+        return StepFlags(*wish.tolist())

@@ -29,7 +29,7 @@ from training.config.model_names import check_model
 from training.config.train_config import RecipeName, TrainConfig, check_world, to_argv
 from training.runtime.counter_rng import Purpose, below, stream
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault
-from training.verify_resume.compare_states import Part, compare_runs
+from training.verify_resume.compare_states import ComparedPart, compare_runs
 from training.verify_resume.local_launch import prepare_server, start_ranks, wait_for
 
 _DONE = {
@@ -45,7 +45,7 @@ _GRACE_SECONDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class VerifyOptions:
     """Train once without interruption, once cut at random steps and resumed, and compare the two bit by bit.
 
     Exit code 0: they are the same. 1: they differ. With several numbers of ranks, such as 4,3,2, each resumption has
@@ -74,7 +74,7 @@ def main() -> int:
 
 def _work() -> int:
     argv = with_config(sys.argv[1:], flag_names(TrainConfig))
-    arguments = tyro.cli(Arguments, args=argv, prog="python -m training.verify_resume")
+    arguments = tyro.cli(VerifyOptions, args=argv, prog="python -m training.verify_resume")
     sizes = check_arguments(arguments)
     directory = _new_directory(arguments.keep)
     same = verify(arguments.train, sizes, arguments.cuts, directory)
@@ -85,7 +85,7 @@ def _work() -> int:
     return 0 if same else 1
 
 
-def check_arguments(arguments: Arguments) -> list[int]:
+def check_arguments(arguments: VerifyOptions) -> list[int]:
     """The numbers of ranks.
 
     Raises:
@@ -148,7 +148,7 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
     parts = compare_runs(whole, cut) if same_size else compare_courses(whole, cut)
     if done < cuts:
         missing = f"only {done} could be made: use more --epochs or fewer --cuts"
-        parts.append(Part(name="cuts", compared=f"{cuts}", difference=missing))
+        parts.append(ComparedPart(name="cuts", compared=f"{cuts}", difference=missing))
     return report(parts, console, f"{done} of {cuts} cuts", steps, "bit-identical" if same_size else "the same samples")
 
 
@@ -205,25 +205,27 @@ def _last_words(log: Path) -> str:
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
 
 
-def compare_courses(one: RunDir, other: RunDir) -> list[Part]:
+def compare_courses(one: RunDir, other: RunDir) -> list[ComparedPart]:
     """Compare the samples of all steps, and the losses, of trainings with different numbers of ranks."""
     samples = [samples_by_step(run) for run in (one, other)]
     wrong = next((step for step in samples[0] if samples[0][step] != samples[1].get(step)), None)
     difference = "" if wrong is None else f"step {wrong} has other samples"
     return [
-        Part(name="samples", compared=f"{len(samples[0])} steps", difference=difference),
+        ComparedPart(name="samples", compared=f"{len(samples[0])} steps", difference=difference),
         _compare_losses(*(list(read_json_lines(run.train_metrics)) for run in (one, other))),
     ]
 
 
-def _compare_losses(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Part:
+def _compare_losses(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> ComparedPart:
     if len(one) != len(other):
-        return Part(name="losses", compared=f"{len(one)} losses", difference=f"{len(one)} and {len(other)} losses")
+        return ComparedPart(
+            name="losses", compared=f"{len(one)} losses", difference=f"{len(one)} and {len(other)} losses"
+        )
     off = {a["step"]: abs(a["loss"] - b["loss"]) / abs(a["loss"] or 1) for a, b in zip(one, other, strict=True)}
     far = next((step for step, relative in off.items() if relative > _LOSS_TOLERANCE), None)
     difference = f"by more than {_LOSS_TOLERANCE:.0%} from step {far} on: rounding grows, a smaller --lr calms it"
     compared = f"{len(off)} losses, within {max(off.values()):.2g} of each other"
-    return Part(name="losses", compared=compared, difference="" if far is None else difference)
+    return ComparedPart(name="losses", compared=compared, difference="" if far is None else difference)
 
 
 def samples_by_step(run: RunDir) -> dict[int, list[int]]:
@@ -238,7 +240,7 @@ def samples_by_step(run: RunDir) -> dict[int, list[int]]:
     return {step: indices for step, (_, indices) in sorted(latest.items())}
 
 
-def report(parts: list[Part], console: Console, cuts: str, steps: int, verdict: str) -> bool:
+def report(parts: list[ComparedPart], console: Console, cuts: str, steps: int, verdict: str) -> bool:
     """Print what was compared and the verdict, and return whether all is equal."""
     table = Table("", "compared", "result")
     for part in parts:

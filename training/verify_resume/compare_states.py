@@ -22,7 +22,7 @@ OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ComparedPart:
     """One part of two trainings, compared."""
 
     name: str
@@ -31,7 +31,7 @@ class Part:
     """Of the first thing that differs; empty if all are equal."""
 
 
-def compare_runs(one: RunDir, other: RunDir) -> list[Part]:
+def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
     """Compare all that two finished trainings have computed and written, bit by bit."""
     return [
         *_states(_newest(one), _newest(other)),
@@ -45,7 +45,7 @@ def _newest(run: RunDir) -> Path:
     return list_checkpoints(run.checkpoints)[0]
 
 
-def _states(one: Path, other: Path) -> Iterator[Part]:
+def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
     tensors = [read_whole(path) for path in (one, other)]
     for name, part in (
         ("weights", _select(tensors, "model/", statistics=False)),
@@ -71,14 +71,14 @@ def _select(both: list[dict[str, Tensor]], prefix: str, *, statistics: bool | No
     return [{name: value for name, value in tensors.items() if belongs(name)} for tensors in both]
 
 
-def _models(one: RunDir, other: RunDir) -> Iterator[Part]:
+def _models(one: RunDir, other: RunDir) -> Iterator[ComparedPart]:
     for name in ("final", "best"):
         files = [run.path / name / MODEL_WEIGHTS for run in (one, other)]
         found = [load_file(file) if file.exists() else {} for file in files]
         yield compare_tensors(f"{name} model", *found)
 
 
-def _results(one: RunDir, other: RunDir) -> Part:
+def _results(one: RunDir, other: RunDir) -> ComparedPart:
     """What is said of the models, and what the final one takes for what."""
     found = []
     for run in (one, other):
@@ -89,7 +89,7 @@ def _results(one: RunDir, other: RunDir) -> Part:
     return compare_values("results", *found)
 
 
-def _histories(one: RunDir, other: RunDir) -> Iterator[Part]:
+def _histories(one: RunDir, other: RunDir) -> Iterator[ComparedPart]:
     for name in ("train", "eval"):
         files = [run.path / "metrics" / f"{name}.jsonl" for run in (one, other)]
         yield compare_values(
@@ -101,14 +101,14 @@ def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in OF_THE_ATTEMPT}
 
 
-def compare_tensors(name: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Part:
+def compare_tensors(name: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> ComparedPart:
     """Compare tensors by name."""
     numbers = sum(value.numel() for value in one.values())
     compared = f"{len(one)} tensors, {numbers:,} numbers" if one or other else "none"
     if one.keys() != other.keys():
-        return Part(name=name, compared=compared, difference=f"only one has {min(one.keys() ^ other.keys())}")
+        return ComparedPart(name=name, compared=compared, difference=f"only one has {min(one.keys() ^ other.keys())}")
     differences = (text for key in one if (text := _difference(key, one[key], other[key])))
-    return Part(name=name, compared=compared, difference=next(differences, ""))
+    return ComparedPart(name=name, compared=compared, difference=next(differences, ""))
 
 
 def _difference(name: str, one: Tensor, other: Tensor) -> str:
@@ -120,10 +120,12 @@ def _difference(name: str, one: Tensor, other: Tensor) -> str:
     return f"{name}: {int((off != 0).sum()):,} of {one.numel():,} numbers, by up to {float(off.max()):.3g}"
 
 
-def compare_values(name: str, one: list[Any], other: list[Any]) -> Part:
+def compare_values(name: str, one: list[Any], other: list[Any]) -> ComparedPart:
     """Compare lists of plain values."""
     if len(one) != len(other):
-        return Part(name=name, compared=f"{len(one)} records", difference=f"{len(one)} and {len(other)} records")
+        return ComparedPart(
+            name=name, compared=f"{len(one)} records", difference=f"{len(one)} and {len(other)} records"
+        )
     differences = (f"{left} and {right}" for left, right in zip(one, other, strict=True) if left != right)
     records = f"{len(one)} records" if len(one) != 1 else "1 record"
-    return Part(name=name, compared=records, difference=next(differences, ""))
+    return ComparedPart(name=name, compared=records, difference=next(differences, ""))

@@ -8,14 +8,14 @@ import pytest
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row
 from hpc.core.errors import TorchrelayError
-from hpc.core.ledger import Writer
+from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from jobs.claim import claim, event_file, find_claim, join, refuse
-from jobs.ranks.rendezvous import Place
+from jobs.ranks.rendezvous import NodeAllocation
 
 
-def place(job_id: str = "7", restart: int = 0, node_rank: int = 0) -> Place:
-    return Place(
+def place(job_id: str = "7", restart: int = 0, node_rank: int = 0) -> NodeAllocation:
+    return NodeAllocation(
         cluster="slurm", job_id=job_id, restart=restart, node_rank=node_rank, hostnames=("gpu01", "gpu02"), cpus=None
     )
 
@@ -94,7 +94,7 @@ def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
 
 def test_attempt_that_ended_before_this_node_joined_is_not_waited_for(run: RunDir) -> None:
     claim(run, place(), 1, "n")
-    Writer(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed")
+    EventWriter(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed")
     with pytest.raises(TorchrelayError, match="attempt 1 ended before this node could join it"):
         join(run, place(node_rank=1), lambda: False, timeout_seconds=60.0)
 
@@ -102,7 +102,7 @@ def test_attempt_that_ended_before_this_node_joined_is_not_waited_for(run: RunDi
 def test_attempt_that_this_node_has_been_in_is_not_its_next_one(run: RunDir) -> None:
     claim(run, place(), 1, "n")
     event_file(run, 1, 1).append("joined", attempt=1, node="gpu02")
-    Writer(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="requeued")
+    EventWriter(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="requeued")
     with pytest.raises(TorchrelayError, match="claimed no attempt"):
         join(run, place(node_rank=1), lambda: False, timeout_seconds=0.0)
     again = claim(run, place(), 1, "n")

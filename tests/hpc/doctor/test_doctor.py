@@ -14,8 +14,8 @@ from test_findings import CONFIG, NODE, NODES, PARTITIONS
 from hpc.core.files import append_json_line
 from hpc.core.node_info import to_json
 from hpc.core.rundir import RunDir
-from hpc.doctor.__main__ import Doctor, experience_of, find_run
-from hpc.doctor.node_check import Ask, read_reports, srun_argv
+from hpc.doctor.__main__ import DoctorOptions, experience_of, find_run
+from hpc.doctor.node_check import NodeCheckRequest, read_reports, srun_argv
 from hpc.spec import Resources, RunSpec
 from jobs.doctor import words_of
 
@@ -130,8 +130,8 @@ def test_newest_run_that_has_saved_is_compared(tmp_path: Path) -> None:
     new_run(tmp_path, "older", save_seconds=9.0)
     saved = new_run(tmp_path, "newer", save_seconds=3.0)
     new_run(tmp_path, "newest")
-    assert find_run(Doctor(runs_dir=tmp_path)) == saved
-    assert find_run(Doctor(runs_dir=tmp_path / "none")) is None
+    assert find_run(DoctorOptions(runs_dir=tmp_path)) == saved
+    assert find_run(DoctorOptions(runs_dir=tmp_path / "none")) is None
 
 
 def test_experience_is_the_last_attempts(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_experience_is_the_last_attempts(tmp_path: Path) -> None:
 
 def test_srun_asks_for_what_submit_would(tmp_path: Path) -> None:
     resources = Resources(nodes="2", gpus_per_node=4, partition="gpu", account="me", time="10m", sbatch=("x=y",))
-    argv = srun_argv(Ask(resources=resources, names=("gpu01", "gpu02")), tmp_path, Path("/tmp"))
+    argv = srun_argv(NodeCheckRequest(resources=resources, names=("gpu01", "gpu02")), tmp_path, Path("/tmp"))
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
     assert asked <= set(argv)
     assert argv[-4:] == ["jobs.doctor", str(tmp_path), "/tmp", "4"]

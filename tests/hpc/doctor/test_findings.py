@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from hpc.core.errors import UserError
-from hpc.core.node_info import InJob, Machine, TorchBuild
+from hpc.core.node_info import JobNodeInfo, NodeInfo, TorchBuild
 from hpc.doctor.findings import Finding, Severity, judge, merge
-from hpc.doctor.node_findings import OF_LOGIN, OF_NODE, OF_RUN, Experience, Login
-from hpc.doctor.slurm_findings import OF_SLURM, Site
-from hpc.slurm.cluster import Cluster, choose, number, parse_config, parse_records
+from hpc.doctor.node_findings import OF_LOGIN, OF_NODE, OF_RUN, LoginNode, RunMeasurements
+from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
+from hpc.slurm.cluster import ClusterConfig, choose, number, parse_config, parse_records
 
 # As Slurm 22.05.8 prints them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T18:38:39
@@ -50,17 +50,17 @@ JobRequeue              = 0
 """
 
 
-def cluster(config: dict[str, str], partition: dict[str, str], **others: Any) -> Cluster:
+def cluster(config: dict[str, str], partition: dict[str, str], **others: Any) -> ClusterConfig:
     gpu, urgent = parse_records(PARTITIONS)
     own = {**gpu, **partition}
     nodes = parse_records(NODES)
-    return Cluster(
+    return ClusterConfig(
         config={**parse_config(CONFIG), **config}, partition=own, partitions=(own, urgent), nodes=nodes, **others
     )
 
 
-def experience(seconds: float | None, **others: Any) -> Experience:
-    return Experience(name="r", save_seconds=seconds, **{"is_script": False, **others})
+def experience(seconds: float | None, **others: Any) -> RunMeasurements:
+    return RunMeasurements(name="r", save_seconds=seconds, **{"is_script": False, **others})
 
 
 def one(found: list[Finding], check: str) -> Finding:
@@ -144,10 +144,10 @@ TEXTS = {
     ],
 )  # fmt: skip
 def test_symptom_of_slurm(
-    check: str, config: dict[str, str], partition: dict[str, str], run: Experience | None, severity: str,
+    check: str, config: dict[str, str], partition: dict[str, str], run: RunMeasurements | None, severity: str,
     words: list[str],
 ) -> None:  # fmt: skip
-    found = judge(OF_SLURM, Site(cluster=cluster(config, partition), run=run), "cluster")
+    found = judge(OF_SLURM, ClusterFacts(cluster=cluster(config, partition), run=run), "cluster")
     finding = one(found, check)
     text = f"{finding.value} {finding.cost} {finding.what_to_do}"
     assert finding.severity == severity, text
@@ -159,30 +159,30 @@ def test_symptom_of_slurm(
 
 def test_newer_names_are_known() -> None:
     config = parse_config(NEWER)
-    found = judge(OF_SLURM, Site(cluster=Cluster(config=config, partition={})), "cluster")
+    found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config=config, partition={})), "cluster")
     assert one(found, "private /tmp").severity is Severity.NOTE
     assert one(found, "JobRequeue").severity is Severity.OK
 
 
 def test_what_is_not_reported_is_not_judged() -> None:
-    found = judge(OF_SLURM, Site(cluster=Cluster(config={}, partition={})), "cluster")
+    found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config={}, partition={})), "cluster")
     assert {finding.check for finding in found if finding.severity is not Severity.UNKNOWN} == {"accounting"}
 
 
 def test_odd_values_are_not_judged() -> None:
     odd = dict.fromkeys(("KillWait", "SlurmdTimeout", "JobRequeue"), "?")
-    found = judge(OF_SLURM, Site(cluster=cluster(odd, {"GraceTime": "UNLIMITED"})), "cluster")
+    found = judge(OF_SLURM, ClusterFacts(cluster=cluster(odd, {"GraceTime": "UNLIMITED"})), "cluster")
     assert {one(found, check).severity for check in (*odd, "preemption")} == {Severity.UNKNOWN}
 
 
 def test_small_declared_disk_of_a_node() -> None:
     nodes = ({"NodeName": "a", "TmpDisk": "5000"}, {"NodeName": "b", "TmpDisk": "800000"}, {"NodeName": "c"})
-    site = Site(cluster=replace(cluster({}, {}), nodes=nodes))
+    site = ClusterFacts(cluster=replace(cluster({}, {}), nodes=nodes))
     assert one(judge(OF_SLURM, site, "cluster"), "TmpDisk").value == "TmpDisk=5000 MB on the smallest node"
 
 
 def test_accounting_is_told_by_sacct_itself() -> None:
-    site = Site(cluster=cluster({}, {}, accounting="Slurm accounting storage is disabled"))
+    site = ClusterFacts(cluster=cluster({}, {}, accounting="Slurm accounting storage is disabled"))
     assert one(judge(OF_SLURM, site, "cluster"), "accounting").severity is Severity.NOTE
 
 
@@ -193,7 +193,7 @@ def test_run_that_read_in_place_and_took_no_snapshots() -> None:
 
 
 CUDA = TorchBuild(version="2.15.0+cu132", accelerator="CUDA 13.2")
-LOGIN = Login(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA, open_files=4096)
+LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA, open_files=4096)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_symptom_of_the_login_node(check: str, changes: dict[str, Any], severity
     assert one(judge(OF_LOGIN, replace(LOGIN, **changes), "login"), check).severity == severity
 
 
-JOB = InJob(
+JOB = JobNodeInfo(
     sees_runs=True, slurm="", interface="eth0", asked_interfaces="", passed=True,
     preflight="preflight: 2 ranks on cuda, all-reduce 9.1 GB/s, 0.4 s",
 )  # fmt: skip
-NODE = Machine(
+NODE = NodeInfo(
     name="gpu01", stage_dir="/tmp", stage_type="xfs", stage_free_bytes=10**12, memory_free_bytes=10**11,
     open_files=65536, interfaces=("lo", "eth0"), job=JOB,
 )  # fmt: skip

@@ -17,13 +17,13 @@ import pytest
 from hpc.core.code_snapshot import OWN
 from hpc.core.errors import UserError
 from hpc.core.files import append_json_line, write_json
-from hpc.core.ledger import Writer
+from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir, open_node_dir
 from hpc.core.processes import start_time
 from hpc.core.rundir import RunDir
 from hpc.drill import __main__ as drill
 from hpc.drill import node_faults
-from hpc.drill.__main__ import Drill, Kind, Target, plan, target_of
+from hpc.drill.__main__ import DrillOptions, DrillTarget, Kind, plan, target_of
 from hpc.spec import Resources, RunSpec
 
 ROOT = Path(__file__).parents[3]
@@ -31,8 +31,8 @@ Process = subprocess.Popen[bytes]
 SLEEP = "import time; time.sleep(300)"
 
 
-def target(*, cluster: str = "slurm", testbed: bool = False) -> Target:
-    return Target(
+def target(*, cluster: str = "slurm", testbed: bool = False) -> DrillTarget:
+    return DrillTarget(
         run=RunDir(Path("/r/x")), cluster=cluster, job_id="7", nodes=("gpu01", "gpu02"), node="gpu02", rank=3,
         testbed=testbed,
     )  # fmt: skip
@@ -88,10 +88,10 @@ ROW: dict[str, Any] = {
 
 
 def test_last_rank_and_node_are_hit_unless_told_otherwise(run: RunDir) -> None:
-    by_default = target_of(Drill(run="r", kind="worker-kill"), run, ROW)
+    by_default = target_of(DrillOptions(run="r", kind="worker-kill"), run, ROW)
     assert (by_default.rank, by_default.node) == (3, "b"), "not the head node"
-    assert target_of(Drill(run="r", kind="disk-full"), run, ROW).rank == 0, "who writes the checkpoints"
-    told = target_of(Drill(run="r", kind="worker-kill", rank=1, node="a"), run, ROW)
+    assert target_of(DrillOptions(run="r", kind="disk-full"), run, ROW).rank == 0, "who writes the checkpoints"
+    told = target_of(DrillOptions(run="r", kind="worker-kill", rank=1, node="a"), run, ROW)
     assert (told.rank, told.node) == (1, "a")
 
 
@@ -106,7 +106,7 @@ def test_last_rank_and_node_are_hit_unless_told_otherwise(run: RunDir) -> None:
 )
 def test_target_that_is_none(run: RunDir, changes: dict[str, Any], row: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        target_of(Drill(run="r", kind="hang", **changes), run, {**ROW, **row})
+        target_of(DrillOptions(run="r", kind="hang", **changes), run, {**ROW, **row})
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def rank(run: RunDir, memory: NodeDir, spawn: Callable[..., Process]) -> Process
     """The only rank of a run that trains on this machine; its controller is this very process."""
     process, own = spawn(SLEEP), os.getpid()
     beat(memory, 0, 0, process.pid)
-    events = Writer(run.events / "x.jsonl")
+    events = EventWriter(run.events / "x.jsonl")
     events.append("submitted", job_id=str(own), cluster="local", started=start_time(own))
     events.append("claimed", attempt=1, job_id=str(own), restart=0, nonce="aa", nodes=["here"])
     append_json_line(run.train_metrics, {"step": 9, "epoch": 1, "world_size": 1, "time": time.time()})
@@ -229,7 +229,7 @@ def test_drill_waits_for_the_first_step_and_says_what_it_cost(
 ) -> None:
     def recover() -> None:
         rank.wait(60)
-        events = Writer(run.events / "x.jsonl")
+        events = EventWriter(run.events / "x.jsonl")
         events.append("incident", attempt=1, cause="crashed", step=9, failed_at=time.time(), rank=0, node="here")
         events.append("train_started", attempt=1, step=7, world_size=1, seconds=0.0, connect_seconds=0.0)
         events.append("first_step", attempt=1, step=8)

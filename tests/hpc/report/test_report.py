@@ -14,7 +14,7 @@ from hpc.core.rundir import RunDir
 from hpc.report import write
 from hpc.report.__main__ import main
 from hpc.report.command import for_people, submit_command
-from hpc.report.gather import Record, gather
+from hpc.report.gather import RunRecord, gather
 from hpc.report.plots import CHARTS, attempt_spans, decimate
 from hpc.spec import Recovery, Resources, RunSpec
 from hpc.status.run_view import summarize
@@ -24,7 +24,7 @@ from training.config.train_config import TrainConfig
 Capture = pytest.CaptureFixture[str]
 
 
-def record(run: RunDir) -> Record:
+def record(run: RunDir) -> RunRecord:
     return gather(run, summarize(run, None))
 
 

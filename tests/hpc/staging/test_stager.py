@@ -14,12 +14,12 @@ import pytest
 from cluster import need
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging import Alone, Staged, StagingStopped, stage
-from hpc.staging.copy import Progress, Watch
+from hpc.staging import SingleNode, Staged, StagingStopped, stage
+from hpc.staging.copy import CopyProgress, Watch
 from hpc.staging.manifest import write_manifest
 from hpc.staging.stager import Stager
-from hpc.staging.store import Store, open_store
-from hpc.staging.team import Plan
+from hpc.staging.store import CacheStore, open_store
+from hpc.staging.team import StagingPlan
 
 MB = 2**20
 ROOT = Path(__file__).parents[3]
@@ -46,7 +46,7 @@ def local(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(local: Path) -> Store:
+def store(local: Path) -> CacheStore:
     return open_store(local)
 
 
@@ -102,7 +102,9 @@ def test_another_name_of_the_same_source_is_the_same_copy(source: Path, local: P
     assert stage(source.parent / "x" / ".." / source.name, local).path == copy
 
 
-def test_process_that_stands_still_with_the_copy_is_not_waited_for(source: Path, local: Path, store: Store) -> None:
+def test_process_that_stands_still_with_the_copy_is_not_waited_for(
+    source: Path, local: Path, store: CacheStore
+) -> None:
     entry = store.entry(stage(source, local).path.parent.name)
     with entry.copying(pytest.fail):
         os.utime(store.locks / f"{entry.name}.copy", (1, 1))
@@ -131,7 +133,9 @@ def test_repair_needs_room_for_what_is_damaged_alone(tmp_path: Path, small_disk:
     assert stage(source, small_disk).repaired == 1
 
 
-def test_copy_that_was_in_use_until_now_is_not_old(source: Path, local: Path, store: Store, tmp_path: Path) -> None:
+def test_copy_that_was_in_use_until_now_is_not_old(
+    source: Path, local: Path, store: CacheStore, tmp_path: Path
+) -> None:
     with Stager(local) as user:
         copy = user.stage(source).path
         os.utime(copy.parent, (1, 1))
@@ -203,7 +207,9 @@ def test_silent_corruption_is_found_and_repaired(source: Path, local: Path) -> N
             assert stager.stage(source, read=True).reused
 
 
-def test_copy_from_before_a_power_cut_is_read_before_it_is_trusted(source: Path, local: Path, store: Store) -> None:
+def test_copy_from_before_a_power_cut_is_read_before_it_is_trusted(
+    source: Path, local: Path, store: CacheStore
+) -> None:
     copy = stage(source, local).path
     flip_a_byte(copy / "large")
     [entry] = store.entries()
@@ -220,7 +226,7 @@ def test_copy_from_before_a_power_cut_is_read_before_it_is_trusted(source: Path,
 def at_first_byte(act: Callable[[], bool]) -> Watch:
     """Do something as soon as a part has been copied."""
 
-    def watch(progress: Progress | None) -> bool:
+    def watch(progress: CopyProgress | None) -> bool:
         return bool(progress and progress.bytes_done and act())
 
     return watch
@@ -239,7 +245,7 @@ def test_stop_in_the_middle_of_listing_and_of_verifying(source: Path, local: Pat
     stage(source, local)
     asked = 0
 
-    def later(_: Progress | None) -> bool:
+    def later(_: CopyProgress | None) -> bool:
         nonlocal asked
         asked += 1
         return asked > 2
@@ -248,11 +254,11 @@ def test_stop_in_the_middle_of_listing_and_of_verifying(source: Path, local: Pat
         stager.stage(source, read=True)
 
 
-def test_stop_while_another_process_copies(source: Path, local: Path, store: Store) -> None:
+def test_stop_while_another_process_copies(source: Path, local: Path, store: CacheStore) -> None:
     entry = store.entry(stage(source, local).path.parent.name)
     waited = 0
 
-    def soon(_: Progress | None) -> bool:
+    def soon(_: CopyProgress | None) -> bool:
         nonlocal waited
         waited += 1
         return waited > 5
@@ -327,13 +333,13 @@ def test_source_that_is_not_there_is_said(tmp_path: Path, local: Path) -> None:
         stage(tmp_path / "nowhere", local)
 
 
-class Between(Alone):
+class Between(SingleNode):
     """Does something between the listing and the reading."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self._act = act
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> StagingPlan | None:
         self._act()
         return super().plan()
 
@@ -368,7 +374,7 @@ def test_source_that_vanishes_is_tried_again_and_then_named(
         stager.stage(source)
     hidden.rename(source / "large")
 
-    def bring_back(progress: Progress | None) -> bool:
+    def bring_back(progress: CopyProgress | None) -> bool:
         if progress is not None and progress.seconds > 0.1 and hidden.exists():
             hidden.rename(source / "large")
         return False

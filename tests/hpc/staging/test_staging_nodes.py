@@ -17,9 +17,9 @@ from staging_rig import disk, end_nodes, start_nodes
 
 from hpc.core import ledger
 from hpc.staging import stage
-from hpc.staging.peers import Peer, PeerError, Server, Shelf
+from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
 from hpc.staging.source import list_source
-from hpc.staging.team import Need, Standing, choose_owners
+from hpc.staging.team import CacheStatus, NodeCache, choose_owners
 
 MB = 2**20
 NODES = 3
@@ -164,25 +164,25 @@ def test_head_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, s
 
 
 @pytest.fixture
-def server(source: Path, tmp_path: Path) -> Iterator[Server]:
+def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
     """A node that has all of the data."""
     (tmp_path / "disk").mkdir()
     listing, copy = list_source(source), stage(source, tmp_path / "disk").path
-    server = Server("nonce")
+    server = PeerServer("nonce")
     server.listings[listing.entry] = listing.pack()
-    server.shelves[listing.entry] = shelf = Shelf(listing, copy)
+    server.shelves[listing.entry] = shelf = ChunkStore(listing, copy)
     yield server
     server.close()
     shelf.close()
 
 
-def test_list_travels_as_it_is(server: Server, source: Path) -> None:
+def test_list_travels_as_it_is(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     with Peer(("127.0.0.1", server.port), "nonce", listing.entry) as peer:
         assert peer.listing() == listing
 
 
-def test_who_does_not_know_the_nonce_gets_nothing(server: Server, source: Path) -> None:
+def test_who_does_not_know_the_nonce_gets_nothing(server: PeerServer, source: Path) -> None:
     with (
         Peer(("127.0.0.1", server.port), "guess", list_source(source).entry) as peer,
         pytest.raises(PeerError, match="has closed the connection"),
@@ -190,7 +190,7 @@ def test_who_does_not_know_the_nonce_gets_nothing(server: Server, source: Path) 
         peer.listing()
 
 
-def test_batch_that_is_not_what_was_read_is_refused(server: Server, source: Path) -> None:
+def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     server.shelves[listing.entry].put(0, ("0" * 64,) * len(listing.batches[0]))
     peer = Peer(("127.0.0.1", server.port), "nonce", listing.entry)
@@ -198,7 +198,7 @@ def test_batch_that_is_not_what_was_read_is_refused(server: Server, source: Path
         peer.receive(memoryview(bytearray(listing.batches[0][0].length)), peer.ask(0)[0])
 
 
-def test_owner_that_fails_says_so_to_those_who_wait(server: Server, source: Path) -> None:
+def test_owner_that_fails_says_so_to_those_who_wait(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     threading.Timer(0.3, server.shelves[listing.entry].fail, ["its disk is full"]).start()
     peer = Peer(("127.0.0.1", server.port), "nonce", listing.entry)
@@ -222,13 +222,13 @@ def test_stranger_on_a_nodes_former_port_is_not_believed_whatever_he_says(source
 
 
 def test_who_has_the_data_owns_them_else_who_is_about_to_read_them() -> None:
-    def standing(need: Need, port: int = 9) -> Standing:
-        return Standing(source="s", need=need, port=port)
+    def standing(need: CacheStatus, port: int = 9) -> NodeCache:
+        return NodeCache(source="s", need=need, port=port)
 
-    reading = [("a", standing(Need.ALL)), ("b", standing(Need.WAITS)), ("c", standing(Need.ALL))]
+    reading = [("a", standing(CacheStatus.ALL)), ("b", standing(CacheStatus.WAITS)), ("c", standing(CacheStatus.ALL))]
     assert choose_owners(reading) == (("a", 9), ("c", 9))
-    assert choose_owners([*reading, ("d", standing(Need.NOTHING))]) == (("d", 9),)
-    assert choose_owners([*reading, ("d", standing(Need.NOTHING, 0))]) == (("a", 9), ("c", 9))
-    assert choose_owners([("a", standing(Need.ABSENT)), ("b", standing(Need.SOME))]) == ()
-    assert choose_owners([("a", standing(Need.SOME)), ("b", standing(Need.WAITS))]) is None
+    assert choose_owners([*reading, ("d", standing(CacheStatus.NOTHING))]) == (("d", 9),)
+    assert choose_owners([*reading, ("d", standing(CacheStatus.NOTHING, 0))]) == (("a", 9), ("c", 9))
+    assert choose_owners([("a", standing(CacheStatus.ABSENT)), ("b", standing(CacheStatus.SOME))]) == ()
+    assert choose_owners([("a", standing(CacheStatus.SOME)), ("b", standing(CacheStatus.WAITS))]) is None
     assert choose_owners([]) is None

@@ -9,11 +9,11 @@ import pytest
 from hpc.core import ledger
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
-from hpc.status.downtime import PARTS, Incident, goodput, incidents_of, recovery_by_cause
+from hpc.status.downtime import PARTS, Interruption, goodput, incidents_of, recovery_by_cause
 from hpc.status.run_view import summarize
 
 
-def incidents(directory: Path, *events: dict[str, Any]) -> list[Incident]:
+def incidents(directory: Path, *events: dict[str, Any]) -> list[Interruption]:
     """What the accounting makes of these events, written by two writers."""
     for number, event in enumerate(events):
         append_json_line(directory / f"writer-{number % 2}.jsonl", event)

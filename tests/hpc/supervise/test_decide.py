@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from hpc.core.attempts import Attempt
-from hpc.core.job_state import Job, JobState
+from hpc.core.job_state import JobState, SlurmJob
 from hpc.core.outcome import Cause
 from hpc.supervise.decide import decide
-from hpc.supervise.decision import Action, Decision, View
+from hpc.supervise.decision import Action, Decision, RunObservation
 
 NOW = 1_000_000.0
 
 
-def job(state: JobState, job_id: str = "7", **fields: Any) -> Job:
-    return Job(job_id=job_id, state=state, **{"reason": "None", "nodes": "", "command": "submit.sbatch", **fields})
+def job(state: JobState, job_id: str = "7", **fields: Any) -> SlurmJob:
+    return SlurmJob(job_id=job_id, state=state, **{"reason": "None", "nodes": "", "command": "submit.sbatch", **fields})
 
 
 def attempt(cause: Cause | None = None, **fields: Any) -> Attempt:
@@ -140,10 +140,10 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
 ]  # fmt: skip
 
 
-def view(**known: Any) -> View:
+def view(**known: Any) -> RunObservation:
     """What is known; the last job is the last that Slurm tells of."""
     told = {"fate": known["jobs"][-1].state} if known.get("jobs") else {}
-    return View(now=NOW, **{**told, **known})
+    return RunObservation(now=NOW, **{**told, **known})
 
 
 @pytest.mark.parametrize(("known", "action", "reason"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
@@ -160,7 +160,7 @@ def test_decision(known: dict[str, Any], action: Action, reason: str) -> None:
      ([job(JobState.NODE_FAIL)], JobState.NODE_FAIL, Cause.NODE_FAILURE),
      ([], JobState.NODE_FAIL, Cause.NODE_FAILURE)],
 )  # fmt: skip
-def test_cause_of_an_end_without_a_word(jobs: Sequence[Job], fate: JobState, cause: Cause) -> None:
+def test_cause_of_an_end_without_a_word(jobs: Sequence[SlurmJob], fate: JobState, cause: Cause) -> None:
     assert decide(view(jobs=jobs, fate=fate, attempts=[attempt()])).cause is cause
 
 

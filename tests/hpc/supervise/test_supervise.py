@@ -15,7 +15,7 @@ import pytest
 from cluster import ROOT, Run, Site, agent_pids, commands, dead
 
 from hpc.core import ledger
-from hpc.core.ledger import Writer
+from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm.testbed_conf import running_slurm_conf
 from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
@@ -159,7 +159,7 @@ def test_run_directory_that_is_deleted_or_damaged_harms_no_other(site: Site) -> 
 
 def test_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
-    Writer(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed", step=0)
+    EventWriter(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed", step=0)
     assert actions(site, "--dry-run") == {"run": "relaunch"}
     run.site.hpc("cancel", str(run.directory.path))
     assert actions(site) == {"run": "keep"}
@@ -206,7 +206,7 @@ def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
 
 def test_the_user_is_told_once_of_an_end(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
-    Writer(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="bad_input", step=0)
+    EventWriter(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="bad_input", step=0)
     tell = program(site.path / "tell", "tell", f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {site.path}/told')
     for _ in range(2):
         assert actions(site, "--on-end=tell Ada", PATH=tell) == {"run": "keep"}

@@ -15,10 +15,10 @@ from cluster import need
 
 from hpc.slurm import testbed_conf
 from hpc.testbed import daemons
-from hpc.testbed.layout import Places
+from hpc.testbed.layout import TestbedPaths
 
 ROOT = Path(__file__).parents[3]
-PLACES = Places(Path("/run/torchrelay-testbed"))
+PLACES = TestbedPaths(Path("/run/torchrelay-testbed"))
 # A user with an entry in /etc/passwd and with no rights.
 AS_NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 JOB_NAME = "torchrelay-test"

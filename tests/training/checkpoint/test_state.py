@@ -16,8 +16,8 @@ from hpc.core.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
-from training.runtime.process_group import Ranks
-from training.runtime.run_context import Job
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
 
 # Of the process, not of the training: nothing that is computed depends on them.
 NOT_STATE = {
@@ -94,16 +94,16 @@ def stopped_run(start: Starter) -> tuple[TrainConfig, Path]:
 
 
 def test_a_restored_trainer_has_everything_that_the_saved_one_had(
-    ranks: Ranks, stopped_run: tuple[TrainConfig, Path]
+    ranks: ProcessGroup, stopped_run: tuple[TrainConfig, Path]
 ) -> None:
     saved, restored = trained_and_restored(ranks, *stopped_run)
     assert saved.state.progress.step == 15
     assert differing(saved, restored) == set()
 
 
-def trained_and_restored(ranks: Ranks, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
+def trained_and_restored(ranks: ProcessGroup, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
     """A trainer after 15 steps, and a new one that has resumed from its checkpoint."""
-    job = Job(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
+    job = RunContext(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
     trainers = [make_trainer(job, ranks) for _ in range(2)]
     for trainer in trainers:
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
@@ -123,7 +123,7 @@ def trained_and_restored(ranks: Ranks, config: TrainConfig, path: Path) -> tuple
 
 @pytest.mark.parametrize("holder", ["", "stepper", "window", "saver", "corrupt", "state", "state.progress", "data"])
 def test_a_new_attribute_that_is_not_saved_is_found_out(
-    ranks: Ranks, stopped_run: tuple[TrainConfig, Path], holder: str
+    ranks: ProcessGroup, stopped_run: tuple[TrainConfig, Path], holder: str
 ) -> None:
     saved, restored = trained_and_restored(ranks, *stopped_run)
     for trainer, value in ((saved, torch.tensor(0.7)), (restored, torch.tensor(0.0))):

@@ -143,9 +143,9 @@ def test_snapshots_alone_may_be_automatic_or_off() -> None:
 
 def parse(argv: list[str]) -> TrainConfig:
     """As `python -m training` does it."""
-    from training.__main__ import Arguments
+    from training.__main__ import TrainOptions
 
-    return tyro.cli(Arguments, args=argv).train
+    return tyro.cli(TrainOptions, args=argv).train
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from trainer_rig import load
 from hpc.core.errors import UserError
 from training.config.dataset_layout import Kind
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request
-from training.data.dataset import Batch, Source, load_ahead
+from training.data.batch_schedule import BatchRequest
+from training.data.dataset import Batch, ImageSource, load_ahead
 from training.data.transforms.augment import memory_augmentation, photo_augmentation
-from training.data.transforms.random_erasing import Erasing
+from training.data.transforms.random_erasing import RandomErasing
 from training.runtime.counter_rng import Purpose, stream
 
 KINDS = ["idx_data", "cifar_data", "folder_data"]
@@ -50,11 +50,11 @@ def name(options: dict[str, Any]) -> str:
     return "-".join(map(str, options.values())) or "auto"
 
 
-def look(source: Source, epoch: int | None, count: int = 8) -> Tensor:
-    return source[Request(indices=tuple(range(count)), epoch=epoch)].images
+def look(source: ImageSource, epoch: int | None, count: int = 8) -> Tensor:
+    return source[BatchRequest(indices=tuple(range(count)), epoch=epoch)].images
 
 
-def asked(source: Source, requests: list[Request], workers: int = 0) -> list[Batch]:
+def asked(source: ImageSource, requests: list[BatchRequest], workers: int = 0) -> list[Batch]:
     with load_ahead(source, requests, workers, pin_memory=False) as batches:
         return list(batches)
 
@@ -65,12 +65,12 @@ def test_what_a_rank_sees_depends_neither_on_workers_nor_on_how_batches_are_shar
 ) -> None:
     source = load(path, val_fraction=0.0, **options).train
     order = torch.randperm(27, generator=torch.Generator().manual_seed(1)).tolist()
-    requests = [Request(indices=tuple(order[start : start + 9]), epoch=1) for start in (0, 9, 18)]
+    requests = [BatchRequest(indices=tuple(order[start : start + 9]), epoch=1) for start in (0, 9, 18)]
     alone = asked(source, requests)
     for batch, request, same in zip(alone, requests, asked(source, requests, workers=2), strict=True):
         assert batch.indices.tolist() == list(request.indices)
         assert all(map(torch.equal, batch, same))
-        shares = [Request(indices=request.indices[start:end], epoch=1) for start, end in ((0, 1), (1, 5), (5, 9))]
+        shares = [BatchRequest(indices=request.indices[start:end], epoch=1) for start, end in ((0, 1), (1, 5), (5, 9))]
         for whole, parts in zip(batch, zip(*asked(source, shares), strict=True), strict=True):
             assert torch.equal(whole, torch.cat(parts))
 
@@ -230,7 +230,7 @@ CROPPED = {"crop": "resized", "flip": "on"}
 def test_all_that_is_asked_of_a_photo_is_done_in_order(policy: str) -> None:
     photo = Image.fromarray(noise(1, size=64)[0].permute(1, 2, 0).numpy())
     changes = [v2.ToPILImage(), v2.RandAugment(), v2.PILToTensor()] if policy == "randaugment" else []
-    erasing = Erasing(seed=0, probability=1.0, color=(128,) * 3)
+    erasing = RandomErasing(seed=0, probability=1.0, color=(128,) * 3)
     for index in range(10):
         cropped = as_photo(index, photo, 32, **CROPPED)
         seen = as_photo(index, photo, 32, **CROPPED, policy=policy, random_erase=1.0)

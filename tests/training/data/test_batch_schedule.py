@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.data.batch_schedule import evaluation_requests, make_plan, share
+from training.data.batch_schedule import evaluation_requests, make_schedule, share
 from training.runtime.counter_rng import Purpose, below, bits, permutation, stream, uniform
 
 
@@ -43,7 +43,7 @@ def test_orders_are_permutations_that_differ_between_epochs_seeds_and_purposes()
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 8])
 def test_the_ranks_share_a_global_batch_that_is_the_same_for_any_number_of_them(world_size: int) -> None:
-    plan = make_plan(samples=100, batch_size=22, epochs=2, seed=4)
+    plan = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
     alone = [request.indices for request in plan.requests(0, 0, 0, 1)]
     shared = zip(*(plan.requests(0, 0, rank, world_size) for rank in range(world_size)), strict=True)
     for batch, shares in zip(alone, shared, strict=True):
@@ -53,7 +53,7 @@ def test_the_ranks_share_a_global_batch_that_is_the_same_for_any_number_of_them(
 
 
 def test_an_epoch_uses_no_image_twice_and_leaves_out_less_than_a_batch() -> None:
-    plan = make_plan(samples=100, batch_size=22, epochs=2, seed=4)
+    plan = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
     batches = [request.indices for request in plan.requests(0, 0, 0, 1)]
     assert (plan.steps_per_epoch, plan.total_steps, len(batches)) == (4, 8, 8)
     first, second = (sum(batches[epoch * 4 : epoch * 4 + 4], ()) for epoch in (0, 1))
@@ -62,12 +62,12 @@ def test_an_epoch_uses_no_image_twice_and_leaves_out_less_than_a_batch() -> None
 
 
 def test_a_training_set_smaller_than_the_batch_is_the_batch() -> None:
-    plan = make_plan(samples=10, batch_size=512, epochs=3, seed=0)
+    plan = make_schedule(samples=10, batch_size=512, epochs=3, seed=0)
     assert [sorted(request.indices) for request in plan.requests(0, 0, 0, 1)] == [list(range(10))] * 3
 
 
 def test_epoch_and_samples_seen_say_where_to_go_on() -> None:
-    plan = make_plan(samples=100, batch_size=22, epochs=3, seed=4)
+    plan = make_schedule(samples=100, batch_size=22, epochs=3, seed=4)
     whole = list(plan.requests(0, 0, 1, 3))
     for steps in range(plan.total_steps + 1):
         epoch, in_epoch = divmod(steps, plan.steps_per_epoch)

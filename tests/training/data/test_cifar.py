@@ -10,7 +10,7 @@ from trainer_rig import load, make_cifar, pickled_as_published
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.data.cifar import read_cifar
 
 
@@ -25,7 +25,7 @@ def test_cifar_is_recognised_by_its_files_and_read_with_its_names(tmp_path: Path
     assert (data.channels, data.size) == (3, 32)
     assert data.train.labels.tolist() == [number % 3 for number in range(30)] * (train // 30)
     pixels = np.random.default_rng(3).integers(0, 256, (30, 3, 32, 32))
-    assert data.train[Request(indices=tuple(range(30)), epoch=None)].images.tolist() == pixels.tolist()
+    assert data.train[BatchRequest(indices=tuple(range(30)), epoch=None)].images.tolist() == pixels.tolist()
 
 
 @pytest.mark.parametrize("protocol", [3, 4])

@@ -7,8 +7,8 @@ import torch
 from trainer_rig import load, make_folder
 
 from hpc.core.errors import UserError
-from training.data.batch_schedule import Request
-from training.data.dataset import Batch, Source, load_ahead
+from training.data.batch_schedule import BatchRequest
+from training.data.dataset import Batch, ImageSource, load_ahead
 
 NO_IMAGES = {
     "truncated": None,
@@ -28,8 +28,8 @@ def spoil(path: Path, content: bytes | None = b"no image") -> None:
     path.write_bytes(path.read_bytes()[:500] if content is None else content)
 
 
-def ask(source: Source, *indices: int, epoch: int | None = 1) -> Batch:
-    return source[Request(indices=indices, epoch=epoch)]
+def ask(source: ImageSource, *indices: int, epoch: int | None = 1) -> Batch:
+    return source[BatchRequest(indices=indices, epoch=epoch)]
 
 
 def test_a_jpeg_that_says_it_is_enormous_is_corrupt_without_being_decoded(data: Path) -> None:
@@ -73,7 +73,7 @@ def test_the_replacement_is_the_same_in_every_worker(data: Path) -> None:
     for name in ("3.png", "4.jpg"):
         spoil(data / "green" / name)
     source = load(data, val_fraction=0.0).train
-    requests = [Request(indices=(place, place + 1), epoch=2) for place in range(0, 26, 2)]
+    requests = [BatchRequest(indices=(place, place + 1), epoch=2) for place in range(0, 26, 2)]
     with load_ahead(source, requests, 2, pin_memory=False) as batches:
         for request, batch in zip(requests, batches, strict=True):
             assert all(map(torch.equal, batch, source[request]))

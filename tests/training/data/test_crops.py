@@ -10,7 +10,7 @@ from torchvision.transforms import v2
 
 from training.data.transforms.crop import cut, cut_all, scale
 from training.data.transforms.crop_box import RANDOM_NUMBERS, random_box
-from training.data.transforms.random_erasing import Erasing, fill_all, fill_each
+from training.data.transforms.random_erasing import RandomErasing, fill_all, fill_each
 from training.runtime.counter_rng import Purpose, number, stream
 
 
@@ -53,7 +53,7 @@ def test_erased_rectangles_are_distributed_as_torchvisions(height: int, width: i
     # Where it finds none that fits, it says the whole image.
     theirs = [erase(image, (0.02, 0.33), (0.3, 3.3), [0.0])[:4] for _ in range(count)]
     wanted = torch.tensor([box for box in theirs if box[2] < height])
-    ours = Erasing(seed=0, probability=1.0, color=(0,) * 3).boxes(0, torch.arange(count), height, width)
+    ours = RandomErasing(seed=0, probability=1.0, color=(0,) * 3).boxes(0, torch.arange(count), height, width)
     assert bool((ours[:, 2] > 0).all())
     assert bool((ours >= 0).all())
     assert bool((ours[:, :2] + ours[:, 2:] <= torch.tensor([height, width])).all())
@@ -65,7 +65,7 @@ def test_erased_rectangles_are_distributed_as_torchvisions(height: int, width: i
 def test_a_gpu_fills_the_rectangles_that_the_cpu_does() -> None:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (200, 3, 20, 30), dtype=torch.uint8)
-    erasing = Erasing(seed=0, probability=0.6, color=(1, 2, 3))
+    erasing = RandomErasing(seed=0, probability=0.6, color=(1, 2, 3))
     boxes, color = erasing.boxes(0, torch.arange(200), 20, 30), torch.tensor(erasing.color, dtype=torch.uint8)
     filled = fill_all(images, boxes, color)
     assert torch.equal(filled, fill_each(images, boxes, color))

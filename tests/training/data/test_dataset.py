@@ -13,7 +13,7 @@ from trainer_rig import children, load, make_folder, make_idx, write_idx
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import resolve_data
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.data.dataset import load_ahead
 from training.data.idx import class_names, read_idx, read_idx_pair
 
@@ -58,7 +58,7 @@ def test_a_part_is_held_out_by_seed(idx_data: Path) -> None:
     data, again, other = load(idx_data), load(idx_data), load(idx_data, seed=1)
     assert data.val is not None
     assert (len(data.train), len(data.val)) == (193, 10)
-    request = Request(indices=tuple(range(10)), epoch=None)
+    request = BatchRequest(indices=tuple(range(10)), epoch=None)
     images = [whole.val[request].images for whole in (data, again, other) if whole.val]
     assert torch.equal(images[0], images[1])
     assert not torch.equal(images[0], images[2])
@@ -95,13 +95,13 @@ def test_gray_and_transparent_images_have_three_channels(tmp_path: Path) -> None
     data = make_folder(tmp_path / "data", parts=("train",))
     for mode, name in (("L", "0.jpg"), ("RGBA", "1.png")):
         Image.new(mode, (30, 20)).save(data / "train" / "blue sky" / name)
-    assert load(data).train[Request(indices=(0, 1), epoch=0)].images.shape == (2, 3, 16, 16)
+    assert load(data).train[BatchRequest(indices=(0, 1), epoch=0)].images.shape == (2, 3, 16, 16)
 
 
 def test_loader_workers_survive_the_signals_that_stop_a_rank(folder_data: Path) -> None:
     source = load(folder_data).train
     before = set(children(os.getpid()))
-    requests = [Request(indices=(index % 27,), epoch=0) for index in range(200)]
+    requests = [BatchRequest(indices=(index % 27,), epoch=0) for index in range(200)]
     with load_ahead(source, requests, workers=2, pin_memory=False) as batches:
         workers = set(children(os.getpid())) - before
         assert len(workers) == 2

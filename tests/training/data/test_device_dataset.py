@@ -14,8 +14,8 @@ from trainer_rig import Starter, lines, load, make_folder
 
 from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request, evaluation_requests
-from training.data.dataset import Batch, Data, Source, batches_on, load_ahead
+from training.data.batch_schedule import BatchRequest, evaluation_requests
+from training.data.dataset import Batch, Data, ImageSource, batches_on, load_ahead
 from training.data.device_dataset import HeldPhotos, hold, too_large
 from training.data.synthetic import synthetic_data
 from training.verify_resume.__main__ import verify
@@ -55,7 +55,7 @@ def held(data: Data, **options: Any) -> Data:
     return hold(config, data, CPU, lambda: beats.append(None))
 
 
-def asked(source: Source, requests: list[Request], workers: int) -> list[Batch]:
+def asked(source: ImageSource, requests: list[BatchRequest], workers: int) -> list[Batch]:
     with load_ahead(source, requests, workers, pin_memory=False) as batches:
         return list(batches)
 
@@ -71,7 +71,7 @@ def test_what_a_rank_sees_is_the_same_wherever_its_data_lie(path: Path, options:
     assert (on_device.on_device, data.on_device) == (True, False)
     count = len(data.train)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
-    requests = [Request(indices=tuple(order[start::3]), epoch=start) for start in range(3)]
+    requests = [BatchRequest(indices=tuple(order[start::3]), epoch=start) for start in range(3)]
     with batches_on(CPU, on_device.train, requests, 0) as batches:
         for seen, expected in zip(batches, asked(data.train, requests, workers=1), strict=True):
             assert same(seen, expected)
@@ -88,7 +88,7 @@ def test_corrupt_images_are_replaced_and_told_there_too(packed_data: Path) -> No
     data = held(load(packed_data))
     assert isinstance(data.train, HeldPhotos)
     assert len(data.train.corrupt) == 2
-    everything = Request(indices=tuple(range(len(data.train))), epoch=0)
+    everything = BatchRequest(indices=tuple(range(len(data.train))), epoch=0)
     assert data.train[everything].corrupt.tolist() == sorted(data.train.corrupt)
 
 
@@ -104,7 +104,7 @@ def test_images_of_many_pieces_and_shards_lie_in_order(tmp_path: Path, monkeypat
     for part, same_part in ((data.train, held(data).train), (data.val, held(data).val)):
         assert part is not None
         assert same_part is not None
-        everything = Request(indices=tuple(range(len(part))), epoch=None)
+        everything = BatchRequest(indices=tuple(range(len(part))), epoch=None)
         assert same(part[everything], same_part[everything])
 
 

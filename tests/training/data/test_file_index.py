@@ -14,7 +14,7 @@ from trainer_rig import Starter, make_folder
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data
-from training.data.file_index import Listing, find_listing, list_images, pack, unpack
+from training.data.file_index import FileIndex, find_listing, list_images, pack, unpack
 
 LATER = 10 * 10**9
 
@@ -29,12 +29,12 @@ def kept(tmp_path: Path) -> Path:
     return tmp_path / "run" / "index.npz"
 
 
-def find(data: Path, kept: Path, later: int = LATER) -> Listing:
+def find(data: Path, kept: Path, later: int = LATER) -> FileIndex:
     """As if so many nanoseconds had gone by."""
     return unpack(find_listing(check_data(data), kept, time.time_ns() + later))
 
 
-def names(listing: Listing, part: str = "train") -> list[bytes]:
+def names(listing: FileIndex, part: str = "train") -> list[bytes]:
     return list(listing.parts[part].names.tolist())
 
 

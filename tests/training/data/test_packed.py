@@ -19,8 +19,8 @@ from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, read_index, write_index
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request
-from training.data.dataset import Batch, Source, load_ahead
+from training.data.batch_schedule import BatchRequest
+from training.data.dataset import Batch, ImageSource, load_ahead
 from training.data.file_index import list_images
 from training.verify_resume.__main__ import verify
 
@@ -55,22 +55,22 @@ def packed(packed_once: Path, tmp_path: Path) -> Path:
     return tmp_path / "packed"
 
 
-def asked(source: Source, requests: list[Request], workers: int = 0) -> list[Batch]:
+def asked(source: ImageSource, requests: list[BatchRequest], workers: int = 0) -> list[Batch]:
     with load_ahead(source, requests, workers, pin_memory=False) as batches:
         return list(batches)
 
 
-def look(source: Source, epoch: int | None) -> Tensor:
-    return source[Request(indices=tuple(range(COUNT)), epoch=epoch)].images
+def look(source: ImageSource, epoch: int | None) -> Tensor:
+    return source[BatchRequest(indices=tuple(range(COUNT)), epoch=epoch)].images
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_a_rank_sees_is_a_matter_of_seed_epoch_and_index_alone(packed_once: Path, options: dict[str, Any]) -> None:
     source, other = (load(packed_once, seed=seed, **options).train for seed in (0, 1))
-    requests = [Request(indices=tuple(range(start, COUNT, 3)), epoch=1) for start in range(3)]
+    requests = [BatchRequest(indices=tuple(range(start, COUNT, 3)), epoch=1) for start in range(3)]
     for batch, request, same in zip(asked(source, requests), requests, asked(source, requests, workers=2), strict=True):
         assert all(map(torch.equal, batch, same))
-        shares = [Request(indices=request.indices[start:end], epoch=1) for start, end in ((0, 1), (1, 5), (5, 9))]
+        shares = [BatchRequest(indices=request.indices[start:end], epoch=1) for start, end in ((0, 1), (1, 5), (5, 9))]
         assert torch.equal(batch.images, torch.cat([part.images for part in asked(source, shares)]))
     assert torch.equal(look(source, 2), look(source, 2))
     if options != {"crop": "none", "flip": "off"}:
@@ -178,7 +178,7 @@ def special(directory: Path) -> dict[str, Path]:
 def test_images_of_all_kinds_look_as_in_the_folder(tmp_path: Path) -> None:
     paths = special(tmp_path / "photos" / "class")
     pack(tmp_path / "photos", tmp_path / "packed")
-    everything = Request(indices=tuple(range(len(paths))), epoch=None)
+    everything = BatchRequest(indices=tuple(range(len(paths))), epoch=None)
     folder, packed = (load(tmp_path / name, val_fraction=0.0, image_size=35).train for name in ("photos", "packed"))
     seen, expected = (source[everything].images.float() for source in (packed, folder))
     # A packed one is scaled twice, so an edge may lie some pixels' parts elsewhere.

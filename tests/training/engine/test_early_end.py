@@ -15,7 +15,7 @@ from trainer_rig import Starter, events, lines, make_folder
 from hpc.core.outcome import EXIT_DIVERGED
 from hpc.submit.__main__ import main as submit
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import make_plan
+from training.data.batch_schedule import make_schedule
 from training.engine.early_stopping import out_of_patience
 from training.runtime.progress import Progress
 
@@ -143,7 +143,7 @@ def test_the_hours_of_all_attempts_count(start: Starter) -> None:
 
 def die_late(run_dir: Path, seconds: float) -> None:
     """In a rank: be killed when the test is to be written, and the last checkpoint is there."""
-    from training.monitoring.run_logger import Recorder
+    from training.monitoring.run_logger import RunLogger
 
     def die(*_: Any) -> None:
         while not list((run_dir / "checkpoints").glob("step-*")):
@@ -151,7 +151,7 @@ def die_late(run_dir: Path, seconds: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     spend(seconds)
-    Recorder.final = die  # type: ignore[method-assign]
+    RunLogger.final = die  # type: ignore[method-assign]
 
 
 def test_no_step_is_made_when_the_hours_are_over(start: Starter) -> None:
@@ -229,7 +229,7 @@ def test_images_of_a_folder_are_named_by_their_files(start: Starter, tmp_path: P
 
 
 def test_a_steps_batch_is_what_its_ranks_are_asked_for() -> None:
-    plan = make_plan(101, 20, 3, seed=4)
+    plan = make_schedule(101, 20, 3, seed=4)
     requests = [list(plan.requests(0, 0, rank, 3)) for rank in range(3)]
     for step, shares in enumerate(zip(*requests, strict=True), start=1):
         assert plan.batch(step) == [index for share in shares for index in share.indices]

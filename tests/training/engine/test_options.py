@@ -16,13 +16,13 @@ from trainer_rig import Starter, lines, make_idx
 from hpc.core.rundir import RunDir
 from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig
-from training.data.transforms.mixup import Mix, draw_mix, mix_images, mix_labels
+from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.launch import make_trainer
-from training.engine.loss_meter import Window
+from training.engine.loss_meter import LossMeter
 from training.models.ema import Ema
 from training.models.factory import build_model
-from training.runtime.process_group import Ranks
-from training.runtime.run_context import Job
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
 
 # One step of plain gradient descent on everything.
 ONE_STEP = ("--epochs=1", "--batch-size=193", "--momentum=0", "--weight-decay=0", "--warmup-epochs=0", "--lr=0.1")
@@ -95,20 +95,20 @@ def test_gradients_are_clipped_to_the_norm_after_they_are_unscaled(start: Starte
 
 
 def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_halved(
-    ranks: Ranks, idx_data: Path, tmp_path: Path
+    ranks: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
     config = TrainConfig(data=str(idx_data), batch_size=20, amp="fp16", epochs=1)
-    trainer = make_trainer(Job(config=config, run_dir=RunDir(tmp_path / "run"), attempt=1, started=0.0), ranks)
+    trainer = make_trainer(RunContext(config=config, run_dir=RunDir(tmp_path / "run"), attempt=1, started=0.0), ranks)
     trainer.state.scaler.load_state_dict({**trainer.state.scaler.state_dict(), "scale": 2.0**40})
     before = [parameter.detach().clone() for parameter in trainer.state.model.parameters()]
     batch = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))]
-    trainer.stepper.step(batch, Window(ranks))
+    trainer.stepper.step(batch, LossMeter(ranks))
     assert trainer.state.scaler.get_scale() == 2.0**39
     assert all(map(torch.equal, before, trainer.state.model.parameters()))
     assert trainer.state.progress.step == 1
     while trainer.state.scaler.get_scale() > 2.0**16:
-        trainer.stepper.step(batch, Window(ranks))
-    trainer.stepper.step(batch, Window(ranks))
+        trainer.stepper.step(batch, LossMeter(ranks))
+    trainer.stepper.step(batch, LossMeter(ranks))
     assert not any(map(torch.equal, before, trainer.state.model.parameters()))
 
 
@@ -157,7 +157,7 @@ def test_mixup_of_a_pair_is_that_of_torchvision() -> None:
 
     images, labels = torch.rand(2, 3, 8, 8), torch.tensor([0, 2])
     expected, targets = v2.MixUp(alpha=0.7, num_classes=3)(images, labels)
-    mix = Mix(own=float(targets[0, 0]), box=None)
+    mix = Mixup(own=float(targets[0, 0]), box=None)
     assert torch.allclose(mix_images(mix, images), expected, atol=1e-6)
     assert torch.allclose(mix_labels(mix, labels, 3), targets, atol=1e-6)
 
@@ -170,7 +170,7 @@ def test_cutmix_of_a_pair_is_that_of_torchvision() -> None:
     expected, targets = v2.CutMix(alpha=1.0, num_classes=3)(images, labels)
     rows, columns = expected[0, 0].nonzero().T
     box = (int(rows.min()), int(rows.max()) + 1, int(columns.min()), int(columns.max()) + 1)
-    mix = Mix(own=1 - len(rows) / 256, box=box)
+    mix = Mixup(own=1 - len(rows) / 256, box=box)
     assert torch.equal(mix_images(mix, images), expected)
     assert torch.allclose(mix_labels(mix, labels, 3), targets, atol=1e-6)
 

@@ -14,8 +14,8 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.outcome import EXIT_BAD_NODE
 from training.engine.preflight import check
 from training.runtime.fault_injection import parse_fault
-from training.runtime.process_group import Ranks, UnfitNodeError, choose_device
-from training.runtime.rank_info import Place
+from training.runtime.process_group import ProcessGroup, UnfitNodeError, choose_device
+from training.runtime.rank_info import RankInfo
 
 SHORT = ("--epochs=1", "--batch-size=64")
 
@@ -29,12 +29,12 @@ def test_every_start_of_the_ranks_is_preceded_by_a_check_that_is_recorded(start:
     assert preflight["time"] <= events(run, "train_started")[0]["time"]
 
 
-def test_a_rank_alone_has_no_bandwidth(ranks: Ranks) -> None:
+def test_a_rank_alone_has_no_bandwidth(ranks: ProcessGroup) -> None:
     report = check(ranks)
     assert (report.world_size, report.allreduce_gb_per_second) == (1, None)
 
 
-def test_a_device_that_computes_wrongly_is_found_out(ranks: Ranks) -> None:
+def test_a_device_that_computes_wrongly_is_found_out(ranks: ProcessGroup) -> None:
     message = r"rank 0 on .+ \(the CPU\) computes wrongly: 1 of 65536 elements of a matrix product are not right"
     with pytest.raises(UnfitNodeError, match=message) as raised:
         check(ranks, parse_fault("preflight@0:0"))
@@ -62,7 +62,7 @@ def choose(usable: list[int], given: list[str]) -> list[str]:
     store = HashStore()
 
     def one(rank: int) -> str:
-        place = Place(rank=rank, world_size=len(usable), local_rank=0, local_world_size=1, restarts=0)
+        place = RankInfo(rank=rank, world_size=len(usable), local_rank=0, local_world_size=1, restarts=0)
         try:
             return str(choose_device(place, store, usable[rank], given[rank]))
         except TorchrelayError as error:

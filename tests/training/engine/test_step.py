@@ -13,9 +13,9 @@ from trainer_rig import Starter, trainer_with
 from training.checkpoint.storage import list_checkpoints
 from training.data.dataset import Batch
 from training.data.transforms.mixup import draw_mix, mix_images, mix_labels
-from training.engine.loss_meter import Window
+from training.engine.loss_meter import LossMeter
 from training.engine.trainer import Trainer
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 
 
 @contextmanager
@@ -27,9 +27,9 @@ def watched(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     hook.remove()
 
 
-def make_step(trainer: Trainer, ranks: Ranks) -> tuple[Batch, float]:
+def make_step(trainer: Trainer, ranks: ProcessGroup) -> tuple[Batch, float]:
     """A step: its batch, and its loss."""
-    batch, window = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))], Window(ranks)
+    batch, window = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))], LossMeter(ranks)
     trainer.stepper.step(batch, window)
     return batch, window.total_loss(1) / window.images
 
@@ -45,7 +45,7 @@ def make_step(trainer: Trainer, ranks: Ranks) -> tuple[Batch, float]:
     ],
 )
 def test_the_loss_is_that_of_the_mixed_images_and_the_smoothed_labels(
-    ranks: Ranks, idx_data: Path, tmp_path: Path, settings: dict[str, Any]
+    ranks: ProcessGroup, idx_data: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     trainer = trainer_with(ranks, idx_data, tmp_path / "run", **settings)
     with watched(trainer.state.model) as seen:
@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_the_mixed_images_and_the_smoothed_labels(
 
 @pytest.mark.parametrize(("amp", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_mixed_precision_computes_in_it_and_keeps_weights_whole(
-    ranks: Ranks, idx_data: Path, tmp_path: Path, amp: str, dtype: torch.dtype
+    ranks: ProcessGroup, idx_data: Path, tmp_path: Path, amp: str, dtype: torch.dtype
 ) -> None:
     trainer = trainer_with(ranks, idx_data, tmp_path / "run", amp=amp)
     convolution = next(module for module in trainer.state.model.modules() if isinstance(module, nn.Conv2d))
@@ -79,7 +79,7 @@ def test_mixed_precision_computes_in_it_and_keeps_weights_whole(
 
 @pytest.mark.parametrize("size", [None, 17])
 def test_the_model_sees_images_of_the_size_that_was_asked_for(
-    ranks: Ranks, folder_data: Path, idx_data: Path, tmp_path: Path, size: int | None
+    ranks: ProcessGroup, folder_data: Path, idx_data: Path, tmp_path: Path, size: int | None
 ) -> None:
     for data, channels, usual in ((idx_data, 1, 12), (folder_data, 3, 64)):
         trainer = trainer_with(ranks, data, tmp_path / data.name, image_size=size)
@@ -90,14 +90,16 @@ def test_the_model_sees_images_of_the_size_that_was_asked_for(
         assert {images.shape[1:] for images, _ in seen} == {(channels, size or usual, size or usual)}
 
 
-def test_a_step_is_computed_in_as_many_parts_as_were_asked_for(ranks: Ranks, idx_data: Path, tmp_path: Path) -> None:
+def test_a_step_is_computed_in_as_many_parts_as_were_asked_for(
+    ranks: ProcessGroup, idx_data: Path, tmp_path: Path
+) -> None:
     trainer = trainer_with(ranks, idx_data, tmp_path / "run", accumulate=3)
     with watched(trainer.state.model) as seen:
         make_step(trainer, ranks)
     assert [len(images) for images, _ in seen] == [6, 7, 7]
 
 
-def test_weights_follow_from_the_seed(ranks: Ranks, idx_data: Path, tmp_path: Path) -> None:
+def test_weights_follow_from_the_seed(ranks: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
     one, same, other = (
         list(trainer_with(ranks, idx_data, tmp_path / f"{place}", seed=seed).state.model.parameters())
         for place, seed in enumerate((1, 1, 2))
@@ -107,7 +109,7 @@ def test_weights_follow_from_the_seed(ranks: Ranks, idx_data: Path, tmp_path: Pa
 
 
 def test_a_rank_has_the_loader_workers_that_it_was_given(
-    ranks: Ranks, idx_data: Path, folder_data: Path, tmp_path: Path
+    ranks: ProcessGroup, idx_data: Path, folder_data: Path, tmp_path: Path
 ) -> None:
     asked = [trainer_with(ranks, folder_data, tmp_path / f"{workers}", workers=workers).workers for workers in (0, 3)]
     assert asked == [0, 3]

@@ -57,10 +57,10 @@ def test_signals_after_the_first_change_nothing(start: Starter) -> None:
 
 def evaluate_slowly() -> None:
     """In a rank: a validation of many small batches."""
-    from training.data.batch_schedule import Request, evaluation_requests
+    from training.data.batch_schedule import BatchRequest, evaluation_requests
     from training.evaluation import evaluator
 
-    def slow_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[Request]:
+    def slow_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
         for request in evaluation_requests(samples, batch_size, rank, world_size):
             time.sleep(0.1)
             yield request

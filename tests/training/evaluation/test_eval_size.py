@@ -13,11 +13,11 @@ from trainer_rig import Starter, load
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request
-from training.data.dataset import Data, Source
+from training.data.batch_schedule import BatchRequest
+from training.data.dataset import Data, ImageSource
 from training.data.device_dataset import hold
 from training.models.factory import build_model
-from training.predict import Arguments, predict
+from training.predict import PredictOptions, predict
 
 SMALL = ("--model=resnet20", "--image-size=16", "--eval-size=24", "--epochs=3", "--batch-size=9", "--lr=0.02")
 
@@ -30,9 +30,9 @@ def packed_data(folder_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return packed
 
 
-def look(source: Source | None, epoch: int | None) -> Tensor:
+def look(source: ImageSource | None, epoch: int | None) -> Tensor:
     assert source is not None
-    return source[Request(indices=tuple(range(5)), epoch=epoch)].images
+    return source[BatchRequest(indices=tuple(range(5)), epoch=epoch)].images
 
 
 def on_device(data: Data) -> Data:
@@ -61,7 +61,7 @@ def test_a_trained_model_is_tested_and_used_with_the_size_of_its_evaluation(star
     card = json.loads((run / "final" / "model.json").read_text())
     assert result["input"]["size"] == card["size"] == 24
     assert card["pixels"] == [3, 24, 24]
-    told = predict(Arguments(model=str(run), images=(folder_data / "test",)))
+    told = predict(PredictOptions(model=str(run), images=(folder_data / "test",)))
     assert sum(each.top[0][0] == each.path.parent.name for each in told) == result["test_correct"]
 
 

@@ -23,13 +23,13 @@ from training.checkpoint.storage import NUMBERS, TENSORS, list_checkpoints
 from training.config.config_file import flag_names, with_config
 from training.config.train_config import TrainConfig
 from training.data.idx import read_idx_pair
-from training.engine.loss_meter import Window
+from training.engine.loss_meter import LossMeter
 from training.evaluation.class_tables import classes_csv
 from training.evaluation.history import history_csv
 from training.evaluation.picture import confusion_png
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
-from training.runtime.process_group import Ranks
+from training.runtime.process_group import ProcessGroup
 from training.verify_resume.compare_states import compare_runs
 
 FLAGS = ("--epochs=3", "--batch-size=20", "--lr=0.05", "--log-every=4")
@@ -104,8 +104,8 @@ def test_the_picture_shows_right_in_green_and_wrong_in_red(classes: int) -> None
     assert any(color == (178, 34, 34) for _, color in colors) == (classes > 1)
 
 
-def test_waiting_for_data_is_counted_once_the_clock_runs(ranks: Ranks) -> None:
-    window = Window(ranks)
+def test_waiting_for_data_is_counted_once_the_clock_runs(ranks: ProcessGroup) -> None:
+    window = LossMeter(ranks)
     window.add_wait(1.0)
     window.begin_step()
     window.total_loss(0)

@@ -175,7 +175,7 @@ def test_an_export_refuses_what_cannot_work(
 def test_a_file_that_gives_other_answers_is_not_written(
     colors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = export.Arguments(model=str(colors / "run"), output=tmp_path / "model.pt2")
+    arguments = export.ExportOptions(model=str(colors / "run"), output=tmp_path / "model.pt2")
     wrong = load_classifier(colors / "run" / "best")
     wrong.mean += 0.2
     kind = FORMATS["torch"]

@@ -23,8 +23,8 @@ from training.engine.launch import make_trainer
 from training.models.factory import build_model
 from training.models.fsdp import blocks
 from training.profile.__main__ import main as profile
-from training.runtime.process_group import Ranks
-from training.runtime.run_context import Job
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
 
 # 193 images for training: 9 steps of 20.
 FLAGS = ("--epochs=1", "--batch-size=20", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
@@ -119,11 +119,11 @@ def test_every_value_arrives_whoever_saved_it(start: Starter, before: str, after
     assert same(final(again.run_dir), saved)
 
 
-def test_one_rank_gets_all_that_three_have_saved(start: Starter, ranks: Ranks) -> None:
+def test_one_rank_gets_all_that_three_have_saved(start: Starter, ranks: ProcessGroup) -> None:
     settings = {"batch_size": 20, "epochs": 1, "optimizer": "adamw", "strategy": "fsdp"}
     run = start.complete(*FSDP, "--optimizer=adamw", world_size=3).run_dir
     config = TrainConfig(data=str(start.data), **settings)  # type: ignore[arg-type]  # any of its fields
-    trainer = make_trainer(Job(config=config, run_dir=RunDir(run), attempt=9, started=0.0), ranks)
+    trainer = make_trainer(RunContext(config=config, run_dir=RunDir(run), attempt=9, started=0.0), ranks)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     trainer.resume()
     trainer.recorder.close()

@@ -12,7 +12,7 @@ from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
 from training.models.parallel import compile_training
-from training.runtime.process_group import Ranks, SharedError
+from training.runtime.process_group import ProcessGroup, SharedError
 
 
 def gradients(trainer: Trainer) -> list[torch.Tensor]:
@@ -22,7 +22,7 @@ def gradients(trainer: Trainer) -> list[torch.Tensor]:
     return [parameter.grad for parameter in trainer.state.model.parameters() if parameter.grad is not None]
 
 
-def test_compressed_gradients_are_rounded_to_bfloat16(ranks: Ranks, idx_data: Path, tmp_path: Path) -> None:
+def test_compressed_gradients_are_rounded_to_bfloat16(ranks: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
     exact = gradients(trainer_with(ranks, idx_data, tmp_path / "exact"))
     rounded = gradients(trainer_with(ranks, idx_data, tmp_path / "rounded", compress_gradients="bf16"))
     assert not any(torch.equal(value, value.bfloat16().float()) for value in exact)
@@ -31,7 +31,7 @@ def test_compressed_gradients_are_rounded_to_bfloat16(ranks: Ranks, idx_data: Pa
 
 @pytest.mark.parametrize("memory_format", ["channels-last", "contiguous"])
 def test_images_and_weights_lie_in_memory_as_they_should(
-    ranks: Ranks, cifar_data: Path, tmp_path: Path, memory_format: str
+    ranks: ProcessGroup, cifar_data: Path, tmp_path: Path, memory_format: str
 ) -> None:
     trainer = trainer_with(ranks, cifar_data, tmp_path / "run", model="resnet20", memory_format=memory_format)
     weight = next(module.weight for module in trainer.state.model.modules() if getattr(module, "in_channels", 1) > 1)
@@ -42,7 +42,7 @@ def test_images_and_weights_lie_in_memory_as_they_should(
 
 
 def test_a_static_graph_is_told_to_ddp_and_gives_the_same_gradients(
-    ranks: Ranks, idx_data: Path, tmp_path: Path
+    ranks: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
     usual = trainer_with(ranks, idx_data, tmp_path / "usual")
     static = trainer_with(ranks, idx_data, tmp_path / "static", static_graph=True)
@@ -69,7 +69,7 @@ def test_a_compiled_model_has_the_same_names_and_gradients_and_is_evaluated_as_b
 
 
 def test_a_compiler_that_is_missing_is_said_in_one_line(
-    ranks: Ranks, idx_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: ProcessGroup, idx_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor import config as inductor
 

@@ -17,7 +17,7 @@ from PIL import Image
 from trainer_rig import load, make_folder
 
 from training.config.packed_index import INDEX, read_index
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 
 # At 256 pixels a shard of 1 MB has five images.
 SMALL_SHARDS = ["--shard-mb", "1"]
@@ -104,7 +104,7 @@ def test_corrupt_images_are_named_marked_and_replaced_as_in_the_folder(photos: P
     assert "2 images cannot be decoded and are marked" in said
     folder, packed = (load(path).train for path in (photos, tmp_path / "packed"))
     for indices in ((7, 8, 9), (24, 25, 26)):
-        batches = [source[Request(indices=indices, epoch=1)] for source in (folder, packed)]
+        batches = [source[BatchRequest(indices=indices, epoch=1)] for source in (folder, packed)]
         for one, other in zip(batches[0][1:], batches[1][1:], strict=True):
             assert one.tolist() == other.tolist()
     assert packed.name(8) == folder.name(8) == str(photos / "train" / "blue sky" / "8.jpg")

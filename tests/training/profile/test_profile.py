@@ -14,7 +14,7 @@ from hpc.report.command import submit_command
 from hpc.spec import Resources, RunSpec
 from hpc.submit.checks import training_data
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import Request
+from training.data.batch_schedule import BatchRequest
 from training.data.synthetic import synthetic_data
 from training.profile import __main__ as profile
 from training.profile.measure import Costs
@@ -34,12 +34,12 @@ def test_generated_images_are_of_the_models_size_and_as_many_as_asked_for() -> N
     data = synthetic_data(TrainConfig(synthetic=True, model="resnet50", batch_size=1500), 16)
     assert (len(data.classes), len(data.train)) == (1000, 150_000)
     for indices in ((7,), tuple(range(1024)), tuple(range(3, 1503))):
-        batch = data.train[Request(indices=indices, epoch=0)]
+        batch = data.train[BatchRequest(indices=indices, epoch=0)]
         assert batch.images.shape == (len(indices), 3, 16, 16)
         assert batch.images.dtype == torch.uint8
         assert batch.labels.tolist() == [index % 1000 for index in indices]
     again = synthetic_data(TrainConfig(synthetic=True, model="resnet50", batch_size=1500), 16)
-    few = Request(indices=(1, 2), epoch=0)
+    few = BatchRequest(indices=(1, 2), epoch=0)
     assert torch.equal(again.train[few].images, data.train[few].images)
 
 

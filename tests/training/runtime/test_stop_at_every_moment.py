@@ -28,12 +28,12 @@ MOMENTS = {
     "telling the loss": "training.engine.trainer:Trainer.log_if_due",
     "copying the state": "training.checkpoint.capture:HostCopy.take",
     "writing a checkpoint": "training.checkpoint.checkpoint_writer:save_checkpoint",
-    "taking a snapshot": "training.checkpoint.snapshot_writer:Snapshotter.take",
+    "taking a snapshot": "training.checkpoint.snapshot_writer:SnapshotWriter.take",
     "an evaluation": "training.evaluation.evaluator:Evaluator._count",
-    "keeping the best model": "training.monitoring.run_logger:Recorder.best",
-    "the test": "training.evaluation.validation:Examiner.told",
-    "writing the result": "training.monitoring.run_logger:Recorder.final",
-    "the end of the writing": "training.monitoring.run_logger:Recorder.close",
+    "keeping the best model": "training.monitoring.run_logger:RunLogger.best",
+    "the test": "training.evaluation.validation:Validator.told",
+    "writing the result": "training.monitoring.run_logger:RunLogger.final",
+    "the end of the writing": "training.monitoring.run_logger:RunLogger.close",
     "leaving the other ranks": "training.engine.launch:disconnect",
 }
 # Rank 0 alone does these.

@@ -21,7 +21,7 @@ from training.config.train_config import TrainConfig
 from training.data.to_device import sent
 from training.data.transforms.crop import cut, cut_all
 from training.data.transforms.crop_box import Box, center_box, random_box
-from training.data.transforms.random_erasing import Erasing
+from training.data.transforms.random_erasing import RandomErasing
 from training.runtime.counter_rng import Purpose, below, number, stream
 
 # The random numbers that one image may take from the stream of an epoch.
@@ -69,7 +69,7 @@ class Augmentation:
     """Mirror half of the images."""
     transform: Callable[[Any], Tensor] | None = None
     """What torchvision does to one image, on the CPU; None: nothing."""
-    erasing: Erasing | None = None
+    erasing: RandomErasing | None = None
 
     @property
     def does_more(self) -> bool:
@@ -110,7 +110,7 @@ def _drawing(key: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhotoAugmentation:
+class ImageAugmentation:
     """What is done to photographs of any size: a part of each becomes a square, then the same as in memory."""
 
     size: int | tuple[int, int]
@@ -121,7 +121,7 @@ class PhotoAugmentation:
     """Mirror half of the images."""
     rest: Augmentation
     """What is done to the squares, without erasing."""
-    erasing: Erasing | None = None
+    erasing: RandomErasing | None = None
 
     def one(self, epoch: int, index: int, image: Tensor) -> Tensor:
         """What becomes of an image (uint8 [h, w, 3]) in an epoch, but for erasing: uint8 [3, size, size]."""
@@ -157,7 +157,7 @@ class PhotoAugmentation:
 
 def memory_augmentation(
     config: TrainConfig, kind: Kind, shape: tuple[int, int, int], mean: tuple[float, ...]
-) -> Augmentation | PhotoAugmentation:
+) -> Augmentation | ImageAugmentation:
     """For images in memory, which keep their shape [C, H, W]: a model of another size gets them scaled on its device.
 
     A mirrored image is cropped and not the other way round, which is as likely to give any result.
@@ -176,17 +176,17 @@ def memory_augmentation(
     if crop != "resized":
         return rest
     rest = replace(rest, flip=False, erasing=None)
-    return PhotoAugmentation(size=shape[1:], resized=True, flip=flip, rest=rest, erasing=erasing)
+    return ImageAugmentation(size=shape[1:], resized=True, flip=flip, rest=rest, erasing=erasing)
 
 
-def photo_augmentation(config: TrainConfig, size: int, mean: tuple[float, ...]) -> PhotoAugmentation:
+def photo_augmentation(config: TrainConfig, size: int, mean: tuple[float, ...]) -> ImageAugmentation:
     """For photographs of any size, which become [3, size, size]."""
     crop, flip = _crop_and_flip(config, "image-folder")
     policy = _through_pillow(_policy(config, "image-folder"))
     padding = max(1, round(size * _USUAL["image-folder"].padding)) if crop == "padded" else 0
     rest = Augmentation(seed=config.seed, padding=padding, transform=_compose(policy) if policy else None)
     erasing = _erasing(config, mean)
-    return PhotoAugmentation(size=size, resized=crop == "resized", flip=flip, rest=rest, erasing=erasing)
+    return ImageAugmentation(size=size, resized=crop == "resized", flip=flip, rest=rest, erasing=erasing)
 
 
 def _through_pillow(policy: list[Any]) -> list[Any]:
@@ -227,12 +227,12 @@ def _policy(config: TrainConfig, kind: Kind) -> list[Any]:
     return [makers[config.policy]()]
 
 
-def _erasing(config: TrainConfig, mean: tuple[float, ...]) -> Erasing | None:
+def _erasing(config: TrainConfig, mean: tuple[float, ...]) -> RandomErasing | None:
     """Random erasing, filled with the mean color, which is zero for the model."""
     if not config.random_erase:
         return None
     color = tuple(round(255 * channel) for channel in mean)
-    return Erasing(seed=config.seed, probability=config.random_erase, color=color)
+    return RandomErasing(seed=config.seed, probability=config.random_erase, color=color)
 
 
 def _mirror(images: Tensor, mirrored: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from training.runtime.counter_rng import Purpose, stream
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mix:
+class Mixup:
     """How the images of a step are mixed."""
 
     own: float
@@ -27,7 +27,7 @@ class Mix:
     """Cutmix: top, bottom, left and right of the neighbour's part in pixels; None: mixup."""
 
 
-def draw_mix(config: TrainConfig, step: int, size: int) -> Mix | None:
+def draw_mix(config: TrainConfig, step: int, size: int) -> Mixup | None:
     """How to mix in the step after `step` steps, images of `size` pixels; None: not at all.
 
     Mixup: Zhang et al., "mixup: Beyond empirical risk minimization" (2018). Cutmix: Yun et al., "CutMix" (2019). With
@@ -37,20 +37,20 @@ def draw_mix(config: TrainConfig, step: int, size: int) -> Mix | None:
         return None
     random = np.random.Generator(np.random.Philox(stream(config.seed, Purpose.MIX, step)))
     if config.mixup and (not config.cutmix or random.random() < 0.5):
-        return Mix(own=random.beta(config.mixup, config.mixup), box=None)
+        return Mixup(own=random.beta(config.mixup, config.mixup), box=None)
     return _cut(random, random.beta(config.cutmix, config.cutmix), size)
 
 
-def _cut(random: np.random.Generator, own: float, size: int) -> Mix:
+def _cut(random: np.random.Generator, own: float, size: int) -> Mixup:
     """A square of the area that is not the image's own, around any pixel; what lies outside does not count."""
     half = size * math.sqrt(1 - own) / 2
     row, column = random.integers(0, size, 2)
     top, bottom = (int(min(max(edge, 0), size)) for edge in (row - half, row + half))
     left, right = (int(min(max(edge, 0), size)) for edge in (column - half, column + half))
-    return Mix(own=1 - (bottom - top) * (right - left) / size**2, box=(top, bottom, left, right))
+    return Mixup(own=1 - (bottom - top) * (right - left) / size**2, box=(top, bottom, left, right))
 
 
-def mix_images(mix: Mix, images: Tensor) -> Tensor:
+def mix_images(mix: Mixup, images: Tensor) -> Tensor:
     """Mix images (float [n, C, H, W]) that begin at an even place of the batch."""
     neighbours = _swapped(images)
     if mix.box is None:
@@ -61,7 +61,7 @@ def mix_images(mix: Mix, images: Tensor) -> Tensor:
     return mixed
 
 
-def mix_labels(mix: Mix, labels: Tensor, classes: int) -> Tensor:
+def mix_labels(mix: Mixup, labels: Tensor, classes: int) -> Tensor:
     """How much of each class is in the mixed images of these labels: int64 [n] to float [n, classes].
 
     Each row adds up to 1.

@@ -29,7 +29,7 @@ _ROOTS = torch.tensor(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Erasing:
+class RandomErasing:
     """Which images lose a rectangle, and what stands there instead."""
 
     seed: int
