@@ -55,8 +55,8 @@ COMPARED = 64
 # What is compared bit by bit, besides what is usual for the data.
 AUGMENTATIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"crop": "resized", "flip": "on", "random_erase": 0.5},
-    {"crop": "padded", "flip": "on", "random_erase": 0.5},
+    {"crop": "resized", "flip": "on", "random_erasing": 0.5},
+    {"crop": "padded", "flip": "on", "random_erasing": 0.5},
 )
 
 
@@ -98,7 +98,7 @@ class Setting:
     def batches(self) -> AbstractContextManager[Iterator[Batch]]:
         """The batches of the whole training."""
         trainer = self.trainer
-        ranks, source = trainer.ranks, trainer.data.train
+        ranks, source = trainer.group, trainer.data.train
         requests = trainer.plan.requests(0, 0, ranks.rank, ranks.world_size)
         if self.ahead:
             return batches_on(ranks.device, source, requests, trainer.workers)
@@ -108,7 +108,7 @@ class Setting:
 def settings(options: Options, jpegs: Path, packed: Path) -> list[Setting]:
     """All of them, those of a case together."""
     common = TrainConfig(
-        data="fashion-mnist", epochs=10**6, val_fraction=0.0, amp=options.amp, lr=1e-4, workers=options.workers,
+        data="fashion-mnist", epochs=10**6, val_split=0.0, amp=options.amp, lr=1e-4, num_workers=options.workers,
         data_on_device="off",
     )  # fmt: skip
     small = replace(common, model=options.small_model, batch_size=options.small_batch_size, image_size=28)
@@ -132,39 +132,39 @@ def _of_case(case: str, config: TrainConfig, *, fits: bool) -> Iterator[Setting]
 def measure(setting: Setting, seconds: float) -> float:
     """Images per second of all ranks."""
     trainer = setting.trainer
-    ranks = trainer.ranks
+    ranks = trainer.group
     with setting.batches() as batches:
         _train(trainer, batches, WARM_UP)
         first = _train(trainer, batches, WARM_UP) / WARM_UP
         # Every rank makes the same number of steps.
-        steps = max(1, int(seconds / max(ranks.gather(first))))
-        slowest = max(ranks.gather(_train(trainer, batches, steps)))
+        steps = max(1, int(seconds / max(ranks.all_gather_object(first))))
+        slowest = max(ranks.all_gather_object(_train(trainer, batches, steps)))
     return float(steps * trainer.plan.batch_size / slowest)
 
 
 def _train(trainer: Trainer, batches: Iterator[Batch], steps: int) -> float:
     """The seconds that so many steps take."""
-    trainer.ranks.wait_for_device()
+    trainer.group.wait_for_device()
     began = time.perf_counter()
     for batch in islice(batches, steps):
         trainer.stepper.step(batch, trainer.window)
-    trainer.ranks.wait_for_device()
+    trainer.group.wait_for_device()
     return time.perf_counter() - began
 
 
-def compare(data: str, ranks: ProcessGroup, size: int) -> bool:
+def compare(data: str, group: ProcessGroup, size: int) -> bool:
     """Whether images that were made on the device, and copies made ahead, are the CPU's in every bit."""
     same = True
     for options in AUGMENTATIONS:
-        config = TrainConfig(data=data, val_fraction=0.0, image_size=size, data_on_device="on", **options)
+        config = TrainConfig(data=data, val_split=0.0, image_size=size, data_on_device="on", **options)
         opened = load_data(config, check_data(resolve_data(data)), size)
-        held = hold(config, opened, ranks.device, lambda: None)
+        held = hold(config, opened, group.device, lambda: None)
         requests = [
             BatchRequest(indices=tuple(range(first, COMPARED, 4)), epoch=epoch)
             for first, epoch in enumerate([0, 1, None])
         ]
         for source in (held.train, opened.train):
-            same = same and _same(opened.train, source, requests, ranks.device)
+            same = same and _same(opened.train, source, requests, group.device)
     return same
 
 
@@ -174,13 +174,13 @@ def _same(one: ImageSource, other: ImageSource, requests: list[BatchRequest], de
     return all(torch.equal(a, b.cpu()) for pair in pairs for a, b in zip(*pair, strict=True))
 
 
-def machine(ranks: ProcessGroup) -> dict[str, Any]:
+def machine(group: ProcessGroup) -> dict[str, Any]:
     """What it was measured on."""
-    on_gpu = ranks.device.type == "cuda"
+    on_gpu = group.device.type == "cuda"
     return {
         **hardware(),
-        "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "cpu",
-        "ranks": ranks.world_size,
+        "device": torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
+        "ranks": group.world_size,
         "cuda": torch.version.cuda if on_gpu else None,
         "usable_cores": len(os.sched_getaffinity(0)),
     }
@@ -203,16 +203,16 @@ def rows(done: list[Setting]) -> list[dict[str, Any]]:
     ]
 
 
-def run(options: Options, ranks: ProcessGroup, jpegs: Path, packed: Path, runs: Path) -> dict[str, Any]:
+def run(options: Options, group: ProcessGroup, jpegs: Path, packed: Path, runs: Path) -> dict[str, Any]:
     """Compare and measure; every rank does the same."""
     same = {
-        "fashion-mnist": compare("fashion-mnist", ranks, 28),
-        "packed": compare(str(packed), ranks, options.image_size),
+        "fashion-mnist": compare("fashion-mnist", group, 28),
+        "packed": compare(str(packed), group, options.image_size),
     }
     todo = settings(options, jpegs, packed)
     for number, setting in enumerate(todo):
         job = RunContext(config=setting.config, run_dir=RunDir(runs / str(number)), attempt=1, started=time.monotonic())
-        setting.trainer = make_trainer(job, ranks)
+        setting.trainer = make_trainer(job, group)
         setting.trainer.stepper.warm_up(setting.trainer.data.channels, setting.trainer.data.size)
     for case in dict.fromkeys(setting.case for setting in todo):
         for _ in range(options.rounds):
@@ -238,20 +238,20 @@ def main() -> int:
     options = tyro.cli(Options)
     leave_out_compiler()
     make_repeatable(everything=False)
-    ranks = connect(rank_info_from(os.environ))
+    group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory() as directory:
-        root = Path(ranks.gather(directory)[0])
-        if ranks.leads:
+        root = Path(group.all_gather_object(directory)[0])
+        if group.is_rank_zero:
             make_folder(root / "jpeg", options.images)
             subprocess.run([sys.executable, "-m", "training.pack", root / "jpeg", root / "packed"], check=True)
-        ranks.gather(None)
-        found = run(options, ranks, root / "jpeg", root / "packed", root / "runs")
-        ranks.gather(None)
-    if ranks.leads:
+        group.all_gather_object(None)
+        found = run(options, group, root / "jpeg", root / "packed", root / "runs")
+        group.all_gather_object(None)
+    if group.is_rank_zero:
         show(found)
         told = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
         options.output.parent.mkdir(exist_ok=True)
-        write_json(options.output, {"hardware": machine(ranks), "options": told, **found})
+        write_json(options.output, {"hardware": machine(group), "options": told, **found})
     disconnect()
     return 0 if all(found["same_bits"].values()) else 1
 

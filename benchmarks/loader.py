@@ -109,7 +109,7 @@ def tutorial(folder: Path, options: Options, workers: int) -> Iterator[int]:
 
 def ours(data: Path, options: Options, workers: int) -> Iterator[int]:
     """The same from this trainer's loader."""
-    config = TrainConfig(data=str(data), val_fraction=0.0, image_size=SIZE)
+    config = TrainConfig(data=str(data), val_split=0.0, image_size=SIZE)
     source = load_data(config, check_data(data), SIZE).train
     plan = make_schedule(len(source), options.batch_size, 1, 0)
     with load_ahead(source, plan.requests(0, 0, 0, 1), workers, pin_memory=False) as batches:

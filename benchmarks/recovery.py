@@ -23,8 +23,8 @@ from hpc.status.downtime import PARTS
 HPC = [sys.executable, "-m", "hpc"]
 RUN = [
     "--data=fashion-mnist", "--name=drill", "--nodes=2", "--spares=1", "--gpus-per-node=1", "--cpus-per-gpu=1",
-    "--epochs=100000", "--batch-size=512", "--lr=0.05", "--schedule=constant", "--hang-timeout=10s", "--log-every=5",
-    "--checkpoint-every=5m",
+    "--epochs=100000", "--batch-size=512", "--lr=0.05", "--lr-scheduler=constant", "--hang-timeout=10s",
+    "--log-every=5",     "--checkpoint-every=5m",
 ]  # fmt: skip
 COLUMNS = (*PARTS, "total")
 

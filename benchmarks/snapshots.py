@@ -50,10 +50,10 @@ class Turn:
 
     def window(self, trainer: Trainer, requests: Iterator[BatchRequest], steps: int) -> None:
         """Train for some steps, the time of which is kept."""
-        trainer.snapshotter, trainer.agreement = self.snapshotter, StopConsensus(trainer.ranks.control)
+        trainer.snapshotter, trainer.agreement = self.snapshotter, StopConsensus(trainer.group.control)
         # The other settings' windows do not count as time since the last snapshot.
         self.snapshotter._taken_at += time.monotonic() - self.paused_at  # noqa: SLF001
-        trainer.ranks.gather(None)
+        trainer.group.all_gather_object(None)
         began, began_cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             if trainer.agree().snapshot:
@@ -63,8 +63,8 @@ class Turn:
         # Waits for the device.
         trainer.window.total_loss(trainer.state.progress.step)
         self.snapshotter.wait()
-        self.seconds.append(max(trainer.ranks.gather(time.perf_counter() - began)))
-        self.cpu_seconds.append(sum(trainer.ranks.gather(time.process_time() - began_cpu)))
+        self.seconds.append(max(trainer.group.all_gather_object(time.perf_counter() - began)))
+        self.cpu_seconds.append(sum(trainer.group.all_gather_object(time.process_time() - began_cpu)))
         trainer.agreement.settle()
         self.paused_at = time.monotonic()
 
@@ -75,7 +75,7 @@ class Turn:
 
 def measure(trainer: Trainer, turns: dict[str, Turn]) -> int:
     """Let the settings take turns, and return the steps of a window. The first windows are not counted."""
-    requests = trainer.plan.requests(0, 0, trainer.ranks.rank, trainer.ranks.world_size)
+    requests = trainer.plan.requests(0, 0, trainer.group.rank, trainer.group.world_size)
     steps = 8
     for _ in range(2):
         for turn in turns.values():
@@ -89,7 +89,7 @@ def measure(trainer: Trainer, turns: dict[str, Turn]) -> int:
     return steps
 
 
-def run(case: dict[str, object], ranks: ProcessGroup, directory: Path) -> None:
+def run(case: dict[str, object], group: ProcessGroup, directory: Path) -> None:
     """Measure one model and print its rows."""
     config = TrainConfig(data="fashion-mnist", epochs=10_000, **case)  # type: ignore[arg-type]  # any of its fields
     node = NodeDir(directory / f"node-{case['model']}")
@@ -97,13 +97,13 @@ def run(case: dict[str, object], ranks: ProcessGroup, directory: Path) -> None:
     job = RunContext(
         config=config, run_dir=RunDir(directory / str(case["model"])), attempt=1, started=0.0, node_dir=node
     )
-    trainer = make_trainer(job, ranks)
+    trainer = make_trainer(job, group)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     jobs = {setting: replace(job, config=replace(config, snapshot_every=setting)) for setting in SETTINGS}
     snapshotters = {setting: SnapshotWriter(each, trainer.capturer, trainer.recorder) for setting, each in jobs.items()}
     turns = {name: Turn(snapshotter) for name, snapshotter in snapshotters.items()}
     images = measure(trainer, turns) * trainer.plan.batch_size
-    if ranks.leads:
+    if group.is_rank_zero:
         size = sum(tensor.nbytes for tensor in trainer.state.tensors().values()) / 1e6
         for setting, turn in turns.items():
             print(f"| {case['model']} | {size:.1f} | {setting} | {row(turn, turns['off'], images)} |", flush=True)
@@ -124,18 +124,18 @@ def row(turn: Turn, off: Turn, images: int) -> str:
 def main() -> None:
     """Measure and print."""
     make_repeatable(everything=False)
-    ranks = connect(rank_info_from(os.environ))
-    name = tempfile.mkdtemp(prefix="torchrelay-benchmark-", dir=_MEMORY) if ranks.leads else ""
-    directory = Path(ranks.gather(name)[0])
-    if ranks.leads:
-        print(f"{ranks.world_size} ranks on {ranks.device}; {ROUNDS} windows of about {WINDOW_SECONDS:.0f} s each\n")
+    group = connect(rank_info_from(os.environ))
+    name = tempfile.mkdtemp(prefix="torchrelay-benchmark-", dir=_MEMORY) if group.is_rank_zero else ""
+    directory = Path(group.all_gather_object(name)[0])
+    if group.is_rank_zero:
+        print(f"{group.world_size} ranks on {group.device}; {ROUNDS} windows of about {WINDOW_SECONDS:.0f} s each\n")
         print("| model | MB | --snapshot-every | taken | images/s | least | most | against off | CPU time | ms each |")
         print("|---|---|---|---|---|---|---|---|---|---|")
     try:
         for case in CASES:
-            run(case, ranks, directory)
+            run(case, group, directory)
     finally:
-        if ranks.leads:
+        if group.is_rank_zero:
             shutil.rmtree(directory)
         disconnect()
 

@@ -129,7 +129,7 @@ def _train(arguments: TrainOptions) -> int:
     try:
         launch(job, place)
     except TorchrelayError as error:
-        if place.leads or not isinstance(error, SharedError):
+        if place.is_rank_zero or not isinstance(error, SharedError):
             _complain(error)
         return error.exit_code
     return 0

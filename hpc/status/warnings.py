@@ -70,7 +70,7 @@ def _not_as_wished(event: Event) -> str | None:
 _AFTER = {
     Cause.NO_SPACE: "there was no space left: make room, then `sbatch submit.sbatch` in its directory goes on",
     Cause.DIVERGED: "another attempt would end alike: look at the images in diverged.json, and submit it under a new "
-    "name with a smaller --lr, more --warmup-epochs or --clip-norm 1",
+    "name with a smaller --lr, more --warmup-epochs or --clip-grad-norm 1",
     Cause.BAD_INPUT: "another attempt would end alike: mend what it says, and submit it under a new name",
 }
 

@@ -198,7 +198,7 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
         return None
     if kind not in {None, "image-folder"}:
         raise UserError(f"--pack is on, but {data} is no image folder: leave it out, these data need no packing")
-    seen = max(train.image_size or _USUAL_SIZE, train.eval_size or 0)
+    seen = max(train.image_size or _USUAL_SIZE, train.eval_image_size or 0)
     return size or -(-seen * 8 // 7 // 8) * 8
 
 
@@ -231,7 +231,7 @@ def training_data(train: TrainConfig) -> Path | None:
     if is_archive(data):
         return check_archive(data)
     layout = check_data(data)
-    check_validation(train, validates=layout.val is not None or train.val_fraction > 0)
+    check_validation(train, validates=layout.val is not None or train.val_split > 0)
     return layout.path
 
 

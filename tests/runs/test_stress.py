@@ -87,7 +87,7 @@ class Chaos:
 def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
     run = site.submit(
         "--data=data", "--nodes=2", "--spares=1", "--elastic", "--gpus-per-node=1", "--cpus-per-gpu=1",
-        "--batch-size=64", f"--epochs={EPOCHS_PER_FAILURE * FAILURES}", "--lr=0.01", "--schedule=constant",
+        "--batch-size=64", f"--epochs={EPOCHS_PER_FAILURE * FAILURES}", "--lr=0.01", "--lr-scheduler=constant",
         "--log-every=1", "--hang-timeout=8s", f"--name=stress-{SEED}",
     )  # fmt: skip
     chaos = Chaos(run, SEED)

@@ -65,7 +65,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
-def ranks(one_thread: None) -> Iterator[ProcessGroup]:  # noqa: ARG001  # for what it does
+def group(one_thread: None) -> Iterator[ProcessGroup]:  # noqa: ARG001  # for what it does
     """This process as the only rank."""
     yield connect(rank_info_from({}))
     disconnect()

@@ -144,14 +144,14 @@ def load(path: Path, **settings: object) -> "Data":
     return load_data(config, check_data(path), folder_size=config.image_size or 16)
 
 
-def trainer_with(ranks: "ProcessGroup", data: Path, directory: Path, **settings: object) -> "Trainer":
+def trainer_with(group: "ProcessGroup", data: Path, directory: Path, **settings: object) -> "Trainer":
     """A trainer in this process, with these flags; a step has 20 images."""
     from training.config.train_config import TrainConfig
     from training.engine.launch import make_trainer
     from training.runtime.run_context import RunContext
 
     config = TrainConfig(**{"data": str(data), "batch_size": 20, **settings})  # type: ignore[arg-type]  # its fields
-    return make_trainer(RunContext(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), ranks)
+    return make_trainer(RunContext(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), group)
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:

@@ -49,7 +49,7 @@ class Capturer:
     window: LossMeter
     budget: EarlyStopping
     corrupt: CorruptImages
-    ranks: ProcessGroup
+    group: ProcessGroup
     attempt: int
 
     def capture(self) -> Captured:
@@ -63,13 +63,13 @@ class Capturer:
         """
         self.corrupt.share()
         tensors = self.state.tensors()
-        statistics = self.ranks.copies_of_first({name: tensors[name] for name in self.state.buffers()})
+        statistics = self.group.broadcast_copies({name: tensors[name] for name in self.state.buffers()})
         accounting = {"train_seconds": self.window.train_seconds, "spent_seconds": self.budget.spent_seconds}
         counted = {"window": {"images": self.window.images}, "accounting": accounting, "attempt": self.attempt}
-        loss = self.ranks.sum_on_device(self.window.loss)
+        loss = self.group.all_reduce_on_device(self.window.loss)
         tensors, layout = tensors | statistics, ShardLayout()
         if self.state.sharded:
-            tensors, layout = own_part(tensors, self.ranks)
+            tensors, layout = own_part(tensors, self.group)
         return Captured(tensors=tensors, layout=layout, loss=loss, numbers=self.state.numbers() | counted)
 
 

@@ -25,10 +25,10 @@ class CheckpointWriter:
         self._directory, self._keep = job.run_dir.checkpoints, job.config.keep_checkpoints
         self._every = parse_interval("checkpoint_every", job.config.checkpoint_every)
         self._capturer, self._recorder = capturer, recorder
-        self._state, self._window, self._ranks = capturer.state, capturer.window, capturer.ranks
+        self._state, self._window, self._group = capturer.state, capturer.window, capturer.group
         self._fault, self._console = job.fault, recorder.console
-        self._writes = self._ranks.leads or self._state.sharded
-        self._publish = partial(save_sharded, self._ranks.apart()) if self._state.sharded else save_checkpoint
+        self._writes = self._group.is_rank_zero or self._state.sharded
+        self._publish = partial(save_sharded, self._group.new_group()) if self._state.sharded else save_checkpoint
         self._copy, self._background = HostCopy(), BackgroundWriter()
         self._unwritten = False
         self._saved_step: int | None = 0
@@ -101,5 +101,5 @@ class CheckpointWriter:
             self._recorder.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copied, 4))
 
     def _fill(self, step: int, directory: Path) -> None:
-        self._copy.write(directory, shared=self._ranks.leads)
-        self._fault.strike("save", step, self._ranks.rank)
+        self._copy.write(directory, shared=self._group.is_rank_zero)
+        self._fault.strike("save", step, self._group.rank)

@@ -27,7 +27,7 @@ _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 _OPTIONAL = "num_batches_tracked"
 
 
-def load_initial_weights(config: TrainConfig, state: TrainState, ranks: ProcessGroup) -> str:
+def load_initial_weights(config: TrainConfig, state: TrainState, group: ProcessGroup) -> str:
     """Have the model begin with `--weights`. All ranks must call this.
 
     Returns:
@@ -37,11 +37,11 @@ def load_initial_weights(config: TrainConfig, state: TrainState, ranks: ProcessG
         SharedError: the file cannot be read, or is another model's.
     """
     found, new, path = dict[str, Tensor](), list[str](), Path()
-    with ranks.together():
-        if ranks.leads and config.weights:
+    with group.raise_on_all_ranks():
+        if group.is_rank_zero and config.weights:
             path = resolve_weights(config.model, config.weights)
             found, new = choose(read_weights(path), state.model, path)
-    told = load(ranks.broadcast_bytes(save(found) if ranks.leads else None))
+    told = load(group.broadcast_bytes(save(found) if group.is_rank_zero else None))
     take_tensors(state.model, told, sharded=state.sharded, strict=False)
     if state.ema:
         state.ema.model.load_state_dict(state.model.state_dict())

@@ -65,7 +65,7 @@ class Restored:
     numbers: dict[str, Any]
 
 
-def restore(job: RunContext, state: TrainState, ranks: ProcessGroup, recorder: RunLogger) -> Restored | None:
+def restore(job: RunContext, state: TrainState, group: ProcessGroup, recorder: RunLogger) -> Restored | None:
     """Become the newest state that is intact, belongs to this run and has its past on record. None: there is none.
 
     A snapshot that is of no use is removed, as are all of a later step than the restored one.
@@ -74,37 +74,39 @@ def restore(job: RunContext, state: TrainState, ranks: ProcessGroup, recorder: R
         SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
         TorchrelayError: the storage does not give it.
     """
-    directory = writing_directory(job, ranks)
-    offers = _offers(job, ranks, directory, parts=state.sharded)
+    directory = writing_directory(job, group)
+    offers = _offers(job, group, directory, parts=state.sharded)
     restored = None
-    while not restored and (best := max(filter(None, ranks.gather(offers[-1] if offers else None)), default=None)):
-        if best.rank == ranks.rank:
+    while not restored and (
+        best := max(filter(None, group.all_gather_object(offers[-1] if offers else None)), default=None)
+    ):
+        if best.rank == group.rank:
             offers.pop()
-        restored = _take(best, job, state, ranks, recorder)
+        restored = _take(best, job, state, group, recorder)
     if directory:
         remove_newer(directory, state.progress.step)
-    if job.node_dir and ranks.place.local_rank == 0:
-        here = range(ranks.rank, ranks.rank + ranks.place.local_world_size)
-        parts = {part_directory(rank, ranks.world_size) for rank in here}
+    if job.node_dir and group.place.local_rank == 0:
+        here = range(group.rank, group.rank + group.place.local_world_size)
+        parts = {part_directory(rank, group.world_size) for rank in here}
         whole = {path.name for path in list_checkpoints(job.node_dir.snapshots)}
         remove_others(job.node_dir.snapshots, parts if state.sharded else whole)
     return restored
 
 
-def _offers(job: RunContext, ranks: ProcessGroup, snapshots: Path | None, *, parts: bool) -> list[StateOffer]:
+def _offers(job: RunContext, group: ProcessGroup, snapshots: Path | None, *, parts: bool) -> list[StateOffer]:
     """What this rank can read, the best last. Where snapshots are parts, rank 0 offers those that all ranks have."""
-    places = {True: job.run_dir.checkpoints if ranks.leads else None, False: snapshots}
+    places = {True: job.run_dir.checkpoints if group.is_rank_zero else None, False: snapshots}
     found = []
     for durable, directory in places.items():
         if directory:
             sweep(directory, "step-*")
             paths = list_checkpoints(directory)
-            found += [StateOffer(step=step_of(path), durable=durable, rank=ranks.rank, path=path) for path in paths]
+            found += [StateOffer(step=step_of(path), durable=durable, rank=group.rank, path=path) for path in paths]
     if parts:
         # Of the same attempt: with other flags the same step is another one.
         saved_by = {offer: _saved_by(offer) for offer in found if not offer.durable}
-        common = set.intersection(*ranks.gather(set(saved_by.values())))
-        found = [offer for offer in found if ranks.leads and (offer.durable or saved_by[offer] in common)]
+        common = set.intersection(*group.all_gather_object(set(saved_by.values())))
+        found = [offer for offer in found if group.is_rank_zero and (offer.durable or saved_by[offer] in common)]
     return sorted(found)
 
 
@@ -117,21 +119,21 @@ def _saved_by(offer: StateOffer) -> tuple[int, int]:
 
 
 def _take(
-    offer: StateOffer, job: RunContext, state: TrainState, ranks: ProcessGroup, recorder: RunLogger
+    offer: StateOffer, job: RunContext, state: TrainState, group: ProcessGroup, recorder: RunLogger
 ) -> Restored | None:
     """Become the state on offer, on all ranks, unless it is of no use."""
-    directory = writing_directory(job, ranks)
+    directory = writing_directory(job, group)
     path = checkpoint_path(directory, offer.step) if _is_part(offer, state) and directory else offer.path
-    with ranks.together():
-        files, problem = _examine(offer, path, state, ranks)
-    problem = next(filter(None, ranks.gather(problem)), "")
-    numbers = {} if problem else json.loads(ranks.broadcast_bytes(files.get(NUMBERS), offer.rank))
+    with group.raise_on_all_ranks():
+        files, problem = _examine(offer, path, state, group)
+    problem = next(filter(None, group.all_gather_object(problem)), "")
+    numbers = {} if problem else json.loads(group.broadcast_bytes(files.get(NUMBERS), offer.rank))
     if not (problem or offer.durable):
-        problem = ranks.gather(not_recorded(numbers, job.run_dir) if ranks.leads else "")[0]
+        problem = group.all_gather_object(not_recorded(numbers, job.run_dir) if group.is_rank_zero else "")[0]
     if problem:
-        _discard(offer, path, problem, recorder, mine=offer.rank == ranks.rank or _is_part(offer, state))
+        _discard(offer, path, problem, recorder, mine=offer.rank == group.rank or _is_part(offer, state))
         return None
-    state.restore(_tensors(offer, path, files, state, ranks), numbers)
+    state.restore(_tensors(offer, path, files, state, group), numbers)
     return Restored(name=path.name, source=offer.source, numbers=numbers)
 
 
@@ -140,12 +142,12 @@ def _is_part(offer: StateOffer, state: TrainState) -> bool:
     return state.sharded and not offer.durable
 
 
-def _examine(offer: StateOffer, path: Path, state: TrainState, ranks: ProcessGroup) -> tuple[dict[str, bytes], str]:
+def _examine(offer: StateOffer, path: Path, state: TrainState, group: ProcessGroup) -> tuple[dict[str, bytes], str]:
     """The files of a state on offer, on the rank that offers it, or why it is of no use."""
-    mine = offer.rank == ranks.rank
+    mine = offer.rank == group.rank
     try:
         if state.sharded:
-            files, problem = _read_numbers(path, ranks if offer.durable else None, mine=mine)
+            files, problem = _read_numbers(path, group if offer.durable else None, mine=mine)
         else:
             files, problem = _read(path) if mine else ({}, "")
         if files:
@@ -181,12 +183,12 @@ def _read_numbers(path: Path, share: ProcessGroup | None, *, mine: bool) -> tupl
 
 
 def _tensors(
-    offer: StateOffer, path: Path, files: dict[str, bytes], state: TrainState, ranks: ProcessGroup
+    offer: StateOffer, path: Path, files: dict[str, bytes], state: TrainState, group: ProcessGroup
 ) -> Mapping[str, Tensor]:
     """Those of the state on offer, which is intact, as this rank holds them."""
     if not state.sharded:
-        return load(ranks.broadcast_bytes(files.get(TENSORS), offer.rank))
-    return read_parts(path, state) if offer.durable else read_own_part(path, state, ranks)
+        return load(group.broadcast_bytes(files.get(TENSORS), offer.rank))
+    return read_parts(path, state) if offer.durable else read_own_part(path, state, group)
 
 
 def _discard(offer: StateOffer, path: Path, reason: str, recorder: RunLogger, *, mine: bool) -> None:

@@ -15,11 +15,11 @@ from training.checkpoint.storage import Fill, described, save_checkpoint
 from training.runtime.process_group import ProcessGroup
 
 
-def save_sharded(ranks: ProcessGroup, directory: Path, step: int, fill: Fill, keep: int | None) -> None:
+def save_sharded(group: ProcessGroup, directory: Path, step: int, fill: Fill, keep: int | None) -> None:
     """Write a checkpoint, as `save_checkpoint` does. All ranks must call this, and `fill` is called on all.
 
     Args:
-        ranks: with a control group that nothing else uses meanwhile.
+        group: with a control group that nothing else uses meanwhile.
         directory: of the checkpoints.
         step: the optimizer steps done.
         fill: writes the file of this rank's part into the directory that it is given, and rank 0's what else there is.
@@ -29,37 +29,37 @@ def save_sharded(ranks: ProcessGroup, directory: Path, step: int, fill: Fill, ke
         OSError: on all ranks, if some rank could not write; the older checkpoints are all there.
     """
     problem = ""
-    if ranks.leads:
+    if group.is_rank_zero:
         try:
-            save_checkpoint(directory, step, partial(_fill_all, ranks, fill), keep)
+            save_checkpoint(directory, step, partial(_fill_all, group, fill), keep)
         except OSError as error:
             problem = str(error) or repr(error)
         # No directory is to be filled any more; if there was no room to make one, none has been.
-        ranks.broadcast_bytes(b"")
+        group.broadcast_bytes(b"")
     else:
-        while temporary := ranks.broadcast_bytes(None):
-            ranks.gather(_filled(ranks, fill, Path(os.fsdecode(temporary))))
-    problem = ranks.gather(problem)[0]
+        while temporary := group.broadcast_bytes(None):
+            group.all_gather_object(_filled(group, fill, Path(os.fsdecode(temporary))))
+    problem = group.all_gather_object(problem)[0]
     if problem:
         raise OSError(problem)
 
 
-def _fill_all(ranks: ProcessGroup, fill: Fill, temporary: Path) -> dict[str, Any]:
+def _fill_all(group: ProcessGroup, fill: Fill, temporary: Path) -> dict[str, Any]:
     """Have all ranks write into a directory, and return what their files are."""
-    ranks.broadcast_bytes(os.fsencode(temporary))
-    told = ranks.gather(_filled(ranks, fill, temporary))
+    group.broadcast_bytes(os.fsencode(temporary))
+    told = group.all_gather_object(_filled(group, fill, temporary))
     problem = next((text for _, text in told if text), "")
     if problem:
         raise OSError(problem)
     return {name: description for files, _ in told for name, description in files.items()}
 
 
-def _filled(ranks: ProcessGroup, fill: Fill, temporary: Path) -> tuple[dict[str, Any], str]:
+def _filled(group: ProcessGroup, fill: Fill, temporary: Path) -> tuple[dict[str, Any], str]:
     """Write this rank's part, durably; return what the manifest is to say of it, and what went wrong."""
-    name = part_name(ranks)
+    name = part_name(group)
     try:
         fill(temporary)
         flush(temporary / name)
         return {name: described(temporary / name)}, ""
     except OSError as error:
-        return {}, f"rank {ranks.rank}: {str(error) or repr(error)}"
+        return {}, f"rank {group.rank}: {str(error) or repr(error)}"

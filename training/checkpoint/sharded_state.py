@@ -24,9 +24,9 @@ from training.runtime.process_group import ProcessGroup
 _SHARDS, _BEGINS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
-def part_name(ranks: ProcessGroup) -> str:
+def part_name(group: ProcessGroup) -> str:
     """The file of a rank's part."""
-    return f"state-{ranks.rank:05d}-of-{ranks.world_size:05d}.safetensors"
+    return f"state-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,14 @@ class ShardLayout:
         return {_SHARDS: json.dumps(begins)}
 
 
-def own_part(tensors: Mapping[str, Tensor], ranks: ProcessGroup) -> tuple[dict[str, Tensor], ShardLayout]:
+def own_part(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[dict[str, Tensor], ShardLayout]:
     """What this rank holds of sharded tensors, on its device, and where that belongs."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # a second, which DDP does without
 
     shards = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
     begins = {name: _begin(value) for name, value in shards.items()}
     held = {name: shards[name].to_local() if name in shards else value for name, value in tensors.items()}
-    return held, ShardLayout(file=part_name(ranks), begins=begins)
+    return held, ShardLayout(file=part_name(group), begins=begins)
 
 
 def _begin(shard: Any) -> tuple[int, ...]:
@@ -64,9 +64,9 @@ def _begin(shard: Any) -> tuple[int, ...]:
     return tuple(shard.__create_chunk_list__()[0].offsets)
 
 
-def read_own_part(directory: Path, state: TrainState, ranks: ProcessGroup) -> dict[str, Tensor]:
+def read_own_part(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
     """The tensors of a state as this rank holds them, of what this very rank has saved, one of as many."""
-    saved = load_file(directory / part_name(ranks))
+    saved = load_file(directory / part_name(group))
     rooms = _rooms(state, saved, lambda parameter: _held(parameter).shape)
     for name, value in saved.items():
         _held(rooms[name]).copy_(value)

@@ -26,11 +26,11 @@ def part_directory(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}"
 
 
-def writing_directory(job: RunContext, ranks: ProcessGroup) -> Path | None:
+def writing_directory(job: RunContext, group: ProcessGroup) -> Path | None:
     """Where this rank writes its node's snapshots, or those of its part; None: it does not."""
     if job.node_dir and job.config.strategy == "fsdp":
-        return job.node_dir.snapshots / part_directory(ranks.rank, ranks.world_size)
-    return job.node_dir.snapshots if job.node_dir and ranks.place.local_rank == 0 else None
+        return job.node_dir.snapshots / part_directory(group.rank, group.world_size)
+    return job.node_dir.snapshots if job.node_dir and group.place.local_rank == 0 else None
 
 
 class SnapshotWriter:
@@ -38,8 +38,8 @@ class SnapshotWriter:
 
     def __init__(self, job: RunContext, capturer: Capturer, recorder: RunLogger) -> None:
         self._capturer, self._recorder = capturer, recorder
-        self._ranks, self._state = capturer.ranks, capturer.state
-        self._directory = writing_directory(job, self._ranks)
+        self._group, self._state = capturer.group, capturer.state
+        self._directory = writing_directory(job, self._group)
         self._parents = (job.node_dir.path, job.node_dir.snapshots) if job.node_dir else ()
         self._every = parse_interval("snapshot_every", job.config.snapshot_every)
         self._final = job.run_dir.final_result
@@ -59,7 +59,7 @@ class SnapshotWriter:
         Not while the last one is being written, nor the best model: a state that knows of one which nobody has is
         of no use.
         """
-        if not (self._directory and self._ranks.leads) or self._background.busy or self._recorder.busy:
+        if not (self._directory and self._group.is_rank_zero) or self._background.busy or self._recorder.busy:
             return False
         if self._every.steps:
             return self._state.progress.step + 1 - self._taken_step >= self._every.steps
@@ -89,7 +89,7 @@ class SnapshotWriter:
         self._stall_seconds = max(0.0, time.monotonic() - began)
 
     def _has_room(self, directory: Path, size: int) -> bool:
-        writers = self._ranks.place.local_world_size if self._state.sharded else 1
+        writers = self._group.place.local_world_size if self._state.sharded else 1
         try:
             for path in (*self._parents, directory):
                 path.mkdir(mode=_MODE, exist_ok=True)
@@ -109,7 +109,7 @@ class SnapshotWriter:
         except OSError as error:
             self._complain(str(error))
         # Where the ranks compute on the CPU, the writer takes it from them.
-        self._writer_seconds = time.thread_time() - began if self._ranks.device.type == "cpu" else 0.0
+        self._writer_seconds = time.thread_time() - began if self._group.device.type == "cpu" else 0.0
 
     def _complain(self, reason: str) -> None:
         """Say once that there are no snapshots. It is tried anew each time."""
@@ -117,7 +117,7 @@ class SnapshotWriter:
             return
         self._complained = True
         # Other nodes' ranks do not speak of the training, but of their node.
-        console = self._recorder.console if self._ranks.leads else Console(speaks=True)
+        console = self._recorder.console if self._group.is_rank_zero else Console(speaks=True)
         console.warn(f"no snapshots on this node ({reason}): a crash may cost all steps since the last checkpoint")
         self._recorder.event("snapshot_off", reason=reason)
 
@@ -127,7 +127,7 @@ class SnapshotWriter:
 
     def end(self) -> None:
         """Remove all, if the training is complete. All ranks must call this."""
-        complete = any(self._ranks.gather(self._ranks.leads and self._final.exists()))
+        complete = any(self._group.all_gather_object(self._group.is_rank_zero and self._final.exists()))
         self.wait()
         if complete and self._directory:
             remove_newer(self._directory, 0)

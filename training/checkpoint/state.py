@@ -28,11 +28,11 @@ _IDENTIFYING = (
     "batch_size",
     "seed",
     "optimizer",
-    "ema",
+    "ema_decay",
     "image_size",
-    "eval_size",
-    "val_fraction",
-    "freeze",
+    "eval_image_size",
+    "val_split",
+    "freeze_backbone",
     "head_hidden",
 )
 

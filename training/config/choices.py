@@ -13,16 +13,15 @@ import tyro
 from hpc.core.errors import UserError
 
 OPTIMIZERS = {
-    "sgd": "SGD with Nesterov momentum",
-    "sgd-heavy-ball": "SGD with classical momentum: that of torchvision's recipes and of older papers",
+    "sgd": "SGD with momentum",
     "adamw": "Adam whose decay is apart from the gradients (Loshchilov and Hutter, 2019)",
     "adam": "Adam (Kingma and Ba, 2015); its decay is a part of the gradients",
 }
 SCHEDULES = {
     "cosine": "falls to zero along half a cosine",
-    "step": "is multiplied by --drop-factor at --drop-epochs",
+    "step": "is multiplied by --lr-gamma at --lr-step-epochs",
     "one-cycle": "rises from 1/25 over --warmup-epochs (a third of all is usual) and falls to 1/250,000, along cosines",
-    "plateau": "is multiplied by --drop-factor after --plateau-patience epochs without a lower validation loss",
+    "plateau": "is multiplied by --lr-gamma after --plateau-patience epochs without a lower validation loss",
     "constant": "stays",
 }
 # Characters of help that names may take before their lines of help.
@@ -57,4 +56,4 @@ def parse_drops(text: str) -> tuple[int, ...]:
         epochs = tuple(int(part) for part in text.split(","))
         if epochs[0] > 0 and all(one < other for one, other in pairwise(epochs)):
             return epochs
-    raise UserError(f"--drop-epochs is {text!r}: use a number such as 30, or rising epochs such as 150,225")
+    raise UserError(f"--lr-step-epochs is {text!r}: use a number such as 30, or rising epochs such as 150,225")

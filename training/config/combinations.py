@@ -24,10 +24,13 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
         lambda c: c.head_hidden > 0 and c.model.startswith("squeezenet"),
         "--head-hidden does not go with SqueezeNets, which end with a convolution: use 0, or another --model",
     ),
-    (lambda c: c.freeze and c.weights is None, "--freeze keeps all but the head as it begins: give --weights too"),
     (
-        lambda c: c.data_on_device == "on" and c.policy != "none",
-        "--data-on-device on does not go with a --policy, which works on the CPU: use --policy none, or leave it out",
+        lambda c: c.freeze_backbone and c.weights is None,
+        "--freeze-backbone keeps all but the head as it begins: give --weights too",
+    ),
+    (
+        lambda c: c.data_on_device == "on" and c.auto_augment != "none",
+        "--data-on-device on does not go with --auto-augment, which runs on the CPU: leave out either",
     ),
     (
         lambda c: c.compile and c.sync_bn,
@@ -35,21 +38,30 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
     ),
     (lambda c: c.strategy == "fsdp" and c.amp == "fp16", "--strategy fsdp does not scale losses: use --amp bf16"),
 )
-_NOT_WITH_FSDP = ("ema", "sync_bn", "compile", "static_graph", "compress_gradients")
+_NOT_WITH_FSDP = ("ema_decay", "sync_bn", "compile", "static_graph", "compress_gradients")
 # (a field, when it counts, why it does not otherwise)
 _COUNTS: tuple[tuple[str, Test, str], ...] = (
-    ("drop_epochs", lambda c: c.schedule == "step", "it is for --schedule step"),
-    ("drop_factor", lambda c: c.schedule in {"step", "plateau"}, "it is for --schedule step and --schedule plateau"),
-    ("plateau_patience", lambda c: c.schedule == "plateau", "it is for --schedule plateau"),
-    ("patience", lambda c: c.patience < c.epochs - 1, "there are too few --epochs to end before the last"),
-    ("decay_all", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
-    ("eval_size", lambda c: not c.synthetic, "generated images are not evaluated"),
+    ("lr_step_epochs", lambda c: c.lr_scheduler == "step", "it is for --lr-scheduler step"),
+    (
+        "lr_gamma",
+        lambda c: c.lr_scheduler in {"step", "plateau"},
+        "it is for --lr-scheduler step and --lr-scheduler plateau",
+    ),
+    ("plateau_patience", lambda c: c.lr_scheduler == "plateau", "it is for --lr-scheduler plateau"),
+    (
+        "early_stopping_patience",
+        lambda c: c.early_stopping_patience < c.epochs - 1,
+        "there are too few --epochs to end before the last",
+    ),
+    ("nesterov", lambda c: c.optimizer == "sgd" and c.momentum > 0, "it is for --optimizer sgd with --momentum"),
+    ("decay_norm_and_bias", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
+    ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalisation"),
 )
 # What follows the validation.
 _LISTENERS: tuple[tuple[Test, str], ...] = (
-    (lambda c: c.patience > 0, "--patience {config.patience}"),
-    (lambda c: c.schedule == "plateau", "--schedule plateau"),
+    (lambda c: c.early_stopping_patience > 0, "--early-stopping-patience {config.early_stopping_patience}"),
+    (lambda c: c.lr_scheduler == "plateau", "--lr-scheduler plateau"),
 )
 
 
@@ -89,5 +101,5 @@ def check_validation(config: "TrainConfig", *, validates: bool) -> None:
     """
     listener = next((told.format(config=config) for listens, told in _LISTENERS if listens(config)), None)
     if listener and not validates:
-        fix = "leave out --synthetic" if config.synthetic else "use --val-fraction 0.1, or add val/"
+        fix = "leave out --synthetic" if config.synthetic else "use --val-split 0.1, or add val/"
         raise UserError(f"{listener} follows the validation, and there is none: {fix}")

@@ -59,7 +59,7 @@ class TrainConfig:
     weights: str | None = None
     """Weights to begin with: a .safetensors or .pth file, or a name of torchvision's, such as IMAGENET1K_V1, that is in
     its cache. Of a head for another number of classes the rest is used. By default they follow from the seed."""
-    freeze: bool = False
+    freeze_backbone: bool = False
     """Train the head alone: all before it stays as it is in --weights, batch statistics too."""
     head_hidden: int = 0
     """Width of one more layer in the head, before the last one; 0: none."""
@@ -75,31 +75,33 @@ class TrainConfig:
     """A name of `training.config.choices.OPTIMIZERS`."""
     momentum: float = 0.9
     """SGD's momentum, or Adam's and AdamW's first beta."""
+    nesterov: bool = False
+    """Nesterov momentum for SGD."""
     weight_decay: float = 5e-4
     """Decay of weights; biases and norms do not decay."""
-    decay_all: bool = False
+    decay_norm_and_bias: bool = False
     """Let biases and norms decay too."""
     label_smoothing: float = 0.0
     """Share of the target spread over all classes."""
     warmup_epochs: float = 1.0
     """Epochs over which the learning rate rises from almost zero to --lr."""
-    schedule: Annotated[str, listed("The learning rate after the warm-up.", SCHEDULES)] = "cosine"
+    lr_scheduler: Annotated[str, listed("The learning rate after the warm-up.", SCHEDULES)] = "cosine"
     """A name of `training.config.choices.SCHEDULES`."""
-    drop_epochs: str = "30"
+    lr_step_epochs: str = "30"
     """When schedule `step` lowers the learning rate: 30 is every 30 epochs, 150,225 are the epochs themselves."""
-    drop_factor: float = 0.1
+    lr_gamma: float = 0.1
     """What schedules `step` and `plateau` multiply the learning rate with."""
     plateau_patience: int = 10
     """Epochs without a lower validation loss that schedule `plateau` bears; after one more it lowers the rate."""
-    patience: int = 0
+    early_stopping_patience: int = 0
     """Epochs without a higher validation accuracy after which the training ends; 0: it goes on to the last epoch."""
     max_hours: float = 0.0
     """Hours of training, all attempts together, after which it ends as if this were its last step; 0: any number."""
-    clip_norm: float = 0.0
+    clip_grad_norm: float = 0.0
     """Largest norm of the gradients of a step, which are scaled down to it; 0: they are not."""
-    accumulate: int = 1
+    grad_accum_steps: int = 1
     """Parts that each rank computes its share of a batch in, one after the other, to save memory."""
-    ema: float = 0.0
+    ema_decay: float = 0.0
     """Decay of the moving average of the weights that is evaluated and kept instead of them, such as 0.999; 0: none."""
     sync_bn: bool = False
     """Batch normalisation over the whole batch instead of each rank's share."""
@@ -121,9 +123,9 @@ class TrainConfig:
     """Random crops: of the padded image, or of any part, scaled. `auto`: padded for data in memory, else resized."""
     flip: Literal["auto", "on", "off"] = "auto"
     """Mirror half of the images. `auto`: not those of IDX files (a mirrored digit is another)."""
-    policy: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"
+    auto_augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"
     """Changes of color and shape: AutoAugment (ImageNet's or CIFAR-10's), RandAugment, or TrivialAugment."""
-    random_erase: float = 0.0
+    random_erasing: float = 0.0
     """Probability that a random rectangle of an image is erased."""
     mixup: float = 0.0
     """Alpha of mixup, such as 0.2; 0: no mixup. With --cutmix as well, each step uses either."""
@@ -133,16 +135,16 @@ class TrainConfig:
     """The number that everything random follows from: weights, order, augmentation, the held-out part."""
     image_size: int | None = None
     """Side of the square images that the model sees; by default what suits the model and the data."""
-    eval_size: int | None = None
+    eval_image_size: int | None = None
     """The same in evaluations, where larger images are recognised better than in training; by default --image-size."""
-    val_fraction: float = 0.05
+    val_split: float = 0.05
     """Part of the training set that is held out for validation, if the data have no val/ of their own."""
-    max_corrupt: int = 10
+    max_corrupt_images: int = 10
     """Unreadable images that are replaced by others; with more the run ends."""
     data_on_device: Literal["auto", "on", "off"] = "auto"
     """Hold all images, as bytes, in each rank's GPU, and augment them there: packed data, IDX and CIFAR files, without
-    a --policy. `auto`: if they take less than a tenth of its free memory."""
-    workers: int | None = None
+    a --auto-augment. `auto`: if they take less than a tenth of its free memory."""
+    num_workers: int | None = None
     """Loader processes per rank; by default the cores that the rank has, or none where images cost nothing to make."""
     log_every: int = 20
     """Steps between two lines of metrics."""
@@ -168,7 +170,7 @@ class TrainConfig:
             _check_rule(name, getattr(self, name), accepts, fix)
         for name in WORDS:
             parse_interval(name, getattr(self, name))
-        parse_drops(self.drop_epochs)
+        parse_drops(self.lr_step_epochs)
         check_combinations(self)
 
 
@@ -194,24 +196,24 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "momentum": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
     "weight_decay": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
-    "drop_epochs": (lambda v: isinstance(v, str), "use a number such as '30', or epochs such as '150,225'"),
-    "drop_factor": (lambda v: _is_number(v) and 0 < v < 1, "use more than 0 and less than 1"),
+    "lr_step_epochs": (lambda v: isinstance(v, str), "use a number such as '30', or epochs such as '150,225'"),
+    "lr_gamma": (lambda v: _is_number(v) and 0 < v < 1, "use more than 0 and less than 1"),
     "plateau_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
-    "patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
+    "early_stopping_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
     "max_hours": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "clip_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "accumulate": (lambda v: _is_whole(v, 1), "use 1 or more"),
-    "ema": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),
-    "random_erase": (lambda v: _is_number(v) and 0 <= v <= 1, "use a probability from 0 to 1"),
+    "clip_grad_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "grad_accum_steps": (lambda v: _is_whole(v, 1), "use 1 or more"),
+    "ema_decay": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),
+    "random_erasing": (lambda v: _is_number(v) and 0 <= v <= 1, "use a probability from 0 to 1"),
     "mixup": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "cutmix": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "max_corrupt": (lambda v: _is_whole(v, 0), "use 0 or more"),
+    "max_corrupt_images": (lambda v: _is_whole(v, 0), "use 0 or more"),
     "warmup_epochs": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "seed": (lambda v: _is_whole(v, 0) and v <= _LARGEST_SEED, f"use a whole number from 0 to {_LARGEST_SEED}"),
     "image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
-    "eval_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
-    "val_fraction": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
-    "workers": (lambda v: v is None or _is_whole(v, 0), "use 0 or more, or leave it out"),
+    "eval_image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
+    "val_split": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "num_workers": (lambda v: v is None or _is_whole(v, 0), "use 0 or more, or leave it out"),
     "log_every": (lambda v: _is_whole(v, 1), "use 1 or more steps"),
     "checkpoint_every": (lambda v: isinstance(v, str), "use steps such as '500', or a duration such as '10m'"),
     "snapshot_every": (
@@ -227,7 +229,7 @@ def _check_rule(name: str, value: Any, accepts: Callable[[Any], bool], fix: str)
         raise UserError(f"{flag(name)} is {value!r}: {fix}")
 
 
-_NAMED = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "lr_scaling": SCALINGS}
+_NAMED = {"optimizer": OPTIMIZERS, "lr_scheduler": SCHEDULES, "lr_scaling": SCALINGS}
 
 
 def _check_choice(name: str, value: Any) -> None:
@@ -265,12 +267,12 @@ def check_world(config: TrainConfig, world_size: int, samples: int | None = None
     Raises:
         UserError: there are too few images in a batch.
     """
-    least = world_size * config.accumulate * samples_per_group(config)
+    least = world_size * config.grad_accum_steps * samples_per_group(config)
     among = f"the {world_size} ranks that share it"
-    among += f" in {config.accumulate} parts each" if config.accumulate > 1 else ""
+    among += f" in {config.grad_accum_steps} parts each" if config.grad_accum_steps > 1 else ""
     among += ", in pairs to be mixed" if samples_per_group(config) > 1 else ""
     if config.batch_size < least:
         raise UserError(f"--batch-size is {config.batch_size}, too small for {among}: use {least} or more")
     if samples is not None and samples < least:
-        fix = "fewer ranks" + (" or a smaller --accumulate" if config.accumulate > 1 else "")
+        fix = "fewer ranks" + (" or a smaller --grad-accum-steps" if config.grad_accum_steps > 1 else "")
         raise UserError(f"--data has {samples} training images, too few for {among}: use {fix}")

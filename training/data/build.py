@@ -37,7 +37,7 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, listing
     Args:
         config: says how much to hold out, and how to augment.
         layout: where the data are.
-        folder_size: side in pixels that photographs are scaled to; in evaluations to --eval-size, if that is given.
+        folder_size: side in pixels that photographs are scaled to; in evaluations to --eval-image-size, if given.
         listing: the images of a folder, as rank 0's `find_listing` gave them; empty: they are listed here.
 
     Raises:
@@ -112,7 +112,7 @@ def _photos(
     if val is None:
         held, kept = _hold_out(config, len(train))
         val, train = train.part(held) if len(held) else None, train.part(kept)
-    val, test = (part and replace(part, size=config.eval_size or part.size) for part in (val, test))
+    val, test = (part and replace(part, size=config.eval_image_size or part.size) for part in (val, test))
     return Data(
         train=replace(train, augmentation=photo_augmentation(config, train.size, _PHOTO_MEAN)),
         val=val,
@@ -136,9 +136,9 @@ def _folder(root: Path, part: SplitIndex, size: int) -> ImageDataset:
 def _hold_out(config: TrainConfig, samples: int) -> tuple[Tensor, Tensor]:
     """Indices to hold out and to train on, each sorted."""
     order = permutation(stream(config.seed, Purpose.HOLD_OUT), samples)
-    held = round(samples * config.val_fraction)
+    held = round(samples * config.val_split)
     if held == samples:
-        raise UserError(f"--val-fraction is {config.val_fraction}, which leaves nothing of {samples} to train on")
+        raise UserError(f"--val-split is {config.val_split}, which leaves nothing of {samples} to train on")
     return order[:held].sort().values, order[held:].sort().values
 
 

@@ -101,8 +101,8 @@ def _why_not(config: TrainConfig, data: Data, device: torch.device) -> str:
     sizes = [_bytes(part) for part in _parts(data).values() if part]
     if None in sizes:
         return "images of a folder are decoded on the CPU: pack them (python -m training.pack), or use auto"
-    if config.policy != "none":
-        return f"--policy {config.policy} works on the CPU: use --policy none, or auto"
+    if config.auto_augment != "none":
+        return f"--auto-augment {config.auto_augment} works on the CPU: use --auto-augment none, or auto"
     if device.type == "cpu":
         return ""
     return too_large(sum(filter(None, sizes)), torch.cuda.mem_get_info(device)[0], config.data_on_device)

@@ -16,9 +16,9 @@ class CorruptImages:
     """The unreadable images of the training set that any rank has met."""
 
     def __init__(
-        self, source: ImageSource, limit: int, progress: Progress, ranks: ProcessGroup, recorder: RunLogger
+        self, source: ImageSource, limit: int, progress: Progress, group: ProcessGroup, recorder: RunLogger
     ) -> None:
-        self._source, self._limit, self._ranks, self._recorder = source, limit, ranks, recorder
+        self._source, self._limit, self._group, self._recorder = source, limit, group, recorder
         # What all ranks know is in there, and saved with it.
         self._progress = progress
         self._news: set[int] = set()
@@ -39,8 +39,8 @@ class CorruptImages:
             SharedError: there are more than are allowed.
         """
         # Hardly ever is there anything: a number costs less time than a set.
-        any_news = bool(self._ranks.sum(torch.tensor(len(self._news))))
-        everybodys = set().union(*self._ranks.gather(self._news)) if any_news else set()
+        any_news = bool(self._group.all_reduce(torch.tensor(len(self._news))))
+        everybodys = set().union(*self._group.all_gather_object(self._news)) if any_news else set()
         self._news = set()
         new = sorted(everybodys - set(self._progress.corrupt))
         self._progress.corrupt = sorted([*self._progress.corrupt, *new])
@@ -59,5 +59,6 @@ def check_limit(source: ImageSource, corrupt: Sequence[int], limit: int) -> None
     if len(corrupt) > limit:
         names = ", ".join(map(source.name, corrupt[:_MOST_NAMED])) + (", ..." if len(corrupt) > _MOST_NAMED else "")
         raise SharedError(
-            f"{len(corrupt)} images cannot be read, more than --max-corrupt {limit}: replace them or raise it: {names}"
+            f"{len(corrupt)} images cannot be read, more than --max-corrupt-images {limit}: replace them or raise it: "
+            f"{names}"
         )

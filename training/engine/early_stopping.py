@@ -9,9 +9,9 @@ from training.config.train_config import TrainConfig
 from training.runtime.process_group import ProcessGroup
 from training.runtime.progress import Progress
 
-PATIENCE, MAX_HOURS = "patience", "max_hours"
+PATIENCE, MAX_HOURS = "early_stopping", "max_hours"
 _SAYS = {
-    PATIENCE: "no higher validation accuracy in --patience {config.patience} epochs",
+    PATIENCE: "no higher validation accuracy in --early-stopping-patience {config.early_stopping_patience} epochs",
     MAX_HOURS: "--max-hours {config.max_hours:g} are over",
 }
 
@@ -43,11 +43,11 @@ class EarlyStopping:
         """Whether there is no time left, by this rank's clock."""
         return self.spent_seconds >= self._limit
 
-    def why_over(self, progress: Progress, ranks: ProcessGroup) -> str | None:
+    def why_over(self, progress: Progress, group: ProcessGroup) -> str | None:
         """Why no step is to follow; None: one is. All ranks must call this."""
         if out_of_patience(self._config, progress):
             return PATIENCE
-        return MAX_HOURS if ranks.gather(self.used_up)[0] else None
+        return MAX_HOURS if group.all_gather_object(self.used_up)[0] else None
 
     def told(self, reason: str) -> str:
         """The same for people."""
@@ -56,4 +56,4 @@ class EarlyStopping:
 
 def out_of_patience(config: TrainConfig, progress: Progress) -> bool:
     """Whether there were too many epochs without a higher validation accuracy."""
-    return 0 < config.patience <= progress.evaluated_epochs - progress.best_epoch
+    return 0 < config.early_stopping_patience <= progress.evaluated_epochs - progress.best_epoch

@@ -35,12 +35,12 @@ def launch(job: RunContext, place: RankInfo) -> None:
         TorchrelayError: the training failed.
     """
     make_repeatable(everything=job.config.deterministic)
-    ranks = connect(place, watched=job.node_dir is not None)
+    group = connect(place, watched=job.node_dir is not None)
     job.heartbeat.beat("start")
     # After an error there is no leaving in good order: it waits for ranks that may be no more.
-    if not _is_complete(job, ranks):
-        report = check(ranks, job.fault)
-        trainer = make_trainer(job, ranks)
+    if not _is_complete(job, group):
+        report = check(group, job.fault)
+        trainer = make_trainer(job, group)
         trainer.recorder.event("preflight", **asdict(report))
         # What there is now stays to the end: no need to look through it, and for loader workers to get copies of it.
         gc.freeze()
@@ -64,60 +64,60 @@ def make_repeatable(*, everything: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
 
 
-def _is_complete(job: RunContext, ranks: ProcessGroup) -> bool:
+def _is_complete(job: RunContext, group: ProcessGroup) -> bool:
     """Whether there is nothing left to do: as rank 0 sees it, for the others' view of shared storage may be older."""
-    complete = any(ranks.gather(ranks.leads and job.run_dir.final_result.exists()))
-    if complete and ranks.leads:
+    complete = any(group.all_gather_object(group.is_rank_zero and job.run_dir.final_result.exists()))
+    if complete and group.is_rank_zero:
         print(f"{job.run_dir.path} is complete already: {job.run_dir.final_result}", flush=True)
     return complete
 
 
-def make_trainer(job: RunContext, ranks: ProcessGroup) -> Trainer:
+def make_trainer(job: RunContext, group: ProcessGroup) -> Trainer:
     """Open the data and build the model.
 
     Raises:
         SharedError: a flag or the data do not suit, on some rank; every rank raises it.
     """
     config = job.config
-    with ranks.together():
-        check_world(config, ranks.world_size)
+    with group.raise_on_all_ranks():
+        check_world(config, group.world_size)
         layout = None if config.synthetic else check_data(resolve_data(config.data))
-    listing = _share_listing(layout, job, ranks)
+    listing = _share_listing(layout, job, group)
     job.heartbeat.beat("start")
-    with ranks.together():
+    with group.raise_on_all_ranks():
         side = input_size(config, None)
         data = load_data(config, layout, side, listing) if layout else synthetic_data(config, side)
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
-        data = hold(config, data, ranks.device, lambda: job.heartbeat.beat("start"))
+        data = hold(config, data, group.device, lambda: job.heartbeat.beat("start"))
     job.heartbeat.beat("start")
     if config.sync_bn:
-        model = synchronise(model, ranks.device)
-    _check_same(data, ranks)
-    with ranks.together():
-        check_world(config, ranks.world_size, len(data.train))
+        model = synchronise(model, group.device)
+    _check_same(data, group)
+    with group.raise_on_all_ranks():
+        check_world(config, group.world_size, len(data.train))
         check_validation(config, validates=data.val is not None)
-    preprocess = Preprocess.make(data.mean, data.std, channels, size, ranks.device)
+    preprocess = Preprocess.make(data.mean, data.std, channels, size, group.device)
     preprocess = replace(preprocess, memory_format=FORMATS[config.memory_format])
-    return Trainer(job, ranks, data, model, preprocess, _workers(config.workers, data, ranks.place))
+    return Trainer(job, group, data, model, preprocess, _workers(config.num_workers, data, group.place))
 
 
-def _share_listing(layout: DataLayout | None, job: RunContext, ranks: ProcessGroup) -> bytes:
+def _share_listing(layout: DataLayout | None, job: RunContext, group: ProcessGroup) -> bytes:
     """The list of an image folder's images: rank 0 alone looks for them, and the others believe it."""
     listing = b""
-    with ranks.together():
-        if ranks.leads and layout and layout.kind == "image-folder":
+    with group.raise_on_all_ranks():
+        if group.is_rank_zero and layout and layout.kind == "image-folder":
             listing = find_listing(layout, job.run_dir.index, time.time_ns())
-    return ranks.broadcast_bytes(listing)
+    return group.broadcast_bytes(listing)
 
 
-def _check_same(data: Data, ranks: ProcessGroup) -> None:
+def _check_same(data: Data, group: ProcessGroup) -> None:
     """Every node has a copy of the data: make sure that they are the same.
 
     Of an image folder all know rank 0's list; an image that another node lacks is missed when it is to be read.
     """
-    prints = ranks.gather((len(data.train), data.fingerprint))
+    prints = group.all_gather_object((len(data.train), data.fingerprint))
     other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
     if other is not None:
         raise SharedError(

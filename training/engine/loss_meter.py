@@ -29,14 +29,14 @@ class LossMeter:
     on the number of ranks nor on when a state was saved.
     """
 
-    def __init__(self, ranks: ProcessGroup) -> None:
-        self._ranks = ranks
-        self.loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.loss = torch.zeros((), dtype=torch.float64, device=group.device)
         """The sum of the losses of this rank's images."""
         self.images = 0
         """Images of all ranks whose losses are in the sums."""
         self._steps = 0
-        self._finite_steps = torch.zeros((), dtype=torch.int64, device=ranks.device)
+        self._finite_steps = torch.zeros((), dtype=torch.int64, device=group.device)
         """Steps before the first one with which the sum ceased to be finite: it does not become so again."""
         self._timed_images = 0
         self._started: float | None = None
@@ -73,8 +73,8 @@ class LossMeter:
         """
         share = self._waited / max(self._seconds, 1e-9)
         # Together: another message between the ranks would be another wait.
-        sums = self._ranks.sum(torch.stack([self.loss.to("cpu"), torch.tensor(share, dtype=torch.float64)]))
-        self._data_wait_share = float(sums[1]) / self._ranks.world_size
+        sums = self._group.all_reduce(torch.stack([self.loss.to("cpu"), torch.tensor(share, dtype=torch.float64)]))
+        self._data_wait_share = float(sums[1]) / self._group.world_size
         return self.check(float(sums[0]), step)
 
     @property
@@ -90,7 +90,7 @@ class LossMeter:
         """
         if math.isfinite(total):
             return total
-        finite = min(self._ranks.gather(int(self._finite_steps)))
+        finite = min(self._group.all_gather_object(int(self._finite_steps)))
         raise DivergedError(total, step - self._steps + finite + 1)
 
     @property

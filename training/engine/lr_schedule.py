@@ -40,9 +40,9 @@ def _cosine(start: float, end: float, part: float) -> float:
 
 
 def _drops(config: TrainConfig, course: LrCourse) -> float:
-    epoch, epochs = course.step // course.per_epoch, parse_drops(config.drop_epochs)
+    epoch, epochs = course.step // course.per_epoch, parse_drops(config.lr_step_epochs)
     count = epoch // epochs[0] if len(epochs) == 1 else sum(epoch >= drop for drop in epochs)
-    return config.drop_factor**count
+    return config.lr_gamma**count
 
 
 def _one_cycle(_config: TrainConfig, course: LrCourse) -> float:
@@ -79,10 +79,10 @@ def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int)
     total, step = steps_per_epoch * config.epochs, progress.step
     warmup = min(round(config.warmup_epochs * steps_per_epoch), total)
     highest = highest_rate(config) * progress.lr_factor
-    if step < warmup and config.schedule != "one-cycle":
+    if step < warmup and config.lr_scheduler != "one-cycle":
         return highest * (step + 1) / warmup
     course = LrCourse(step=step, warmup=warmup, per_epoch=steps_per_epoch, total=total)
-    return highest * CURVES[config.schedule](config, course)
+    return highest * CURVES[config.lr_scheduler](config, course)
 
 
 def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> None:
@@ -90,12 +90,12 @@ def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> 
 
     The same as torch's ReduceLROnPlateau with its defaults.
     """
-    if config.schedule != "plateau":
+    if config.lr_scheduler != "plateau":
         return
     if progress.plateau_loss is None or val_loss < progress.plateau_loss * (1 - _THRESHOLD):
         progress.plateau_loss, progress.plateau_epochs = val_loss, 0
     else:
         progress.plateau_epochs += 1
     if progress.plateau_epochs > config.plateau_patience:
-        progress.lr_factor *= config.drop_factor
+        progress.lr_factor *= config.lr_gamma
         progress.plateau_epochs = 0

@@ -1,7 +1,6 @@
 """Optimizers by name, and mixed precision. Runs on every rank."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,14 +11,15 @@ from training.config.train_config import TrainConfig
 Groups = list[dict[str, Any]]
 
 
-def _sgd(groups: Groups, config: TrainConfig, *, nesterov: bool) -> Optimizer:
-    return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov and config.momentum > 0)
+def _sgd(groups: Groups, config: TrainConfig) -> Optimizer:
+    # torch refuses Nesterov momentum without momentum.
+    nesterov = config.nesterov and config.momentum > 0
+    return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov)
 
 
 # By the names of `training.config.choices.OPTIMIZERS`.
 MAKERS: dict[str, Callable[[Groups, TrainConfig], Optimizer]] = {
-    "sgd": partial(_sgd, nesterov=True),
-    "sgd-heavy-ball": partial(_sgd, nesterov=False),
+    "sgd": _sgd,
     "adamw": lambda groups, config: AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999)),
     "adam": lambda groups, config: Adam(groups, lr=config.lr, betas=(config.momentum, 0.999)),
 }
@@ -31,7 +31,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
     They are a group of their own in any case: so the flag may change in the course of a run.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    of_others = config.weight_decay if config.decay_all else 0.0
+    of_others = config.weight_decay if config.decay_norm_and_bias else 0.0
     groups: Groups = [
         {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": of_others},

@@ -40,7 +40,7 @@ class PreflightReport:
     seconds: float
 
 
-def check(ranks: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
+def check(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
     """Have all devices compute and all ranks talk.
 
     Raises:
@@ -48,28 +48,28 @@ def check(ranks: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
         TorchrelayError: another rank's does.
     """
     began = time.monotonic()
-    problem = _problem(ranks, falsify=fault.strike("preflight", 0, ranks.rank))
-    problems = {rank: text for rank, text in enumerate(ranks.gather(problem)) if text}
+    problem = _problem(group, falsify=fault.strike("preflight", 0, group.rank))
+    problems = {rank: text for rank, text in enumerate(group.all_gather_object(problem)) if text}
     if problem:
         raise UnfitNodeError(problem)
     if problems:
         raise TorchrelayError(f"this rank is well, but {next(iter(problems.values()))}")
-    bandwidth = _bandwidth(ranks) if ranks.world_size > 1 else None
+    bandwidth = _bandwidth(group) if group.world_size > 1 else None
     return PreflightReport(
-        world_size=ranks.world_size,
+        world_size=group.world_size,
         allreduce_gb_per_second=bandwidth and round(bandwidth, 3),
         seconds=round(time.monotonic() - began, 3),
     )
 
 
-def _problem(ranks: ProcessGroup, *, falsify: bool) -> str:
+def _problem(group: ProcessGroup, *, falsify: bool) -> str:
     """What is wrong with this rank's device; nothing if all is well."""
-    expected, found = _product(torch.device("cpu"), torch.float64), _product(ranks.device, torch.float32).to("cpu")
+    expected, found = _product(torch.device("cpu"), torch.float64), _product(group.device, torch.float32).to("cpu")
     found[0, 0] += falsify
     wrong = int((found.double() != expected).sum())
     if not wrong:
         return ""
-    return f"{_whereabouts(ranks)} computes wrongly: {wrong} of {_SIDE**2} elements of a matrix product are not right"
+    return f"{_whereabouts(group)} computes wrongly: {wrong} of {_SIDE**2} elements of a matrix product are not right"
 
 
 def _product(device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -80,44 +80,44 @@ def _product(device: torch.device, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
-def _bandwidth(ranks: ProcessGroup) -> float:
+def _bandwidth(group: ProcessGroup) -> float:
     """Bus bandwidth in GB/s of the fastest of a few all-reduces of all ranks, on their devices."""
-    values = torch.empty(_MEGABYTES[ranks.device.type] * 2**20 // 4, device=ranks.device)
-    fastest = min(_all_reduce_seconds(values, ranks) for _ in range(_TURNS))
-    return 2 * (ranks.world_size - 1) / ranks.world_size * values.nbytes / fastest / 1e9
+    values = torch.empty(_MEGABYTES[group.device.type] * 2**20 // 4, device=group.device)
+    fastest = min(_all_reduce_seconds(values, group) for _ in range(_TURNS))
+    return 2 * (group.world_size - 1) / group.world_size * values.nbytes / fastest / 1e9
 
 
-def _all_reduce_seconds(values: Tensor, ranks: ProcessGroup) -> float:
-    values.fill_(ranks.rank + 1)
-    ranks.wait_for_device()
+def _all_reduce_seconds(values: Tensor, group: ProcessGroup) -> float:
+    values.fill_(group.rank + 1)
+    group.wait_for_device()
     began = time.perf_counter()
     distributed.all_reduce(values)
-    ranks.wait_for_device()
+    group.wait_for_device()
     seconds = time.perf_counter() - began
-    expected = ranks.world_size * (ranks.world_size + 1) / 2
+    expected = group.world_size * (group.world_size + 1) / 2
     if wrong := int((values != expected).sum()):
-        raise UnfitNodeError(f"{_whereabouts(ranks)} got {wrong} of {len(values)} elements of an all-reduce wrongly")
+        raise UnfitNodeError(f"{_whereabouts(group)} got {wrong} of {len(values)} elements of an all-reduce wrongly")
     return seconds
 
 
-def _whereabouts(ranks: ProcessGroup) -> str:
-    device = f"{torch.cuda.get_device_name()} {ranks.device.index}" if ranks.device.type == "cuda" else "the CPU"
-    return f"rank {ranks.rank} on {platform.node()} ({device})"
+def _whereabouts(group: ProcessGroup) -> str:
+    device = f"{torch.cuda.get_device_name()} {group.device.index}" if group.device.type == "cuda" else "the CPU"
+    return f"rank {group.rank} on {platform.node()} ({device})"
 
 
 def main(run_dir: str, attempt: str) -> int:
     """Check, print a line and record it, and turn errors into one line and an exit code."""
     place = rank_info_from(os.environ)
     try:
-        ranks = connect(place)
-        report = check(ranks)
+        group = connect(place)
+        report = check(group)
     except TorchrelayError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    if place.leads:
+    if place.is_rank_zero:
         speed = report.allreduce_gb_per_second
         told = f", all-reduce {speed} GB/s" if speed is not None else ""
-        print(f"preflight: {report.world_size} ranks on {ranks.device.type}{told}, {report.seconds} s", flush=True)
+        print(f"preflight: {report.world_size} ranks on {group.device.type}{told}, {report.seconds} s", flush=True)
         recorder = RunLogger(RunDir(Path(run_dir)), int(attempt), Console(speaks=True), writes=True)
         recorder.event("preflight", **asdict(report))
     disconnect()

@@ -31,14 +31,14 @@ class Stepper:
         self,
         config: TrainConfig,
         plan: BatchSchedule,
-        ranks: ProcessGroup,
+        group: ProcessGroup,
         state: TrainState,
         preprocess: Preprocess,
         fault: Fault,
     ) -> None:
-        self.config, self.plan, self.ranks, self.state = config, plan, ranks, state
+        self.config, self.plan, self.group, self.state = config, plan, group, state
         self.preprocess, self.fault = preprocess, fault
-        self.wrapped = wrap(state.model, config, ranks)
+        self.wrapped = wrap(state.model, config, group)
 
     def warm_up(self, channels: int, size: int) -> None:
         """Make a backward pass that changes nothing, of images as they come from the data.
@@ -52,12 +52,12 @@ class Stepper:
         model = self.state.model
         train_mode(model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        images = min(2, self.plan.batch_size // (self.ranks.world_size * self.config.accumulate))
+        images = min(2, self.plan.batch_size // (self.group.world_size * self.config.grad_accum_steps))
         if self.config.compile:
             images = self._first_part()
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
         try:
-            with autocast(self.config, self.ranks.device):
+            with autocast(self.config, self.group.device):
                 logits = self.wrapped(self.preprocess(blank))
             logits.float().sum().backward()
         except ValueError as error:
@@ -76,8 +76,8 @@ class Stepper:
 
     def _first_part(self) -> int:
         """Images of the first part of a step on this rank: code for another number would be compiled in vain."""
-        start, end = share(self.plan.batch_size, self.ranks.rank, self.ranks.world_size, self.plan.together)
-        return share(end - start, 0, self.config.accumulate, self.plan.together)[1]
+        start, end = share(self.plan.batch_size, self.group.rank, self.group.world_size, self.plan.together)
+        return share(end - start, 0, self.config.grad_accum_steps, self.plan.together)[1]
 
     def step(self, batch: Batch, window: LossMeter) -> None:
         """One optimizer step.
@@ -88,18 +88,18 @@ class Stepper:
         """
         config, state, progress = self.config, self.state, self.state.progress
         window.begin_step()
-        torch.manual_seed(stream(config.seed, Purpose.STEP, progress.step, self.ranks.rank))
+        torch.manual_seed(stream(config.seed, Purpose.STEP, progress.step, self.group.rank))
         train_mode(state.model)
         set_learning_rate(state.optimizer, learning_rate(config, progress, self.plan.steps_per_epoch))
         mix = draw_mix(config, progress.step, self.preprocess.size)
-        for part in range(config.accumulate):
-            start, end = share(len(batch.labels), part, config.accumulate, self.plan.together)
-            with nullcontext() if part == config.accumulate - 1 else self.wrapped.no_sync():
+        for part in range(config.grad_accum_steps):
+            start, end = share(len(batch.labels), part, config.grad_accum_steps, self.plan.together)
+            with nullcontext() if part == config.grad_accum_steps - 1 else self.wrapped.no_sync():
                 loss = self._loss(batch.images[start:end], batch.labels[start:end], mix)
-                scaled = state.scaler.scale(loss * (self.ranks.world_size / self.plan.batch_size))
+                scaled = state.scaler.scale(loss * (self.group.world_size / self.plan.batch_size))
                 torch.autograd.backward(scaled)
             window.add_loss(loss)
-        self.fault.strike("step", progress.step + 1, self.ranks.rank)
+        self.fault.strike("step", progress.step + 1, self.group.rank)
         self._update()
         window.add_images(self.plan.batch_size)
         progress.advance(self.plan.batch_size, self.plan.samples_per_epoch)
@@ -109,9 +109,9 @@ class Stepper:
     def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> Tensor:
         """The sum of the losses of a part of this rank's share."""
         inputs = self.preprocess(images)
-        with autocast(self.config, self.ranks.device):
+        with autocast(self.config, self.group.device):
             logits = self.wrapped(mix_images(mix, inputs) if mix else inputs)
-        targets = labels.to(self.ranks.device, non_blocking=True)
+        targets = labels.to(self.group.device, non_blocking=True)
         if mix:
             targets = mix_labels(mix, targets, logits.shape[1])
         smoothing = self.config.label_smoothing
@@ -121,10 +121,10 @@ class Stepper:
         """Use the gradients, and forget them."""
         optimizer, scaler = self.state.optimizer, self.state.scaler
         self.state.release()
-        if self.config.clip_norm:
+        if self.config.clip_grad_norm:
             # The norm of scaled gradients would be that of the scale.
             scaler.unscale_(optimizer)
-            clip_grad_norm_(self.state.model.parameters(), self.config.clip_norm)
+            clip_grad_norm_(self.state.model.parameters(), self.config.clip_grad_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -36,9 +36,9 @@ class _Step:
 class StepTimer:
     """Times the steps of one rank, without making its device wait, and tells the heartbeat."""
 
-    def __init__(self, job: RunContext, ranks: ProcessGroup, model: nn.Module) -> None:
-        self._heartbeat, self._fault, self._rank = job.heartbeat, job.fault, ranks.rank
-        self._on_gpu = ranks.device.type == "cuda"
+    def __init__(self, job: RunContext, group: ProcessGroup, model: nn.Module) -> None:
+        self._heartbeat, self._fault, self._rank = job.heartbeat, job.fault, group.rank
+        self._on_gpu = group.device.type == "cuda"
         self._began = 0.0
         self.loading = 0.0
         """Seconds that the last batch was waited for."""

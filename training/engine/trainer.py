@@ -47,41 +47,41 @@ class Trainer:
     """One rank's part in the training of one model."""
 
     def __init__(
-        self, job: RunContext, ranks: ProcessGroup, data: Data, model: nn.Module, preprocess: Preprocess, workers: int
+        self, job: RunContext, group: ProcessGroup, data: Data, model: nn.Module, preprocess: Preprocess, workers: int
     ) -> None:
         config = job.config
-        self.config, self.job, self.ranks, self.data, self.workers = config, job, ranks, data, workers
+        self.config, self.job, self.group, self.data, self.workers = config, job, group, data, workers
         self.preprocess = preprocess
         self.plan = make_schedule(
             len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config)
         )
-        model = wrap_model(model, config, ranks)
+        model = wrap_model(model, config, group)
         self.state = TrainState(
             model=model,
             optimizer=make_optimizer(config, model),
-            scaler=make_scaler(config, ranks.device),
-            ema=Ema(model, config.ema) if config.ema else None,
+            scaler=make_scaler(config, group.device),
+            ema=Ema(model, config.ema_decay) if config.ema_decay else None,
             progress=Progress(),
             identity=identity(config, data),
             sharded=config.strategy == "fsdp",
         )
-        self.stepper = Stepper(config, self.plan, ranks, self.state, preprocess, job.fault)
+        self.stepper = Stepper(config, self.plan, group, self.state, preprocess, job.fault)
         self.heartbeat = job.heartbeat
-        self.pace = StepTimer(job, ranks, model)
-        self.console = Console(speaks=ranks.leads)
-        with ranks.together():
-            self.recorder = RunLogger(job.run_dir, job.attempt, self.console, writes=ranks.leads)
-        self.samples = JsonLines(job.run_dir.sample_log(job.attempt, ranks.rank), self.console)
-        self.corrupt = CorruptImages(data.train, config.max_corrupt, self.state.progress, ranks, self.recorder)
-        self.agreement = StopConsensus(ranks.control)
-        self.window = LossMeter(ranks)
+        self.pace = StepTimer(job, group, model)
+        self.console = Console(speaks=group.is_rank_zero)
+        with group.raise_on_all_ranks():
+            self.recorder = RunLogger(job.run_dir, job.attempt, self.console, writes=group.is_rank_zero)
+        self.samples = JsonLines(job.run_dir.sample_log(job.attempt, group.rank), self.console)
+        self.corrupt = CorruptImages(data.train, config.max_corrupt_images, self.state.progress, group, self.recorder)
+        self.agreement = StopConsensus(group.control)
+        self.window = LossMeter(group)
         self.budget = EarlyStopping(config)
         self.capturer = Capturer(
             state=self.state,
             window=self.window,
             budget=self.budget,
             corrupt=self.corrupt,
-            ranks=ranks,
+            group=group,
             attempt=job.attempt,
         )
         self.saver = CheckpointWriter(job, self.capturer, self.recorder)
@@ -89,8 +89,8 @@ class Trainer:
         evaluator = Evaluator(
             config=config,
             model=self.state.evaluated_model,
-            preprocess=replace(preprocess, size=config.eval_size or preprocess.size),
-            ranks=ranks,
+            preprocess=replace(preprocess, size=config.eval_image_size or preprocess.size),
+            group=group,
             classes=len(data.classes),
             # Images in memory are not augmented in an evaluation: to start workers takes longer than to take them.
             workers=0 if data.in_memory else workers,
@@ -130,11 +130,11 @@ class Trainer:
         """Go on from the newest state, and say so."""
         self.heartbeat.beat("start")
         began = time.monotonic()
-        restored = restore(self.job, self.state, self.ranks, self.recorder)
+        restored = restore(self.job, self.state, self.group, self.recorder)
         if restored is None and self.config.weights:
-            self.console.say(load_initial_weights(self.config, self.state, self.ranks))
+            self.console.say(load_initial_weights(self.config, self.state, self.group))
         if restored:
-            self.window.restore(restored.numbers, counts_loss=self.ranks.leads)
+            self.window.restore(restored.numbers, counts_loss=self.group.is_rank_zero)
         self.budget.begin(restored.numbers if restored else None)
         self.saver.begin(restored.source if restored else None)
         self.snapshotter.begin()
@@ -146,15 +146,15 @@ class Trainer:
             step=progress.step,
             epoch=min(progress.epoch + 1, self.config.epochs),
             total_steps=self.plan.total_steps,
-            world_size=self.ranks.world_size,
+            world_size=self.group.world_size,
             restored_from=restored.name if restored else None,
             source=restored.source if restored else None,
             seconds=round(time.monotonic() - self.job.started, 3),
             restore_seconds=round(restore_seconds, 3),
-            connect_seconds=round(self.ranks.connected_at - self.job.started, 3),
+            connect_seconds=round(self.group.connected_at - self.job.started, 3),
         )
         begin = f"resuming from {restored.source} {restored.name}" if restored else "starting"
-        self.console.say(f"{begin}: {greeting(self.config, self.data, self.plan, self.ranks, self.state.model)}")
+        self.console.say(f"{begin}: {greeting(self.config, self.data, self.plan, self.group, self.state.model)}")
         for told in without_effect(self.config):
             self.console.warn(told)
         self.console.start(progress.step, self.plan.total_steps)
@@ -168,7 +168,7 @@ class Trainer:
         Returns:
             Why no more follow, before the last epoch's end; None: there are none left.
         """
-        progress, ranks = self.state.progress, self.ranks
+        progress, ranks = self.state.progress, self.group
         self.examiner.validate_if_due(self.before_batch)
         if over := self.budget.why_over(progress, ranks):
             return over
@@ -214,10 +214,10 @@ class Trainer:
         """Exchange wishes with the other ranks, and return what is agreed on."""
         wishes = StepFlags(
             signal=signals.received(),
-            save=int(self.ranks.leads and self.saver.due_by_time()),
+            save=int(self.group.is_rank_zero and self.saver.due_by_time()),
             snapshot=int(self.snapshotter.due()),
             news=int(self.corrupt.has_news),
-            end=int(self.ranks.leads and self.budget.used_up),
+            end=int(self.group.is_rank_zero and self.budget.used_up),
         )
         agreed = self.agreement.exchange(wishes)
         if agreed.news:
@@ -234,7 +234,7 @@ class Trainer:
         """Between two batches of an evaluation: a wish to stop does not wait for its end."""
         self.heartbeat.beat("evaluate", self.state.progress.step)
         self.agree()
-        self.job.fault.strike("evaluate", self.state.progress.step, self.ranks.rank)
+        self.job.fault.strike("evaluate", self.state.progress.step, self.group.rank)
 
     def save_and_stop(self, request: StopRequested) -> None:
         """Save, and tell how long that took, from the signal's arrival here: by that the grace period can be chosen."""
@@ -260,7 +260,7 @@ class Trainer:
         loss = self.window.total_loss(step) / self.window.images
         epoch = (step - 1) // self.plan.steps_per_epoch + 1
         lr = rate_of(self.state.optimizer)
-        waiting, memory = self.window.data_wait_share, self.ranks.used_memory
+        waiting, memory = self.window.data_wait_share, self.group.used_memory
         self.state.progress.logged_step = step
         self.recorder.train(
             {
@@ -269,7 +269,7 @@ class Trainer:
                 "loss": round(loss, 6),
                 "lr": lr,
                 "images_per_second": round(speed, 1),
-                "world_size": self.ranks.world_size,
+                "world_size": self.group.world_size,
                 "train_seconds": round(self.window.train_seconds, 3),
                 "data_wait_share": round(waiting, 4),
                 "memory_bytes": memory,

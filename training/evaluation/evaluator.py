@@ -68,7 +68,7 @@ class Evaluator:
     config: TrainConfig
     model: nn.Module
     preprocess: Preprocess
-    ranks: ProcessGroup
+    group: ProcessGroup
     classes: int
     workers: int
 
@@ -82,7 +82,7 @@ class Evaluator:
         """
         self._share_buffers()
         self.model.eval()
-        rank, world_size, device = self.ranks.rank, self.ranks.world_size, self.ranks.device
+        rank, world_size, device = self.group.rank, self.group.world_size, self.group.device
         losses = torch.zeros(-(-len(source) // _BATCH), dtype=torch.float64, device=device)
         confusion = torch.zeros(self.classes**2, dtype=torch.int64, device=device)
         predicted = torch.zeros(len(source), dtype=torch.int64, device=device)
@@ -116,8 +116,8 @@ class Evaluator:
     @torch.inference_mode()
     def _count(self, batch: Batch, confusion: Tensor, among_best: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add a batch to the counts, and return its loss, and for each image the class and its probability."""
-        labels = batch.labels.to(self.ranks.device, non_blocking=True)
-        with autocast(self.config, self.ranks.device):
+        labels = batch.labels.to(self.group.device, non_blocking=True)
+        with autocast(self.config, self.group.device):
             logits = self.model(self.preprocess(batch.images)).float()
         predicted = logits.argmax(1)
         confusion += torch.bincount(labels * self.classes + predicted, minlength=self.classes**2)
@@ -139,11 +139,11 @@ class Evaluator:
         self, losses: Tensor, confusion: Tensor, corrupt: set[int], answers: tuple[Tensor, Tensor, Tensor]
     ) -> Evaluation:
         samples = len(answers[0])
-        counts = self.ranks.sum(confusion).reshape(self.classes, self.classes)
+        counts = self.group.all_reduce(confusion).reshape(self.classes, self.classes)
         # Each batch's loss and each image's answer come from one rank and zeros from the others: nothing is rounded.
-        loss = math.fsum(self.ranks.sum(losses).tolist()) / samples
-        everybodys = sorted(set().union(*self.ranks.gather(corrupt)))
-        predicted, probability, among_best = map(self.ranks.sum, answers)
+        loss = math.fsum(self.group.all_reduce(losses).tolist()) / samples
+        everybodys = sorted(set().union(*self.group.all_gather_object(corrupt)))
+        predicted, probability, among_best = map(self.group.all_reduce, answers)
         result = Evaluation(
             loss=loss,
             confusion=counts,

@@ -21,7 +21,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 
 
-def made_from(job: RunContext, data: Data, ranks: ProcessGroup) -> dict[str, Any]:
+def made_from(job: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
     """All of it, ready for JSON; null for what is not known."""
     spec = _spec(job.run_dir)
     sizes = {name: len(part) for name in ("train", "val", "test") if (part := getattr(data, name)) is not None}
@@ -38,7 +38,7 @@ def made_from(job: RunContext, data: Data, ranks: ProcessGroup) -> dict[str, Any
         },
         "code": {"revision": _revision(job.run_dir)},
         "versions": versions(),
-        "ranks": {"world_size": ranks.world_size, "device": _device(ranks)},
+        "ranks": {"world_size": group.world_size, "device": _device(group)},
         "attempt": job.attempt,
     }
 
@@ -74,8 +74,8 @@ def _driver() -> str | None:
     return None
 
 
-def _device(ranks: ProcessGroup) -> str:
-    return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"cpu ({platform.machine()})"
+def _device(group: ProcessGroup) -> str:
+    return torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
 def _spec(run_dir: RunDir) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from training.runtime.run_context import RunContext
 _OF_TEST = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 
 
-def greeting(config: TrainConfig, data: Data, plan: BatchSchedule, ranks: ProcessGroup, model: nn.Module) -> str:
+def greeting(config: TrainConfig, data: Data, plan: BatchSchedule, group: ProcessGroup, model: nn.Module) -> str:
     """What is about to be trained."""
     weights = sum(parameter.numel() for parameter in model.parameters())
     held = ", which holds all images" if data.on_device else ""
     return (
         f"{config.model} ({weights:,} weights) on {len(data.train):,} images of {len(data.classes)} classes, "
-        f"{plan.total_steps} steps of {plan.batch_size} images, {ranks.world_size} ranks on {ranks.device.type}{held}"
+        f"{plan.total_steps} steps of {plan.batch_size} images, {group.world_size} ranks on {group.device.type}{held}"
     )
 
 
@@ -37,7 +37,7 @@ def describe(
         "val_accuracy": progress.val_accuracy,
         "val_loss": progress.val_loss,
         "best_val_accuracy": progress.best_accuracy,
-        "weights": "moving average" if job.config.ema else "last",
+        "weights": "moving average" if job.config.ema_decay else "last",
         "corrupt_images": [data.train.name(index) for index in progress.corrupt],
         "classes": list(data.classes),
         "input": {"channels": preprocess.channels, "size": preprocess.size, "mean": data.mean, "std": data.std},

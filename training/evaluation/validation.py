@@ -53,7 +53,7 @@ class Validator:
         progress = self.state.progress
         result = self.evaluator.evaluate(source, before_batch)
         if result.corrupt:
-            check_limit(source, result.corrupt, self.job.config.max_corrupt)
+            check_limit(source, result.corrupt, self.job.config.max_corrupt_images)
             names = ", ".join(map(source.name, result.corrupt))
             console.warn(f"others take the place of {len(result.corrupt)} unreadable images in {split}: {names}")
         numbers = {"loss": round(result.loss, 6), "accuracy": result.accuracy, "top5_accuracy": result.top5_accuracy}
@@ -83,13 +83,13 @@ class Validator:
 
         All ranks must call this.
         """
-        tensors = whole_tensors(self.evaluator.model, self.evaluator.ranks, sharded=self.state.sharded)
+        tensors = whole_tensors(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
         # A file holds tensors whose numbers lie in the order of their dimensions.
         return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
 
     def result(self) -> dict[str, Any]:
         """What is known of the model as it is now."""
-        evaluator, world_size = self.evaluator, self.evaluator.ranks.world_size
+        evaluator, world_size = self.evaluator, self.evaluator.group.world_size
         return describe(self.job, self.data, evaluator.preprocess, self.state.progress, world_size)
 
     def complete(self, before_batch: Callable[[], object], ended: str | None) -> None:
@@ -121,16 +121,16 @@ class Validator:
         Returns:
             Which one it is, and its test; None: there is none.
         """
-        progress, ranks = self.state.progress, self.evaluator.ranks
+        progress, ranks = self.state.progress, self.evaluator.group
         if progress.best_accuracy is None:
             return None
         weights, known = self.recorder.kept_best() or ({}, None)
-        best = ranks.gather({name: known[name] for name in _OF_BEST} if known else None)[0]
+        best = ranks.all_gather_object({name: known[name] for name in _OF_BEST} if known else None)[0]
         if best is None:
             return None
         test = last
         if self.data.test is not None and best["step"] != progress.step:
-            weights = load(ranks.broadcast_bytes(save(weights) if ranks.leads else None))
+            weights = load(ranks.broadcast_bytes(save(weights) if ranks.is_rank_zero else None))
             self.state.release()
             test = self.evaluator.evaluate_other(weights, self.data.test, before_batch)
         self.recorder.best_tested(describe_test(test))
@@ -138,25 +138,25 @@ class Validator:
 
     @cached_property
     def _origin(self) -> dict[str, Any]:
-        return made_from(self.job, self.data, self.evaluator.ranks)
+        return made_from(self.job, self.data, self.evaluator.group)
 
     def card(self) -> dict[str, bytes]:
         """The file that says how to build the model and how to make images ready for it, by its name."""
-        if not self.evaluator.ranks.leads:
+        if not self.evaluator.group.is_rank_zero:
             return {}
         card = make_card(self.job.config, self.data, self.evaluator.preprocess, self._origin)
         return {MODEL_CARD: card.to_json().encode()}
 
     def history(self) -> dict[str, bytes]:
         """The file with a line for each epoch, by its name."""
-        if not self.evaluator.ranks.leads:
+        if not self.evaluator.group.is_rank_zero:
             return {}
         run = self.job.run_dir
         return {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics))).encode()}
 
     def told(self, test: Evaluation) -> dict[str, bytes]:
         """The files that tell more of a test, by their names."""
-        if self.data.test is None or not self.evaluator.ranks.leads:
+        if self.data.test is None or not self.evaluator.group.is_rank_zero:
             return {}
         classes = self.data.classes
         tables = {

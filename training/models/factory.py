@@ -68,7 +68,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     _try_in_evaluation(config, model, channels, size)
     if config.head_hidden:
         deepen(model, config.head_hidden)
-    if config.freeze:
+    if config.freeze_backbone:
         freeze(model)
     if config.weights and hasattr(model, "transform_input"):
         # torchvision's pretrained GoogLeNet and Inception were trained on another normalisation, and undo the usual.
@@ -96,13 +96,13 @@ def _try(model: nn.Module, channels: int, size: int) -> None:
 
 def _try_in_evaluation(config: TrainConfig, model: nn.Module, channels: int, size: int) -> None:
     """See whether the model takes images of another size than it was made for."""
-    if config.eval_size in {None, size}:
+    if config.eval_image_size in {None, size}:
         return
     try:
-        _try(model, channels, config.eval_size or size)
+        _try(model, channels, config.eval_image_size or size)
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(
-            f"--eval-size is {config.eval_size}, and {config.model} for {size} pixels does not take that "
+            f"--eval-image-size is {config.eval_image_size}, and {config.model} for {size} pixels does not take that "
             f"({str(error).partition(chr(10))[0]}): leave it out"
         ) from error
 

@@ -21,14 +21,14 @@ from training.runtime.process_group import ProcessGroup
 _LEAST_WEIGHTS = 2**15
 
 
-def shard(model: nn.Module, config: TrainConfig, ranks: ProcessGroup) -> nn.Module:
+def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
     """Keep of every parameter the rows that are this rank's, on its device; the same model, changed.
 
     One block after the other comes to the device and is cut there, so that it never holds the whole model.
     """
     # FSDP cuts rows, and takes weights in no other order.
     model.to(memory_format=torch.contiguous_format)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    mesh = init_device_mesh(group.device.type, (group.world_size,))
     policy = MixedPrecisionPolicy()
     if config.amp == "bf16":
         # Not autocast: its copies of the weights would be kept until the backward pass, those of the whole model.
@@ -78,15 +78,15 @@ class Sharded:
     would take the memory that is to be saved.
     """
 
-    def __init__(self, model: nn.Module, ranks: ProcessGroup) -> None:
-        self._model, self._ranks = model, ranks
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        self._model, self._group = model, group
         self._begins = self._ends = True
 
     def __call__(self, images: Tensor) -> Tensor:
         """Float [n, channels, h, w] to [n, classes]. A step begins with rank 0's buffers on all ranks."""
         if self._begins:
             buffers = dict(self._model.named_buffers())
-            for name, value in self._ranks.copies_of_first(buffers).items():
+            for name, value in self._group.broadcast_copies(buffers).items():
                 buffers[name].copy_(value)
         self._begins = self._ends
         return self._model(images)  # type: ignore[no-any-return]

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 _MOST_SHAPES = 64
 
 
-def wrap_model(model: nn.Module, config: TrainConfig, ranks: ProcessGroup) -> nn.Module:
+def wrap_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
     """The model on this rank's device, or with `--strategy fsdp` its part of it. The optimizer comes after this."""
     if config.strategy == "ddp":
-        return model.to(ranks.device)
+        return model.to(group.device)
     from training.models.fsdp import shard  # noqa: PLC0415  # a second, which DDP does without
 
-    return shard(model, config, ranks)
+    return shard(model, config, group)
 
 
-def wrap(model: nn.Module, config: TrainConfig, ranks: ProcessGroup) -> "DistributedDataParallel | Sharded":
+def wrap(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> "DistributedDataParallel | Sharded":
     """The model in DDP, or as FSDP has sharded it.
 
     Before the first forward pass of a step every rank gets rank 0's batch statistics: those are saved. Gradients are
@@ -39,7 +39,7 @@ def wrap(model: nn.Module, config: TrainConfig, ranks: ProcessGroup) -> "Distrib
     if config.strategy == "fsdp":
         from training.models.fsdp import Sharded  # noqa: PLC0415  # as above
 
-        return Sharded(model, ranks)
+        return Sharded(model, group)
     if config.compile:
         compile_training(model)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
@@ -48,13 +48,13 @@ def wrap(model: nn.Module, config: TrainConfig, ranks: ProcessGroup) -> "Distrib
     return ddp
 
 
-def whole_tensors(model: nn.Module, ranks: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
+def whole_tensors(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
     """On rank 0 every tensor of a model by name, one after the other; nothing elsewhere. All ranks must call this."""
     if not sharded:
-        return model.state_dict().items() if ranks.leads else ()
+        return model.state_dict().items() if group.is_rank_zero else ()
     from training.models.fsdp import gather_tensors  # noqa: PLC0415  # as above
 
-    return gather_tensors(model, leads=ranks.leads)
+    return gather_tensors(model, leads=group.is_rank_zero)
 
 
 def take_tensors(model: nn.Module, tensors: Mapping[str, Tensor], *, sharded: bool, strict: bool = True) -> None:

@@ -197,7 +197,7 @@ def _told(directory: Path) -> Iterator[None]:
         yield
     except BrokenProcessPool as error:
         raise TorchrelayError(
-            f"a worker was killed, for lack of memory perhaps: use fewer --workers; {again}"
+            f"a worker was killed, for lack of memory perhaps: use fewer --num-workers; {again}"
         ) from error
     except OSError as error:
         raise TorchrelayError(f"{error.filename or directory}: {error.strerror}: mend that; {again}") from error
@@ -228,7 +228,9 @@ def _tell(index: PackIndex, dst: Path) -> None:
     size = sum(file.bytes for file in index.files) / 2**20
     print(f"{dst}: {images} images of {index.size} x {index.size} pixels, {size:.0f} MB: train with --data {dst}")
     if corrupt:
-        print(f"{corrupt} images cannot be decoded and are marked: trainings show others instead (--max-corrupt)")
+        print(
+            f"{corrupt} images cannot be decoded and are marked: trainings show others instead (--max-corrupt-images)"
+        )
 
 
 def verify(dst: Path, workers: int) -> None:

@@ -39,13 +39,13 @@ _MUCH_LONGER = 1.1
 ADVICE = {
     "decode": (
         "reading and decoding images",
-        "decode them once: python -m training.pack DATA PACKED, then --data PACKED; or more cores for more --workers",
+        "decode once: python -m training.pack DATA PACKED, then --data PACKED; or more cores for more --num-workers",
     ),
     "augment": (
         "cropping and augmenting",
-        "more cores for more --workers, a smaller --image-size, or a cheaper --policy",
+        "more cores for more --num-workers, a smaller --image-size, or a cheaper --auto-augment",
     ),
-    "loading": ("making batches", "more cores for more --workers"),
+    "loading": ("making batches", "more cores for more --num-workers"),
     "copy": (
         "copying to the GPU",
         "--data-on-device on, if packed images fit into its memory; or a smaller --image-size",
@@ -56,7 +56,7 @@ ADVICE = {
     ),
     "all_reduce": (
         "exchanging gradients",
-        "--compress-gradients bf16, a larger --batch-size, or --accumulate; fewer nodes, if their network is slow",
+        "--compress-gradients bf16, a larger --batch-size or --grad-accum-steps, or fewer nodes on a slow network",
     ),
 }
 
@@ -86,7 +86,9 @@ def main() -> int:
     place = rank_info_from(os.environ)
     try:
         argv = with_config(sys.argv[1:], flag_names(TrainConfig))
-        arguments = tyro.cli(ProfileOptions, args=argv, prog="python -m training.profile", console_outputs=place.leads)
+        arguments = tyro.cli(
+            ProfileOptions, args=argv, prog="python -m training.profile", console_outputs=place.is_rank_zero
+        )
         check_model(arguments.train.model)
         if arguments.train.strategy == "fsdp":
             raise UserError("--strategy is fsdp, whose exchange has no end apart from its steps: leave it out here")
@@ -94,7 +96,7 @@ def main() -> int:
             raise UserError(f"--seconds is {arguments.seconds:g}: use more than 0")
         profile(arguments)
     except TorchrelayError as error:
-        if place.leads or not isinstance(error, UserError):
+        if place.is_rank_zero or not isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -113,12 +115,12 @@ def profile(arguments: ProfileOptions) -> None:
     if not config.compile:
         leave_out_compiler()
     make_repeatable(everything=config.deterministic)
-    ranks = connect(rank_info_from(os.environ))
+    group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory(prefix="torchrelay-profile-") as directory:
         job = RunContext(config=config, run_dir=RunDir(Path(directory)), attempt=1, started=time.monotonic())
-        trainer = make_trainer(job, ranks)
+        trainer = make_trainer(job, group)
         costs = Meter(trainer, arguments.seconds).costs()
-        if ranks.leads:
+        if group.is_rank_zero:
             _print_json(trainer, costs) if arguments.json else _print_table(trainer, costs)
     disconnect()
 
@@ -147,8 +149,8 @@ def report(trainer: Trainer, costs: Costs) -> dict[str, Any]:
     return {
         "model": trainer.config.model,
         "batch_size": trainer.plan.batch_size,
-        "world_size": trainer.ranks.world_size,
-        "device": trainer.ranks.device.type,
+        "world_size": trainer.group.world_size,
+        "device": trainer.group.device.type,
         "workers": trainer.workers,
         "images_per_second": round(trainer.plan.batch_size / costs.whole * 1000, 1),
         "milliseconds": {name: None if value is None else round(value, 3) for name, value in asdict(costs).items()},

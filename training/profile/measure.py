@@ -44,23 +44,23 @@ class Meter:
     """Measures the parts of one training."""
 
     def __init__(self, trainer: Trainer, seconds: float) -> None:
-        self.trainer, self.ranks, self._seconds = trainer, trainer.ranks, seconds
+        self.trainer, self.group, self._seconds = trainer, trainer.group, seconds
 
     def costs(self) -> Costs:
         """All of them. Every rank must call this."""
-        trainer, several = self.trainer, self.ranks.world_size > 1
+        trainer, several = self.trainer, self.group.world_size > 1
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-        pinned = self.ranks.device.type == "cuda" and trainer.workers > 0
+        pinned = self.group.device.type == "cuda" and trainer.workers > 0
         with load_ahead(trainer.data.train, self._requests(), trainer.workers, pin_memory=pinned) as batches:
             loading = self._milliseconds(lambda: next(batches))
             batch = next(batches)
-        copied = self.ranks.device != batch.images.device
+        copied = self.group.device != batch.images.device
         copy = self._milliseconds(lambda: self._on_device(batch)) if copied else None
         ready = self._on_device(batch)
         together = self._milliseconds(lambda: self._step(ready)) if several else None
         with trainer.stepper.wrapped.no_sync():
             compute = self._milliseconds(lambda: self._step(ready))
-        with batches_on(self.ranks.device, trainer.data.train, self._requests(), trainer.workers) as batches:
+        with batches_on(self.group.device, trainer.data.train, self._requests(), trainer.workers) as batches:
             whole = self._milliseconds(lambda: self._step(next(batches)))
         decode, augment = self._loading_parts(batch)
         exposed = None if together is None else max(0.0, together - compute)
@@ -75,10 +75,10 @@ class Meter:
         )
 
     def _requests(self) -> Iterator[BatchRequest]:
-        return self.trainer.plan.requests(0, 0, self.ranks.rank, self.ranks.world_size)
+        return self.trainer.plan.requests(0, 0, self.group.rank, self.group.world_size)
 
     def _on_device(self, batch: Batch) -> Batch:
-        device = self.ranks.device
+        device = self.group.device
         return batch._replace(images=sent(batch.images, device), labels=sent(batch.labels, device))
 
     def _step(self, batch: Batch) -> None:
@@ -103,14 +103,14 @@ class Meter:
         """
         for _ in range(2):
             first = self._seconds_of(act, 1)
-        turns = int(min(_MOST_TURNS, self._seconds / max(self.ranks.gather(first))))
+        turns = int(min(_MOST_TURNS, self._seconds / max(self.group.all_gather_object(first))))
         seconds = self._seconds_of(act, turns) / turns if turns > 1 else first
-        return 1000 * float(max(self.ranks.gather(seconds)))
+        return 1000 * float(max(self.group.all_gather_object(seconds)))
 
     def _seconds_of(self, act: Callable[[], Any], turns: int) -> float:
-        self.ranks.wait_for_device()
+        self.group.wait_for_device()
         began = time.perf_counter()
         for _ in range(turns):
             act()
-        self.ranks.wait_for_device()
+        self.group.wait_for_device()
         return time.perf_counter() - began

@@ -47,7 +47,7 @@ class ProcessGroup:
     """A group on the CPU, for talk that must not make the device wait."""
     connected_at: float
     """time.monotonic() when all ranks were."""
-    patience: timedelta = _TIMEOUT
+    timeout: timedelta = _TIMEOUT
     """How long ranks wait for each other."""
 
     @property
@@ -61,9 +61,9 @@ class ProcessGroup:
         return self.place.world_size
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is rank 0."""
-        return self.place.leads
+        return self.place.is_rank_zero
 
     @property
     def used_memory(self) -> int:
@@ -77,19 +77,19 @@ class ProcessGroup:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, on the CPU."""
         total = values.detach().to("cpu", copy=True)
         distributed.all_reduce(total, group=self.control)
         return total
 
-    def sum_on_device(self, value: Tensor) -> Tensor:
+    def all_reduce_on_device(self, value: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, on the device, for which the host need not wait."""
         total = value.detach().clone()
         distributed.all_reduce(total)
         return total
 
-    def copies_of_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def broadcast_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of rank 0's tensors (of the same names and shapes on all), on every rank's device.
 
         The host need not wait for them. They travel together: one message for each type.
@@ -112,18 +112,18 @@ class ProcessGroup:
             distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), source, group=self.control)
         return bytes(mine)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value (something small), by rank."""
         values: list[Any] = [None] * self.world_size
         distributed.all_gather_object(values, value, group=self.control)
         return values
 
-    def apart(self) -> "ProcessGroup":
+    def new_group(self) -> "ProcessGroup":
         """The same ranks with a group of their own for talk, for a thread of each. All ranks must call this."""
-        return replace(self, control=_control_group(self.patience))
+        return replace(self, control=_control_group(self.timeout))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """Do something that may fail on some ranks only: then it fails on all of them, with the reason of the first.
 
         Raises:
@@ -134,7 +134,7 @@ class ProcessGroup:
             yield
         except UserError as error:
             problem = str(error)
-        problems = {rank: text for rank, text in enumerate(self.gather(problem)) if text is not None}
+        problems = {rank: text for rank, text in enumerate(self.all_gather_object(problem)) if text is not None}
         if problems:
             rank, text = next(iter(problems.items()))
             alone = len(problems) < self.world_size
@@ -155,7 +155,7 @@ def connect(place: RankInfo, *, watched: bool = False) -> ProcessGroup:
         UnfitNodeError: this node has fewer GPUs than ranks, or cannot use them.
         TorchrelayError: another node has.
     """
-    patience = _WATCHED_TIMEOUT if watched else _TIMEOUT
+    timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
     store = _meet()
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = choose_device(place, store, usable, _given_gpus())
@@ -164,14 +164,14 @@ def connect(place: RankInfo, *, watched: bool = False) -> ProcessGroup:
         torch.cuda.set_device(gpu)
     distributed.init_process_group(
         "nccl" if gpu else "gloo",
-        store=store, rank=place.rank, world_size=place.world_size, timeout=patience, device_id=gpu,
+        store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=gpu,
     )  # fmt: skip
-    control = _control_group(patience)
-    return ProcessGroup(place=place, device=device, control=control, connected_at=time.monotonic(), patience=patience)
+    control = _control_group(timeout)
+    return ProcessGroup(place=place, device=device, control=control, connected_at=time.monotonic(), timeout=timeout)
 
 
-def _control_group(patience: timedelta) -> distributed.ProcessGroup:
-    group = distributed.new_group(backend="gloo", timeout=patience)
+def _control_group(timeout: timedelta) -> distributed.ProcessGroup:
+    group = distributed.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
     return group
 

@@ -16,7 +16,7 @@ class RankInfo:
     """How often this torchrun has started its ranks anew."""
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is rank 0, which writes everything and speaks for all."""
         return self.rank == 0
 

@@ -240,7 +240,7 @@ def test_mistakes_are_told_in_a_line(
 
 
 def test_command_submits_the_same_run_again() -> None:
-    train = TrainConfig(data="/d a", lr=0.1, ema=0.99, sync_bn=True, image_size=64, checkpoint_every="30s")
+    train = TrainConfig(data="/d a", lr=0.1, ema_decay=0.99, sync_bn=True, image_size=64, checkpoint_every="30s")
     resources = Resources(nodes="2:4", gpus_per_node=8, mem="64G", time="90m", sbatch=("mail-type=END", "comment=a b"))
     recovery = Recovery(elastic=True, spares=1, stop_lead="2m")
     spec = RunSpec(

@@ -113,6 +113,10 @@ def test_files_to_decode_are_not_held_on_the_device_unless_they_are_packed(photo
 
 
 def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos: Path) -> None:
-    sizes = ({"image_size": 176}, {"image_size": 176, "eval_size": 224}, {"image_size": 224, "eval_size": 176})
+    sizes = (
+        {"image_size": 176},
+        {"image_size": 176, "eval_image_size": 224},
+        {"image_size": 224, "eval_image_size": 176},
+    )
     packed = [pack_size("on", None, TrainConfig(data=str(photos), **each)) for each in sizes]
     assert packed == [208, 256, 256]

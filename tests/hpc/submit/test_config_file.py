@@ -72,16 +72,18 @@ def test_every_recipe_is_a_training_that_could_begin() -> None:
 def test_a_file_wins_over_its_recipe_and_the_command_line_over_both(tmp_path: Path) -> None:
     text = "recipe: vgg19-20class\nepochs: 3\nfreeze: false\nlr: 0.5"
     train = parse(SubmitTraining, flags_of(tmp_path, text, "--lr=0.7", "--data=/photos"), "hpc submit").train
-    assert (train.model, train.epochs, train.freeze, train.lr) == ("vgg19", 3, False, 0.7)
+    assert (train.model, train.epochs, train.freeze_backbone, train.lr) == ("vgg19", 3, False, 0.7)
     other = parse(SubmitTraining, flags_of(tmp_path, text, "--recipe=cifar", "--data=/cifar"), "hpc submit").train
     assert (other.model, other.epochs) == ("resnet20", 3)
 
 
 def test_the_command_line_can_take_back_a_switch() -> None:
-    flags = with_config(["--recipe", "vgg19-20class", "--data=/photos", "--no-freeze"], KNOWN)
+    flags = with_config(["--recipe", "vgg19-20class", "--data=/photos", "--no-freeze-backbone"], KNOWN)
     train = parse(SubmitTraining, flags, "hpc submit").train
-    assert not train.freeze
-    assert parse(SubmitTraining, with_config(["--recipe=vgg19-20class", "--data=x"], KNOWN), "hpc submit").train.freeze
+    assert not train.freeze_backbone
+    assert parse(
+        SubmitTraining, with_config(["--recipe=vgg19-20class", "--data=x"], KNOWN), "hpc submit"
+    ).train.freeze_backbone
 
 
 def test_the_rate_of_the_vgg19_recipe_grows_with_the_square_root_of_the_ranks() -> None:

@@ -24,7 +24,7 @@ from training.config.train_config import TrainConfig
 from training.models.factory import build_model
 from training.models.head import deepen, head_of, last_layer
 
-FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema=0.5", "--val-fraction=0")
+FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema-decay=0.5", "--val-split=0")
 # What no step changes, so that the weights at the end are those of the beginning.
 STILL = ("--lr=1e-30", "--weight-decay=0")
 
@@ -242,7 +242,13 @@ def test_a_head_that_is_a_convolution_gets_no_other_layer() -> None:
 
 def test_what_is_frozen_stays_and_has_no_optimizer_state(start: Starter, tmp_path: Path) -> None:
     weights = make_weights(tmp_path / "w.safetensors")
-    flags = (*FLAGS, f"--weights={tmp_path / 'w.safetensors'}", "--freeze", "--weight-decay=0.1", "--clip-norm=1")
+    flags = (
+        *FLAGS,
+        f"--weights={tmp_path / 'w.safetensors'}",
+        "--freeze-backbone",
+        "--weight-decay=0.1",
+        "--clip-grad-norm=1",
+    )
     run = start.complete(*flags, world_size=2).run_dir
     state = load_file(list_checkpoints(run / "checkpoints")[0] / "state.safetensors")
     for prefix in ("model/", "ema/"):
@@ -255,8 +261,8 @@ def test_what_is_frozen_stays_and_has_no_optimizer_state(start: Starter, tmp_pat
 
 
 def test_freezing_needs_weights() -> None:
-    with pytest.raises(UserError, match="--freeze keeps all but the head as it begins: give --weights too"):
-        TrainConfig(data="x", freeze=True)
+    with pytest.raises(UserError, match="--freeze-backbone keeps all but the head as it begins: give --weights too"):
+        TrainConfig(data="x", freeze_backbone=True)
 
 
 # --- the small residual networks ---

@@ -12,7 +12,7 @@ from trainer_rig import Starter, events, lines
 from training.verify_resume.compare_states import OF_THE_ATTEMPT
 
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all.
-FLAGS = ("--epochs=2", "--batch-size=6", "--val-fraction=0.2", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
+FLAGS = ("--epochs=2", "--batch-size=6", "--val-split=0.2", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
 STEPS = 54
 
 
@@ -62,7 +62,7 @@ def test_batch_statistics_dropout_workers_and_bfloat16_change_nothing_about_it(
     start: Starter, folder_data: Path
 ) -> None:
     start.data = folder_data
-    flags = ("--model=mobilenet_v3_small", "--image-size=32", "--amp=bf16", "--workers=1", "--batch-size=5")
+    flags = ("--model=mobilenet_v3_small", "--image-size=32", "--amp=bf16", "--num-workers=1", "--batch-size=5")
     flags = (*flags, "--epochs=3", "--log-every=4", "--lr=0.01", "--optimizer=adamw")
     whole = start.complete(*flags, run="whole", world_size=2)
 

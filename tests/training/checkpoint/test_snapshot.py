@@ -24,10 +24,10 @@ from training.checkpoint.storage import list_checkpoints, step_of
 from training.verify_resume.compare_states import compare_runs
 
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all. Checkpoints are at the epochs' ends.
-FLAGS = ("--epochs=2", "--batch-size=6", "--val-fraction=0.2", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
+FLAGS = ("--epochs=2", "--batch-size=6", "--val-split=0.2", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
 EVERY = 2
 # Batch statistics and their average differ by rank between the steps.
-NORMALISED = ("--model=shufflenet_v2_x0_5", "--image-size=32", "--batch-size=20", "--ema=0.9", "--val-fraction=0.2")
+NORMALISED = ("--model=shufflenet_v2_x0_5", "--image-size=32", "--batch-size=20", "--ema-decay=0.9", "--val-split=0.2")
 NORMALISED += ("--epochs=2", "--log-every=1", "--lr=0.01")
 
 
@@ -306,7 +306,7 @@ def trust_in_room() -> None:
 def test_without_room_for_snapshots_the_training_goes_on_with_a_word(
     start: Starter, small_memory: Path, prepare: Callable[[], None] | None
 ) -> None:
-    training = start(*FLAGS, f"--node-dir={small_memory}", "--snapshot-every=5", "--ema=0.9", prepare=prepare)
+    training = start(*FLAGS, f"--node-dir={small_memory}", "--snapshot-every=5", "--ema-decay=0.9", prepare=prepare)
     assert training.wait() == [0], training.output()
     assert training.output().count("warning: no snapshots on this node (") == 1
     assert len(events(training.run_dir, "snapshot_off")) == 1

@@ -88,23 +88,23 @@ def equal(one: Any, other: Any) -> bool:
 @pytest.fixture
 def stopped_run(start: Starter) -> tuple[TrainConfig, Path]:
     """A run with everything that has a state, stopped in the middle of its second epoch."""
-    flags = {"epochs": 3, "batch_size": 20, "log_every": 4, "amp": "fp16", "ema": 0.9, "optimizer": "adamw"}
+    flags = {"epochs": 3, "batch_size": 20, "log_every": 4, "amp": "fp16", "ema_decay": 0.9, "optimizer": "adamw"}
     config = TrainConfig(data=str(start.data), lr=0.002, model="shufflenet_v2_x0_5", image_size=32, **flags)  # type: ignore[arg-type]
     return config, start.directory / "run"
 
 
 def test_a_restored_trainer_has_everything_that_the_saved_one_had(
-    ranks: ProcessGroup, stopped_run: tuple[TrainConfig, Path]
+    group: ProcessGroup, stopped_run: tuple[TrainConfig, Path]
 ) -> None:
-    saved, restored = trained_and_restored(ranks, *stopped_run)
+    saved, restored = trained_and_restored(group, *stopped_run)
     assert saved.state.progress.step == 15
     assert differing(saved, restored) == set()
 
 
-def trained_and_restored(ranks: ProcessGroup, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
+def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
     """A trainer after 15 steps, and a new one that has resumed from its checkpoint."""
     job = RunContext(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
-    trainers = [make_trainer(job, ranks) for _ in range(2)]
+    trainers = [make_trainer(job, group) for _ in range(2)]
     for trainer in trainers:
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     saved, restored = trainers
@@ -123,9 +123,9 @@ def trained_and_restored(ranks: ProcessGroup, config: TrainConfig, path: Path) -
 
 @pytest.mark.parametrize("holder", ["", "stepper", "window", "saver", "corrupt", "state", "state.progress", "data"])
 def test_a_new_attribute_that_is_not_saved_is_found_out(
-    ranks: ProcessGroup, stopped_run: tuple[TrainConfig, Path], holder: str
+    group: ProcessGroup, stopped_run: tuple[TrainConfig, Path], holder: str
 ) -> None:
-    saved, restored = trained_and_restored(ranks, *stopped_run)
+    saved, restored = trained_and_restored(group, *stopped_run)
     for trainer, value in ((saved, torch.tensor(0.7)), (restored, torch.tensor(0.0))):
         target: Any = trainer
         for name in filter(None, holder.split(".")):

@@ -31,11 +31,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"crop": "padded", "flip": "on"},
     {"crop": "resized", "flip": "off"},
     {"crop": "none", "flip": "on"},
-    {"policy": "autoaugment"},
-    {"policy": "randaugment", "crop": "none"},
-    {"policy": "trivialaugment", "flip": "off"},
-    {"random_erase": 0.7},
-    {"crop": "resized", "flip": "on", "policy": "randaugment", "random_erase": 0.5},
+    {"auto_augment": "autoaugment"},
+    {"auto_augment": "randaugment", "crop": "none"},
+    {"auto_augment": "trivialaugment", "flip": "off"},
+    {"random_erasing": 0.7},
+    {"crop": "resized", "flip": "on", "auto_augment": "randaugment", "random_erasing": 0.5},
 ]
 NOTHING: dict[str, Any] = {"crop": "none", "flip": "off"}
 
@@ -63,7 +63,7 @@ def asked(source: ImageSource, requests: list[BatchRequest], workers: int = 0) -
 def test_what_a_rank_sees_depends_neither_on_workers_nor_on_how_batches_are_shared(
     path: Path, options: dict[str, Any]
 ) -> None:
-    source = load(path, val_fraction=0.0, **options).train
+    source = load(path, val_split=0.0, **options).train
     order = torch.randperm(27, generator=torch.Generator().manual_seed(1)).tolist()
     requests = [BatchRequest(indices=tuple(order[start : start + 9]), epoch=1) for start in (0, 9, 18)]
     alone = asked(source, requests)
@@ -79,17 +79,17 @@ def test_what_a_rank_sees_depends_neither_on_workers_nor_on_how_batches_are_shar
 def test_a_sample_looks_different_in_each_epoch_and_with_each_seed_and_as_it_is_in_an_evaluation(
     path: Path, options: dict[str, Any]
 ) -> None:
-    source, other = (load(path, val_fraction=0.0, **options, seed=seed).train for seed in (0, 1))
+    source, other = (load(path, val_split=0.0, **options, seed=seed).train for seed in (0, 1))
     assert torch.equal(look(source, 3), look(source, 3))
     assert not torch.equal(look(source, 3), look(source, 4))
     assert not torch.equal(look(source, 3), look(other, 3))
-    plain = load(path, val_fraction=0.0, **NOTHING).train
+    plain = load(path, val_split=0.0, **NOTHING).train
     assert torch.equal(look(source, None), look(plain, None))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
 def test_torchs_own_generator_is_neither_moved_nor_asked(path: Path, options: dict[str, Any]) -> None:
-    source = load(path, val_fraction=0.0, **options).train
+    source = load(path, val_split=0.0, **options).train
     seen = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -119,14 +119,18 @@ def test_auto_is_what_suits_the_data(kind: str, usual: dict[str, Any], request: 
 
 
 def test_loader_workers_pay_for_scaling_and_policies(idx_data: Path, folder_data: Path) -> None:
-    assert load(idx_data, crop="padded", flip="on", random_erase=0.5).cheap
-    for data, options in ((idx_data, {"policy": "randaugment"}), (idx_data, {"crop": "resized"}), (folder_data, {})):
+    assert load(idx_data, crop="padded", flip="on", random_erasing=0.5).cheap
+    for data, options in (
+        (idx_data, {"auto_augment": "randaugment"}),
+        (idx_data, {"crop": "resized"}),
+        (folder_data, {}),
+    ):
         assert not load(data, **options).cheap
 
 
 def test_all_but_a_policy_is_done_to_images_in_memory_without_torchvision(idx_data: Path) -> None:
     code = "import sys; from trainer_rig import load; from pathlib import Path; "
-    code += "load(Path(sys.argv[1]), flip='on', random_erase=0.5); sys.exit('torchvision' in sys.modules)"
+    code += "load(Path(sys.argv[1]), flip='on', random_erasing=0.5); sys.exit('torchvision' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code, str(idx_data)], env=environment, check=False)
     assert done.returncode == 0, "torchvision was imported, or the data could not be loaded"
@@ -191,9 +195,9 @@ def noise(count: int, channels: int = 3, size: int = 32) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "transform"),
     [
-        ({"policy": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
-        ({"policy": "randaugment"}, v2.RandAugment()),
-        ({"policy": "trivialaugment"}, v2.TrivialAugmentWide()),
+        ({"auto_augment": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
+        ({"auto_augment": "randaugment"}, v2.RandAugment()),
+        ({"auto_augment": "trivialaugment"}, v2.TrivialAugmentWide()),
     ],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
@@ -210,9 +214,9 @@ def test_images_in_memory_become_what_torchvision_makes_of_them(
     ("options", "transform"),
     [
         ({}, v2.Identity()),
-        ({"policy": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET)),
-        ({"policy": "randaugment"}, v2.RandAugment()),
-        ({"policy": "trivialaugment"}, v2.TrivialAugmentWide()),
+        ({"auto_augment": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET)),
+        ({"auto_augment": "randaugment"}, v2.RandAugment()),
+        ({"auto_augment": "trivialaugment"}, v2.TrivialAugmentWide()),
     ],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
@@ -233,7 +237,7 @@ def test_all_that_is_asked_of_a_photo_is_done_in_order(policy: str) -> None:
     erasing = RandomErasing(seed=0, probability=1.0, color=(128,) * 3)
     for index in range(10):
         cropped = as_photo(index, photo, 32, **CROPPED)
-        seen = as_photo(index, photo, 32, **CROPPED, policy=policy, random_erase=1.0)
+        seen = as_photo(index, photo, 32, **CROPPED, auto_augment=policy, random_erasing=1.0)
         changed = with_seed_of(index, v2.Compose(changes), cropped) if changes else cropped
         assert torch.equal(seen, erasing.batch(0, torch.tensor([index]), changed[None])[0])
         assert not torch.equal(seen, changed)
@@ -241,7 +245,7 @@ def test_all_that_is_asked_of_a_photo_is_done_in_order(policy: str) -> None:
 
 def test_as_many_images_are_erased_as_was_asked_for_in_part_with_the_mean_color() -> None:
     images = torch.zeros(400, 3, 32, 32, dtype=torch.uint8)
-    seen = in_memory(images, random_erase=0.25)
+    seen = in_memory(images, random_erasing=0.25)
     assert seen.unique().tolist() == [0, 128]
     share = (seen[:, 0] == 128).float().mean((1, 2))
     assert 70 < int((share > 0).sum()) < 130
@@ -260,6 +264,6 @@ def test_a_random_crop_of_images_in_memory_is_that_of_photos_of_their_shape(chan
 
 @pytest.mark.parametrize("channels", [2, 4])
 def test_a_policy_for_images_that_torchvision_cannot_change_is_refused(channels: int) -> None:
-    message = f"--policy is randaugment, but the images have {channels} channels: use --policy none"
+    message = f"--auto-augment is randaugment, but the images have {channels} channels: use --auto-augment none"
     with pytest.raises(UserError, match=re.escape(message)):
-        in_memory(noise(1, channels), policy="randaugment")
+        in_memory(noise(1, channels), auto_augment="randaugment")

@@ -19,7 +19,7 @@ def test_cifar_is_recognised_by_its_files_and_read_with_its_names(tmp_path: Path
     path = make_cifar(tmp_path / "copied-to-a-node", kind)
     layout = check_data(path)
     assert (layout.kind, layout.path, layout.val, layout.test) == (kind, path, None, path)
-    data = load(path, val_fraction=0.0)
+    data = load(path, val_split=0.0)
     assert data.test is not None
     assert (len(data.train), len(data.test), data.classes) == (train, 30, ("frog", "ship", "truck"))
     assert (data.channels, data.size) == (3, 32)

@@ -37,7 +37,7 @@ def test_a_jpeg_that_says_it_is_enormous_is_corrupt_without_being_decoded(data: 
     content = path.read_bytes()
     size = content.index(b"\xff\xc0") + 5
     path.write_bytes(content[:size] + (30000).to_bytes(2, "big") * 2 + content[size + 4 :] + bytes(500_000))
-    assert ask(load(data, val_fraction=0.0).train, 8).corrupt.tolist() == [8]
+    assert ask(load(data, val_split=0.0).train, 8).corrupt.tolist() == [8]
 
 
 @pytest.mark.parametrize("epoch", [1, None])
@@ -46,7 +46,7 @@ def test_a_corrupt_image_is_replaced_by_the_next_one_with_its_label(
     data: Path, content: bytes | None, epoch: int | None
 ) -> None:
     spoil(data / "blue sky" / "8.jpg", content)
-    batch = ask(load(data, val_fraction=0.0).train, 7, 8, 9, epoch=epoch)
+    batch = ask(load(data, val_split=0.0).train, 7, 8, 9, epoch=epoch)
     assert batch.indices.tolist() == [7, 8, 9]
     assert batch.labels.tolist() == [0, 1, 1]
     assert batch.corrupt.tolist() == [8]
@@ -62,7 +62,7 @@ def test_without_corrupt_images_none_is_told(data: Path) -> None:
 def test_all_corrupt_images_on_the_way_are_told_once_and_the_first_comes_after_the_last(data: Path) -> None:
     for name in ("7.png", "8.jpg"):
         spoil(data / "red" / name)
-    batch = ask(load(data, val_fraction=0.0).train, 25, 26, 0)
+    batch = ask(load(data, val_split=0.0).train, 25, 26, 0)
     assert batch.corrupt.tolist() == [25, 26]
     assert batch.labels.tolist() == [0, 0, 0]
     assert torch.equal(batch.images[0], batch.images[2])
@@ -72,7 +72,7 @@ def test_all_corrupt_images_on_the_way_are_told_once_and_the_first_comes_after_t
 def test_the_replacement_is_the_same_in_every_worker(data: Path) -> None:
     for name in ("3.png", "4.jpg"):
         spoil(data / "green" / name)
-    source = load(data, val_fraction=0.0).train
+    source = load(data, val_split=0.0).train
     requests = [BatchRequest(indices=(place, place + 1), epoch=2) for place in range(0, 26, 2)]
     with load_ahead(source, requests, 2, pin_memory=False) as batches:
         for request, batch in zip(requests, batches, strict=True):
@@ -82,7 +82,7 @@ def test_the_replacement_is_the_same_in_every_worker(data: Path) -> None:
 def test_too_many_corrupt_images_in_a_row_end_it_with_the_name_of_the_first(data: Path) -> None:
     for number in range(100):
         (data / "green" / f"a{number:03d}.jpg").touch()
-    source = load(data, val_fraction=0.0).train
+    source = load(data, val_split=0.0).train
     first = data / "green" / "a000.jpg"
     with pytest.raises(UserError, match=f"{first} and the 99 images after it are corrupt: copy the data again"):
         ask(source, 18)
@@ -93,12 +93,12 @@ def test_a_source_of_corrupt_images_alone_is_refused(data: Path) -> None:
     for path in data.glob("*/*"):
         spoil(path)
     with pytest.raises(UserError, match=f"{data / 'green' / '0.jpg'} and the 26 images after it are corrupt"):
-        ask(load(data, val_fraction=0.0).train, 9)
+        ask(load(data, val_split=0.0).train, 9)
 
 
 @pytest.mark.parametrize("trouble", ["No such file or directory", "Is a directory"])
 def test_a_file_that_this_node_cannot_read_is_no_corrupt_image(data: Path, trouble: str) -> None:
-    source = load(data, val_fraction=0.0).train
+    source = load(data, val_split=0.0).train
     lost = data / "green" / "0.jpg"
     lost.unlink()
     if trouble == "Is a directory":
@@ -108,7 +108,7 @@ def test_a_file_that_this_node_cannot_read_is_no_corrupt_image(data: Path, troub
 
 
 def test_images_have_names_for_messages(data: Path, idx_data: Path) -> None:
-    assert load(data, val_fraction=0.0).train.name(9) == str(data / "green" / "0.jpg")
+    assert load(data, val_split=0.0).train.name(9) == str(data / "green" / "0.jpg")
     whole = load(idx_data)
     assert whole.val is not None
     assert whole.test is not None

@@ -70,11 +70,11 @@ def test_nothing_is_held_out_of_data_with_a_validation_set(folder_data: Path) ->
     assert data.val is not None
     assert data.test is not None
     assert (len(data.train), len(data.val), len(data.test)) == (27, 27, 27)
-    assert load(folder_data / "train", val_fraction=0.2).test is None
+    assert load(folder_data / "train", val_split=0.2).test is None
 
 
 def test_holding_out_nothing_leaves_no_validation(idx_data: Path) -> None:
-    assert load(idx_data, val_fraction=0.0).val is None
+    assert load(idx_data, val_split=0.0).val is None
 
 
 def test_the_fingerprint_is_that_of_the_data_not_of_their_place(tmp_path: Path) -> None:

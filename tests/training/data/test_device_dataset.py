@@ -25,9 +25,9 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"crop": "padded", "flip": "on"},
     {"crop": "resized", "flip": "on"},
-    {"crop": "none", "flip": "on", "random_erase": 0.5},
-    {"crop": "resized", "random_erase": 0.7},
-    {"crop": "padded", "flip": "off", "random_erase": 0.3},
+    {"crop": "none", "flip": "on", "random_erasing": 0.5},
+    {"crop": "resized", "random_erasing": 0.7},
+    {"crop": "padded", "flip": "off", "random_erasing": 0.3},
 ]
 
 
@@ -66,7 +66,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_a_rank_sees_is_the_same_wherever_its_data_lie(path: Path, options: dict[str, Any]) -> None:
-    data = load(path, val_fraction=0.2, **options)
+    data = load(path, val_split=0.2, **options)
     on_device = held(data, **options)
     assert (on_device.on_device, data.on_device) == (True, False)
     count = len(data.train)
@@ -100,7 +100,7 @@ def test_images_of_many_pieces_and_shards_lie_in_order(tmp_path: Path, monkeypat
     flags = ["--size", "256", "--shard-mb", "1"]
     command = [sys.executable, "-m", "training.pack", source, tmp_path / "packed", *flags]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    data = load(tmp_path / "packed", val_fraction=0.3)
+    data = load(tmp_path / "packed", val_split=0.3)
     for part, same_part in ((data.train, held(data).train), (data.val, held(data).val)):
         assert part is not None
         assert same_part is not None
@@ -125,9 +125,9 @@ def test_what_cannot_be_there_is_said_with_what_to_use(folder_data: Path, idx_da
     )
     with pytest.raises(UserError, match=re.escape(message)):
         held(load(folder_data))
-    assert held(load(idx_data, policy="randaugment"), data_on_device="auto").on_device is False
-    with pytest.raises(UserError, match=r"--data-on-device on does not go with a --policy, .*: use --policy none"):
-        TrainConfig(data=".", data_on_device="on", policy="randaugment")
+    assert held(load(idx_data, auto_augment="randaugment"), data_on_device="auto").on_device is False
+    with pytest.raises(UserError, match=r"--data-on-device on does not go with --auto-augment, .*: leave out either"):
+        TrainConfig(data=".", data_on_device="on", auto_augment="randaugment")
     start.data = folder_data
     training = start("--data-on-device=on", "--image-size=16", "--epochs=1", world_size=2)
     assert training.wait() == [2, 2]
@@ -152,12 +152,12 @@ def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter
         "--epochs=2",
         "--batch-size=9",
         "--image-size=32",
-        "--random-erase=0.5",
+        "--random-erasing=0.5",
         "--log-every=1",
-        "--max-corrupt=2",
+        "--max-corrupt-images=2",
     )
-    one = start.complete(*flags, "--data-on-device=on", "--workers=3", run="on", world_size=2)
-    other = start.complete(*flags, "--workers=1", run="off", world_size=2)
+    one = start.complete(*flags, "--data-on-device=on", "--num-workers=3", run="on", world_size=2)
+    other = start.complete(*flags, "--num-workers=1", run="off", world_size=2)
     assert all(torch.equal(value, weights(other.run_dir)[name]) for name, value in weights(one.run_dir).items())
     assert ["holds all images" in each.output() for each in (one, other)] == [True, False]
     evaluations = [lines(each.run_dir / "metrics" / "eval.jsonl") for each in (one, other)]
@@ -175,7 +175,7 @@ def test_a_cut_training_is_exact_with_data_on_the_device(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[int]
 ) -> None:
     config = TrainConfig(
-        data=str(idx_data), data_on_device="on", crop="resized", flip="on", random_erase=0.5, epochs=2, batch_size=9,
-        val_fraction=0.2, log_every=1, lr=0.02, checkpoint_every="5",
+        data=str(idx_data), data_on_device="on", crop="resized", flip="on", random_erasing=0.5, epochs=2, batch_size=9,
+        val_split=0.2, log_every=1, lr=0.02, checkpoint_every="5",
     )  # fmt: skip
     assert verify(config, ranks, 2, tmp_path), capsys.readouterr().out

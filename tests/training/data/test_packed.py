@@ -28,8 +28,8 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"crop": "padded", "flip": "on"},
     {"crop": "none", "flip": "off"},
-    {"policy": "randaugment"},
-    {"policy": "trivialaugment", "crop": "none", "random_erase": 0.7},
+    {"auto_augment": "randaugment"},
+    {"auto_augment": "trivialaugment", "crop": "none", "random_erasing": 0.7},
 ]
 SHORT = {"epochs": 2, "batch_size": 8, "log_every": 1, "lr": 0.02, "checkpoint_every": "2", "image_size": 32}
 COUNT = 27
@@ -97,7 +97,7 @@ def test_an_evaluation_sees_the_middle_without_scaling_where_it_fits(packed_once
 
 def test_the_same_part_is_held_out_as_of_the_folder(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "photos", parts=("train",))
-    sources = [load(path, val_fraction=0.3) for path in (source, pack(source, tmp_path / "packed"))]
+    sources = [load(path, val_split=0.3) for path in (source, pack(source, tmp_path / "packed"))]
     for part in ("train", "val"):
         one, other = (getattr(data, part) for data in sources)
         assert [one.name(index) for index in range(len(one))] == [other.name(index) for index in range(len(other))]
@@ -126,7 +126,8 @@ def test_training_from_packed_data_imports_no_torchvision(packed_once: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), [([2], {"workers": 1}), ([1], {"policy": "randaugment", "mixup": 0.2, "workers": 2})]
+    ("ranks", "options"),
+    [([2], {"num_workers": 1}), ([1], {"auto_augment": "randaugment", "mixup": 0.2, "num_workers": 2})],
 )
 def test_a_cut_training_from_packed_data_is_bit_identical(
     packed_once: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[int], options: dict[str, Any]
@@ -148,13 +149,13 @@ def test_corrupt_images_of_packed_data_count_as_those_of_a_folder(start: Starter
     for path in spoiled:
         path.write_bytes(b"no image")
     start.data = pack(source, tmp_path / "packed")
-    flags = ["--epochs=1", "--batch-size=9", "--image-size=32", "--workers=1"]
+    flags = ["--epochs=1", "--batch-size=9", "--image-size=32", "--num-workers=1"]
     said = start.complete(*flags).output()
     for path in spoiled:
         assert f"warning: {path} cannot be read: another image takes its place" in said
-    refused = start(*flags, "--max-corrupt=1", run="other")
+    refused = start(*flags, "--max-corrupt-images=1", run="other")
     assert refused.wait() != [0]
-    assert "2 images cannot be read, more than --max-corrupt 1" in refused.output()
+    assert "2 images cannot be read, more than --max-corrupt-images 1" in refused.output()
 
 
 def special(directory: Path) -> dict[str, Path]:
@@ -179,7 +180,7 @@ def test_images_of_all_kinds_look_as_in_the_folder(tmp_path: Path) -> None:
     paths = special(tmp_path / "photos" / "class")
     pack(tmp_path / "photos", tmp_path / "packed")
     everything = BatchRequest(indices=tuple(range(len(paths))), epoch=None)
-    folder, packed = (load(tmp_path / name, val_fraction=0.0, image_size=35).train for name in ("photos", "packed"))
+    folder, packed = (load(tmp_path / name, val_split=0.0, image_size=35).train for name in ("photos", "packed"))
     seen, expected = (source[everything].images.float() for source in (packed, folder))
     # A packed one is scaled twice, so an edge may lie some pixels' parts elsewhere.
     assert float((seen - expected).abs().mean(dim=(1, 2, 3)).max()) < 8

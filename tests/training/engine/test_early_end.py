@@ -35,37 +35,40 @@ def validations(run_dir: Path) -> list[int]:
 
 
 def test_patience_is_counted_from_the_best_epoch() -> None:
-    config = TrainConfig(data="x", patience=3)
+    config = TrainConfig(data="x", early_stopping_patience=3)
     ended = [epoch for epoch in range(4, 10) if out_of_patience(config, Progress(best_epoch=4, evaluated_epochs=epoch))]
     assert ended == [7, 8, 9]
     assert not out_of_patience(TrainConfig(data="x"), Progress(evaluated_epochs=100))
 
 
 def test_a_training_that_gets_no_better_ends_and_is_complete(start: Starter) -> None:
-    training = start.complete(*STILL, "--patience=3", world_size=2)
+    training = start.complete(*STILL, "--early-stopping-patience=3", world_size=2)
     # The first validation is the best one; three more are not better.
     assert validations(training.run_dir) == [1, 2, 3, 4]
     told = result(training.run_dir)
-    assert (told["ended"], told["step"], told["epoch"]) == ("patience", 36, 4)
+    assert (told["ended"], told["step"], told["epoch"]) == ("early_stopping", 36, 4)
     assert told["test_accuracy"] is not None
-    assert "no step follows step 36: no higher validation accuracy in --patience 3 epochs" in training.output()
-    assert events(training.run_dir, "train_completed")[0]["ended"] == "patience"
+    assert (
+        "no step follows step 36: no higher validation accuracy in --early-stopping-patience 3 epochs"
+        in training.output()
+    )
+    assert events(training.run_dir, "train_completed")[0]["ended"] == "early_stopping"
 
 
-@pytest.mark.parametrize("flag", ["--patience=3", "--schedule=plateau"])
+@pytest.mark.parametrize("flag", ["--early-stopping-patience=3", "--lr-scheduler=plateau"])
 def test_what_follows_the_validation_needs_one(start: Starter, flag: str) -> None:
-    training = start("--epochs=1", "--val-fraction=0", flag)
+    training = start("--epochs=1", "--val-split=0", flag)
     assert training.wait() == [2]
     assert f"{flag.replace('=', ' ')} follows the validation, and there is none" in training.output()
 
 
-@pytest.mark.parametrize("flags", [("--patience=3",), ("--schedule=plateau",)])
+@pytest.mark.parametrize("flags", [("--early-stopping-patience=3",), ("--lr-scheduler=plateau",)])
 def test_a_submission_without_validation_is_refused_for_it(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     where = ["--cluster=local", "--dry-run", f"--runs-dir={tmp_path}"]
     without = f"{flags[0].replace('=', ' ')} follows the validation, and there is none: "
-    refused = {"--val-fraction=0": f"{without}use --val-fraction 0.1, or add val/"}
+    refused = {"--val-split=0": f"{without}use --val-split 0.1, or add val/"}
     refused["--synthetic"] = f"{without}leave out --synthetic"
     for flag, message in refused.items():
         assert submit([*where, f"--data={idx_data}", flag, *flags]) == 2
@@ -76,17 +79,17 @@ def test_a_submission_without_validation_is_refused_for_it(
 def test_flags_without_effect_are_said_when_it_is_submitted_and_when_it_begins(
     start: Starter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [f"--data={start.data}", "--drop-epochs=5", "--epochs=1"]
+    flags = [f"--data={start.data}", "--lr-step-epochs=5", "--epochs=1"]
     assert submit(["--cluster=local", "--dry-run", "--json", f"--runs-dir={tmp_path}", *flags]) == 0
     said = capsys.readouterr()
-    assert said.err == "hpc submit: warning: --drop-epochs 5 changes nothing: it is for --schedule step\n"
+    assert said.err == "hpc submit: warning: --lr-step-epochs 5 changes nothing: it is for --lr-scheduler step\n"
     assert json.loads(said.out)["cluster"] == "local"
-    assert "warning: --drop-epochs 5 changes nothing" in start.complete(*flags).output()
+    assert "warning: --lr-step-epochs 5 changes nothing" in start.complete(*flags).output()
 
 
 @pytest.mark.parametrize("fault", ["step@20:1", "stop@20:0", "evaluate@27:0", "save@36:0", "evaluate@36:1"])
 def test_patience_goes_over_restarts(start: Starter, fault: str) -> None:
-    flags = (*STILL, "--patience=3", "--checkpoint-every=5")
+    flags = (*STILL, "--early-stopping-patience=3", "--checkpoint-every=5")
     codes = start(*flags, f"--fault={fault}", world_size=2).wait()
     assert codes == ([0, 0] if "stop" in fault else codes)
     run = start.complete(*flags, world_size=2).run_dir
@@ -96,7 +99,7 @@ def test_patience_goes_over_restarts(start: Starter, fault: str) -> None:
 
 
 def test_a_training_that_gets_better_goes_on(start: Starter) -> None:
-    run = start.complete("--epochs=3", "--batch-size=20", "--patience=3").run_dir
+    run = start.complete("--epochs=3", "--batch-size=20", "--early-stopping-patience=3").run_dir
     assert result(run)["ended"] is None
     assert result(run)["epoch"] == 3
 
@@ -192,7 +195,9 @@ def spoil(step: int, rank: int) -> None:
     Stepper._loss = spoilt_loss  # type: ignore[method-assign]  # noqa: SLF001
 
 
-@pytest.mark.parametrize("flags", [("--log-every=9",), ("--log-every=50", "--checkpoint-every=8"), ("--accumulate=2",)])
+@pytest.mark.parametrize(
+    "flags", [("--log-every=9",), ("--log-every=50", "--checkpoint-every=8"), ("--grad-accum-steps=2",)]
+)
 def test_the_step_and_the_images_of_a_loss_that_is_no_number_are_named(start: Starter, flags: tuple[str, ...]) -> None:
     flags = ("--epochs=3", "--batch-size=20", "--log-samples", *flags)
     training = start(*flags, world_size=2, prepare=partial(spoil, 14, 1))
@@ -220,7 +225,7 @@ def test_the_step_is_named_in_an_attempt_that_began_in_the_middle_too(start: Sta
 
 def test_images_of_a_folder_are_named_by_their_files(start: Starter, tmp_path: Path) -> None:
     start.data = make_folder(tmp_path / "photos", parts=("train",))
-    flags = ("--epochs=1", "--batch-size=5", "--workers=0", "--image-size=16", "--lr=1e30", "--warmup-epochs=0")
+    flags = ("--epochs=1", "--batch-size=5", "--num-workers=0", "--image-size=16", "--lr=1e30", "--warmup-epochs=0")
     training = start(*flags)
     assert training.wait() == [EXIT_DIVERGED], training.output()
     images = json.loads((training.run_dir / "diverged.json").read_text())["images"]

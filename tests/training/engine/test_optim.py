@@ -46,15 +46,15 @@ def test_every_name_has_its_help_and_its_meaning() -> None:
 @pytest.mark.parametrize(
     ("settings", "make"),
     [
-        ({"schedule": "cosine"}, partial(lr_scheduler.CosineAnnealingLR, T_max=100)),
-        ({"schedule": "constant"}, partial(lr_scheduler.ConstantLR, factor=1)),
-        ({"schedule": "step", "drop_epochs": "3"}, partial(lr_scheduler.StepLR, step_size=30)),
+        ({"lr_scheduler": "cosine"}, partial(lr_scheduler.CosineAnnealingLR, T_max=100)),
+        ({"lr_scheduler": "constant"}, partial(lr_scheduler.ConstantLR, factor=1)),
+        ({"lr_scheduler": "step", "lr_step_epochs": "3"}, partial(lr_scheduler.StepLR, step_size=30)),
         (
-            {"schedule": "step", "drop_epochs": "2,7", "drop_factor": 0.5},
+            {"lr_scheduler": "step", "lr_step_epochs": "2,7", "lr_gamma": 0.5},
             partial(lr_scheduler.MultiStepLR, milestones=[20, 70], gamma=0.5),
         ),
         (
-            {"schedule": "one-cycle", "warmup_epochs": 3},
+            {"lr_scheduler": "one-cycle", "warmup_epochs": 3},
             partial(lr_scheduler.OneCycleLR, max_lr=0.4, total_steps=100, pct_start=0.3, cycle_momentum=False),
         ),
     ],
@@ -67,14 +67,14 @@ def test_a_schedule_is_that_of_torch(
 
 @pytest.mark.parametrize("schedule", set(SCHEDULES) - {"one-cycle"})
 def test_the_warm_up_is_a_line_to_the_highest_rate(schedule: str) -> None:
-    found = rates(schedule=schedule, warmup_epochs=1.5)
+    found = rates(lr_scheduler=schedule, warmup_epochs=1.5)
     assert found[:15] == pytest.approx([0.4 * (step + 1) / 15 for step in range(15)])
     assert found[15] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("settings", [{"warmup_epochs": 0}, {"warmup_epochs": 20}, {"epochs": 1, "warmup_epochs": 0.1}])
 def test_a_cycle_of_any_warm_up_stays_within_its_bounds(settings: dict[str, object]) -> None:
-    found = rates(schedule="one-cycle", **settings)
+    found = rates(lr_scheduler="one-cycle", **settings)
     assert max(found) == pytest.approx(0.4)
     assert 0 < min(found) < 0.02
 
@@ -92,7 +92,7 @@ def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:
 )
 def test_the_rate_is_scaled_by_the_global_batch(batch_size: int, none: float, sqrt: float, linear: float) -> None:
     wanted = {"none": none, "sqrt": sqrt, "linear": linear}
-    found = {name: rates(lr_scaling=name, batch_size=batch_size, schedule="constant")[0] for name in SCALINGS}
+    found = {name: rates(lr_scaling=name, batch_size=batch_size, lr_scheduler="constant")[0] for name in SCALINGS}
     assert found == pytest.approx({name: 0.4 * factor for name, factor in wanted.items()})
 
 
@@ -103,9 +103,9 @@ LOSSES = [1.0, 0.9, 0.91, 0.92, 0.9, 0.89995, 0.8, 0.81, 0.82, 0.83, 0.84, 0.85,
 
 @pytest.mark.parametrize("patience", [0, 1, 3])
 def test_plateau_is_that_of_torch_also_over_restarts(patience: int) -> None:
-    config = TrainConfig(data="x", schedule="plateau", plateau_patience=patience, drop_factor=0.3, lr=1.0)
+    config = TrainConfig(data="x", lr_scheduler="plateau", plateau_patience=patience, lr_gamma=0.3, lr=1.0)
     optimizer = optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    reference = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=patience)
+    reference = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, early_stopping_patience=patience)
     progress, found, expected = Progress(step=10**6), [], []
     for loss in LOSSES:
         # As a restart does it after every epoch: what a state knows goes through JSON.
@@ -120,7 +120,7 @@ def test_plateau_is_that_of_torch_also_over_restarts(patience: int) -> None:
 
 def test_plateau_lowers_the_rate_of_a_training_whose_loss_does_not_fall(start: Starter) -> None:
     # A rate so small that the loss stays the same to the last digit.
-    flags = ("--schedule=plateau", "--plateau-patience=1", "--drop-factor=0.5", "--lr=1e-20", "--weight-decay=0")
+    flags = ("--lr-scheduler=plateau", "--plateau-patience=1", "--lr-gamma=0.5", "--lr=1e-20", "--weight-decay=0")
     flags = (*flags, "--epochs=6", "--batch-size=50", "--warmup-epochs=0", "--log-every=1")
     stopped = start(*flags, "--fault=stop@8:0")
     assert stopped.wait() == [0], stopped.output()
@@ -155,15 +155,20 @@ def take_steps(optimizer: optim.Optimizer, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
-        ("sgd", partial(optim.SGD, momentum=0.8, nesterov=True)),
-        ("sgd-heavy-ball", partial(optim.SGD, momentum=0.8)),
+        ("sgd", partial(optim.SGD, momentum=0.8)),
         ("adamw", partial(optim.AdamW, betas=(0.8, 0.999))),
         ("adam", partial(optim.Adam, betas=(0.8, 0.999))),
     ],
 )
 def test_an_optimizer_is_that_of_torch(name: str, reference: Callable[..., optim.Optimizer]) -> None:
-    after, model = updated(name, momentum=0.8, weight_decay=0.02, decay_all=True)
+    after, model = updated(name, momentum=0.8, weight_decay=0.02, decay_norm_and_bias=True)
     take_steps(reference(model.parameters(), lr=0.1, weight_decay=0.02), model)
+    assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
+
+
+def test_nesterov_momentum_is_that_of_torch() -> None:
+    after, model = updated("sgd", momentum=0.8, nesterov=True, weight_decay=0.02, decay_norm_and_bias=True)
+    take_steps(optim.SGD(model.parameters(), lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.02), model)
     assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
 
 
@@ -171,7 +176,11 @@ def test_an_optimizer_is_that_of_torch(name: str, reference: Callable[..., optim
 def test_biases_and_norms_decay_only_if_they_should(name: str) -> None:
     plain, decayed, all_decayed = (
         updated(name, **settings)[0]
-        for settings in ({"weight_decay": 0.0}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decay_all": True})
+        for settings in (
+            {"weight_decay": 0.0},
+            {"weight_decay": 0.1},
+            {"weight_decay": 0.1, "decay_norm_and_bias": True},
+        )
     )
     weights = {"0.weight", "3.weight"}
     # Norms begin at one; their biases at zero, which decay cannot change at once, but the steps move them.
@@ -183,10 +192,10 @@ def test_biases_and_norms_decay_only_if_they_should(name: str) -> None:
 def test_the_decay_of_norms_may_change_in_the_course_of_a_run(start: Starter) -> None:
     stopped = start("--epochs=2", "--batch-size=20", "--fault=stop@4:0")
     assert stopped.wait() == [0], stopped.output()
-    start.complete("--epochs=2", "--batch-size=20", "--decay-all")
+    start.complete("--epochs=2", "--batch-size=20", "--decay-norm-and-bias")
 
 
 @pytest.mark.parametrize("text", ["", "0", "5,5", "9,3", "-1", "1.5", "3,", "every"])
 def test_other_epochs_to_drop_at_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"--drop-epochs is .*: use a number such as 30, or rising epochs"):
+    with pytest.raises(UserError, match=r"--lr-step-epochs is .*: use a number such as 30, or rising epochs"):
         parse_drops(text)

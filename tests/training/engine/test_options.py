@@ -40,7 +40,7 @@ def losses(run_dir: Path) -> list[float]:
 def test_an_accumulated_step_is_the_step_of_the_large_batch(start: Starter, world_size: int) -> None:
     flags = ("--epochs=1", "--batch-size=23", "--lr=0.02", "--log-every=1", "--label-smoothing=0.1")
     large = start.complete(*flags, run="large", world_size=world_size).run_dir
-    parts = start.complete(*flags, "--accumulate=3", run="parts", world_size=world_size).run_dir
+    parts = start.complete(*flags, "--grad-accum-steps=3", run="parts", world_size=world_size).run_dir
     assert losses(parts) == pytest.approx(losses(large), rel=1e-4)
     assert final(large).keys() == final(parts).keys()
     for name, value in final(large).items():
@@ -77,7 +77,7 @@ def test_the_average_forgets_the_first_weights_quickly() -> None:
 
 
 def test_the_average_is_what_is_evaluated_and_kept(start: Starter) -> None:
-    run = start.complete("--epochs=2", "--batch-size=20", "--ema=0.9").run_dir
+    run = start.complete("--epochs=2", "--batch-size=20", "--ema-decay=0.9").run_dir
     state = load_file(list_checkpoints(run / "checkpoints")[0] / "state.safetensors")
     for name, value in final(run).items():
         assert torch.equal(value, state[f"ema/{name}"])
@@ -87,7 +87,9 @@ def test_the_average_is_what_is_evaluated_and_kept(start: Starter) -> None:
 
 @pytest.mark.parametrize("amp", ["none", "fp16"])
 def test_gradients_are_clipped_to_the_norm_after_they_are_unscaled(start: Starter, amp: str) -> None:
-    run = start.complete(*ONE_STEP, "--schedule=constant", "--clip-norm=0.01", f"--amp={amp}", world_size=2).run_dir
+    run = start.complete(
+        *ONE_STEP, "--lr-scheduler=constant", "--clip-grad-norm=0.01", f"--amp={amp}", world_size=2
+    ).run_dir
     config = TrainConfig(data=str(start.data))
     before = build_model(config, classes=3, channels=1, size=12).state_dict()
     step = torch.cat([(final(run)[name] - value).flatten() for name, value in before.items()])
@@ -95,26 +97,26 @@ def test_gradients_are_clipped_to_the_norm_after_they_are_unscaled(start: Starte
 
 
 def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_halved(
-    ranks: ProcessGroup, idx_data: Path, tmp_path: Path
+    group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
     config = TrainConfig(data=str(idx_data), batch_size=20, amp="fp16", epochs=1)
-    trainer = make_trainer(RunContext(config=config, run_dir=RunDir(tmp_path / "run"), attempt=1, started=0.0), ranks)
+    trainer = make_trainer(RunContext(config=config, run_dir=RunDir(tmp_path / "run"), attempt=1, started=0.0), group)
     trainer.state.scaler.load_state_dict({**trainer.state.scaler.state_dict(), "scale": 2.0**40})
     before = [parameter.detach().clone() for parameter in trainer.state.model.parameters()]
     batch = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))]
-    trainer.stepper.step(batch, LossMeter(ranks))
+    trainer.stepper.step(batch, LossMeter(group))
     assert trainer.state.scaler.get_scale() == 2.0**39
     assert all(map(torch.equal, before, trainer.state.model.parameters()))
     assert trainer.state.progress.step == 1
     while trainer.state.scaler.get_scale() > 2.0**16:
-        trainer.stepper.step(batch, LossMeter(ranks))
-    trainer.stepper.step(batch, LossMeter(ranks))
+        trainer.stepper.step(batch, LossMeter(group))
+    trainer.stepper.step(batch, LossMeter(group))
     assert not any(map(torch.equal, before, trainer.state.model.parameters()))
 
 
 def test_synchronised_normalisation_of_shares_is_that_of_the_whole_batch(start: Starter, tmp_path: Path) -> None:
     start.data = make_idx(tmp_path / "large", size=32)
-    flags = (*ONE_STEP, "--model=resnet18", "--image-size=32", "--val-fraction=0.8", "--batch-size=41")
+    flags = (*ONE_STEP, "--model=resnet18", "--image-size=32", "--val-split=0.8", "--batch-size=41")
     whole = final(start.complete(*flags, run="whole").run_dir)
     shared = final(start.complete(*flags, "--sync-bn", run="shared", world_size=2).run_dir)
     apart = final(start.complete(*flags, run="apart", world_size=2).run_dir)
@@ -220,7 +222,7 @@ def write_late(run_dir: Path) -> None:
 
 
 def test_the_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(start: Starter) -> None:
-    flags = ("--epochs=4", "--batch-size=20", "--log-every=1", "--lr=0.05", "--ema=0.9")
+    flags = ("--epochs=4", "--batch-size=20", "--log-every=1", "--lr=0.05", "--ema-decay=0.9")
     whole = start.complete(*flags, run="whole").run_dir
     late = start(*flags, "--fault=step@29:0", prepare=partial(write_late, start.directory / "run"))
     assert late.wait() == [-9], late.output()

@@ -29,15 +29,15 @@ def test_every_start_of_the_ranks_is_preceded_by_a_check_that_is_recorded(start:
     assert preflight["time"] <= events(run, "train_started")[0]["time"]
 
 
-def test_a_rank_alone_has_no_bandwidth(ranks: ProcessGroup) -> None:
-    report = check(ranks)
+def test_a_rank_alone_has_no_bandwidth(group: ProcessGroup) -> None:
+    report = check(group)
     assert (report.world_size, report.allreduce_gb_per_second) == (1, None)
 
 
-def test_a_device_that_computes_wrongly_is_found_out(ranks: ProcessGroup) -> None:
+def test_a_device_that_computes_wrongly_is_found_out(group: ProcessGroup) -> None:
     message = r"rank 0 on .+ \(the CPU\) computes wrongly: 1 of 65536 elements of a matrix product are not right"
     with pytest.raises(UnfitNodeError, match=message) as raised:
-        check(ranks, parse_fault("preflight@0:0"))
+        check(group, parse_fault("preflight@0:0"))
     assert raised.value.exit_code == EXIT_BAD_NODE
 
 

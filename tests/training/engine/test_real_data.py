@@ -90,7 +90,14 @@ def result(run: Path) -> dict[str, Any]:
 def test_torchrun_trains_on_cifars_batches_of_real_clothes(batches: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     command = [*torchrun, "--rdzv-endpoint=localhost:0", "-m", "training", f"--data={batches}"]
-    flags = [f"--run-dir={tmp_path / 'run'}", "--epochs=6", "--batch-size=50", "--lr=0.05", "--flip=off", "--ema=0.99"]
+    flags = [
+        f"--run-dir={tmp_path / 'run'}",
+        "--epochs=6",
+        "--batch-size=50",
+        "--lr=0.05",
+        "--flip=off",
+        "--ema-decay=0.99",
+    ]
     subprocess.run([*command, *flags], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
     told = result(tmp_path / "run")
     assert told["classes"][9] == "Ankle boot"
@@ -100,7 +107,7 @@ def test_torchrun_trains_on_cifars_batches_of_real_clothes(batches: Path, tmp_pa
 
 def test_a_folder_of_real_clothes_is_learned(start: Starter, wardrobe: Path) -> None:
     start.data = wardrobe
-    flags = ("--epochs=4", "--batch-size=20", "--lr=0.03", "--image-size=28", "--crop=padded", "--workers=0")
+    flags = ("--epochs=4", "--batch-size=20", "--lr=0.03", "--image-size=28", "--crop=padded", "--num-workers=0")
     told = result(start.complete(*flags, world_size=2).run_dir)
     assert told["test_total"] == 300
     assert told["test_accuracy"] > 0.6, "a tenth would be chance"
@@ -113,7 +120,7 @@ def test_photographs_are_told_apart_and_others_can_use_the_model(
     layout = check_data(album)
     assert (layout.train.name, layout.val and layout.val.name, layout.test and layout.test.name) == tuple(PIECES)
     start.data = album
-    flags = ("--epochs=12", "--batch-size=18", "--lr=0.03", "--image-size=32", "--workers=0")
+    flags = ("--epochs=12", "--batch-size=18", "--lr=0.03", "--image-size=32", "--num-workers=0")
     run = start.complete(*flags, world_size=2).run_dir
     told = result(run)
     assert told["classes"] == [Path(name).stem for name in PHOTOS]
@@ -152,11 +159,11 @@ def logged(run: Path) -> dict[int, float]:
 
 def test_the_vgg19_recipe_trains_the_head_alone_at_its_rate(start: Starter, album: Path, tmp_path: Path) -> None:
     start.data, before = album, make_weights(tmp_path / "w.pth")
-    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.pth'}", "--image-size=16", "--epochs=2", "--workers=0")
+    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.pth'}", "--image-size=16", "--epochs=2", "--num-workers=0")
     run = start.complete("--recipe=vgg19-20class", *flags, "--batch-size=100", world_size=2).run_dir
     assert changed(run, before) == {"fc"}
     assert logged(run) == pytest.approx({1: 2e-4 * (100 / 256) ** 0.5, 2: 2e-4 * (100 / 256) ** 0.5})
-    thawed = start.complete("--recipe=vgg19-20class", *flags, "--no-freeze", run="thawed").run_dir
+    thawed = start.complete("--recipe=vgg19-20class", *flags, "--no-freeze-backbone", run="thawed").run_dir
     assert changed(thawed, before) == {"features", "fc"}
 
 
@@ -164,7 +171,7 @@ def test_the_finetune_recipe_trains_everything_and_lowers_the_rate_on_a_plateau(
     start: Starter, album: Path, tmp_path: Path
 ) -> None:
     start.data, before = album, make_weights(tmp_path / "w.pth")
-    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.pth'}", "--image-size=16", "--epochs=8", "--workers=0")
+    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.pth'}", "--image-size=16", "--epochs=8", "--num-workers=0")
     flags = (*flags, "--plateau-patience=0", "--lr=0.003", "--batch-size=18")
     training = start.complete("--recipe=finetune", *flags, world_size=2)
     assert "but a new fc.0, fc.2" in training.output()

@@ -27,9 +27,9 @@ def watched(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     hook.remove()
 
 
-def make_step(trainer: Trainer, ranks: ProcessGroup) -> tuple[Batch, float]:
+def make_step(trainer: Trainer, group: ProcessGroup) -> tuple[Batch, float]:
     """A step: its batch, and its loss."""
-    batch, window = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))], LossMeter(ranks)
+    batch, window = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))], LossMeter(group)
     trainer.stepper.step(batch, window)
     return batch, window.total_loss(1) / window.images
 
@@ -45,11 +45,11 @@ def make_step(trainer: Trainer, ranks: ProcessGroup) -> tuple[Batch, float]:
     ],
 )
 def test_the_loss_is_that_of_the_mixed_images_and_the_smoothed_labels(
-    ranks: ProcessGroup, idx_data: Path, tmp_path: Path, settings: dict[str, Any]
+    group: ProcessGroup, idx_data: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    trainer = trainer_with(ranks, idx_data, tmp_path / "run", **settings)
+    trainer = trainer_with(group, idx_data, tmp_path / "run", **settings)
     with watched(trainer.state.model) as seen:
-        batch, loss = make_step(trainer, ranks)
+        batch, loss = make_step(trainer, group)
     [(images, logits)] = seen
     plain, labels = trainer.preprocess(batch.images), nn.functional.one_hot(batch.labels, 3).float()
     mix = draw_mix(trainer.config, 0, 12)
@@ -63,12 +63,12 @@ def test_the_loss_is_that_of_the_mixed_images_and_the_smoothed_labels(
 
 @pytest.mark.parametrize(("amp", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_mixed_precision_computes_in_it_and_keeps_weights_whole(
-    ranks: ProcessGroup, idx_data: Path, tmp_path: Path, amp: str, dtype: torch.dtype
+    group: ProcessGroup, idx_data: Path, tmp_path: Path, amp: str, dtype: torch.dtype
 ) -> None:
-    trainer = trainer_with(ranks, idx_data, tmp_path / "run", amp=amp)
+    trainer = trainer_with(group, idx_data, tmp_path / "run", amp=amp)
     convolution = next(module for module in trainer.state.model.modules() if isinstance(module, nn.Conv2d))
     with watched(convolution) as seen:
-        make_step(trainer, ranks)
+        make_step(trainer, group)
         assert trainer.data.val is not None
         trainer.examiner.evaluator.evaluate(trainer.data.val, lambda: None)
     assert [output.dtype for _, output in seen] == [dtype, dtype]
@@ -79,29 +79,29 @@ def test_mixed_precision_computes_in_it_and_keeps_weights_whole(
 
 @pytest.mark.parametrize("size", [None, 17])
 def test_the_model_sees_images_of_the_size_that_was_asked_for(
-    ranks: ProcessGroup, folder_data: Path, idx_data: Path, tmp_path: Path, size: int | None
+    group: ProcessGroup, folder_data: Path, idx_data: Path, tmp_path: Path, size: int | None
 ) -> None:
     for data, channels, usual in ((idx_data, 1, 12), (folder_data, 3, 64)):
-        trainer = trainer_with(ranks, data, tmp_path / data.name, image_size=size)
+        trainer = trainer_with(group, data, tmp_path / data.name, image_size=size)
         with watched(trainer.state.model) as seen:
-            make_step(trainer, ranks)
+            make_step(trainer, group)
             assert trainer.data.test is not None
             trainer.examiner.evaluator.evaluate(trainer.data.test, lambda: None)
         assert {images.shape[1:] for images, _ in seen} == {(channels, size or usual, size or usual)}
 
 
 def test_a_step_is_computed_in_as_many_parts_as_were_asked_for(
-    ranks: ProcessGroup, idx_data: Path, tmp_path: Path
+    group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
-    trainer = trainer_with(ranks, idx_data, tmp_path / "run", accumulate=3)
+    trainer = trainer_with(group, idx_data, tmp_path / "run", grad_accum_steps=3)
     with watched(trainer.state.model) as seen:
-        make_step(trainer, ranks)
+        make_step(trainer, group)
     assert [len(images) for images, _ in seen] == [6, 7, 7]
 
 
-def test_weights_follow_from_the_seed(ranks: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
+def test_weights_follow_from_the_seed(group: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
     one, same, other = (
-        list(trainer_with(ranks, idx_data, tmp_path / f"{place}", seed=seed).state.model.parameters())
+        list(trainer_with(group, idx_data, tmp_path / f"{place}", seed=seed).state.model.parameters())
         for place, seed in enumerate((1, 1, 2))
     )
     assert all(map(torch.equal, one, same))
@@ -109,12 +109,14 @@ def test_weights_follow_from_the_seed(ranks: ProcessGroup, idx_data: Path, tmp_p
 
 
 def test_a_rank_has_the_loader_workers_that_it_was_given(
-    ranks: ProcessGroup, idx_data: Path, folder_data: Path, tmp_path: Path
+    group: ProcessGroup, idx_data: Path, folder_data: Path, tmp_path: Path
 ) -> None:
-    asked = [trainer_with(ranks, folder_data, tmp_path / f"{workers}", workers=workers).workers for workers in (0, 3)]
+    asked = [
+        trainer_with(group, folder_data, tmp_path / f"{workers}", num_workers=workers).workers for workers in (0, 3)
+    ]
     assert asked == [0, 3]
-    assert trainer_with(ranks, folder_data, tmp_path / "folder").workers >= 1
-    assert trainer_with(ranks, idx_data, tmp_path / "idx").workers == 0, "they cost nothing to make"
+    assert trainer_with(group, folder_data, tmp_path / "folder").workers >= 1
+    assert trainer_with(group, idx_data, tmp_path / "idx").workers == 0, "they cost nothing to make"
 
 
 def test_as_many_checkpoints_are_kept_as_were_asked_for(start: Starter) -> None:

@@ -117,7 +117,7 @@ def test_without_a_validation_set_there_is_no_best_and_without_a_test_set_no_tes
     start: Starter, tmp_path: Path
 ) -> None:
     start.data = make_folder(tmp_path / "data", parts=("train",)) / "train"
-    run = start.complete(*SHORT, "--val-fraction=0").run_dir
+    run = start.complete(*SHORT, "--val-split=0").run_dir
     assert not (run / "best").exists()
     assert (result(run)["val_accuracy"], result(run)["test_accuracy"], result(run)["best"]) == (None, None, None)
 
@@ -126,8 +126,8 @@ def test_without_a_validation_set_there_is_no_best_and_without_a_test_set_no_tes
     "flags",
     [
         ("--model=shufflenet_v2_x0_5", "--image-size=32"),
-        ("--model=mobilenet_v3_small", "--image-size=32", "--amp=bf16", "--workers=1"),
-        ("--model=small-cnn", "--optimizer=adamw", "--lr=0.001", "--schedule=constant"),
+        ("--model=mobilenet_v3_small", "--image-size=32", "--amp=bf16", "--num-workers=1"),
+        ("--model=small-cnn", "--optimizer=adamw", "--lr=0.001", "--lr-scheduler=constant"),
     ],
 )
 def test_models_of_torchvision_mixed_precision_and_adamw_work(
@@ -191,8 +191,10 @@ def test_too_many_unreadable_images_end_the_training_with_their_names(
     start: Starter, corrupt_data: Path, world_size: int
 ) -> None:
     start.data = corrupt_data
-    message = refused(start(*SHORT, "--max-corrupt=2", "--epochs=9", world_size=world_size), world_size)
-    assert message.startswith("error: 3 images cannot be read, more than --max-corrupt 2: replace them or raise it: ")
+    message = refused(start(*SHORT, "--max-corrupt-images=2", "--epochs=9", world_size=world_size), world_size)
+    assert message.startswith(
+        "error: 3 images cannot be read, more than --max-corrupt-images 2: replace them or raise it: "
+    )
     assert all(f"{corrupt_data}/train/{name}" in message for name in ("green/0.jpg", "red/4.jpg", "red/5.png"))
 
 
@@ -201,9 +203,9 @@ def test_too_many_unreadable_images_end_an_evaluation_too(start: Starter, corrup
     for broken in corrupt_data.glob("train/red/*"):
         broken.write_bytes((corrupt_data / "train/red/0.jpg").read_bytes())
     (corrupt_data / "train/green/0.jpg").unlink()
-    message = refused(start(*SHORT, "--max-corrupt=0"))
+    message = refused(start(*SHORT, "--max-corrupt-images=0"))
     assert message == (
-        "error: 1 images cannot be read, more than --max-corrupt 0: "
+        "error: 1 images cannot be read, more than --max-corrupt-images 0: "
         f"replace them or raise it: {corrupt_data}/test/blue sky/0.jpg"
     )
 
@@ -273,17 +275,17 @@ def test_flags_that_may_change_count_from_the_checkpoint_on(start: Starter) -> N
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (("--accumulate=8",), "in 8 parts each"),
-        (("--mixup=0.2", "--accumulate=3"), "in 3 parts each, in pairs to be mixed"),
+        (("--grad-accum-steps=8",), "in 8 parts each"),
+        (("--mixup=0.2", "--grad-accum-steps=3"), "in 3 parts each, in pairs to be mixed"),
     ],
 )
 def test_fewer_images_than_parts_of_a_batch_are_refused(
     start: Starter, tmp_path: Path, flags: tuple[str, ...], parts: str
 ) -> None:
     start.data = make_idx(tmp_path / "ten", train=10)
-    assert refused(start("--val-fraction=0", *flags, world_size=2), 2) == (
+    assert refused(start("--val-split=0", *flags, world_size=2), 2) == (
         f"error: --data has 10 training images, too few for the 2 ranks that share it {parts}: "
-        "use fewer ranks or a smaller --accumulate"
+        "use fewer ranks or a smaller --grad-accum-steps"
     )
 
 

@@ -19,7 +19,7 @@ from training.data.device_dataset import hold
 from training.models.factory import build_model
 from training.predict import PredictOptions, predict
 
-SMALL = ("--model=resnet20", "--image-size=16", "--eval-size=24", "--epochs=3", "--batch-size=9", "--lr=0.02")
+SMALL = ("--model=resnet20", "--image-size=16", "--eval-image-size=24", "--epochs=3", "--batch-size=9", "--lr=0.02")
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +43,15 @@ def on_device(data: Data) -> Data:
 def test_photos_are_larger_in_evaluations_alone(kind: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(kind)
     data, small, large = (
-        load(path, **sizes) for sizes in ({"image_size": 16, "eval_size": 24}, {"image_size": 16}, {"image_size": 24})
+        load(path, **sizes)
+        for sizes in ({"image_size": 16, "eval_image_size": 24}, {"image_size": 16}, {"image_size": 24})
     )
     both = [data, on_device(data)] if kind == "packed_data" else [data]
     for seen in both:
         assert torch.equal(look(seen.train, 1), look(small.train, 1))
         for part in ("val", "test"):
             assert torch.equal(look(getattr(seen, part), None), look(getattr(large, part), None))
-    held_out = load(check_data(path).train, image_size=16, eval_size=24) if kind == "folder_data" else data
+    held_out = load(check_data(path).train, image_size=16, eval_image_size=24) if kind == "folder_data" else data
     assert look(held_out.val, None).shape[2:] == (24, 24)
 
 
@@ -73,13 +74,13 @@ def test_images_in_memory_are_scaled_for_evaluations(start: Starter) -> None:
 
 @pytest.mark.parametrize(("model", "size", "other"), [("small-cnn", 28, 32), ("vit_b_32", 32, 64), ("alexnet", 96, 32)])
 def test_a_model_that_takes_one_size_alone_says_so(model: str, size: int, other: int) -> None:
-    config = TrainConfig(data=".", model=model, image_size=size, eval_size=other)
-    message = rf"--eval-size is {other}, and {model} for {size} pixels does not take that \(.+\): leave it out"
+    config = TrainConfig(data=".", model=model, image_size=size, eval_image_size=other)
+    message = rf"--eval-image-size is {other}, and {model} for {size} pixels does not take that \(.+\): leave it out"
     with pytest.raises(UserError, match=message):
         build_model(config, classes=3, channels=3, size=size)
 
 
 def test_the_same_size_is_no_other() -> None:
-    config = TrainConfig(data=".", image_size=28, eval_size=28)
+    config = TrainConfig(data=".", image_size=28, eval_image_size=28)
     model = build_model(config, classes=3, channels=3, size=28)
     assert model(torch.zeros(1, 3, 28, 28)).shape == (1, 3)

@@ -40,7 +40,7 @@ def run(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("final")
     (directory / "recipe.yaml").write_text("recipe: fashion-mnist\n")
     config = f"--config={directory / 'recipe.yaml'}"
-    return Starter(idx_data, directory).complete(config, *FLAGS, "--workers=0").run_dir
+    return Starter(idx_data, directory).complete(config, *FLAGS, "--num-workers=0").run_dir
 
 
 def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
@@ -104,8 +104,8 @@ def test_the_picture_shows_right_in_green_and_wrong_in_red(classes: int) -> None
     assert any(color == (178, 34, 34) for _, color in colors) == (classes > 1)
 
 
-def test_waiting_for_data_is_counted_once_the_clock_runs(ranks: ProcessGroup) -> None:
-    window = LossMeter(ranks)
+def test_waiting_for_data_is_counted_once_the_clock_runs(group: ProcessGroup) -> None:
+    window = LossMeter(group)
     window.add_wait(1.0)
     window.begin_step()
     window.total_loss(0)
@@ -145,7 +145,7 @@ def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:
 # --- the best model ---
 
 # The rate does not fall: the epoch that does best is not the last one.
-SHAKY = ("--epochs=6", "--batch-size=20", "--lr=0.1", "--schedule=constant", "--warmup-epochs=0", "--val-fraction=0.2")
+SHAKY = ("--epochs=6", "--batch-size=20", "--lr=0.1", "--lr-scheduler=constant", "--warmup-epochs=0", "--val-split=0.2")
 
 
 def told_of(directory: Path) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def accuracy_of(model: Path, data: Path) -> float:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("ema", ["0", "0.5"])
 def test_the_best_model_is_tested_too(start: Starter, ema: str) -> None:
-    training = start.complete(*SHAKY, f"--ema={ema}", world_size=2)
+    training = start.complete(*SHAKY, f"--ema-decay={ema}", world_size=2)
     final, best = (told_of(training.run_dir / name) for name in ("final", "best"))
     assert best["epoch"] == 5, "the case needs one that is not the last"
     assert best["test_accuracy"] == pytest.approx(accuracy_of(training.run_dir / "best", start.data))

@@ -18,7 +18,7 @@ from training.inference.classifier import load_classifier
 from training.inference.exported_model import FORMATS, Format, require
 
 # Scaled from 12 to 16 pixels on the device; more classes than five.
-IDX = ("--epochs=16", "--batch-size=20", "--lr=0.05", "--image-size=16", "--ema=0.5")
+IDX = ("--epochs=16", "--batch-size=20", "--lr=0.05", "--image-size=16", "--ema-decay=0.5")
 FOLDER = ("--epochs=3", "--batch-size=9", "--lr=0.02", "--model=resnet20", "--image-size=24", "--head-hidden=8")
 
 

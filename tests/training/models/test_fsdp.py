@@ -55,8 +55,8 @@ NORMALISED = ("--model=resnet20", "--memory-format=contiguous")
     ("world_size", "options"),
     [
         (1, ()),
-        (2, (*NORMALISED, "--clip-norm=0.5", "--accumulate=2")),
-        (3, ("--optimizer=adamw", "--lr=0.002", "--accumulate=2", "--clip-norm=0.5", "--mixup=0.2")),
+        (2, (*NORMALISED, "--clip-grad-norm=0.5", "--grad-accum-steps=2")),
+        (3, ("--optimizer=adamw", "--lr=0.002", "--grad-accum-steps=2", "--clip-grad-norm=0.5", "--mixup=0.2")),
         (2, ("--amp=bf16",)),
     ],
 )
@@ -119,11 +119,11 @@ def test_every_value_arrives_whoever_saved_it(start: Starter, before: str, after
     assert same(final(again.run_dir), saved)
 
 
-def test_one_rank_gets_all_that_three_have_saved(start: Starter, ranks: ProcessGroup) -> None:
+def test_one_rank_gets_all_that_three_have_saved(start: Starter, group: ProcessGroup) -> None:
     settings = {"batch_size": 20, "epochs": 1, "optimizer": "adamw", "strategy": "fsdp"}
     run = start.complete(*FSDP, "--optimizer=adamw", world_size=3).run_dir
     config = TrainConfig(data=str(start.data), **settings)  # type: ignore[arg-type]  # any of its fields
-    trainer = make_trainer(RunContext(config=config, run_dir=RunDir(run), attempt=9, started=0.0), ranks)
+    trainer = make_trainer(RunContext(config=config, run_dir=RunDir(run), attempt=9, started=0.0), group)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     trainer.resume()
     trainer.recorder.close()
@@ -138,10 +138,10 @@ def test_one_rank_gets_all_that_three_have_saved(start: Starter, ranks: ProcessG
 
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(start: Starter) -> None:
     cut = start(*FSDP, "--checkpoint-every=3", "--fault=save@5:1", world_size=2)
-    cut.ranks[1].join()
-    assert cut.ranks[1].exitcode == -signal.SIGKILL
-    cut.ranks[0].join(20)
-    assert cut.ranks[0].exitcode == 1, cut.output()
+    cut.group[1].join()
+    assert cut.group[1].exitcode == -signal.SIGKILL
+    cut.group[0].join(20)
+    assert cut.group[0].exitcode == 1, cut.output()
     assert [path.name for path in list_checkpoints(cut.run_dir / "checkpoints")] == ["step-00000003"]
     again = start.complete(*FSDP, world_size=2)
     assert newest_before(again, 1) == "step-00000003"
@@ -187,7 +187,7 @@ def test_a_frozen_model_with_weights_of_a_file_trains_its_head_alone(start: Star
     config = TrainConfig(data="x", model="resnet20", seed=5)
     weights = {k: v.contiguous() for k, v in build_model(config, classes=3, channels=1, size=12).state_dict().items()}
     save_file(weights, tmp_path / "w.safetensors")
-    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.safetensors'}", "--freeze")
+    flags = ("--model=resnet20", f"--weights={tmp_path / 'w.safetensors'}", "--freeze-backbone")
     runs = [
         start.complete(*FLAGS, *flags, f"--strategy={name}", run=name, world_size=2).run_dir for name in ("ddp", "fsdp")
     ]
@@ -198,7 +198,7 @@ def test_a_frozen_model_with_weights_of_a_file_trains_its_head_alone(start: Star
 
 
 def test_the_best_model_is_tested_and_kept_as_with_ddp(start: Starter) -> None:
-    flags = ("--epochs=3", "--batch-size=20", "--val-fraction=0.2", "--lr=0.1", "--schedule=constant")
+    flags = ("--epochs=3", "--batch-size=20", "--val-split=0.2", "--lr=0.1", "--lr-scheduler=constant")
     flags = (*flags, "--warmup-epochs=0")
     runs = [start.complete(*flags, f"--strategy={name}", run=name, world_size=2).run_dir for name in ("ddp", "fsdp")]
     [whole, parts] = [json.loads((run / "best" / "result.json").read_text()) for run in runs]
@@ -220,7 +220,7 @@ def killed(start: Starter, node: NodeDir) -> Training:
     """A training of two ranks that is killed at its eighth step, with snapshots and no newer checkpoint than step 3."""
     flags = ("--checkpoint-every=3", "--snapshot-every=1", f"--node-dir={node.path}", "--fault=step@8:1")
     cut = start(*FSDP, *flags, world_size=2)
-    cut.ranks[1].join()
+    cut.group[1].join()
     cut.kill()
     for path in list_checkpoints(cut.run_dir / "checkpoints"):
         if step_of(path) > 3:
@@ -273,7 +273,7 @@ def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(start:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ema": 0.9}, "--strategy fsdp does not go with --ema: leave out either"),
+        ({"ema_decay": 0.9}, "--strategy fsdp does not go with --ema-decay: leave out either"),
         ({"sync_bn": True}, "--strategy fsdp does not go with --sync-bn: leave out either"),
         ({"compile": True}, "--strategy fsdp does not go with --compile: leave out either"),
         ({"static_graph": True}, "--strategy fsdp does not go with --static-graph: leave out either"),

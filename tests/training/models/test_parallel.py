@@ -22,18 +22,18 @@ def gradients(trainer: Trainer) -> list[torch.Tensor]:
     return [parameter.grad for parameter in trainer.state.model.parameters() if parameter.grad is not None]
 
 
-def test_compressed_gradients_are_rounded_to_bfloat16(ranks: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
-    exact = gradients(trainer_with(ranks, idx_data, tmp_path / "exact"))
-    rounded = gradients(trainer_with(ranks, idx_data, tmp_path / "rounded", compress_gradients="bf16"))
+def test_compressed_gradients_are_rounded_to_bfloat16(group: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
+    exact = gradients(trainer_with(group, idx_data, tmp_path / "exact"))
+    rounded = gradients(trainer_with(group, idx_data, tmp_path / "rounded", compress_gradients="bf16"))
     assert not any(torch.equal(value, value.bfloat16().float()) for value in exact)
     assert all(torch.equal(value, other.bfloat16().float()) for value, other in zip(rounded, exact, strict=True))
 
 
 @pytest.mark.parametrize("memory_format", ["channels-last", "contiguous"])
 def test_images_and_weights_lie_in_memory_as_they_should(
-    ranks: ProcessGroup, cifar_data: Path, tmp_path: Path, memory_format: str
+    group: ProcessGroup, cifar_data: Path, tmp_path: Path, memory_format: str
 ) -> None:
-    trainer = trainer_with(ranks, cifar_data, tmp_path / "run", model="resnet20", memory_format=memory_format)
+    trainer = trainer_with(group, cifar_data, tmp_path / "run", model="resnet20", memory_format=memory_format)
     weight = next(module.weight for module in trainer.state.model.modules() if getattr(module, "in_channels", 1) > 1)
     images = trainer.preprocess(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
     for values in (weight, images):
@@ -42,10 +42,10 @@ def test_images_and_weights_lie_in_memory_as_they_should(
 
 
 def test_a_static_graph_is_told_to_ddp_and_gives_the_same_gradients(
-    ranks: ProcessGroup, idx_data: Path, tmp_path: Path
+    group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
-    usual = trainer_with(ranks, idx_data, tmp_path / "usual")
-    static = trainer_with(ranks, idx_data, tmp_path / "static", static_graph=True)
+    usual = trainer_with(group, idx_data, tmp_path / "usual")
+    static = trainer_with(group, idx_data, tmp_path / "static", static_graph=True)
     assert (usual.stepper.wrapped.static_graph, static.stepper.wrapped.static_graph) == (False, True)
     assert all(map(torch.equal, gradients(usual), gradients(static)))
 
@@ -69,13 +69,13 @@ def test_a_compiled_model_has_the_same_names_and_gradients_and_is_evaluated_as_b
 
 
 def test_a_compiler_that_is_missing_is_said_in_one_line(
-    ranks: ProcessGroup, idx_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: ProcessGroup, idx_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor import config as inductor
 
     monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
     monkeypatch.setattr(inductor, "force_disable_caches", True)
-    trainer = trainer_with(ranks, idx_data, tmp_path / "run", compile=True)
+    trainer = trainer_with(group, idx_data, tmp_path / "run", compile=True)
     with pytest.raises(SharedError, match=r"--compile does not work here: .*[Cc]ompiler"):
         trainer.stepper.warm_up(1, 12)
 

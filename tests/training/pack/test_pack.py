@@ -90,7 +90,7 @@ def test_every_image_is_packed_with_its_part_class_and_path(tmp_path: Path, part
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(photos: Path, tmp_path: Path) -> None:
     for workers in (1, 3):
-        pack(photos, tmp_path / f"{workers}", "--workers", f"{workers}", *SMALL_SHARDS)
+        pack(photos, tmp_path / f"{workers}", "--num-workers", f"{workers}", *SMALL_SHARDS)
     assert content(tmp_path / "1") == content(tmp_path / "3")
     assert len(content(tmp_path / "1")) == 3 * (6 + 2) + 1
 
@@ -135,7 +135,7 @@ def processes_below(directory: Path) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_an_ended_packer_goes_on_after_its_last_whole_shard(many: Path, tmp_path: Path, number: int) -> None:
     pack(many, tmp_path / "whole", *SMALL_SHARDS)
-    process = started(many, tmp_path / "packed", *SMALL_SHARDS, "--workers", "2")
+    process = started(many, tmp_path / "packed", *SMALL_SHARDS, "--num-workers", "2")
     wait_for_shards(process, tmp_path / NAME, 2)
     process.send_signal(number)
     said, _ = process.communicate()
@@ -193,7 +193,7 @@ def test_a_second_packer_is_refused_and_harms_nothing(photos: Path, tmp_path: Pa
 
 
 def test_two_packers_at_once_make_one_data_set(many: Path, tmp_path: Path) -> None:
-    both = [started(many, tmp_path / "packed", *SMALL_SHARDS, "--workers", "1") for _ in range(2)]
+    both = [started(many, tmp_path / "packed", *SMALL_SHARDS, "--num-workers", "1") for _ in range(2)]
     codes = sorted(process.wait() for process in both)
     said = "".join(process.communicate()[0] for process in both)
     assert codes in ([0, 0], [0, 1]), said
@@ -254,7 +254,7 @@ def test_wrong_directories_are_refused(photos: Path, tmp_path: Path, idx_data: P
         ((photos, photos / "packed"), "lies in the images themselves"),
         ((photos, tmp_path / "packed", "--size", "64"), "was packed from other images, or with another --size"),
         ((photos, tmp_path / "a", "--size", "4"), "--size is 4: use 8 or more"),
-        ((photos, tmp_path / "a", "--workers", "0"), "--workers is 0: use 1 or more"),
+        ((photos, tmp_path / "a", "--num-workers", "0"), "--num-workers is 0: use 1 or more"),
     ):
         assert complaint in pack(*arguments, code=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "packed", "photos"]

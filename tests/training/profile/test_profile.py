@@ -90,7 +90,7 @@ def test_the_parts_of_a_training_are_measured(
     folder_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    data = (f"--data={folder_data}", "--image-size=16", "--workers=1")
+    data = (f"--data={folder_data}", "--image-size=16", "--num-workers=1")
     assert profiled(monkeypatch, *FLAGS, *data, "--json") == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (told["world_size"], told["workers"], told["batch_size"]) == (1, 1, 8)

@@ -98,7 +98,7 @@ def raise_in_the_loader() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_a_loader_is_told_in_one_line_at_the_end(start: Starter, folder_data: Path, workers: int) -> None:
     start.data = folder_data
-    training = start("--batch-size=3", "--image-size=24", f"--workers={workers}", prepare=raise_in_the_loader)
+    training = start("--batch-size=3", "--image-size=24", f"--num-workers={workers}", prepare=raise_in_the_loader)
     assert training.wait() == [1]
     assert last_line(training) == "LookupError: no such thing"
 
@@ -144,5 +144,5 @@ def test_a_rank_whose_peer_was_killed_ends_by_itself(
 
 def test_a_rank_with_loader_workers_ends_by_itself_too(start: Starter, folder_data: Path) -> None:
     start.data = folder_data
-    flags = ("--batch-size=3", "--image-size=24", "--workers=2", "--epochs=2", "--fault=step@5:1")
+    flags = ("--batch-size=3", "--image-size=24", "--num-workers=2", "--epochs=2", "--fault=step@5:1")
     assert start(*flags, world_size=2).wait() == [1, -signal.SIGKILL]

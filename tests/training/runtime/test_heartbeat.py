@@ -171,7 +171,7 @@ def test_a_rank_that_waits_for_its_loader_dies_of_a_signal_and_its_workers_with_
     start: Starter, node: NodeDir, folder_data: Path, number: int
 ) -> None:
     start.data = folder_data
-    flags = ("--batch-size=3", "--workers=2", "--image-size=24", f"--node-dir={node.path}")
+    flags = ("--batch-size=3", "--num-workers=2", "--image-size=24", f"--node-dir={node.path}")
     training = start(*flags, prepare=load_forever)
     rank = training.ranks[0].pid or 0
     training.wait_until(lambda: len(children(rank)) == 2 and read(node.heartbeat(0)).get("phase") == "load")

@@ -24,7 +24,7 @@ from training.verify_resume.compare_states import compare_runs
 from training.verify_resume.local_launch import start_ranks, wait_for
 
 # 203 images less 41 held out: 18 steps of 9 an epoch.
-SHORT = {"epochs": 2, "batch_size": 9, "val_fraction": 0.2, "log_every": 1, "lr": 0.02, "checkpoint_every": "5"}
+SHORT = {"epochs": 2, "batch_size": 9, "val_split": 0.2, "log_every": 1, "lr": 0.02, "checkpoint_every": "5"}
 SNAPSHOTS = {"checkpoint_every": "1h", "snapshot_every": "2"}
 SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
 
@@ -32,17 +32,18 @@ SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {"amp": "fp16", "clip_norm": 1.0, "ema": 0.9, "mixup": 0.2}),
-        (2, {"amp": "fp16", "accumulate": 3, "clip_norm": 0.5, "log_samples": True, **SNAPSHOTS}),
+        (1, {"amp": "fp16", "clip_grad_norm": 1.0, "ema_decay": 0.9, "mixup": 0.2}),
+        (2, {"amp": "fp16", "grad_accum_steps": 3, "clip_grad_norm": 0.5, "log_samples": True, **SNAPSHOTS}),
         (2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9}),
-        (2, {**SMALL_NORM, "sync_bn": True, "ema": 0.99, "batch_size": 20, **SNAPSHOTS}),
-        (2, {"schedule": "plateau", "plateau_patience": 0, "drop_factor": 0.5, "optimizer": "adam", "lr": 0.002,
-             "static_graph": True, "accumulate": 2, "epochs": 3, "patience": 3}),
-        (2, {"schedule": "one-cycle", "optimizer": "sgd-heavy-ball", "decay_all": True, "lr_scaling": "sqrt",
+        (2, {**SMALL_NORM, "sync_bn": True, "ema_decay": 0.99, "batch_size": 20, **SNAPSHOTS}),
+        (2, {"lr_scheduler": "plateau", "plateau_patience": 0, "lr_gamma": 0.5, "optimizer": "adam", "lr": 0.002,
+             "static_graph": True, "grad_accum_steps": 2, "epochs": 3, "early_stopping_patience": 3}),
+        (2, {"lr_scheduler": "one-cycle", "optimizer": "sgd", "decay_norm_and_bias": True, "lr_scaling": "sqrt",
              "lr": 0.1, "compress_gradients": "bf16", "memory_format": "contiguous", "max_hours": 1.0, **SNAPSHOTS}),
-        (3, {"strategy": "fsdp", "amp": "bf16", "accumulate": 2, "clip_norm": 0.5, "optimizer": "adamw", "lr": 0.002,
-             **SNAPSHOTS}),
-        (4, {"accumulate": 2, "ema": 0.99, "label_smoothing": 0.1, "workers": 1, "deterministic": True}),
+        (3, {"strategy": "fsdp", "amp": "bf16", "grad_accum_steps": 2, "clip_grad_norm": 0.5, "optimizer": "adamw",
+             "lr": 0.002, **SNAPSHOTS}),
+        (4, {"grad_accum_steps": 2, "ema_decay": 0.99, "label_smoothing": 0.1, "num_workers": 1,
+             "deterministic": True}),
     ],
 )  # fmt: skip
 def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
@@ -59,10 +60,17 @@ def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
 def test_a_frozen_pretrained_model_is_bit_identical_too(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {**SHORT, "model": "resnet20", "head_hidden": 8, "schedule": "step", "drop_epochs": "1", "ema": 0.9}
+    settings = {
+        **SHORT,
+        "model": "resnet20",
+        "head_hidden": 8,
+        "schedule": "step",
+        "lr_step_epochs": "1",
+        "ema_decay": 0.9,
+    }
     config = TrainConfig(data=str(idx_data), **settings)  # type: ignore[arg-type]  # any of its fields
     torch.save(build_model(config, classes=5, channels=1, size=12).state_dict(), tmp_path / "w.pth")
-    frozen = replace(config, weights=str(tmp_path / "w.pth"), freeze=True)
+    frozen = replace(config, weights=str(tmp_path / "w.pth"), freeze_backbone=True)
     (tmp_path / "runs").mkdir()
     assert verify(frozen, [2], 3, tmp_path / "runs"), capsys.readouterr().out
 
@@ -70,9 +78,9 @@ def test_a_frozen_pretrained_model_is_bit_identical_too(
 @pytest.mark.parametrize(
     "options",
     [
-        {"crop": "resized", "flip": "on", "random_erase": 0.5, "workers": 0},
-        {"policy": "randaugment", "workers": 2, "mixup": 0.2},
-        {"policy": "trivialaugment", "workers": 1, "crop": "padded", "model": "mobilenet_v3_small"},
+        {"crop": "resized", "flip": "on", "random_erasing": 0.5, "num_workers": 0},
+        {"auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2},
+        {"auto_augment": "trivialaugment", "num_workers": 1, "crop": "padded", "model": "mobilenet_v3_small"},
     ],
 )
 def test_augmentation_and_loader_workers_are_exact_too(
@@ -89,8 +97,14 @@ def test_augmentation_and_loader_workers_are_exact_too(
 def test_images_in_color_in_memory_and_the_rarer_flags_are_exact_too(
     cifar_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rare = {"policy": "autoaugment", "crop": "resized", "flip": "on", "random_erase": 0.3, "lr_scaling": "linear"}
-    rare |= {"val_fraction": 0.0, "keep_checkpoints": 1, "seed": 7, "warmup_epochs": 0.5, "decay_all": True}
+    rare = {
+        "auto_augment": "autoaugment",
+        "crop": "resized",
+        "flip": "on",
+        "random_erasing": 0.3,
+        "lr_scaling": "linear",
+    }
+    rare |= {"val_split": 0.0, "keep_checkpoints": 1, "seed": 7, "warmup_epochs": 0.5, "decay_norm_and_bias": True}
     config = TrainConfig(data=str(cifar_data), **{**SHORT, "batch_size": 25, **rare})  # type: ignore[arg-type]
     assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
     assert len(list_checkpoints(tmp_path / "interrupted" / "checkpoints")) == 1
@@ -100,7 +114,7 @@ def test_images_that_cannot_be_read_are_exact_too(tmp_path: Path, capsys: pytest
     data = make_folder(tmp_path / "data", parts=("train", "val", "test"))
     for name in ("train/red/2.jpg", "train/green/5.png", "test/red/0.jpg"):
         (data / name).write_bytes(b"torn")
-    settings = {**SHORT, "image_size": 16, "batch_size": 7, "max_corrupt": 3, "epochs": 3, "workers": 0}
+    settings = {**SHORT, "image_size": 16, "batch_size": 7, "max_corrupt_images": 3, "epochs": 3, "num_workers": 0}
     (tmp_path / "runs").mkdir()
     assert verify(TrainConfig(data=str(data), **settings), [2], 3, tmp_path / "runs"), capsys.readouterr().out  # type: ignore[arg-type]
     result = json.loads((tmp_path / "runs" / "interrupted" / "final" / "result.json").read_text())
@@ -117,7 +131,7 @@ def test_generated_images_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFi
 NORMALISED = {"model": "resnet20", "sync_bn": True, "lr": 0.0003}
 
 
-@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0, "accumulate": 2}, NORMALISED])
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0, "grad_accum_steps": 2}, NORMALISED])
 def test_fewer_ranks_train_on_the_same_samples_to_the_same_losses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object]
 ) -> None:
@@ -166,7 +180,7 @@ def test_a_verification_that_could_not_make_its_cuts_proves_nothing(
 @pytest.fixture
 def two_runs(start: Starter) -> tuple[RunDir, RunDir]:
     """The same finished training, twice."""
-    one = start.complete("--epochs=1", "--batch-size=20", "--ema=0.9", run="one").run_dir
+    one = start.complete("--epochs=1", "--batch-size=20", "--ema-decay=0.9", run="one").run_dir
     other = one.with_name("other")
     shutil.copytree(one, other)
     return RunDir(one), RunDir(other)

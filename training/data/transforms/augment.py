@@ -165,8 +165,10 @@ def memory_augmentation(
     Raises:
         UserError: the policy is not for images with so many channels.
     """
-    if config.policy != "none" and shape[0] not in {1, 3}:
-        raise UserError(f"--policy is {config.policy}, but the images have {shape[0]} channels: use --policy none")
+    if config.auto_augment != "none" and shape[0] not in {1, 3}:
+        raise UserError(
+            f"--auto-augment is {config.auto_augment}, but the images have {shape[0]} channels: use --auto-augment none"
+        )
     crop, flip = _crop_and_flip(config, kind)
     padding = max(1, round(min(shape[1:]) * _USUAL[kind].padding)) if crop == "padded" else 0
     policy, erasing = _policy(config, kind), _erasing(config, mean)
@@ -215,7 +217,7 @@ def _policy(config: TrainConfig, kind: Kind) -> list[Any]:
 
     AutoAugment: Cubuk et al. (2018). RandAugment: Cubuk et al. (2019). TrivialAugment: Müller and Hutter (2021).
     """
-    if config.policy == "none":
+    if config.auto_augment == "none":
         return []
     from torchvision.transforms import v2  # noqa: PLC0415
 
@@ -224,15 +226,15 @@ def _policy(config: TrainConfig, kind: Kind) -> list[Any]:
         "randaugment": v2.RandAugment,
         "trivialaugment": v2.TrivialAugmentWide,
     }
-    return [makers[config.policy]()]
+    return [makers[config.auto_augment]()]
 
 
 def _erasing(config: TrainConfig, mean: tuple[float, ...]) -> RandomErasing | None:
     """Random erasing, filled with the mean color, which is zero for the model."""
-    if not config.random_erase:
+    if not config.random_erasing:
         return None
     color = tuple(round(255 * channel) for channel in mean)
-    return RandomErasing(seed=config.seed, probability=config.random_erase, color=color)
+    return RandomErasing(seed=config.seed, probability=config.random_erasing, color=color)
 
 
 def _mirror(images: Tensor, mirrored: Tensor) -> Tensor:
