@@ -117,7 +117,7 @@ class SnapshotWriter:
             return
         self._complained = True
         # Other nodes' ranks do not speak of the training, but of their node.
-        console = self._recorder.console if self._group.is_rank_zero else Console(speaks=True)
+        console = self._recorder.console if self._group.is_rank_zero else Console(enabled=True)
         console.warn(f"no snapshots on this node ({reason}): a crash may cost all steps since the last checkpoint")
         self._recorder.event("snapshot_off", reason=reason)
 

@@ -68,7 +68,7 @@ class Trainer:
         self.stepper = Stepper(config, self.plan, group, self.state, preprocess, job.fault)
         self.heartbeat = job.heartbeat
         self.pace = StepTimer(job, group, model)
-        self.console = Console(speaks=group.is_rank_zero)
+        self.console = Console(enabled=group.is_rank_zero)
         with group.raise_on_all_ranks():
             self.recorder = RunLogger(job.run_dir, job.attempt, self.console, writes=group.is_rank_zero)
         self.samples = JsonLines(job.run_dir.sample_log(job.attempt, group.rank), self.console)
@@ -132,7 +132,7 @@ class Trainer:
         began = time.monotonic()
         restored = restore(self.job, self.state, self.group, self.recorder)
         if restored is None and self.config.weights:
-            self.console.say(load_initial_weights(self.config, self.state, self.group))
+            self.console.print(load_initial_weights(self.config, self.state, self.group))
         if restored:
             self.window.restore(restored.numbers, counts_loss=self.group.is_rank_zero)
         self.budget.begin(restored.numbers if restored else None)
@@ -154,7 +154,7 @@ class Trainer:
             connect_seconds=round(self.group.connected_at - self.job.started, 3),
         )
         begin = f"resuming from {restored.source} {restored.name}" if restored else "starting"
-        self.console.say(f"{begin}: {greeting(self.config, self.data, self.plan, self.group, self.state.model)}")
+        self.console.print(f"{begin}: {greeting(self.config, self.data, self.plan, self.group, self.state.model)}")
         for told in without_effect(self.config):
             self.console.warn(told)
         self.console.start(progress.step, self.plan.total_steps)
@@ -244,7 +244,7 @@ class Trainer:
         self.saver.finish()
         step, seconds = self.state.progress.step, round(time.monotonic() - asked, 3)
         self.recorder.event("train_stopped", step=step, signal=request.name, seconds=seconds)
-        self.console.say(f"stopped by {request.name} after step {step}")
+        self.console.print(f"stopped by {request.name} after step {step}")
 
     def log_samples(self, batch: Batch) -> None:
         """Write down which images this rank uses in the step to come."""
@@ -286,7 +286,7 @@ class Trainer:
     def complete(self, ended: str | None) -> None:
         """Test the model as it is after the last step, and write `final/`; `ended` is why that came early."""
         if ended:
-            self.console.say(f"no step follows step {self.state.progress.step}: {self.budget.told(ended)}")
+            self.console.print(f"no step follows step {self.state.progress.step}: {self.budget.told(ended)}")
         try:
             self.examiner.complete(self.before_batch, ended)
         except TorchrelayError:

@@ -61,7 +61,7 @@ class Validator:
         seconds = time.monotonic() - began
         place = {"step": progress.step, "epoch": progress.epoch, "split": split}
         self.recorder.evaluation(place | numbers | counts | {"seconds": round(seconds, 3)})
-        console.say(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
+        console.print(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
         self.window.leave_out(time.monotonic() - began)
         return result
 
@@ -109,7 +109,7 @@ class Validator:
         known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
         if test and best and best["step"] != self.state.progress.step:
             known += f", and {best['test_accuracy']:.2%} of the best model, that of epoch {best['epoch']}"
-        self.recorder.console.say(f"complete after {self.state.progress.step} steps: {known}")
+        self.recorder.console.print(f"complete after {self.state.progress.step} steps: {known}")
 
     def test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
         """Test the model that did best in validation, and add that to `best/`.

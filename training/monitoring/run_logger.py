@@ -93,7 +93,7 @@ class RunLogger:
         except OSError as error:
             self.console.warn(f"{self._run_dir.diverged} cannot be written ({error})")
         else:
-            self.console.say(f"the {len(indices)} images of step {step} are in {self._run_dir.diverged}")
+            self.console.print(f"the {len(indices)} images of step {step} are in {self._run_dir.diverged}")
 
     def best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Begin to replace `best/`. A full disk costs only this, unless there is room at the end.

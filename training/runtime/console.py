@@ -1,4 +1,4 @@
-"""What people see: lines, or a progress bar on a terminal. Rank 0 speaks, the other ranks are silent."""
+"""What people see on standard output: lines, or a progress bar on a terminal. Runs on every rank; rank 0 prints."""
 
 import sys
 from contextlib import suppress
@@ -8,37 +8,37 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Console:
-    """Prints for rank 0, and nothing for the others."""
+    """Prints if it is enabled, which it is on rank 0."""
 
-    def __init__(self, *, speaks: bool) -> None:
-        self._speaks = speaks
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
         self._bar: Progress | None = None
 
-    def start(self, done: int, total: int) -> None:
-        """Show a progress bar of steps, if this is a terminal."""
-        if self._speaks and sys.stdout.isatty():
+    def start(self, done_steps: int, total_steps: int) -> None:
+        """Show a progress bar of steps, if standard output is a terminal."""
+        if self._enabled and sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=RichConsole())
-            self._bar.add_task("", completed=done, total=total)
+            self._bar.add_task("", completed=done_steps, total=total_steps)
             self._bar.start()
 
-    def step(self, done: int) -> None:
-        """A step is done."""
+    def step(self, done_steps: int) -> None:
+        """Advance the progress bar."""
         if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=done)
+            self._bar.update(self._bar.task_ids[0], completed=done_steps)
 
-    def metrics(self, head: str, values: str) -> None:
-        """Show the metrics: beside the bar, or as a line."""
+    def metrics(self, heading: str, values: str) -> None:
+        """Show the metrics beside the bar, or as a line."""
         if self._bar:
             self._bar.update(self._bar.task_ids[0], description=values)
         else:
-            self.say(f"{head} {values}")
+            self.print(f"{heading} {values}")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line."""
-        if not self._speaks:
+        if not self._enabled:
             return
-        # The log may lie on the disk that has just become full, and there is nowhere else to say so.
+        # The log may lie on a disk that has just become full, and an error about it would end the training.
         with suppress(OSError):
             if self._bar:
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -46,11 +46,11 @@ class Console:
                 print(text, flush=True)
 
     def warn(self, text: str) -> None:
-        """Print a line that something is wrong."""
-        self.say(f"warning: {text}")
+        """Print a warning."""
+        self.print(f"warning: {text}")
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         if self._bar:
             self._bar.stop()
             self._bar = None
