@@ -11,6 +11,8 @@ INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
 
 # A real Slurm needs root, to make the nodes' namespaces, and Debian's packages.
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
+# The tests submit as an ordinary user too, who can read nothing below root's home (mode 0700).
+HIDDEN := $(if $(ROOT),$(shell setpriv --reuid=65534 --regid=65534 --clear-groups test -r pyproject.toml || echo yes))
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
 .PHONY: demo drill test check format lock clean
@@ -32,6 +34,14 @@ drill: $(READY)
 
 # The tests of the trainer compute, those on the Slurm mostly wait, and have to go first where both want a core. (The shell
 # has a process in the background ignore Ctrl-C, which some tests are about.)
+ifneq ($(HIDDEN),)
+test:
+	@copy=$$(mktemp -d /var/tmp/torchrelay-test.XXXXXX) && trap 'rm -rf "$$copy"' EXIT && chmod 755 "$$copy" && \
+	echo "an ordinary user cannot read $(CURDIR): testing a copy in $$copy" && \
+	git clone --quiet . "$$copy/torchrelay" && git diff --binary HEAD | git -C "$$copy/torchrelay" apply --allow-empty && \
+	git ls-files -z --others --exclude-standard | xargs -0 -r cp --parents -t "$$copy/torchrelay" && \
+	$(MAKE) --no-print-directory -C "$$copy/torchrelay" test
+else
 test: $(READY)
 ifeq ($(ROOT),)
 	@echo "$(NO_ROOT), and skipping the tests that need one"
@@ -42,6 +52,7 @@ endif
 	nice env --default-signal=INT $(BIN)/python -m pytest tests/training >"$$log" 2>&1 & trainer=$$!; \
 	$(BIN)/python -m pytest --ignore=tests/training; others=$$?; \
 	wait $$trainer; trainer=$$?; cat "$$log"; rm "$$log"; [ $$others = 0 ] && [ $$trainer = 0 ]
+endif
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -84,9 +84,16 @@ def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
     subprocess.run(["chown", "-R", "root", str(shared)], check=True)
 
 
+def need_readable_checkout() -> None:
+    """The ordinary user starts this checkout's Python: `make test` runs the tests in a copy where it could not."""
+    readable = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "test", "-r", str(ROOT / "pyproject.toml")]
+    assert subprocess.run(readable, check=False).returncode == 0, f"ordinary users cannot read {ROOT}: type make test"
+
+
 @pytest.fixture
 def ordinary_user(site: Site) -> Iterator[Site]:
     """The same for somebody who is not root."""
+    need_readable_checkout()
     if USER not in {entry.pw_name for entry in pwd.getpwall()}:  # a killed test run has left its user
         subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/sh", USER], check=True)
     subprocess.run(["chown", USER, str(site.path)], check=True)

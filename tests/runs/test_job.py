@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import LONG, PAIR, Run, Site
+from cluster import LONG, PAIR, SMALL_BATCH, Run, Site
 
 from hpc.core import ledger
 from hpc.core.rundir import RunDir
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 def check_complete(site: Site, *arguments: str, ranks: int = 2) -> None:
     """A run of two nodes comes to its end, and everything is where it belongs."""
-    done = site.hpc("submit", "--json", "--wait", "--data=data", "--batch-size=64", "--epochs=3", *PAIR, *arguments)
+    done = site.hpc("submit", "--json", "--wait", "--data=data", *SMALL_BATCH, "--epochs=3", *PAIR, *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     answer = json.loads(done.stdout)
     status = answer["status"]
@@ -39,7 +39,7 @@ def check_complete(site: Site, *arguments: str, ranks: int = 2) -> None:
     with (run / "final" / "confusion.csv").open() as file:
         counted = sum(int(cell) for row in list(csv.reader(file))[1:] for cell in row[1:])
     assert counted == 500, "every test image once"
-    assert (run / "code" / ".torchrelay" / "hpc" / "submit.py").is_file()
+    assert (run / "code" / ".torchrelay" / "hpc" / "submit" / "__main__.py").is_file()
 
 
 def test_main_job_as_root_and_its_logs_of_one_rank_and_attempt(site: Site) -> None:
@@ -132,7 +132,7 @@ def test_submission_from_inside_a_job(site: Site) -> None:
     hpc = f"{sys.executable} -m hpc"
     script.write_text(
         "#!/bin/sh\nexport SLURM_CPU_BIND=mask_cpu:0x1 SBATCH_PARTITION=nowhere\n"
-        f"srun -n1 {hpc} submit --data=data {' '.join(PAIR)} --batch-size=64 --epochs=2 --name=inner\n"
+        f"srun -n1 {hpc} submit --data=data {' '.join(PAIR)} {' '.join(SMALL_BATCH)} --epochs=2 --name=inner\n"
     )
     outer = site.slurm("sbatch", "--parsable", "--nodes=1", f"--output={site.path}/outer.log", str(script))
     log = site.path / "outer.log"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import LONG, Site, tiny_data
+from cluster import LONG, SMALL_BATCH, Site, tiny_data
 from PIL import Image
 
 from hpc.core import ledger
@@ -27,7 +27,7 @@ def site(shared: Path) -> Iterator[Site]:
 
 
 def test_two_pretended_nodes_train(site: Site) -> None:
-    arguments = ("--data=data", LOCAL, "--nodes=2", "--gpus-per-node=2", "--batch-size=64", "--epochs=3")
+    arguments = ("--data=data", LOCAL, "--nodes=2", "--gpus-per-node=2", *SMALL_BATCH, "--epochs=3")
     done = site.hpc("submit", *arguments, "--wait", "--json")
     assert done.returncode == 0, done.stderr + done.stdout
     status = json.loads(done.stdout)["status"]

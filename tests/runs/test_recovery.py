@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import LONG, Run, Site, agent_pids, assert_nothing_left, dead, rank_pids, tiny_data
+from cluster import LONG, SMALL_BATCH, Run, Site, agent_pids, assert_nothing_left, dead, rank_pids, tiny_data
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
@@ -18,7 +18,7 @@ from hpc.core.rundir import RunDir
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 # Long enough to be interrupted, short enough to be trained to the end: 30 steps an epoch.
 WHOLE = (
-    "--batch-size=64",
+    *SMALL_BATCH,
     "--epochs=10",
     "--log-every=1",
     "--gpus-per-node=1",

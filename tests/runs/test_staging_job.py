@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Run, Site
+from cluster import SMALL_BATCH, Run, Site
 
 pytestmark = pytest.mark.slurm
 
@@ -207,7 +207,7 @@ def test_hostile_archive_ends_the_run_and_leaves_nothing(site: Site) -> None:
 
 def test_trainer_reads_what_was_in_an_archive(site: Site) -> None:
     subprocess.run(["tar", "czf", site.path / "data.tar.gz", "-C", site.path, "data"], check=True)
-    run = site.submit("--data=data.tar.gz", "--nodes=2", "--gpus-per-node=1", "--batch-size=64", "--epochs=1")
+    run = site.submit("--data=data.tar.gz", "--nodes=2", "--gpus-per-node=1", *SMALL_BATCH, "--epochs=1")
     status = run.wait_for_state("completed")
     assert status["test_accuracy"] is not None
     assert all(event["path"].endswith("/data") for event in run.events("staged"))

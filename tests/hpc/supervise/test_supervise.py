@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, Run, Site, agent_pids, commands, dead
+from cluster import ROOT, SMALL_BATCH, Run, Site, agent_pids, commands, dead
 
 from hpc.core import ledger
 from hpc.core.ledger import EventWriter
@@ -23,7 +23,7 @@ from hpc.testbed.lifecycle import PLACES
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600  # {}\n"
-WHOLE = ("--data=data", "--batch-size=64", "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
+WHOLE = ("--data=data", *SMALL_BATCH, "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
 
 
 def program(directory: Path, name: str, text: str) -> str:
