@@ -86,7 +86,15 @@ def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
 
 def need_readable_checkout() -> None:
     """The ordinary user starts this checkout's Python: `make test` runs the tests in a copy where it could not."""
-    readable = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "test", "-r", str(ROOT / "pyproject.toml")]
+    readable = [
+        "setpriv",
+        "--reuid=65534",
+        "--regid=65534",
+        "--clear-groups",
+        "test",
+        "-r",
+        str(ROOT / "pyproject.toml"),
+    ]
     assert subprocess.run(readable, check=False).returncode == 0, f"ordinary users cannot read {ROOT}: type make test"
 
 
