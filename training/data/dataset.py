@@ -5,7 +5,7 @@ is made: in the rank or in a loader worker. No source has random numbers of its 
 """
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +18,9 @@ from training.data.batch_schedule import BatchRequest
 from training.data.to_device import copied_ahead, sent
 from training.data.transforms.augment import Augmentation, ImageAugmentation
 from training.runtime.child_process import leave_to_parent
+from training.runtime.process_group import SharedError
+
+_MAX_NAMES = 20
 
 
 class Batch(NamedTuple):
@@ -167,3 +170,17 @@ def batches_on(
     on_gpu = device.type == "cuda"
     with load_ahead(source, requests, workers, pin_memory=on_gpu and workers > 0) as batches:
         yield copied_ahead(batches, device) if on_gpu else batches
+
+
+def check_corrupt_limit(source: ImageSource, corrupt: Sequence[int], limit: int) -> None:
+    """Check that no more than `limit` images are unreadable.
+
+    Raises:
+        SharedError: there are more; lists them.
+    """
+    if len(corrupt) > limit:
+        names = ", ".join(map(source.name, corrupt[:_MAX_NAMES])) + (", ..." if len(corrupt) > _MAX_NAMES else "")
+        raise SharedError(
+            f"{len(corrupt)} images cannot be read, more than --max-corrupt-images {limit}: replace them or raise it: "
+            f"{names}"
+        )

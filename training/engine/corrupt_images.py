@@ -1,15 +1,13 @@
 """Images that cannot be read: every rank meets some, all ranks must know of all. Runs on every rank."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
-from training.data.dataset import ImageSource
+from training.data.dataset import ImageSource, check_corrupt_limit
 from training.monitoring.run_logger import RunLogger
-from training.runtime.process_group import ProcessGroup, SharedError
+from training.runtime.process_group import ProcessGroup
 from training.runtime.progress import Progress
-
-_MOST_NAMED = 20
 
 
 class CorruptImages:
@@ -47,18 +45,4 @@ class CorruptImages:
         for name in map(self._source.name, new):
             self._recorder.console.warn(f"{name} cannot be read: another image takes its place")
             self._recorder.event("image_corrupt", path=name)
-        check_limit(self._source, self._progress.corrupt, self._limit)
-
-
-def check_limit(source: ImageSource, corrupt: Sequence[int], limit: int) -> None:
-    """Make sure that not too many images are unreadable.
-
-    Raises:
-        SharedError: lists them.
-    """
-    if len(corrupt) > limit:
-        names = ", ".join(map(source.name, corrupt[:_MOST_NAMED])) + (", ..." if len(corrupt) > _MOST_NAMED else "")
-        raise SharedError(
-            f"{len(corrupt)} images cannot be read, more than --max-corrupt-images {limit}: replace them or raise it: "
-            f"{names}"
-        )
+        check_corrupt_limit(self._source, self._progress.corrupt, self._limit)

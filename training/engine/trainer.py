@@ -23,6 +23,7 @@ from training.data.dataset import Batch, Data, batches_on
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
 from training.engine.loss_meter import DivergedError, LossMeter
+from training.engine.lr_schedule import follow_plateau
 from training.engine.optim import make_optimizer, rate_of
 from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
@@ -95,9 +96,7 @@ class Trainer:
             # Images in memory are not augmented in an evaluation: to start workers takes longer than to take them.
             workers=0 if data.in_memory else workers,
         )
-        self.examiner = Validator(
-            job=job, evaluator=evaluator, data=data, state=self.state, recorder=self.recorder, window=self.window
-        )
+        self.validator = Validator(job=job, evaluator=evaluator, data=data, state=self.state, recorder=self.recorder)
 
     def run(self) -> None:
         """Train to the end, or until all ranks agree to stop; either way nothing is lost."""
@@ -169,7 +168,7 @@ class Trainer:
             Why no more follow, before the last epoch's end; None: there are none left.
         """
         progress, ranks = self.state.progress, self.group
-        self.examiner.validate_if_due(self.before_batch)
+        self.validate_if_due()
         if over := self.budget.why_over(progress, ranks):
             return over
         requests = self.plan.requests(progress.epoch, progress.samples_seen, ranks.rank, ranks.world_size)
@@ -192,7 +191,7 @@ class Trainer:
                 self.log_if_due()
                 if self.saver.due_by_step():
                     self.save()
-                self.examiner.validate_if_due(self.before_batch)
+                self.validate_if_due()
         return None
 
     def agree_and_save(self) -> str | None:
@@ -229,6 +228,14 @@ class Trainer:
         self.heartbeat.beat("save", self.state.progress.step)
         self.saver.save()
         self.heartbeat.beat("step")
+
+    def validate_if_due(self) -> None:
+        """After an epoch, validate; that time is not training time."""
+        began = time.monotonic()
+        result = self.validator.validate_if_due(self.before_batch)
+        if result:
+            follow_plateau(self.config, self.state.progress, result.loss)
+            self.window.leave_out(time.monotonic() - began)
 
     def before_batch(self) -> None:
         """Between two batches of an evaluation: a wish to stop does not wait for its end."""
@@ -288,7 +295,7 @@ class Trainer:
         if ended:
             self.console.print(f"no step follows step {self.state.progress.step}: {self.budget.told(ended)}")
         try:
-            self.examiner.complete(self.before_batch, ended)
+            self.validator.complete(self.before_batch, ended)
         except TorchrelayError:
             # All ranks come here: the others from having nothing to write. After a crash they would not.
             self.snapshotter.end()

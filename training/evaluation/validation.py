@@ -16,10 +16,7 @@ from hpc.core.errors import UserError
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import CLASSES, CONFUSION, CONFUSION_PICTURE, HISTORY, MODEL_CARD, SAMPLES
 from training.checkpoint.state import TrainState
-from training.data.dataset import Data, ImageSource
-from training.engine.corrupt_images import check_limit
-from training.engine.loss_meter import LossMeter
-from training.engine.lr_schedule import follow_plateau
+from training.data.dataset import Data, ImageSource, check_corrupt_limit
 from training.evaluation.class_tables import classes_csv, confusion_csv
 from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.history import history_csv
@@ -45,7 +42,6 @@ class Validator:
     data: Data
     state: TrainState
     recorder: RunLogger
-    window: LossMeter
 
     def evaluate(self, source: ImageSource, split: str, before_batch: Callable[[], object]) -> Evaluation:
         """Evaluate and record it."""
@@ -53,7 +49,7 @@ class Validator:
         progress = self.state.progress
         result = self.evaluator.evaluate(source, before_batch)
         if result.corrupt:
-            check_limit(source, result.corrupt, self.job.config.max_corrupt_images)
+            check_corrupt_limit(source, result.corrupt, self.job.config.max_corrupt_images)
             names = ", ".join(map(source.name, result.corrupt))
             console.warn(f"others take the place of {len(result.corrupt)} unreadable images in {split}: {names}")
         numbers = {"loss": round(result.loss, 6), "accuracy": result.accuracy, "top5_accuracy": result.top5_accuracy}
@@ -62,21 +58,20 @@ class Validator:
         place = {"step": progress.step, "epoch": progress.epoch, "split": split}
         self.recorder.evaluation(place | numbers | counts | {"seconds": round(seconds, 3)})
         console.print(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
-        self.window.leave_out(time.monotonic() - began)
         return result
 
-    def validate_if_due(self, before_batch: Callable[[], object]) -> None:
-        """After an epoch, validate, and keep the model if it is the best so far."""
+    def validate_if_due(self, before_batch: Callable[[], object]) -> Evaluation | None:
+        """After an epoch, validate, and keep the model if it is the best so far. None: nothing was to be validated."""
         progress = self.state.progress
         if progress.evaluated_epochs == progress.epoch or self.data.val is None:
-            return
+            return None
         result = self.evaluate(self.data.val, "val", before_batch)
         progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
-        follow_plateau(self.job.config, progress, result.loss)
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
             progress.best_accuracy, progress.best_epoch = result.accuracy, progress.epoch
             self.recorder.best(self.weights(), self.result(), self.card())
         progress.evaluated_epochs = progress.epoch
+        return result
 
     def weights(self) -> dict[str, Tensor]:
         """On rank 0 a copy of the model's weights in the host's memory, under the names of the model's own code.

@@ -70,7 +70,7 @@ def test_mixed_precision_computes_in_it_and_keeps_weights_whole(
     with watched(convolution) as seen:
         make_step(trainer, group)
         assert trainer.data.val is not None
-        trainer.examiner.evaluator.evaluate(trainer.data.val, lambda: None)
+        trainer.validator.evaluator.evaluate(trainer.data.val, lambda: None)
     assert [output.dtype for _, output in seen] == [dtype, dtype]
     moments = [values for state in trainer.state.optimizer.state.values() for values in state.values()]
     values = [*trainer.state.model.parameters(), *moments]
@@ -86,7 +86,7 @@ def test_the_model_sees_images_of_the_size_that_was_asked_for(
         with watched(trainer.state.model) as seen:
             make_step(trainer, group)
             assert trainer.data.test is not None
-            trainer.examiner.evaluator.evaluate(trainer.data.test, lambda: None)
+            trainer.validator.evaluator.evaluate(trainer.data.test, lambda: None)
         assert {images.shape[1:] for images, _ in seen} == {(channels, size or usual, size or usual)}
 
 
