@@ -65,17 +65,19 @@ def play(run: Path, kind: str, *flags: str) -> list[dict[str, Any]]:
     """One drill; the interruptions that it caused."""
     wait_for_steps(run)
     began = time.monotonic()
-    found: list[dict[str, Any]] = hpc("drill", str(run), kind, "--yes", *flags)["incidents"]
+    found: list[dict[str, Any]] = hpc("drill", str(run), kind, "--yes", *flags)["interruptions"]
     print(f"{kind}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     return found
 
 
-def row(name: str, incident: dict[str, Any] | None) -> str:
+def row(name: str, interruption: dict[str, Any] | None) -> str:
     """A line of the table."""
-    if incident is None:
+    if interruption is None:
         return f"| {name} | not interrupted | " + " | ".join("-" for _ in COLUMNS) + " | 0 |"
-    cells = ["-" if incident["seconds"][part] is None else f"{incident['seconds'][part]:.1f}" for part in COLUMNS]
-    return f"| {name} | {incident['cause']} | {' | '.join(cells)} | {incident['steps_lost']} |"
+    cells = [
+        "-" if interruption["seconds"][part] is None else f"{interruption['seconds'][part]:.1f}" for part in COLUMNS
+    ]
+    return f"| {name} | {interruption['cause']} | {' | '.join(cells)} | {interruption['steps_lost']} |"
 
 
 def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
@@ -109,9 +111,9 @@ def main() -> None:
             # Nobody may write into the directory any more when it is removed.
             subprocess.run([*HPC, "testbed", "down"], check=True, stdout=subprocess.DEVNULL)
     print(f"| what | cause | {' | '.join(COLUMNS)} | steps lost |\n|---|---|{'--:|' * (len(COLUMNS) + 1)}")
-    for name, incidents in found.items():
-        for incident in incidents or [None]:  # type: ignore[list-item]  # nothing happened
-            print(row(name, incident))
+    for name, interruptions in found.items():
+        for interruption in interruptions or [None]:  # type: ignore[list-item]  # nothing happened
+            print(row(name, interruption))
     print(f"\n{after['step']} steps, goodput {after['goodput']:.0%}, {len(after['attempts'])} attempts")
 
 

@@ -42,13 +42,14 @@ START, TIME = 1_790_000_000.0, "2026-11-21T09:00:05"
 WATCH = """
 import json, sys, time
 from pathlib import Path
-from hpc import board, cli
-board._QUEUE_SECONDS = 0
-watched = board.Board()
+from hpc import cli
+from hpc.status import status_cache
+status_cache._QUEUE_SECONDS = 0
+cache = status_cache.StatusCache()
 seconds = []
 for _ in range(3):
     before = time.process_time()
-    watched.look(cli.all_runs(Path(sys.argv[1])))
+    cache.summaries(cli.all_runs(Path(sys.argv[1])))
     seconds.append(time.process_time() - before)
 print(json.dumps(seconds))
 """

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def cancel(options: CancelOptions) -> int:
     """Write it down, then end the job. A run that has ended already stays as it is."""
     run = cli.find_run(options.run, options.runs_dir)
-    before = str(StatusCache().look_at(run)["state"])
+    before = str(StatusCache().summary(run)["state"])
     # What has failed may be about to go on: its next job is submitted by the supervisor.
     if before not in _OVER:
         EventWriter(run.events / "cancel.jsonl").append("cancelled", by=getpass.getuser())

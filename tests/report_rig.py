@@ -25,7 +25,7 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"time": 1, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["a1", "a2"]},
     {"time": 9, "event": "train_started", "attempt": 1, "step": 0, "total_steps": STEPS, "world_size": 2},
     {"time": 10, "event": "first_step", "attempt": 1, "step": 1},
-    {"time": 131, "event": "incident", "attempt": 1, "cause": "crashed", "step": 120, "rank": 1, "node": "a2",
+    {"time": 131, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 120, "rank": 1, "node": "a2",
      "detail": HOSTILE, "failed_at": BEGAN + 130},
     {"time": 139, "event": "train_started", "attempt": 1, "step": 118, "total_steps": STEPS, "world_size": 2},
     {"time": 140, "event": "first_step", "attempt": 1, "step": 119},

@@ -25,9 +25,9 @@ class Attempt:
     world_size: int | None = None
     members: tuple[str, ...] = ()
     """The nodes that train; `nodes` has the spares and the lost ones too."""
-    incidents: tuple[tuple[str, int | None], ...] = ()
+    interruptions: tuple[tuple[str, int | None], ...] = ()
     """The interruptions inside it, each with the last step that had been done by then."""
-    interrupted: float | None = None
+    interrupted_at: float | None = None
     """When the last of them happened."""
     ended: float | None = None
     last_step: int | None = None
@@ -37,13 +37,13 @@ class Attempt:
     detail: str | None = None
 
     @property
-    def setbacks(self) -> tuple[tuple[str, int | None], ...]:
+    def all_interruptions(self) -> tuple[tuple[str, int | None], ...]:
         """What interrupted and what ended it, each with the last step that had been done by then."""
         if self.cause is None:
-            return self.incidents
-        # It did not survive the last incident after all: too few nodes were left to go on.
-        same = self.failed is not None and self.failed == self.interrupted
-        return (*(self.incidents[:-1] if same else self.incidents), (self.cause, self.last_step))
+            return self.interruptions
+        # It did not survive the last interruption after all: too few nodes were left to go on.
+        same = self.failed is not None and self.failed == self.interrupted_at
+        return (*(self.interruptions[:-1] if same else self.interruptions), (self.cause, self.last_step))
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
@@ -99,15 +99,15 @@ def _regrouped(event: Event, attempt: Attempt) -> dict[str, Any]:
 
 def _interrupted(event: Event, attempt: Attempt) -> dict[str, Any]:
     return {
-        "incidents": (*attempt.incidents, (event["cause"], event.get("step"))),
-        "interrupted": event.get("failed_at"),
+        "interruptions": (*attempt.interruptions, (event["cause"], event.get("step"))),
+        "interrupted_at": event.get("failed_at"),
     }
 
 
 _CHANGES = {
     "rendezvous": _regrouped,
     "train_started": _started,
-    "incident": _interrupted,
+    "interruption": _interrupted,
     "attempt_ended": _ended,
 }
 
@@ -120,7 +120,7 @@ def last_job_id(events: Iterable[Event]) -> str | None:
 
 def failures_in_a_row(attempts: Iterable[Attempt]) -> int:
     """Failures in a row at the end of a history: of ranks that were restarted in place, and of whole attempts."""
-    return count_failures(setback for attempt in attempts for setback in attempt.setbacks)
+    return count_failures(interruption for attempt in attempts for interruption in attempt.all_interruptions)
 
 
 def goes_on_after(attempts: Sequence[Attempt]) -> bool:

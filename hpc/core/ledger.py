@@ -29,7 +29,7 @@ which a failure has those that are known:
 | slow_rank | the head node's agent | rank node busy_seconds median_seconds |
 | rank_failed | the agent of its node | round rank node exit_code signal cause detail failed_at |
 | node_lost | the head node's agent, or a surviving one if that is lost | node last_heard detail |
-| incident | the head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
+| interruption | head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
 | train_stopped | rank 0 | step signal seconds (from the signal until the state was saved) |
 | diverged | rank 0 | step (the first whose loss is not finite) loss |
 | train_completed | rank 0 | step ended (why before the last epoch: patience, max_hours; or null) |

@@ -141,17 +141,17 @@ def _kind(cause: str) -> tuple[frozenset[Cause], float]:
     return next((kind for kind in _KINDS if cause in kind[0]), (frozenset(), inf))
 
 
-def count_failures(setbacks: Iterable[tuple[str, int | None]]) -> int:
+def count_failures(interruptions: Iterable[tuple[str, int | None]]) -> int:
     """Failures of the last one's kind, itself included, since the run last made a step that none before had made.
 
     A time limit counts only if its attempt got no further, as when staging takes longer than the limit.
 
     Args:
-        setbacks: what interrupted or ended the attempts, in the order of time, each with the last step that had been
+        interruptions: what interrupted or ended the attempts, in order of time, each with the last step that had been
             done by then. None: a user's script, whose steps nobody knows; what was ended from outside ran well by then.
     """
     best, row = 0, list[str]()
-    for cause, step in setbacks:
+    for cause, step in interruptions:
         advanced = (step or 0) > best
         if advanced:
             best, row = step or 0, []
@@ -164,7 +164,7 @@ def count_failures(setbacks: Iterable[tuple[str, int | None]]) -> int:
 
 
 def goes_on(cause: str, failures: int) -> bool:
-    """Whether the run goes on after a setback that is the last of so many failures in a row."""
+    """Whether the run goes on after an interruption that is the last of so many failures in a row."""
     return cause not in ENDS and failures < _kind(cause)[1]
 
 

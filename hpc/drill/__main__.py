@@ -23,8 +23,8 @@ from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.testbed_conf import running_slurm_conf
 from hpc.spec import RunSpec
-from hpc.status.__main__ import print_incidents, summaries
-from hpc.status.downtime import Interruption, incidents_of
+from hpc.status.__main__ import print_interruptions, summaries
+from hpc.status.downtime import Interruption, interruptions_of
 from hpc.status.run_view import TERMINAL, Summary
 
 Kind = Literal["worker-kill", "node-kill", "preempt", "hang", "term", "disk-full"]
@@ -77,7 +77,7 @@ def drill(options: DrillOptions) -> int:
     command, does = plan(options.kind, target)
     if not options.yes:
         _ask(f"{does} (run {run.name}, job {target.job_id})")
-    before = len(incidents_of(ledger.read(run.events)))
+    before = len(interruptions_of(ledger.read(run.events)))
     said = slurm.call(command)
     if options.kind in _RANKS and not said.strip():
         raise TorchrelayError(f"rank {target.rank} has no heartbeat on {' '.join(target.nodes)}: nothing was done")
@@ -194,7 +194,7 @@ def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        new = incidents_of(ledger.read(run.events))[before:]
+        new = interruptions_of(ledger.read(run.events))[before:]
         if trains_again(new) or (kind == "disk-full" and not new and _checkpoints(run) > checkpoints):
             return new
         if summaries([run])[0]["state"] in TERMINAL:
@@ -213,11 +213,11 @@ def _checkpoints(run: RunDir) -> int:
 
 def _tell(options: DrillOptions, run: RunDir, new: Sequence[Interruption]) -> int:
     row = summaries([run])[0]
-    found = [asdict(incident) for incident in new]
+    found = [asdict(interruption) for interruption in new]
     if options.json:
-        cli.print_json({"run": run.name, "drill": options.kind, "state": row["state"], "incidents": found})
+        cli.print_json({"run": run.name, "drill": options.kind, "state": row["state"], "interruptions": found})
     elif found:
-        print_incidents(found)
+        print_interruptions(found)
     else:
         print(f"run {run.name} was not interrupted")
     return 1 if row["state"] in {"failed", "cancelled"} else 0

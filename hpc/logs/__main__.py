@@ -177,11 +177,11 @@ def _order(failed: Event) -> tuple[bool, float]:
 
 def _follow(options: LogsOptions, reader: LogReader) -> None:
     """Print until the run has ended and its last lines are out; with --json one document a line, as there is no end."""
-    board, asked, ended = StatusCache(), 0.0, False
+    cache, asked, ended = StatusCache(), 0.0, False
     form = json.dumps if options.json else _for_people
     while not ended:
         if time.monotonic() - asked > _STATE_SECONDS:
-            ended = board.look_at(reader.run)["state"] in TERMINAL
+            ended = cache.summary(reader.run)["state"] in TERMINAL
             asked = time.monotonic()
         for line in reader.new_lines(ended=ended):
             print(form(line))

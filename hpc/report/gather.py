@@ -83,7 +83,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
         train=train,
         evaluations=evaluations,
         attempts=attempts_table(summary["attempts"]),
-        interruptions=interruptions_table(summary["incidents"]),
+        interruptions=interruptions_table(summary["interruptions"]),
         classes=classes_table(confusion),
         confusion=confusion,
         samples=samples,
@@ -162,15 +162,15 @@ def attempts_table(attempts: Sequence[dict[str, Any]]) -> pd.DataFrame:
     return _table(rows, ATTEMPTS)
 
 
-def interruptions_table(incidents: Sequence[dict[str, Any]]) -> pd.DataFrame:
+def interruptions_table(interruptions: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """One row for each interruption, numbered from 1, with the parts of the way back."""
     rows = [
         {
-            **incident,
-            **{f"{part}_seconds": seconds for part, seconds in incident["seconds"].items()},
+            **interruption,
+            **{f"{part}_seconds": seconds for part, seconds in interruption["seconds"].items()},
             "number": number,
         }
-        for number, incident in enumerate(incidents, 1)
+        for number, interruption in enumerate(interruptions, 1)
     ]
     return _table(rows, INTERRUPTIONS)
 

@@ -16,7 +16,7 @@ from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.status.run_view import Summary
 from hpc.status.status_cache import StatusCache
-from hpc.status.table import fitting, incident_table, view
+from hpc.status.table import fitting, interruption_table, view
 
 _WATCH_SECONDS = 2.0
 # The share of a core that watching takes at most: login nodes belong to everybody.
@@ -65,9 +65,9 @@ def print_table(rows: list[Summary], *, details: bool) -> None:
     console.print(view(rows, console.width, details=details))
 
 
-def print_incidents(incidents: list[dict[str, Any]]) -> None:
+def print_interruptions(interruptions: list[dict[str, Any]]) -> None:
     """Print what interrupted a run, and what each cost."""
-    _console().print(incident_table(incidents))
+    _console().print(interruption_table(interruptions))
 
 
 def _console() -> Console:
@@ -78,10 +78,10 @@ def _console() -> Console:
 
 def summaries(runs: Sequence[RunDir]) -> list[Summary]:
     """One summary per run, with one call of squeue for all; says on stderr if Slurm does not answer."""
-    board = StatusCache()
-    rows = board.look(runs)
-    if board.problem:
-        print(board.problem, file=sys.stderr)
+    cache = StatusCache()
+    rows = cache.summaries(runs)
+    if cache.problem:
+        print(cache.problem, file=sys.stderr)
     return rows
 
 
@@ -91,14 +91,14 @@ def _watch(options: StatusOptions) -> None:
     Raises:
         UserError: there is no terminal to draw on.
     """
-    console, board = Console(), StatusCache()
+    console, cache = Console(), StatusCache()
     if not console.is_terminal:
         raise UserError("--watch draws on a terminal, and this is none: leave it out, or use --json")
     with Live(console=console, auto_refresh=False) as live:
         while True:
             began = time.process_time()
-            rows = board.look(_runs(options))
-            live.update(fitting(console, rows, details=bool(options.run), problem=board.problem), refresh=True)
+            rows = cache.summaries(_runs(options))
+            live.update(fitting(console, rows, details=bool(options.run), problem=cache.problem), refresh=True)
             time.sleep(max(_WATCH_SECONDS, (time.process_time() - began) / _WATCH_SHARE))
 
 

@@ -1,7 +1,7 @@
 """What the interruptions of a run cost: time, by its parts, and steps. Pure; runs on the login node.
 
-An interruption is an `incident` event, which its attempt survived, or the end of an attempt that another one follows
-or should follow. The way back is cut into parts by the times that events record:
+An interruption is an `interruption` event, which its attempt survived, or the end of an attempt that another one
+follows or should follow. The way back is cut into parts by the times that events record:
 
 | part | from | to |
 |---|---|---|
@@ -67,10 +67,10 @@ class TimeSpan:
     @property
     def end(self) -> Event | None:
         """The event that says why it ended, if it has."""
-        return self.last("incident", "attempt_ended")
+        return self.last("interruption", "attempt_ended")
 
 
-def incidents_of(events: Sequence[Event]) -> list[Interruption]:
+def interruptions_of(events: Sequence[Event]) -> list[Interruption]:
     """All interruptions of a run, from its events in the order of their times."""
     found, done = list[Interruption](), 0
     for before, after in pairwise([*_stretches(events), None]):
@@ -84,12 +84,12 @@ def incidents_of(events: Sequence[Event]) -> list[Interruption]:
         started = after.first("train_started") if after else None
         lost = max(0, done - started["step"]) if started else 0
         done = 0 if started else done
-        found.append(_incident(before, end, after, lost))
+        found.append(_interruption(before, end, after, lost))
     return found
 
 
 def _stretches(events: Iterable[Event]) -> list[TimeSpan]:
-    """The attempts, cut after each incident."""
+    """The attempts, cut after each interruption."""
     claimed = {event["attempt"] for event in events if event["event"] == "claimed"}
     own = sorted((event for event in events if event.get("attempt") in claimed), key=lambda event: event["attempt"])
     stretches = []
@@ -97,23 +97,23 @@ def _stretches(events: Iterable[Event]) -> list[TimeSpan]:
         pieces: list[list[Event]] = [[]]
         for event in group:
             pieces[-1].append(event)
-            if event["event"] == "incident":
+            if event["event"] == "interruption":
                 pieces.append([])
         stretches += [TimeSpan(events=piece) for piece in pieces]
     return stretches
 
 
-def _is_the_end_of(incident: Event, after: TimeSpan) -> bool:
-    """Whether an attempt ended of an incident which it was to survive: then that is one interruption."""
-    end, failed_at = after.end or {}, incident.get("failed_at")
+def _is_the_end_of(interruption: Event, after: TimeSpan) -> bool:
+    """Whether an attempt ended of an interruption which it was to survive: then that is one interruption."""
+    end, failed_at = after.end or {}, interruption.get("failed_at")
     return failed_at is not None and end.get("event") == "attempt_ended" and end.get("failed_at") == failed_at
 
 
 def _should_go_on(events: Sequence[Event], end: Event) -> bool:
-    return end["event"] == "incident" or goes_on(end["cause"], failures_in_a_row(attempts_of(events)))
+    return end["event"] == "interruption" or goes_on(end["cause"], failures_in_a_row(attempts_of(events)))
 
 
-def _incident(before: TimeSpan, end: Event, after: TimeSpan | None, steps_lost: int) -> Interruption:
+def _interruption(before: TimeSpan, end: Event, after: TimeSpan | None, steps_lost: int) -> Interruption:
     lost = before.last("node_lost") or {}
     failed_at = _failed_at(before, end)
     return Interruption(
@@ -141,7 +141,7 @@ def _failed_at(before: TimeSpan, end: Event) -> float | None:
 def _parts(failed_at: float | None, before: TimeSpan, end: Event, after: TimeSpan) -> dict[str, float | None]:
     """The parts of the way back, in seconds, and their total."""
     started = after.first("train_started")
-    inside = end["event"] == "incident"
+    inside = end["event"] == "interruption"
     released: float = end["time"]
     claimed: float | None = released
     staged: float | None = released
@@ -176,21 +176,21 @@ def _difference(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else round(end - begin, 3)
 
 
-def recovery_by_cause(incidents: Iterable[Interruption]) -> dict[str, dict[str, float | None]]:
+def recovery_by_cause(interruptions: Iterable[Interruption]) -> dict[str, dict[str, float | None]]:
     """For each cause: how many interruptions, the median of their known totals in seconds, the steps lost."""
     found: dict[str, list[Interruption]] = {}
-    for incident in incidents:
-        found.setdefault(incident.cause, []).append(incident)
+    for interruption in interruptions:
+        found.setdefault(interruption.cause, []).append(interruption)
     return {cause: _recovery(same) for cause, same in found.items()}
 
 
-def _recovery(incidents: Sequence[Interruption]) -> dict[str, float | None]:
-    totals = [incident.seconds["total"] for incident in incidents]
+def _recovery(interruptions: Sequence[Interruption]) -> dict[str, float | None]:
+    totals = [interruption.seconds["total"] for interruption in interruptions]
     known = [seconds for seconds in totals if seconds is not None]
     return {
-        "count": len(incidents),
+        "count": len(interruptions),
         "median_seconds": round(median(known), 3) if known else None,
-        "steps_lost": sum(incident.steps_lost for incident in incidents),
+        "steps_lost": sum(interruption.steps_lost for interruption in interruptions),
     }
 
 

@@ -19,7 +19,7 @@ from hpc.core.ledger import Event
 from hpc.core.outcome import Cause, goes_on
 from hpc.core.processes import is_alive
 from hpc.core.rundir import RunDir
-from hpc.status.downtime import goodput, incidents_of, recovery_by_cause
+from hpc.status.downtime import goodput, interruptions_of, recovery_by_cause
 from hpc.status.warnings import warnings_of
 
 Summary = dict[str, Any]
@@ -67,7 +67,7 @@ def _read(run: RunDir) -> RunRecords:
 def _told(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) -> Summary:
     events, train = records.events, records.train
     attempts = attempts_of(events)
-    incidents = incidents_of(events)
+    interruptions = interruptions_of(events)
     job = next(iter(jobs or ()), None)
     waiting = job if job and job.state is JobState.PENDING else None
     state = state_of(records, attempts, job, slurm_answers=jobs is not None)
@@ -88,10 +88,10 @@ def _told(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) -> 
         "val_accuracy": records.val_accuracy,
         "test_accuracy": (records.final or {}).get("test_accuracy"),
         "best_test_accuracy": _of_best(records.final or {}),
-        "steps_lost": sum(incident.steps_lost for incident in incidents) if attempts else None,
+        "steps_lost": sum(interruption.steps_lost for interruption in interruptions) if attempts else None,
         "goodput": _goodput(events, attempts, train, state),
-        "incidents": [dict(vars(incident)) for incident in incidents],
-        "recovery": recovery_by_cause(incidents),
+        "interruptions": [dict(vars(interruption)) for interruption in interruptions],
+        "recovery": recovery_by_cause(interruptions),
         "warnings": [*warnings_of(events), *filter(None, [records.problem])],
         "staging": _staging(events) if state == "running" else None,
         "reason": waiting.reason if waiting else None,

@@ -27,20 +27,20 @@ class StatusCache:
     _asked: float | None = None
     _ended: dict[Path, tuple[int, Summary]] = field(default_factory=dict)
 
-    def look(self, runs: Sequence[RunDir]) -> list[Summary]:
+    def summaries(self, runs: Sequence[RunDir]) -> list[Summary]:
         """One summary per run; a run that is gone has none."""
         jobs = self._queue(runs)
         own = jobs_by_run(runs, jobs) if jobs is not None else {}
         rows = (self._row(run, own.get(run.path)) for run in runs)
         return [row for row in rows if row is not None]
 
-    def look_at(self, run: RunDir) -> Summary:
+    def summary(self, run: RunDir) -> Summary:
         """The summary of a single run.
 
         Raises:
             TorchrelayError: it is gone.
         """
-        rows = self.look([run])
+        rows = self.summaries([run])
         if not rows:
             raise TorchrelayError(f"run {run.name} is gone: there is no {run.spec} any more")
         return rows[0]

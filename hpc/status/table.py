@@ -25,14 +25,14 @@ def view(rows: Sequence[Summary], width: int, *, details: bool) -> Group:
     """The table for people, as wide as their terminal; with `details`, of a single run also what interrupted it."""
     parts: list[Table | str] = [table(rows, width)]
     if details and len(rows) == 1:
-        parts += ["", incident_table(rows[0]["incidents"])] if rows[0]["incidents"] else []
+        parts += ["", interruption_table(rows[0]["interruptions"])] if rows[0]["interruptions"] else []
         parts += [f"[yellow]warning:[/] {escape(warning)}" for warning in rows[0]["warnings"]]
     return Group(*parts)
 
 
 def fitting(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
     """The view, cut to the height of a terminal: more than that cannot be drawn over again."""
-    most = min(console.height, max(len(rows), *(len(row["incidents"]) for row in rows), 1))
+    most = min(console.height, max(len(rows), *(len(row["interruptions"]) for row in rows), 1))
     while True:
         shown = _most_telling(rows, most)
         left_out = len(rows) - len(shown)
@@ -50,7 +50,7 @@ def fitting(console: Console, rows: Sequence[Summary], *, details: bool, problem
 def _most_telling(rows: Sequence[Summary], most: int) -> Sequence[Summary]:
     """Those runs, in their order, that have not ended, and then the newest; of a single one the last interruptions."""
     if len(rows) == 1:
-        return [{**rows[0], "incidents": rows[0]["incidents"][-most:]}]
+        return [{**rows[0], "interruptions": rows[0]["interruptions"][-most:]}]
     ranked = sorted(range(len(rows)), key=lambda i: (rows[i]["state"] in TERMINAL, -i))
     return [rows[i] for i in sorted(ranked[:most])]
 
@@ -59,7 +59,7 @@ def _empty_table() -> Table:
     return Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1), header_style="bold")
 
 
-def incident_table(incidents: list[dict[str, Any]]) -> Table:
+def interruption_table(interruptions: list[dict[str, Any]]) -> Table:
     """What interrupted a run, the first one first, and what each cost."""
     drawn = _empty_table()
     for title in ("interrupted", "cause", "where"):
@@ -68,22 +68,22 @@ def incident_table(incidents: list[dict[str, Any]]) -> Table:
         drawn.add_column(title, justify="right", no_wrap=True)
     drawn.add_column("of which", overflow="fold")
     drawn.add_column("what it said", overflow="fold")
-    for incident in incidents:
-        drawn.add_row(*(escape(cell) for cell in _incident_cells(incident)))
+    for interruption in interruptions:
+        drawn.add_row(*(escape(cell) for cell in _interruption_cells(interruption)))
     return drawn
 
 
-def _incident_cells(incident: dict[str, Any]) -> list[str]:
-    when = time.localtime(incident["failed_at"] or incident["noted"])
-    rank = [] if incident["rank"] is None else [f"rank {incident['rank']}"]
+def _interruption_cells(interruption: dict[str, Any]) -> list[str]:
+    when = time.localtime(interruption["failed_at"] or interruption["noted"])
+    rank = [] if interruption["rank"] is None else [f"rank {interruption['rank']}"]
     return [
         time.strftime("%m-%d %H:%M:%S", when),
-        incident["cause"],
-        " ".join([*filter(None, [incident["node"]]), *rank]) or "-",
-        str(incident["steps_lost"]),
-        _or_dash(incident["seconds"]["total"], "{:.1f}"),
-        largest_parts(incident["seconds"]) or "-",
-        incident["detail"] or "-",
+        interruption["cause"],
+        " ".join([*filter(None, [interruption["node"]]), *rank]) or "-",
+        str(interruption["steps_lost"]),
+        _or_dash(interruption["seconds"]["total"], "{:.1f}"),
+        largest_parts(interruption["seconds"]) or "-",
+        interruption["detail"] or "-",
     ]
 
 

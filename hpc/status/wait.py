@@ -15,15 +15,15 @@ from hpc.status.table import restarts, waiting
 _POLL_SECONDS = 1.0
 
 
-def until_done(run: RunDir, answer: dict[str, Any] | None) -> int:
+def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
     """Wait for the end; 0 if the run completed, 1 if it failed or was cancelled.
 
     With `answer`, the submission's JSON document, nothing is printed but that document with the final state in it.
     """
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C stops the waiting, not the run.", flush=True)
-    seen, board = "", StatusCache()
-    while (row := board.look_at(run))["state"] not in TERMINAL:
+    seen, cache = "", StatusCache()
+    while (row := cache.summary(run))["state"] not in TERMINAL:
         now = progress(row)
         if answer is None and now != seen:
             print(f"{time.strftime('%H:%M:%S')} {now}", flush=True)

@@ -131,7 +131,7 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
         return 0
     from hpc.status import wait  # noqa: PLC0415 - draws with rich, which a mere submission need not load
 
-    return wait.until_done(run, answer if options.json else None)
+    return wait.wait_for_end(run, answer if options.json else None)
 
 
 def _record(run: RunDir, spec: RunSpec, job_id: str) -> None:

@@ -63,7 +63,7 @@ class Coordinator:
         """AgentContext ranks that failed the preflight."""
         self._began = self._announced = self._looked = time.monotonic()
         self.peak = 0
-        """The last step that any rank had done since the last setback."""
+        """The last step that any rank had done since the last interruption."""
         self._failed_rounds = 0
         self._counted: set[RankFailure] = set()
         self._failures_seen: float | None = None
@@ -106,7 +106,7 @@ class Coordinator:
         return self._node.place.hostnames[node_rank]
 
     def _note_lost(self) -> None:
-        """Nodes that are silent, though they have not left; those that fall silent together are one setback."""
+        """Nodes that are silent, though they have not left; those that fall silent together are one interruption."""
         members = list[str]()
         for node_rank, report in self._hub.reports().items():
             silent = self._hub.silent_seconds(node_rank) or 0.0
@@ -121,9 +121,9 @@ class Coordinator:
         if members:
             heard = min(self.lost.values()) if len(members) == len(self.lost) else time.time() - LOST_SECONDS
             detail = f"{', '.join(members)} says nothing any more"
-            self._meet(self._setback(Cause.NODE_FAILURE, heard, detail, node=members[0]))
+            self._meet(self._interruption(Cause.NODE_FAILURE, heard, detail, node=members[0]))
 
-    def _setback(self, cause: Cause, failed_at: float, detail: str, **place: object) -> RoundFailure:
+    def _interruption(self, cause: Cause, failed_at: float, detail: str, **place: object) -> RoundFailure:
         now = time.time()
         step = self.peak if self._node.spec.train else None
         return RoundFailure(cause=cause, failed_at=failed_at, noticed_at=now, step=step, detail=detail, **place)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ class Coordinator:
         """Ranks that ended badly: the first of those that ended together is the one that failed."""
         since = self._victims_before
         failures = {failure for report in self._hub.reports().values() for failure in report.failures} - self._counted
-        # Those that ran when the last setback came about are its victims.
+        # Those that ran when the last interruption came about are its victims.
         # So are those that an order to abort reached late, when torchrun had started them anew.
         fresh = sorted((f for f in failures if f.started_at > since and f.signal != "SIGABRT"), key=_by_time)
         self._counted |= failures - set(fresh)
@@ -152,7 +152,7 @@ class Coordinator:
             self.unfit |= {rank for rank in range(self._node.place.num_nodes) if self._name(rank) == first.node}
         what = f"signal {first.signal}" if first.signal else f"exit code {first.exit_code}"
         detail = f"rank {first.rank} on {first.node}: {what}" + (f": {first.detail}" if first.detail else "")
-        met = self._setback(Cause(first.cause), first.failed_at, detail, rank=first.rank, node=first.node)
+        met = self._interruption(Cause(first.cause), first.failed_at, detail, rank=first.rank, node=first.node)
         # Its own step, not the furthest rank's: what fails at the same step every time makes no progress, though the
         # others may have finished that step, or not.
         self._meet(met if met.step is None or first.step is None else replace(met, step=first.step))
@@ -167,32 +167,32 @@ class Coordinator:
         found = hung(beats, self._node.spec.recovery.hang_timeout)
         if found is None or self._node.stop or self._victims_before > time.time() - found.seconds:
             return
-        self._meet(self._setback(Cause.HANG, time.time() - found.seconds, found.detail, rank=found.rank))
+        self._meet(self._interruption(Cause.HANG, time.time() - found.seconds, found.detail, rank=found.rank))
         # Whoever began before now is a victim of it.
         self._victims_before = time.time()
         if not self._hub.orders.over:
             self._hub.orders = replace(self._hub.orders, aborts=self._hub.orders.aborts + 1)
 
-    def _meet(self, setback: RoundFailure) -> None:
-        """Write a setback down, or end the attempt with it."""
-        self._last, self.peak = setback, 0
-        self._victims_before = setback.failed_at
-        if not self._is_worth_another_try(setback):
-            self._end(setback)
+    def _meet(self, interruption: RoundFailure) -> None:
+        """Write an interruption down, or end the attempt with it."""
+        self._last, self.peak = interruption, 0
+        self._victims_before = interruption.failed_at
+        if not self._is_worth_another_try(interruption):
+            self._end(interruption)
             return
         self._node.note(
-            "incident", cause=setback.cause, step=setback.step, rank=setback.rank, node=setback.node,
-            detail=setback.detail, failed_at=setback.failed_at, noticed_at=setback.noticed_at,
-            round=self._hub.orders.round,
+            "interruption", cause=interruption.cause, step=interruption.step, rank=interruption.rank,
+            node=interruption.node, detail=interruption.detail, failed_at=interruption.failed_at,
+            noticed_at=interruption.noticed_at, round=self._hub.orders.round,
         )  # fmt: skip
-        log(f"{setback.cause}: {setback.detail}")
+        log(f"{interruption.cause}: {interruption.detail}")
 
-    def _is_worth_another_try(self, setback: RoundFailure) -> bool:
+    def _is_worth_another_try(self, interruption: RoundFailure) -> bool:
         """As the earlier attempts tell, and this one as far as it is in memory: a full disk takes no events."""
-        self._met.append((setback.cause, setback.step))
+        self._met.append((interruption.cause, interruption.step))
         *earlier, this = attempts_of(ledger.read(self._node.run.events))
-        this = replace(this, incidents=tuple(self._met))
-        return goes_on(setback.cause, failures_in_a_row([*earlier, this]))
+        this = replace(this, interruptions=tuple(self._met))
+        return goes_on(interruption.cause, failures_in_a_row([*earlier, this]))
 
     def _end(self, verdict: RoundFailure | None = None, *, done: bool = False) -> None:
         self.verdict, self.done = verdict, done
@@ -275,13 +275,13 @@ class Coordinator:
         self._node.note("checked", nodes=names)
 
     def _why(self, failed: str) -> RoundFailure:
-        """The setback that left too few nodes, or that there never were enough."""
+        """The interruption that left too few nodes, or that there never were enough."""
         reports = self._hub.reports()
         told = [f"{self._name(r)}: {report.detail}" for r, report in reports.items() if report.phase is Phase.FAILED]
         if self._last and time.time() - self._last.noticed_at < _RECENT_SECONDS and not told:
             return replace(self._last, detail=f"{self._last.detail}; {failed}")
         cause = Cause.NODE_FAILURE if self.lost else Cause.CRASHED
-        return self._setback(cause, time.time(), "; ".join([*told, failed]))
+        return self._interruption(cause, time.time(), "; ".join([*told, failed]))
 
     def _is_fenced(self) -> bool:
         """Whether other agents, which did not hear of this one, have ended the attempt."""

@@ -167,7 +167,7 @@ def test_two_crashes_without_progress_fail_the_run(site: Site) -> None:
     [attempt] = status["attempts"]
     assert attempt["cause"] == "crashed"
     assert status["detail"].endswith("exit code 1: no luck")
-    assert [event["cause"] for event in run.events("incident")] == ["crashed"], "torchrun tried once more"
+    assert [event["cause"] for event in run.events("interruption")] == ["crashed"], "torchrun tried once more"
     assert not run.events("requeued")
     logs = site.hpc("logs", "crash", "--all").stdout.splitlines()
     # torchrun may have begun once more before the agents could end it.

@@ -65,15 +65,19 @@ def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
     nodes = run.status()["attempts"][0]["nodes"]
     [victim] = rank_pids(run, nodes[1])
     os.kill(victim, signal.SIGKILL)
-    run.wait("the incident", lambda: run.events("incident"))
+    run.wait("the interruption", lambda: run.events("interruption"))
     status = run.wait_for_state("completed")
     run.assert_no_gap()
     assert_equal(undisturbed, run.directory)
     [attempt] = status["attempts"]
-    [incident] = status["incidents"]
-    assert (incident["cause"], incident["node"], incident["rank"]) == ("crashed", nodes[1], incident["rank"])
-    assert "signal SIGKILL" in incident["detail"]
-    assert incident["steps_lost"] <= 6, "the snapshot interval and the step under way"
+    [interruption] = status["interruptions"]
+    assert (interruption["cause"], interruption["node"], interruption["rank"]) == (
+        "crashed",
+        nodes[1],
+        interruption["rank"],
+    )
+    assert "signal SIGKILL" in interruption["detail"]
+    assert interruption["steps_lost"] <= 6, "the snapshot interval and the step under way"
     assert attempt["cause"] == "completed"
     assert_nothing_left(run)
 
@@ -96,9 +100,9 @@ def test_lost_node_is_replaced_by_a_spare(site: Site, undisturbed: RunDir) -> No
         first,
         [*(rank for rank in first if rank != gone), spare],
     ]
-    [incident] = status["incidents"]
-    assert (incident["cause"], incident["node"]) == ("node_failure", lost)
-    assert incident["steps_lost"] <= 6
+    [interruption] = status["interruptions"]
+    assert (interruption["cause"], interruption["node"]) == ("node_failure", lost)
+    assert interruption["steps_lost"] <= 6
 
 
 def test_the_others_go_on_without_a_lost_node(site: Site, undisturbed: RunDir) -> None:
@@ -141,7 +145,7 @@ def test_lost_node_of_a_run_that_needs_all(site: Site, undisturbed: RunDir, whic
     assert (first["job_id"], second["job_id"]) == (run.job_id, relaunched["job_id"]) != (run.job_id, run.job_id)
     assert not set(relaunched["excluded"]) & set(second["nodes"])
     assert not run.events("requeued")
-    assert status["incidents"][0]["steps_lost"] <= 6
+    assert status["interruptions"][0]["steps_lost"] <= 6
     run.wait("the end of the crippled job", lambda: run.job_id not in site.slurm("squeue", "--me", "-h", "-o%A"))
 
 
@@ -150,13 +154,13 @@ def test_hung_worker(site: Site, undisturbed: RunDir) -> None:
     run.wait_for_steps(50)
     [victim] = rank_pids(run, run.status()["attempts"][0]["nodes"][1])
     os.kill(victim, signal.SIGSTOP)
-    run.wait("the incident", lambda: run.events("incident"))
+    run.wait("the interruption", lambda: run.events("interruption"))
     status = run.wait_for_state("completed")
     run.assert_no_gap()
     assert_equal(undisturbed, run.directory)
-    [incident] = status["incidents"]
-    assert incident["cause"] == "hang"
-    assert "is stopped, and the others wait for it" in incident["detail"]
+    [interruption] = status["interruptions"]
+    assert interruption["cause"] == "hang"
+    assert "is stopped, and the others wait for it" in interruption["detail"]
     logs = "".join(path.read_text() for path in run.directory.attempt_logs(1).glob("rank-*.log"))
     assert "Fatal Python error: Aborted" in logs, "the stacks of the ranks that waited"
 
@@ -223,8 +227,8 @@ def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
         assert site.type(*command).returncode == 0
     flags = ("--nodes=2", "--gpus-per-node=1", "--hang-timeout=3s", "--name=steps")
     run = site.submit(*flags, "--", "steps.py")
-    run.wait("the incident", lambda: run.events("incident"))
-    [preflight], [checked], [hang] = (run.events(kind) for kind in ("preflight", "checked", "incident"))
+    run.wait("the interruption", lambda: run.events("interruption"))
+    [preflight], [checked], [hang] = (run.events(kind) for kind in ("preflight", "checked", "interruption"))
     assert preflight["world_size"] == 2
     [attempt] = run.status()["attempts"]
     assert checked["nodes"] == attempt["nodes"]
@@ -243,7 +247,7 @@ def test_two_failures_without_a_step_end_the_run_with_the_first_that_failed(site
     status = run.wait_for_state("failed")
     assert status["attempts"][-1]["cause"] == "crashed"
     assert status["detail"].startswith("rank 3 on ")
-    assert len(run.events("incident")) == 1
+    assert len(run.events("interruption")) == 1
     assert not run.events("requeued")
 
 

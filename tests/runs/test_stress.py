@@ -108,7 +108,7 @@ def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
     assert status["state"] == "completed", run.evidence()
     run.assert_no_gap()
     assert run.steps()[-1] == status["total_steps"]
-    assert status["incidents"], "nothing was noticed"
+    assert status["interruptions"], "nothing was noticed"
     # An agent that is killed cannot tidy up: the next run on its node does.
     (site.path / "next.py").write_text("print('hello')\n")
     for command in (("git", "init", "-q"), ("git", "add", "next.py")):

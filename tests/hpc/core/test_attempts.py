@@ -30,7 +30,7 @@ HISTORY = [
     {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm"},
     {"time": 1.0, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "aa", "nodes": ["a", "b"]},
     {"time": 2.0, "event": "train_started", "attempt": 1, "step": 0, "world_size": 4},
-    {"time": 3.0, "event": "incident", "attempt": 1, "cause": "crashed", "step": 7},
+    {"time": 3.0, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 7},
     {"time": 3.5, "event": "rendezvous", "attempt": 1, "round": 2, "port": 1, "members": [1]},
     {"time": 4.0, "event": "train_started", "attempt": 1, "step": 5, "world_size": 4},
     {"time": 12.0, "event": "attempt_ended", "attempt": 1, "cause": "node_failure", "step": 20, "detail": None},
@@ -44,12 +44,12 @@ def test_attempts_of_a_history() -> None:
     assert (first.nodes, first.cause, first.first_step, first.last_step) == (("a", "b"), "node_failure", 0, 20)
     assert (first.started, first.trained_from, first.ended) == (1.0, 2.0, 12.0)
     assert (second.first_step, second.world_size, second.ended) == (10, 2, None)
-    assert (first.incidents, first.members) == ((("crashed", 7),), ("b",))
+    assert (first.interruptions, first.members) == ((("crashed", 7),), ("b",))
     assert second.members == ("c", "d")
 
 
 def ended(cause: str, step: int | None) -> Attempt:
-    return replace(attempts_of(HISTORY)[0], cause=cause, last_step=step, incidents=())
+    return replace(attempts_of(HISTORY)[0], cause=cause, last_step=step, interruptions=())
 
 
 def test_failures_in_a_row() -> None:
@@ -62,14 +62,14 @@ def test_failures_in_a_row() -> None:
 
 
 def test_failures_inside_an_attempt_count_like_those_that_end_one() -> None:
-    crashed_inside = replace(ended("preempted", 20), incidents=(("crashed", 20),))
+    crashed_inside = replace(ended("preempted", 20), interruptions=(("crashed", 20),))
     assert failures_in_a_row([crashed_inside, ended("crashed", 20)]) == 2
     assert failures_in_a_row([crashed_inside, ended("crashed", 21)]) == 1, "it got further"
-    assert failures_in_a_row([ended("crashed", 20), replace(ended("hang", 20), incidents=(("crashed", 20),))]) == 3
+    assert failures_in_a_row([ended("crashed", 20), replace(ended("hang", 20), interruptions=(("crashed", 20),))]) == 3
 
 
-def test_incident_that_ended_the_attempt_after_all_counts_once() -> None:
-    attempt = replace(ended("bad_node", 20), incidents=(("bad_node", 20),), interrupted=9.0, failed=9.0)
+def test_interruption_that_ended_the_attempt_after_all_counts_once() -> None:
+    attempt = replace(ended("bad_node", 20), interruptions=(("bad_node", 20),), interrupted_at=9.0, failed=9.0)
     assert failures_in_a_row([attempt]) == 1
     assert failures_in_a_row([replace(attempt, failed=10.0)]) == 2, "another one"
 

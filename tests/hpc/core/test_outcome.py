@@ -104,7 +104,7 @@ def test_exit_codes_of_a_users_script_mean_nothing_to_us() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setbacks", "failures"),
+    ("interruptions", "failures"),
     [
         ([], 0),
         ([("preempted", 20)], 0),
@@ -124,8 +124,8 @@ def test_exit_codes_of_a_users_script_mean_nothing_to_us() -> None:
         ([("bad_node", 20), ("crashed", 20)], 1),
     ],
 )
-def test_failures_since_the_last_new_step(setbacks: list[tuple[str, int | None]], failures: int) -> None:
-    assert count_failures(setbacks) == failures
+def test_failures_since_the_last_new_step(interruptions: list[tuple[str, int | None]], failures: int) -> None:
+    assert count_failures(interruptions) == failures
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_drill_waits_for_the_first_step_and_says_what_it_cost(
     def recover() -> None:
         rank.wait(60)
         events = EventWriter(run.events / "x.jsonl")
-        events.append("incident", attempt=1, cause="crashed", step=9, failed_at=time.time(), rank=0, node="here")
+        events.append("interruption", attempt=1, cause="crashed", step=9, failed_at=time.time(), rank=0, node="here")
         events.append("train_started", attempt=1, step=7, world_size=1, seconds=0.0, connect_seconds=0.0)
         events.append("first_step", attempt=1, step=8)
 
@@ -241,7 +241,9 @@ def test_drill_waits_for_the_first_step_and_says_what_it_cost(
     assert rank.returncode == -signal.SIGKILL
     answer = json.loads(capsys.readouterr().out)
     assert (answer["drill"], answer["state"]) == ("worker-kill", "running")
-    assert [(incident["cause"], incident["steps_lost"]) for incident in answer["incidents"]] == [("crashed", 2)]
+    assert [(interruption["cause"], interruption["steps_lost"]) for interruption in answer["interruptions"]] == [
+        ("crashed", 2)
+    ]
 
 
 def test_without_a_terminal_it_takes_a_yes(run: RunDir, rank: Process) -> None:

@@ -88,7 +88,7 @@ def fail(run: RunDir, *, detail: str = "KeyError: 'x'", named: int | None = 5) -
         fields = {"attempt": 2, "round": round_, "rank": rank, "node": "gpu02", "failed_at": at, "detail": said}
         happened(run, "rank_failed", **fields, **CRASH)
         if round_ == 1:
-            happened(run, "incident", attempt=2, cause="crashed", step=0, rank=3, node="gpu02", failed_at=at)
+            happened(run, "interruption", attempt=2, cause="crashed", step=0, rank=3, node="gpu02", failed_at=at)
     happened(run, "attempt_ended", attempt=2, cause="crashed", step=0, failed_at=20.0, rank=named, node="gpu02")
 
 

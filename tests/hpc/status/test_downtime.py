@@ -9,15 +9,15 @@ import pytest
 from hpc.core import ledger
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
-from hpc.status.downtime import PARTS, Interruption, goodput, incidents_of, recovery_by_cause
+from hpc.status.downtime import PARTS, Interruption, goodput, interruptions_of, recovery_by_cause
 from hpc.status.run_view import summarize
 
 
-def incidents(directory: Path, *events: dict[str, Any]) -> list[Interruption]:
+def interruptions(directory: Path, *events: dict[str, Any]) -> list[Interruption]:
     """What the accounting makes of these events, written by two writers."""
     for number, event in enumerate(events):
         append_json_line(directory / f"writer-{number % 2}.jsonl", event)
-    return incidents_of(ledger.read(directory))
+    return interruptions_of(ledger.read(directory))
 
 
 def happened(time: float, event: str, attempt: int = 1, **fields: Any) -> dict[str, Any]:
@@ -41,27 +41,40 @@ FIRST = (claimed(1.0), happened(2.0, "staged", node="a"), started(10.0, step=0),
 
 
 def test_run_without_interruption_has_none(tmp_path: Path) -> None:
-    assert incidents(tmp_path, *FIRST, happened(50.0, "attempt_ended", cause="completed", step=90)) == []
+    assert interruptions(tmp_path, *FIRST, happened(50.0, "attempt_ended", cause="completed", step=90)) == []
 
 
 def test_worker_that_was_restarted_in_place(tmp_path: Path) -> None:
-    (incident,) = incidents(
+    (interruption,) = interruptions(
         tmp_path,
         *FIRST,
         happened(
-            31.0, "incident", cause="crashed", step=57, rank=3, node="b", detail="KeyError: 1", failed_at=30.5, round=1
+            31.0,
+            "interruption",
+            cause="crashed",
+            step=57,
+            rank=3,
+            node="b",
+            detail="KeyError: 1",
+            failed_at=30.5,
+            round=1,
         ),
         started(40.0, step=55),
         happened(41.5, "first_step", step=56),
     )
-    assert (incident.cause, incident.attempt, incident.step, incident.failed_at) == ("crashed", 1, 57, 30.5)
-    assert (incident.rank, incident.node, incident.detail) == (3, "b", "KeyError: 1")
-    assert incident.steps_lost == 2
-    assert incident.seconds == seconds(notice=0.5, rendezvous=7.0, restore=2.0, first_step=1.5, total=11.0)
+    assert (interruption.cause, interruption.attempt, interruption.step, interruption.failed_at) == (
+        "crashed",
+        1,
+        57,
+        30.5,
+    )
+    assert (interruption.rank, interruption.node, interruption.detail) == (3, "b", "KeyError: 1")
+    assert interruption.steps_lost == 2
+    assert interruption.seconds == seconds(notice=0.5, rendezvous=7.0, restore=2.0, first_step=1.5, total=11.0)
 
 
 def test_preempted_attempt_that_was_requeued(tmp_path: Path) -> None:
-    (incident,) = incidents(
+    (interruption,) = interruptions(
         tmp_path,
         *FIRST,
         happened(33.0, "train_stopped", step=60, signal="SIGTERM", seconds=2.0),
@@ -73,62 +86,62 @@ def test_preempted_attempt_that_was_requeued(tmp_path: Path) -> None:
         started(166.0, step=60, attempt=2),
         happened(167.0, "first_step", 2, step=61),
     )
-    assert incident.failed_at == 31.0, "when it was told to stop"
-    assert incident.steps_lost == 0
-    assert incident.seconds == seconds(
+    assert interruption.failed_at == 31.0, "when it was told to stop"
+    assert interruption.steps_lost == 0
+    assert interruption.seconds == seconds(
         notice=3.0, release=1.0, start=120.0, stage=3.0, rendezvous=6.0, restore=2.0, first_step=1.0, total=136.0
     )
 
 
 def test_attempt_that_left_no_word_is_noticed_by_the_next(tmp_path: Path) -> None:
-    (incident,) = incidents(
+    (interruption,) = interruptions(
         tmp_path,
         *FIRST,
         claimed(330.0, attempt=2),
         happened(330.1, "attempt_ended", cause="node_failure", step=60, last_heard=29.0, detail="down: b"),
         started(340.0, step=40, attempt=2),
     )
-    assert incident.steps_lost == 20
-    assert incident.seconds == seconds(notice=301.0, rendezvous=8.0, restore=2.0, first_step=None, total=311.0), (
+    assert interruption.steps_lost == 20
+    assert interruption.seconds == seconds(notice=301.0, rendezvous=8.0, restore=2.0, first_step=None, total=311.0), (
         "no record of the first step: until the training started"
     )
 
 
 def test_lost_node_failed_when_it_was_last_heard_of(tmp_path: Path) -> None:
-    (incident,) = incidents(
+    (interruption,) = interruptions(
         tmp_path,
         *FIRST,
         happened(35.0, "node_lost", node="b", last_heard=31.0, detail="no word for 4 s"),
-        happened(35.2, "incident", cause="node_failure", step=60, failed_at=None, round=1),
+        happened(35.2, "interruption", cause="node_failure", step=60, failed_at=None, round=1),
     )
-    assert (incident.failed_at, incident.node) == (31.0, "b")
-    assert incident.seconds["notice"] == pytest.approx(4.2)
-    assert incident.seconds["total"] is None, "the ranks have not started yet"
+    assert (interruption.failed_at, interruption.node) == (31.0, "b")
+    assert interruption.seconds["notice"] == pytest.approx(4.2)
+    assert interruption.seconds["total"] is None, "the ranks have not started yet"
 
 
 def test_second_failure_before_the_ranks_are_back_has_the_steps_of_both(tmp_path: Path) -> None:
-    first, second = incidents(
+    first, second = interruptions(
         tmp_path,
         *FIRST,
-        happened(31.0, "incident", cause="crashed", step=57, failed_at=31.0, round=1),
-        happened(35.0, "incident", cause="bad_node", step=None, failed_at=35.0, round=1),
+        happened(31.0, "interruption", cause="crashed", step=57, failed_at=31.0, round=1),
+        happened(35.0, "interruption", cause="bad_node", step=None, failed_at=35.0, round=1),
         started(45.0, step=50),
     )
     assert (first.steps_lost, first.seconds["total"]) == (0, None)
     assert (second.steps_lost, second.seconds["total"]) == (7, 10.0)
 
 
-def test_incident_that_ended_the_attempt_after_all_is_one(tmp_path: Path) -> None:
+def test_interruption_that_ended_the_attempt_after_all_is_one(tmp_path: Path) -> None:
     """A node is lost, and too few are left to go on without it."""
-    (incident,) = incidents(
+    (interruption,) = interruptions(
         tmp_path,
         *FIRST,
-        happened(31.0, "incident", cause="node_failure", step=57, node="b", failed_at=30.0, round=1),
+        happened(31.0, "interruption", cause="node_failure", step=57, node="b", failed_at=30.0, round=1),
         happened(33.0, "attempt_ended", cause="node_failure", step=57, node="b", failed_at=30.0),
         claimed(40.0, attempt=2),
         started(50.0, step=50, attempt=2),
     )
-    assert (incident.steps_lost, incident.seconds["notice"], incident.seconds["total"]) == (7, 3.0, 20.0)
+    assert (interruption.steps_lost, interruption.seconds["notice"], interruption.seconds["total"]) == (7, 3.0, 20.0)
 
 
 @pytest.mark.parametrize(
@@ -136,31 +149,31 @@ def test_incident_that_ended_the_attempt_after_all_is_one(tmp_path: Path) -> Non
     [("crashed", True), ("preempted", True), ("bad_input", False), ("cancelled", False), ("completed", False)],
 )
 def test_last_end_is_an_interruption_if_the_run_should_go_on(tmp_path: Path, cause: str, interrupted: bool) -> None:
-    found = incidents(tmp_path, *FIRST, happened(40.0, "attempt_ended", cause=cause, step=60, failed_at=39.0))
-    assert [incident.cause for incident in found] == [cause] * interrupted
+    found = interruptions(tmp_path, *FIRST, happened(40.0, "attempt_ended", cause=cause, step=60, failed_at=39.0))
+    assert [interruption.cause for interruption in found] == [cause] * interrupted
 
 
 def test_end_after_too_many_failures_is_none(tmp_path: Path) -> None:
     failure = {"cause": "crashed", "step": 60}
-    found = incidents(
+    found = interruptions(
         tmp_path,
         *FIRST,
-        happened(40.0, "incident", failed_at=39.0, **failure),
+        happened(40.0, "interruption", failed_at=39.0, **failure),
         started(45.0, step=60),
         happened(46.0, "attempt_ended", failed_at=45.0, **failure),
     )
-    assert [incident.noted for incident in found] == [40.0]
+    assert [interruption.noted for interruption in found] == [40.0]
 
 
 def test_recovery_by_cause(tmp_path: Path) -> None:
-    found = incidents(
+    found = interruptions(
         tmp_path,
         *FIRST,
-        happened(30.0, "incident", cause="crashed", step=20, failed_at=30.0),
+        happened(30.0, "interruption", cause="crashed", step=20, failed_at=30.0),
         started(40.0, step=19),
-        happened(50.0, "incident", cause="crashed", step=30, failed_at=50.0),
+        happened(50.0, "interruption", cause="crashed", step=30, failed_at=50.0),
         started(70.0, step=25),
-        happened(80.0, "incident", cause="hang", step=40, failed_at=80.0),
+        happened(80.0, "interruption", cause="hang", step=40, failed_at=80.0),
     )
     assert recovery_by_cause(found) == {
         "crashed": {"count": 2, "median_seconds": 15.0, "steps_lost": 6},
@@ -179,7 +192,7 @@ def test_summary_has_the_accounting(tmp_path: Path) -> None:
         directory.mkdir()
     events = (
         *FIRST,
-        happened(31.0, "incident", cause="crashed", step=57, failed_at=30.0),
+        happened(31.0, "interruption", cause="crashed", step=57, failed_at=30.0),
         happened(32.0, "rendezvous", round=2, port=1, members=[1]),
         started(40.0, step=55),
         happened(81.0, "attempt_ended", cause="completed", step=90),
@@ -189,6 +202,6 @@ def test_summary_has_the_accounting(tmp_path: Path) -> None:
     append_json_line(run.train_metrics, {"step": 90, "epoch": 1, "time": 80.0, "train_seconds": 60.0})
     summary = json.loads(json.dumps(summarize(run, None)))
     assert (summary["state"], summary["steps_lost"], summary["goodput"]) == ("completed", 2, 0.75)
-    assert [incident["cause"] for incident in summary["incidents"]] == ["crashed"]
+    assert [interruption["cause"] for interruption in summary["interruptions"]] == ["crashed"]
     assert summary["recovery"]["crashed"]["median_seconds"] == 10.0
     assert (summary["attempts"][0]["nodes"], summary["attempts"][0]["members"]) == (["a", "b"], ["b"])

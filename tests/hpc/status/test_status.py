@@ -16,9 +16,9 @@ EVENTS = (
     {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30},
     {"time": 1.0, "event": "claimed", "job_id": "7", "restart": 0, "nonce": "aa", "nodes": ["gpu01", "gpu02"]},
     {"time": 10.0, "event": "train_started", "step": 0, "total_steps": 90, "world_size": 4, "seconds": 5.0},
-    {"time": 30.0, "event": "incident", "step": 57, "failed_at": 29.0, **CRASH},
+    {"time": 30.0, "event": "interruption", "step": 57, "failed_at": 29.0, **CRASH},
     {"time": 38.0, "event": "train_started", "step": 55, "total_steps": 90, "world_size": 4, "seconds": 5.0},
-    {"time": 50.0, "event": "incident", "step": 80, "failed_at": 49.5, **CRASH},
+    {"time": 50.0, "event": "interruption", "step": 80, "failed_at": 49.5, **CRASH},
     {"time": 62.0, "event": "train_started", "step": 79, "total_steps": 90, "world_size": 4, "seconds": 5.0},
     {"time": 63.0, "event": "first_step", "step": 80},
     {"time": 65.0, "event": "train_stopped", "step": 85, "signal": "SIGTERM", "seconds": 28.0},
@@ -73,7 +73,7 @@ def test_table_of_all_runs_is_the_table_alone(run: RunDir, capsys: pytest.Captur
 
 def test_json_has_what_people_see(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = json.loads(printed(capsys, str(run.path), "--json"))
-    assert [incident["seconds"]["total"] for incident in row["incidents"]] == [9.0, 13.5, None]
+    assert [interruption["seconds"]["total"] for interruption in row["interruptions"]] == [9.0, 13.5, None]
     assert (row["steps_lost"], row["goodput"]) == (3, None)
     assert len(row["warnings"]) == 1
 

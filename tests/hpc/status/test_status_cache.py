@@ -93,9 +93,9 @@ def test_without_slurm_the_ledger_tells_the_state(
         (tmp_path / "bin" / "squeue").unlink()
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(slurm, "_TIMEOUT_SECONDS", 0.2)
-    board = StatusCache()
-    assert board.look_at(run)["state"] == state
-    assert str(board.problem).startswith("Slurm does not answer")
+    cache = StatusCache()
+    assert cache.summary(run)["state"] == state
+    assert str(cache.problem).startswith("Slurm does not answer")
 
 
 def test_slurm_that_is_away_is_mentioned_once_on_stderr(
@@ -119,13 +119,13 @@ def test_slurm_that_is_away_is_mentioned_once_on_stderr(
 def test_state_of_a_job_that_slurm_holds(word: str, state: str, tmp_path: Path, squeue: Squeue) -> None:
     run = make_run(tmp_path, CLAIMED)
     squeue(printing(tmp_path, alive(run, word)))
-    assert StatusCache().look_at(run)["state"] == state
+    assert StatusCache().summary(run)["state"] == state
 
 
 def test_job_that_slurm_does_not_list_is_gone(tmp_path: Path, squeue: Squeue) -> None:
     run = make_run(tmp_path, CLAIMED)
     squeue("exit 0")
-    assert StatusCache().look_at(run)["state"] == "failed"
+    assert StatusCache().summary(run)["state"] == "failed"
 
 
 def test_line_that_cannot_be_read_hides_no_other(tmp_path: Path, squeue: Squeue) -> None:
@@ -135,14 +135,14 @@ def test_line_that_cannot_be_read_hides_no_other(tmp_path: Path, squeue: Squeue)
             tmp_path, "slurm: something new", "8|RUN", "||||||||", "9|RUNNING|None||0|N/A|N/A|/home/me/a|", alive(run)
         )
     )
-    assert StatusCache().look_at(run)["state"] == "pending"
+    assert StatusCache().summary(run)["state"] == "pending"
 
 
 def test_pending_run_says_why_and_when(tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]) -> None:
     soon = datetime.fromtimestamp(time.time() + 1800)  # noqa: DTZ006 - Slurm prints local times
     run = make_run(tmp_path)
     squeue(printing(tmp_path, alive(run, reason="QOSMaxJobsPerUserLimit", start=f"{soon:%Y-%m-%dT%H:%M:%S}")))
-    row = StatusCache().look_at(run)
+    row = StatusCache().summary(run)
     assert (row["reason"], row["starts_at"]) == ("QOSMaxJobsPerUserLimit", int(soon.timestamp()))
     assert status.main([str(run.path)]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -197,7 +197,7 @@ def test_damage_that_hides_nothing(how: str, tmp_path: Path, squeue: Squeue) -> 
     run = make_run(tmp_path, CLAIMED)
     DAMAGE[how](run)
     squeue(printing(tmp_path, alive(run, "RUNNING")))
-    row = StatusCache().look_at(run)
+    row = StatusCache().summary(run)
     assert (row["state"], row["attempt"], row["warnings"]) == ("running", 1, [])
 
 
@@ -206,7 +206,7 @@ def test_damaged_run_is_told_by_slurm_and_hides_no_other(how: str, tmp_path: Pat
     run, sound = make_run(tmp_path, CLAIMED), make_run(tmp_path, CLAIMED, name="s")
     CLOSED[how](run)
     squeue(printing(tmp_path, alive(run, "RUNNING"), alive(sound, "RUNNING").replace("7|", "8|", 1)))
-    damaged, other = StatusCache().look([run, sound])
+    damaged, other = StatusCache().summaries([run, sound])
     assert (damaged["state"], damaged["job_id"], damaged["attempt"]) == ("running", "7", None)
     assert damaged["warnings"][0].startswith(f"what is recorded in {run.path} cannot be read")
     assert (other["attempt"], other["warnings"]) == (1, [])
@@ -216,14 +216,14 @@ def test_missing_events_are_a_run_without_attempts(tmp_path: Path, squeue: Squeu
     run = make_run(tmp_path)
     remove_events(run)
     squeue(printing(tmp_path, alive(run, "RUNNING")))
-    assert StatusCache().look_at(run)["state"] == "running"
+    assert StatusCache().summary(run)["state"] == "running"
 
 
 def test_damaged_result_is_still_one(tmp_path: Path) -> None:
     run = make_run(tmp_path, CLAIMED)
     run.final.mkdir()
     run.final_result.write_text("")
-    row = StatusCache().look_at(run)
+    row = StatusCache().summary(run)
     assert (row["state"], row["test_accuracy"]) == ("completed", None)
 
 
@@ -248,25 +248,28 @@ def test_run_that_is_deleted_while_it_is_read_is_left_out(tmp_path: Path) -> Non
     run, sound = make_run(tmp_path, CLAIMED), make_run(tmp_path, CLAIMED, name="s")
     remove_events(run)
     run.spec.unlink()
-    assert [row["run"] for row in StatusCache().look([run, sound])] == ["s"]
+    assert [row["run"] for row in StatusCache().summaries([run, sound])] == ["s"]
 
 
 def test_later_look_sees_what_has_changed(tmp_path: Path) -> None:
     run, failed = make_run(tmp_path, CLAIMED), make_run(tmp_path, name="failed")
-    board = StatusCache()
-    assert [row["step"] for row in board.look([run, failed])] == [None, None]
+    cache = StatusCache()
+    assert [row["step"] for row in cache.summaries([run, failed])] == [None, None]
     append_json_line(run.train_metrics, {"step": 6})
     append_json_line(failed.events / "cancel.jsonl", {"time": 9.0, "event": "cancelled"})
-    assert [(row["step"], row["state"]) for row in board.look([run, failed])] == [(6, "running"), (None, "cancelled")]
+    assert [(row["step"], row["state"]) for row in cache.summaries([run, failed])] == [
+        (6, "running"),
+        (None, "cancelled"),
+    ]
     append_json_line(failed.events / "by-hand.jsonl", {"time": 10.0, **CLAIMED})
-    assert [row["attempt"] for row in board.look([run, failed])] == [1, 1]
+    assert [row["attempt"] for row in cache.summaries([run, failed])] == [1, 1]
 
 
 def test_looks_in_quick_succession_ask_slurm_once(tmp_path: Path, squeue: Squeue) -> None:
     run = make_run(tmp_path, CLAIMED)
     squeue(f"echo asked >> {tmp_path}/asked; {printing(tmp_path, alive(run, 'RUNNING'))}")
-    board = StatusCache()
-    assert [board.look_at(run)["state"] for _ in range(5)] == ["running"] * 5
+    cache = StatusCache()
+    assert [cache.summary(run)["state"] for _ in range(5)] == ["running"] * 5
     assert (tmp_path / "asked").read_text() == "asked\n"
 
 
@@ -288,10 +291,10 @@ def test_copy_that_takes_long_is_no_hang(tmp_path: Path, squeue: Squeue) -> None
     copies = (staging("gpu01", 150_000_000, 5.0), staging("gpu02", 50_000_000, 135.0))
     run = make_run(tmp_path, claim, *copies)
     squeue(printing(tmp_path, alive(run, "RUNNING")))
-    row = StatusCache().look_at(run)
+    row = StatusCache().summary(run)
     assert (row["staging"]["node"], row["staging"]["bytes_done"]) == ("gpu02", 50_000_000), "the slowest"
     assert waiting(row) == "copying data, 25%, 10 MB/s, 2:15 left"
     done = [{"event": "staged", "attempt": 1, "node": node, "in_place": None} for node in ("gpu01", "gpu02")]
     other = make_run(tmp_path, claim, *copies, *done, name="other")
     squeue(printing(tmp_path, alive(other, "RUNNING")))
-    assert StatusCache().look_at(other)["staging"] is None
+    assert StatusCache().summary(other)["staging"] is None
