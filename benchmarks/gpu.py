@@ -43,7 +43,6 @@ from training.data.build import load_data
 from training.data.dataset import Batch, ImageSource, batches_on, load_ahead
 from training.data.device_dataset import hold
 from training.engine.launch import make_repeatable, make_trainer
-from training.engine.skip_dynamo import leave_out_compiler
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.rank_info import rank_info_from
@@ -236,7 +235,6 @@ def show(found: dict[str, Any]) -> None:
 def main() -> int:
     """Make, pack, measure, print."""
     options = tyro.cli(Options)
-    leave_out_compiler()
     make_repeatable(everything=False)
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory() as directory:

@@ -110,11 +110,8 @@ def _train(arguments: TrainOptions) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # After the user's simplest mistakes: these imports take seconds.
     from training.engine.launch import launch  # noqa: PLC0415
-    from training.engine.skip_dynamo import leave_out_compiler  # noqa: PLC0415
     from training.runtime.process_group import SharedError  # noqa: PLC0415
 
-    if not arguments.train.compile:
-        leave_out_compiler()
     run_dir = RunDir(arguments.run_dir.expanduser().absolute())
     job = RunContext(
         config=arguments.train,

@@ -57,9 +57,7 @@ def make_repeatable(*, everything: bool) -> None:
     """
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
-    if everything:
-        # Saying no, which is the default, would import the compiler as well.
-        torch.use_deterministic_algorithms(mode=True)
+    torch.use_deterministic_algorithms(mode=everything)
     # Nothing reads memory that it has not written: filling it first would cost time for nothing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
 

@@ -23,7 +23,6 @@ from training.config.config_file import flag_names, with_config
 from training.config.model_names import check_model
 from training.config.train_config import RecipeName, TrainConfig
 from training.engine.launch import make_repeatable, make_trainer
-from training.engine.skip_dynamo import leave_out_compiler
 from training.engine.trainer import Trainer
 from training.profile.measure import Costs, Meter
 from training.runtime.process_group import connect, disconnect
@@ -112,8 +111,6 @@ def profile(arguments: ProfileOptions) -> None:
         TorchrelayError: it failed.
     """
     config = replace(arguments.train, epochs=_EPOCHS)
-    if not config.compile:
-        leave_out_compiler()
     make_repeatable(everything=config.deterministic)
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory(prefix="torchrelay-profile-") as directory:
