@@ -43,7 +43,7 @@ from staging_methods import METHODS, OURS, SBCAST, Bench, Method, allocate
 from throttle import MB, Speed, Storage
 
 from hpc.core.files import write_json
-from hpc.slurm.testbed_conf import running_slurm_conf
+from hpc.slurm.client import running_slurm_conf
 from hpc.staging import space
 
 _RESULTS = Path(__file__).with_name("results") / "staging.json"

@@ -127,7 +127,7 @@ def queue_lines(runs: list[RunDir], jobs: int) -> list[str]:
     alive = [(i, run) for i, run in enumerate(runs) if STATES[i % len(STATES)] in words]
     ours = [(*words[STATES[i % len(STATES)]], str(run.script)) for i, run in alive]
     other = [("PENDING", "Resources", "", f"/home/me/sweep/{i}/run.sh") for i in range(jobs - len(ours))]
-    # In the order of the fields that hpc.core.job_state asks for.
+    # In the order of the fields that hpc.slurm.squeue asks for.
     form = f"{{}}|{{}}|{{}}|{{}}|0|{TIME}|{TIME}|{{}}|"
     return [form.format(i, *job) for i, job in enumerate([*ours, *other])]
 

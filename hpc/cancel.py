@@ -16,8 +16,8 @@ import tyro
 from hpc import cli
 from hpc.core import ledger
 from hpc.core.errors import TorchrelayError
+from hpc.core.kernel import is_alive
 from hpc.core.ledger import EventWriter
-from hpc.core.processes import is_alive
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.spec import RunSpec

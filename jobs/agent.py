@@ -19,10 +19,9 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import look_again
-from hpc.core.job_state import JobState
+from hpc.core.files import refresh_nfs_cache
 from hpc.core.nodedir import MEMORY, open_node_dir
-from hpc.core.outcome import Cause
+from hpc.core.outcome import Cause, JobState
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
@@ -122,7 +121,7 @@ def _claim(run: RunDir, place: NodeAllocation, port: int, nonce: str) -> Attempt
     Raises:
         TorchrelayError: another job does, or the run was cancelled.
     """
-    look_again(run.events)
+    refresh_nfs_cache(run.events)
     events = ledger.read(run.events)
     if any(event["event"] == "cancelled" for event in events):
         raise TorchrelayError(f"run {run.name} was cancelled: submit it under a new name")
@@ -133,7 +132,7 @@ def _claim(run: RunDir, place: NodeAllocation, port: int, nonce: str) -> Attempt
         cause, detail = _fate(last, place)
         heard = max(event["time"] for event in events if event.get("attempt") == last.attempt)
         step = relaunch.last_step(run) or (0 if RunSpec.load(run).train else None)
-        relaunch.end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=heard)
+        relaunch.record_end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=heard)
     return claim.claim(run, place, port, nonce)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import json_line, look_again, write_exclusive
+from hpc.core.files import json_line, refresh_nfs_cache, write_exclusive
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from jobs.ranks.rendezvous import NodeAllocation
@@ -79,7 +79,7 @@ def join(run: RunDir, place: NodeAllocation, stopped: Callable[[], bool], timeou
     """
     deadline = time.monotonic() + timeout_seconds
     while not stopped():
-        look_again(run.events)
+        refresh_nfs_cache(run.events)
         events = ledger.read(run.events)
         for event in events:
             if event["event"] == "refused" and (event["job_id"], event["restart"]) == _start(place):

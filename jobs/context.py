@@ -13,7 +13,7 @@ from hpc.core.attempts import Attempt
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from hpc.core.units import KILL_WAIT_SECONDS, REQUEUE_SECONDS, patience_seconds
+from hpc.core.units import KILL_WAIT_SECONDS, REQUEUE_SECONDS, save_timeout_seconds
 from hpc.spec import RunSpec
 from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
 from jobs.control.messages import Directive, NodeStatus
@@ -67,7 +67,7 @@ class AgentContext:
         if self.stop.signal is not signal.SIGTERM:
             return self.spec.stop_lead_seconds - REQUEUE_SECONDS
         told = [event.get("grace_seconds") for event in self.events("submitted", of_attempt=False)]
-        return patience_seconds(next(filter(None, reversed(told)), KILL_WAIT_SECONDS))
+        return save_timeout_seconds(next(filter(None, reversed(told)), KILL_WAIT_SECONDS))
 
     @property
     def clock_skew(self) -> float:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.node_info import JobNodeInfo, NodeInfo, look, to_json
+from hpc.core.node_info import JobNodeInfo, NodeInfo, inspect_node, to_json
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from jobs.ranks import script_command
@@ -62,7 +62,7 @@ def examine(place: NodeAllocation, shared: Path, stage_dir: Path, ranks: int) ->
         passed=passed,
         preflight=words,
     )
-    return replace(look(stage_dir), name=place.host, job=job)
+    return replace(inspect_node(stage_dir), name=place.host, job=job)
 
 
 def _interface(place: NodeAllocation) -> str | None:

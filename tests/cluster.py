@@ -19,9 +19,9 @@ import pytest
 
 from hpc.core import ledger
 from hpc.core.files import read_json_lines
-from hpc.core.processes import is_alive
+from hpc.core.kernel import is_alive
 from hpc.core.rundir import RunDir
-from hpc.slurm.testbed_conf import STATE_DIRECTORY
+from hpc.slurm.client import TESTBED_DIRECTORY
 
 ROOT = Path(__file__).parents[1]
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -223,7 +223,7 @@ def dead(site: Site, node: str) -> Iterator[None]:
 
 def what_slurm_holds(seconds: float = 30.0) -> list[str]:
     """Anybody's jobs, and the nodes with GPUs that Slurm takes for allocated: nothing, at the latest after a while."""
-    slurm_conf = str(STATE_DIRECTORY / "slurm.conf")
+    slurm_conf = str(TESTBED_DIRECTORY / "slurm.conf")
     ask = (["squeue", "--all", "--noheader"], ["scontrol", "--details", "--oneliner", "show", "node"])
     deadline = time.monotonic() + seconds
     while True:
@@ -249,7 +249,7 @@ def commands() -> Iterator[tuple[Path, list[bytes]]]:
 def is_on(process: Path, node: str) -> bool:
     """Whether a process runs on a node of the testbed."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        return (process / "ns" / "net").stat().st_ino == (STATE_DIRECTORY / "ns" / f"{node}.net").stat().st_ino
+        return (process / "ns" / "net").stat().st_ino == (TESTBED_DIRECTORY / "ns" / f"{node}.net").stat().st_ino
     return False
 
 

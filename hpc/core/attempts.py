@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc.core.ledger import Event
-from hpc.core.outcome import Cause, count_failures, goes_on
+from hpc.core.outcome import Cause, count_failures, may_restart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +123,6 @@ def failures_in_a_row(attempts: Iterable[Attempt]) -> int:
     return count_failures(interruption for attempt in attempts for interruption in attempt.all_interruptions)
 
 
-def goes_on_after(attempts: Sequence[Attempt]) -> bool:
+def may_restart_after(attempts: Sequence[Attempt]) -> bool:
     """Whether another attempt is to follow the last one; what left no word is lost."""
-    return not attempts or goes_on(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts))
+    return not attempts or may_restart(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts))

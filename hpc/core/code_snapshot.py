@@ -10,11 +10,11 @@ from pathlib import Path
 
 from hpc.core.errors import UserError
 
-OWN = ".torchrelay"
+PACKAGES_DIRECTORY = ".torchrelay"
 _PACKAGES = ("hpc", "jobs", "training")
 
 
-def repository_of(directory: Path) -> Path | None:
+def git_root(directory: Path) -> Path | None:
     """The root of the git repository that holds a directory; None outside of one."""
     top = _git(directory, "rev-parse", "--show-toplevel")
     return Path(top.rstrip("\n")) if top else None
@@ -29,7 +29,7 @@ def _git(directory: Path, *arguments: str) -> str | None:
     return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else None
 
 
-def revision_of(directory: Path) -> str | None:
+def git_revision(directory: Path) -> str | None:
     """The commit that is checked out there, with `+changes` if tracked files differ from it; None: no repository."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
@@ -37,30 +37,30 @@ def revision_of(directory: Path) -> str | None:
     return commit.strip() + ("+changes" if _git(directory, "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def take(code: Path, working_directory: Path, script: tuple[str, ...]) -> None:
+def copy_code(code: Path, working_directory: Path, script: tuple[str, ...]) -> None:
     """Fill `code/`.
 
     Raises:
         UserError: the user's script would not be in it.
     """
-    root = repository_of(working_directory)
+    root = git_root(working_directory)
     code.mkdir()
     if root is not None:
         _copy_tracked(root, code)
-    if script and not (code / script_in_snapshot(script[0], root, working_directory)).is_file():
+    if script and not (code / script_in_code_copy(script[0], root, working_directory)).is_file():
         raise UserError(
             f"{script[0]} is not tracked by git, so it would not be in the snapshot: type git add {script[0]}"
         )
-    own = code / OWN
+    own = code / PACKAGES_DIRECTORY
     own.mkdir()
-    if revision := revision_of(working_directory):
+    if revision := git_revision(working_directory):
         (own / "revision").write_text(f"{revision}\n")
     source = Path(__file__).parents[2]
     for package in _PACKAGES:
         shutil.copytree(source / package, own / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def script_in_snapshot(script: str, root: Path | None, working_directory: Path) -> Path:
+def script_in_code_copy(script: str, root: Path | None, working_directory: Path) -> Path:
     """Where the user's script lies below `code/`.
 
     Raises:

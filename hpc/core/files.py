@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 
 # Of a log, how much is read to find its last record: a little, and more if it is not there.
 _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
-_TOGETHER = 1000
+_RECORDS_PER_PARSE = 1000
+# How the names of a directory that is being written, and of one that is being replaced, end.
+_UNFINISHED, _REPLACED = "tmp", "old"
 
 
 def fsync_directory(path: Path) -> None:
@@ -27,7 +30,7 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def look_again(directory: Path) -> None:
+def refresh_nfs_cache(directory: Path) -> None:
     """See the names that a directory of our own has now.
 
     NFS clients remember for up to a minute that a name was not there, unless the directory changes under their own
@@ -137,8 +140,8 @@ def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
             lines = file.read().splitlines()
     except FileNotFoundError:
         return
-    for first in range(0, len(lines), _TOGETHER):
-        yield from _records(lines[first : first + _TOGETHER])
+    for first in range(0, len(lines), _RECORDS_PER_PARSE):
+        yield from _records(lines[first : first + _RECORDS_PER_PARSE])
 
 
 def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:
@@ -155,3 +158,68 @@ def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda
             if found is not None or tail_bytes >= size:
                 return found
     return None
+
+
+def publish_directory(path: Path, fill: Callable[[Path], None], mode: int | None = None) -> None:
+    """Create or replace a directory of files. An older one is deleted after the new one is in its place.
+
+    Args:
+        path: the directory.
+        fill: is given an empty directory to write the files into; the writing need not be durable.
+        mode: of the directory, and of its files as far as it suits files; by default as the process makes them.
+
+    Raises:
+        OSError: the disk is full, for example. Nothing is left behind, and an older directory is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _aside(path, _UNFINISHED)
+    try:
+        temporary.mkdir(mode=0o777 if mode is None else mode)
+        fill(temporary)
+        for file in temporary.iterdir():
+            if mode is not None:
+                file.chmod(mode & 0o666)
+            fsync_file(file)
+        fsync_directory(temporary)
+        _put_in_place(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _aside(path: Path, ending: str) -> Path:
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
+
+
+def fsync_file(path: Path) -> None:
+    """Have a file's bytes on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _put_in_place(new: Path, path: Path) -> None:
+    """A directory cannot be renamed onto a full one: the old one steps aside first."""
+    old = _aside(path, _REPLACED) if path.exists() else None
+    if old:
+        path.rename(old)
+    new.rename(path)
+    fsync_directory(path.parent)
+    if old:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_temporaries(parent: Path, pattern: str) -> None:
+    """Remove what killed writers of `pattern` left in `parent`, and put back what had stepped aside for nothing.
+
+    Args:
+        parent: the directory to clean; it need not exist.
+        pattern: the names that are published there, such as `step-*`.
+    """
+    for old in sorted(parent.glob(f".{pattern}.*.{_REPLACED}")):
+        path = parent / old.name[1:].rsplit(".", 2)[0]
+        if path.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(path)
+    for unfinished in parent.glob(f".{pattern}.*.{_UNFINISHED}"):
+        shutil.rmtree(unfinished)

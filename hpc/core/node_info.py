@@ -59,16 +59,16 @@ class NodeInfo:
     job: JobNodeInfo | None = None
 
 
-def look(stage_dir: Path) -> NodeInfo:
+def inspect_node(stage_dir: Path) -> NodeInfo:
     """Look at this machine."""
     return NodeInfo(
         name=os.uname().nodename.partition(".")[0],
         stage_dir=str(stage_dir),
-        stage_type=type_of(stage_dir),
+        stage_type=file_system_type(stage_dir),
         stage_free_bytes=_free_bytes(stage_dir),
         memory_free_bytes=_free_bytes(MEMORY),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        interfaces=tuple(addresses()),
+        interfaces=tuple(interface_addresses()),
     )
 
 
@@ -91,7 +91,7 @@ def _free_bytes(directory: Path) -> int | None:
         return None
 
 
-def type_of(path: Path) -> str | None:
+def file_system_type(path: Path) -> str | None:
     """The type of the file system that a path is on, or will be; None if unknown."""
     try:
         mounts = _MOUNTS.read_text(errors="replace")
@@ -111,7 +111,7 @@ def mounted_type(mounts: str, path: Path) -> str | None:
     return found[0]
 
 
-def addresses() -> dict[str, str]:
+def interface_addresses() -> dict[str, str]:
     """The IPv4 address of every network interface that has one, by its name, in the kernel's order."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

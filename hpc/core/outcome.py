@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from hpc.core.job_state import JobState
-
 # What the exit code of a rank says, beside 0 (done, or stopped and saved) and 1 (it failed).
 EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE, EXIT_DIVERGED = 2, 3, 4, 5
 
@@ -29,6 +27,27 @@ class Cause(StrEnum):
     DIVERGED = "diverged"
     CANCELLED = "cancelled"
     LOST = "lost"
+
+
+class JobState(StrEnum):
+    """Slurm's words for a job, as far as they matter to a run."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    ENDING = "ENDING"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    PREEMPTED = "PREEMPTED"
+    NODE_FAIL = "NODE_FAIL"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def alive(self) -> bool:
+        """Slurm still holds the job: it runs, ends, or waits to run."""
+        return self in {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.ENDING}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +138,7 @@ def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detai
 
 
 # The causes after which the run is over without having failed.
-ENDS = frozenset({Cause.COMPLETED, Cause.CANCELLED})
+FINAL_CAUSES = frozenset({Cause.COMPLETED, Cause.CANCELLED})
 MOST_FAILURES = 2
 # Kinds of failure, and how many of a kind in a row, without a step that none before had made, end the run as failed.
 # What stands in none of them comes from outside and is free: preemptions, requeues.
@@ -163,9 +182,9 @@ def count_failures(interruptions: Iterable[tuple[str, int | None]]) -> int:
     return sum(cause in _kind(row[-1])[0] for cause in row)
 
 
-def goes_on(cause: str, failures: int) -> bool:
+def may_restart(cause: str, failures: int) -> bool:
     """Whether the run goes on after an interruption that is the last of so many failures in a row."""
-    return cause not in ENDS and failures < _kind(cause)[1]
+    return cause not in FINAL_CAUSES and failures < _kind(cause)[1]
 
 
 def must_requeue(cause: Cause, ending: Ending) -> bool:
@@ -177,4 +196,4 @@ def must_requeue(cause: Cause, ending: Ending) -> bool:
     asks = {JobState.RUNNING, JobState.TIMEOUT, JobState.UNKNOWN}
     if cause is Cause.PREEMPTED:
         asks |= {JobState.CANCELLED, JobState.PREEMPTED}
-    return goes_on(cause, ending.failures) and ending.job_state in asks
+    return may_restart(cause, ending.failures) and ending.job_state in asks

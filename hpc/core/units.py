@@ -78,6 +78,6 @@ def stop_lead_seconds(limit_minutes: int) -> int:
     return min(max(limit_minutes * 60 // 10, _LEAST_LEAD_SECONDS), _MOST_LEAD_SECONDS)
 
 
-def patience_seconds(grace_seconds: float) -> float:
+def save_timeout_seconds(grace_seconds: float) -> float:
     """How long ranks may take to save after a SIGTERM that is followed by SIGKILL after so many seconds."""
     return max(grace_seconds - REQUEUE_SECONDS, grace_seconds / 2)

@@ -96,13 +96,13 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     stage_dir = Path(spec.stage_dir) if spec else _STAGE_DIR
     experience = experience_of(run) if run else None
     found = judge(OF_RUN, experience, f"run {experience.name}") if experience else []
-    if not slurm.available():
+    if not slurm.is_available():
         if options.node is not None:
             raise UserError("--node asks Slurm for nodes, and there is no Slurm here (no sbatch, or no slurm.conf)")
-        here = node_info.look(stage_dir)
+        here = node_info.inspect_node(stage_dir)
         return [_no_slurm(), *found, *judge(OF_MACHINE, here, here.name)]
     try:
-        site = cluster.ask(options.resources.partition or (spec.resources.partition if spec else None))
+        site = cluster.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
     except UserError:
         raise
     except TorchrelayError as error:
@@ -151,7 +151,7 @@ def look_at_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequ
     handed_on = site is not None and is_handed_on(site.config)
     return LoginNode(
         runs_dir=str(runs_dir.expanduser().resolve()),
-        runs_type=node_info.type_of(runs_dir),
+        runs_type=node_info.file_system_type(runs_dir),
         torch=node_info.torch_build(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if handed_on else None,
         nodes_see_runs=bool(nodes) and all(node.job is not None and node.job.sees_runs for node in nodes),

@@ -42,7 +42,7 @@ def plan(asked: Resources, site: ClusterConfig, names: Sequence[str]) -> NodeChe
     Raises:
         UserError: the partition cannot give that.
     """
-    nodes = tuple(slurm.call(["scontrol", "show", "hostnames", ",".join(names)]).split()) if names else ()
+    nodes = tuple(slurm.run(["scontrol", "show", "hostnames", ",".join(names)]).split()) if names else ()
     wanted = replace(
         asked,
         partition=site.partition["PartitionName"],
@@ -57,7 +57,7 @@ def look_at_nodes(ask: NodeCheckRequest, runs_dir: Path, stage_dir: Path) -> lis
     resources = ask.resources
     print(f"waiting for {resources.nodes} nodes of partition {resources.partition}; Ctrl-C gives up", file=sys.stderr)
     with _beside(runs_dir) as shared:
-        return read_reports(slurm.attend(srun_argv(ask, shared, stage_dir)))
+        return read_reports(slurm.run_srun(srun_argv(ask, shared, stage_dir)))
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from hpc.core.units import KILL_WAIT_SECONDS, patience_seconds
+from hpc.core.units import KILL_WAIT_SECONDS, save_timeout_seconds
 from hpc.doctor.findings import Check, Verdict, costs, note, ok
 from hpc.doctor.node_findings import LEAST_STAGE_BYTES, RunMeasurements, small_stage
-from hpc.slurm.cluster import ClusterConfig, number
+from hpc.slurm.cluster import ClusterConfig, leading_number
 
 # Of the time that there is to save. The rest is for storage that is slower on another day.
 _MOST_SHARE = 0.8
@@ -30,16 +30,16 @@ def may_be_preempted(cluster: ClusterConfig) -> bool | None:
     kind, mode = cluster.config.get("PreemptType"), cluster.partition.get("PreemptMode")
     if kind is None or mode is None or kind.endswith("/qos"):
         return None
-    own = number(cluster.partition, "PriorityTier") or 0
-    higher = any((number(other, "PriorityTier") or 0) > own for other in cluster.partitions)
+    own = leading_number(cluster.partition, "PriorityTier") or 0
+    higher = any((leading_number(other, "PriorityTier") or 0) > own for other in cluster.partitions)
     return not kind.endswith("/none") and higher and mode != "OFF" and "SUSPEND" not in mode
 
 
 def seconds_to_save(grace: int, kill_wait: int | None) -> float:
     """How long the ranks of a preempted run may take: its agents know of GraceTime, but not of KillWait."""
     if grace:
-        return patience_seconds(grace)
-    return min(patience_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
+        return save_timeout_seconds(grace)
+    return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
 
 
 def _grace(took: float | None) -> int:
@@ -59,12 +59,12 @@ def _preemption(site: ClusterFacts) -> Verdict | None:
             "a save that takes longer than its GraceTime is cut off, and the steps since the last checkpoint are lost",
             "look with sacctmgr show qos format=name,preempt,preemptmode,gracetime",
         )
-    preempted, grace = may_be_preempted(site.cluster), number(partition, "GraceTime")
+    preempted, grace = may_be_preempted(site.cluster), leading_number(partition, "GraceTime")
     if preempted is None or grace is None:
         return None
     if not preempted:
         return ok("jobs of this partition are not preempted")
-    seconds = seconds_to_save(grace, number(config, "KillWait"))
+    seconds = seconds_to_save(grace, leading_number(config, "KillWait"))
     took = site.run.save_seconds if site.run else None
     value = f"GraceTime={grace}: {seconds:g} s to save on preemption{_took(site.run)}"
     fits = seconds >= _LEAST_SAVE_SECONDS and grace > 0 if took is None else took <= _MOST_SHARE * seconds
@@ -98,12 +98,12 @@ def _user_signal(site: ClusterFacts) -> Verdict | None:
 
 
 def _job_requeue(site: ClusterFacts) -> Verdict | None:
-    given = number(site.cluster.config, "JobRequeue")
+    given = leading_number(site.cluster.config, "JobRequeue")
     return None if given is None else ok(f"JobRequeue={given}; the script of a run says --requeue itself, which wins")
 
 
 def _kill_wait(site: ClusterFacts) -> Verdict | None:
-    given = number(site.cluster.config, "KillWait")
+    given = leading_number(site.cluster.config, "KillWait")
     if given is None:
         return None
     seconds = seconds_to_save(0, given)
@@ -120,7 +120,7 @@ def _kill_wait(site: ClusterFacts) -> Verdict | None:
 
 
 def _slurmd_timeout(site: ClusterFacts) -> Verdict | None:
-    seconds = number(site.cluster.config, "SlurmdTimeout")
+    seconds = leading_number(site.cluster.config, "SlurmdTimeout")
     if seconds is None:
         return None
     value, ask = f"SlurmdTimeout={seconds} s", "ask the administrators for SlurmdTimeout=60 in slurm.conf"
@@ -194,7 +194,7 @@ def _private_tmp(site: ClusterFacts) -> Verdict | None:
 
 
 def _tmp_disk(site: ClusterFacts) -> Verdict | None:
-    sizes = [size for node in site.cluster.nodes if (size := number(node, "TmpDisk"))]
+    sizes = [size for node in site.cluster.nodes if (size := leading_number(node, "TmpDisk"))]
     if not sizes:
         return None  # administrators often leave it out, and Slurm then says 0
     value = f"TmpDisk={min(sizes)} MB on the smallest node"

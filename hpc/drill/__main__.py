@@ -17,11 +17,11 @@ import tyro
 
 from hpc import cli
 from hpc.core import ledger
-from hpc.core.code_snapshot import OWN
+from hpc.core.code_snapshot import PACKAGES_DIRECTORY
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
-from hpc.slurm.testbed_conf import running_slurm_conf
+from hpc.slurm.client import running_slurm_conf
 from hpc.spec import RunSpec
 from hpc.status.__main__ import print_interruptions, summaries
 from hpc.status.downtime import Interruption, interruptions_of
@@ -78,7 +78,7 @@ def drill(options: DrillOptions) -> int:
     if not options.yes:
         _ask(f"{does} (run {run.name}, job {target.job_id})")
     before = len(interruptions_of(ledger.read(run.events)))
-    said = slurm.call(command)
+    said = slurm.run(command)
     if options.kind in _RANKS and not said.strip():
         raise TorchrelayError(f"rank {target.rank} has no heartbeat on {' '.join(target.nodes)}: nothing was done")
     return _tell(options, run, _wait(run, options.kind, before))
@@ -145,7 +145,7 @@ def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
 
 def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[str]:
     """The command that has `hpc.drill.node_faults` act on nodes of the run, from the run's own snapshot of the code."""
-    path = f"PYTHONPATH={target.run.code / OWN}"
+    path = f"PYTHONPATH={target.run.code / PACKAGES_DIRECTORY}"
     helper = ["env", path, sys.executable, "-P", "-m", "hpc.drill.node_faults", str(target.run.path), *action]
     if target.cluster == "local":
         return helper

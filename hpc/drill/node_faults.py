@@ -14,8 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from hpc.core.kernel import children, start_time
 from hpc.core.nodedir import node_dirs
-from hpc.core.processes import children, start_time
 
 _FULL_SECONDS = 10.0
 # More than a heartbeat and the head of a log, less than any model.

@@ -15,7 +15,7 @@ from hpc import cli
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of, failures_in_a_row
 from hpc.core.ledger import Event
-from hpc.core.outcome import ENDS, goes_on, is_consequence
+from hpc.core.outcome import FINAL_CAUSES, is_consequence, may_restart
 from hpc.core.rundir import RunDir
 from hpc.logs.tail import Tail, lines_before, merged, offset_of_last
 from hpc.status.run_view import TERMINAL
@@ -158,7 +158,7 @@ def first_error(events: Sequence[Event]) -> Event | None:
     """What the first rank to fail in a failed run's last attempt left; None if it has not failed, or no rank did."""
     attempts = attempts_of(events)
     cause = attempts[-1].cause if attempts else None
-    if cause is None or cause in ENDS or goes_on(cause, failures_in_a_row(attempts)):
+    if cause is None or cause in FINAL_CAUSES or may_restart(cause, failures_in_a_row(attempts)):
         return None
     own = [event for event in events if event.get("attempt") == attempts[-1].attempt]
     ended = next(event for event in own if event["event"] == "attempt_ended")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.job_state import QUEUE_FORMAT, JobState, SlurmJob, job_state, parse_jobs
+from hpc.core.outcome import JobState
 from hpc.core.units import slurm_seconds
-from hpc.slurm.testbed_conf import running_slurm_conf
+from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
 
 # A controller that is down makes each client try for tens of seconds; nobody should wait longer for an answer.
 _TIMEOUT_SECONDS = 30
@@ -26,6 +26,7 @@ _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBAT
 _FATE_FIELDS = ("JobIDRaw", "State")
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
+TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,23 @@ def adopt_environment(environment: MutableMapping[str, str]) -> None:
     for key in [key for key in environment if key.startswith(_LEAKING)]:
         if key not in kept:
             del environment[key]
-    if not configured(environment) and (configuration := running_slurm_conf()):
+    if not is_configured(environment) and (configuration := running_slurm_conf()):
         environment["SLURM_CONF"] = str(configuration)
+
+
+def running_slurm_conf() -> Path | None:
+    """The slurm.conf of the running testbed, for SLURM_CONF; None if none is up.
+
+    Costs two small reads, needs no root and runs no command. A killed slurmctld and what a reboot left count as
+    not up: the recorded process must be a slurmctld, and no zombie, which lasts until its parent looks.
+    """
+    try:
+        pid = int((TESTBED_DIRECTORY / "run" / "slurmctld.pid").read_text())
+        _, name, state, *_ = Path(f"/proc/{pid}/stat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    slurm_conf = TESTBED_DIRECTORY / "slurm.conf"
+    return slurm_conf if name == "(slurmctld)" and state != "Z" and slurm_conf.exists() else None
 
 
 def _run(*command: str, environment: Mapping[str, str] | None = None) -> str:
@@ -82,12 +98,12 @@ def _run(*command: str, environment: Mapping[str, str] | None = None) -> str:
     return done.stdout
 
 
-def call(command: Sequence[str]) -> str:
+def run(command: Sequence[str]) -> str:
     """Run a command that is put together elsewhere, and return what it printed; raises as all the others do."""
     return _run(*command)
 
 
-def attend(command: Sequence[str]) -> str:
+def run_srun(command: Sequence[str]) -> str:
     """Run an srun, however long it waits in the queue, and return what its tasks printed, whatever became of them.
 
     What it complains of, and that it waits, the user reads at once. Ctrl-C reaches it as well.
@@ -103,16 +119,16 @@ def first_error(stderr: str) -> str:
     return (errors or lines or [""])[-1]
 
 
-def configured(environment: Mapping[str, str]) -> bool:
+def is_configured(environment: Mapping[str, str]) -> bool:
     """Whether a cluster is configured in one of the usual ways, without asking it."""
     return "SLURM_CONF" in environment or any(path.exists() for path in _CLUSTER_CONFIGURATIONS)
 
 
-def available() -> bool:
+def is_available() -> bool:
     """Whether Slurm's clients are installed and know of a cluster."""
     if shutil.which("sbatch") is None:
         return False
-    if configured(os.environ):
+    if is_configured(os.environ):
         return True
     # Its configuration may come from the DNS, or lie where only the binaries know.
     try:
@@ -215,7 +231,7 @@ def is_preempted(fields: Mapping[str, str]) -> bool:
     return since not in {"None", "N/A", ""} and since >= fields.get("StartTime", "")
 
 
-def fates(job_ids: Sequence[str]) -> dict[str, JobState]:
+def final_states(job_ids: Sequence[str]) -> dict[str, JobState]:
     """How jobs ended that squeue has forgotten, as far as an accounting remembers them; most clusters have one.
 
     Raises:
@@ -226,7 +242,7 @@ def fates(job_ids: Sequence[str]) -> dict[str, JobState]:
     return {line[0]: job_state(line[1]) for line in lines if len(line) == len(_FATE_FIELDS)}
 
 
-def begin_at(job_id: str, at: str) -> None:
+def set_start_time(job_id: str, at: str) -> None:
     """Have a job that waits begin at some time, as Slurm writes it, if there is room."""
     _run("scontrol", "update", f"JobId={job_id}", f"StartTime={at}")
 
@@ -275,7 +291,7 @@ def hostnames(nodes: str) -> list[str]:
     return _run("scontrol", "show", "hostnames", nodes).split()
 
 
-def exclude(job_id: str, nodes: Sequence[str]) -> None:
+def set_excluded_nodes(job_id: str, nodes: Sequence[str]) -> None:
     """Keep a job that waits from these nodes, and from no others."""
     _run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
 

@@ -25,18 +25,18 @@ class ClusterConfig:
     """What sacct complains of; nothing if it works."""
 
 
-def ask(name: str | None) -> ClusterConfig:
+def query_cluster(name: str | None) -> ClusterConfig:
     """Ask Slurm about itself and a partition, by default its own default.
 
     Raises:
         UserError: there is no such partition.
         TorchrelayError: Slurm does not answer.
     """
-    partitions = parse_records(slurm.call(["scontrol", "--all", "--oneliner", "show", "partition"]))
-    partition = choose(name, partitions)
-    nodes = parse_records(slurm.call(["scontrol", "--oneliner", "show", "node"]))
+    partitions = parse_records(slurm.run(["scontrol", "--all", "--oneliner", "show", "partition"]))
+    partition = choose_partition(name, partitions)
+    nodes = parse_records(slurm.run(["scontrol", "--oneliner", "show", "node"]))
     return ClusterConfig(
-        config=parse_config(slurm.call(["scontrol", "show", "config"])),
+        config=parse_config(slurm.run(["scontrol", "show", "config"])),
         partition=partition,
         partitions=partitions,
         nodes=tuple(one for one in nodes if partition["PartitionName"] in one.get("Partitions", "").split(",")),
@@ -44,7 +44,7 @@ def ask(name: str | None) -> ClusterConfig:
     )
 
 
-def choose(name: str | None, partitions: Sequence[Fields]) -> Fields:
+def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
     """The partition of a name, or the default one.
 
     Raises:
@@ -60,7 +60,7 @@ def choose(name: str | None, partitions: Sequence[Fields]) -> Fields:
 
 def _complaint_of_sacct() -> str:
     try:
-        slurm.call(["sacct", "--noheader", "--allocations", "--starttime=now-1minute"])
+        slurm.run(["sacct", "--noheader", "--allocations", "--starttime=now-1minute"])
     except TorchrelayError as error:
         return str(error)
     return ""
@@ -79,7 +79,7 @@ def parse_records(text: str) -> tuple[dict[str, str], ...]:
     return tuple(slurm.parse_fields(line) for line in text.splitlines() if "=" in line)
 
 
-def number(fields: Fields, name: str) -> int | None:
+def leading_number(fields: Fields, name: str) -> int | None:
     """The number that a field begins with (`30 sec`); None if it is not there or is no number."""
     match = re.match(r"\d+", fields.get(name, ""))
     return int(match[0]) if match else None

@@ -12,20 +12,20 @@ from pathlib import Path
 
 from hpc.core import ledger
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import json_line, last_json_line, look_again, write_exclusive
-from hpc.core.job_state import JobState, by_script
+from hpc.core.files import json_line, last_json_line, refresh_nfs_cache, write_exclusive
+from hpc.core.kernel import start_time
 from hpc.core.ledger import Event
-from hpc.core.outcome import Cause
-from hpc.core.processes import start_time
+from hpc.core.outcome import Cause, JobState
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
 
 # A node that failed is rebooted or mended some time.
 _BLAME_SECONDS = 6 * 3600.0
 
 
-def end(run: RunDir, attempt: int, **fields: object) -> bool:
+def record_end(run: RunDir, attempt: int, **fields: object) -> bool:
     """Write down that an attempt has ended; False if somebody else has done so already, whose word counts.
 
     An agent that still works on the attempt leaves it within seconds.
@@ -39,7 +39,7 @@ def end(run: RunDir, attempt: int, **fields: object) -> bool:
 
 def has_ended(run: RunDir, attempt: int) -> bool:
     """Whether somebody has written down that an attempt is over."""
-    look_again(run.events)
+    refresh_nfs_cache(run.events)
     return _end_file(run, attempt).exists()
 
 
@@ -53,7 +53,7 @@ def last_step(run: RunDir) -> int | None:
     return None if record is None else record.get("step")
 
 
-def claim(run: RunDir, attempt: int, seen: Iterable[Event]) -> bool:
+def claim_next_job(run: RunDir, attempt: int, seen: Iterable[Event]) -> bool:
     """Be the one that submits the next job; False if another agent or supervisor is.
 
     Args:
@@ -67,7 +67,7 @@ def claim(run: RunDir, attempt: int, seen: Iterable[Event]) -> bool:
     return write_exclusive(run.events / f"next-{number:03d}.jsonl", json_line(event))
 
 
-def next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
+def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
     """The run's next job: a new one, unless one waits already. An answer of sbatch may have been lost.
 
     Args:
@@ -79,7 +79,7 @@ def next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collectio
     Raises:
         TorchrelayError: it was refused.
     """
-    for job in by_script(slurm.jobs().values()).get(os.path.realpath(run.script), []):
+    for job in jobs_by_script(slurm.jobs().values()).get(os.path.realpath(run.script), []):
         if job.state is JobState.PENDING and job.job_id not in old:
             return job.job_id
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
@@ -97,7 +97,7 @@ def _given(spec: RunSpec) -> list[str]:
     return [spec.resources.exclude] if spec.resources.exclude else []
 
 
-def exclusions(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = ()) -> list[str]:
+def nodes_to_exclude(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = ()) -> list[str]:
     """What the next job of a run keeps away from: the user's --exclude, and nodes that failed the run of late.
 
     Of those as many as its partition can do without.
@@ -108,7 +108,7 @@ def exclusions(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = (
         failed: nodes that have failed just now.
     """
     given = _given(spec)
-    names = list(dict.fromkeys([*failed, *blamed(events, time.time())]))
+    names = list(dict.fromkeys([*failed, *recently_failed_nodes(events, time.time())]))
     if not names:
         return given
     # Slurm itself keeps away from those that it knows to be down.
@@ -120,7 +120,7 @@ def exclusions(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = (
     return [*given, *[name for name in names if name in usable][:spare]]
 
 
-def blamed(events: Iterable[Event], now: float) -> list[str]:
+def recently_failed_nodes(events: Iterable[Event], now: float) -> list[str]:
     """The nodes that failed a run within the last hours, the last one first. Pure."""
     recent = [event for event in events if now - event["time"] < _BLAME_SECONDS and event.get("node")]
     guilty = [event["node"] for event in recent if _is_blame(event)]

@@ -4,8 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
-from hpc.core.memory import spare_memory
-from hpc.core.node_info import type_of
+from hpc.core.kernel import available_memory_bytes
+from hpc.core.node_info import file_system_type
 from hpc.staging.store import CacheStore
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -19,7 +19,7 @@ _FILE_BYTES = 4096 + 512
 
 def is_memory(directory: Path) -> bool:
     """Whether files there take memory, not disk."""
-    return type_of(directory) in IN_MEMORY
+    return file_system_type(directory) in IN_MEMORY
 
 
 def room(directory: Path) -> int:
@@ -27,7 +27,7 @@ def room(directory: Path) -> int:
     usage = shutil.disk_usage(directory)
     free = usage.free - int(usage.total * _RESERVE_SHARE)
     if is_memory(directory):
-        free = min(free, int(spare_memory() * _MEMORY_SHARE))
+        free = min(free, int(available_memory_bytes() * _MEMORY_SHARE))
     return max(0, free)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc.core.files import fsync_directory
-from hpc.core.secure_dirs import open_lock, private_directory, try_lock
+from hpc.core.nodedir import open_lock, private_directory, try_lock
 from hpc.staging.manifest import Manifest, boot_id, is_intact, read_manifest, read_size, size_of, write_manifest
 
 # A process that copies says so every few seconds; one that has not for so long is suspended, or its storage hangs.

@@ -26,7 +26,7 @@ from statistics import median
 
 from hpc.core.attempts import attempts_of, failures_in_a_row
 from hpc.core.ledger import Event
-from hpc.core.outcome import goes_on
+from hpc.core.outcome import may_restart
 
 PARTS = ("notice", "release", "start", "stage", "rendezvous", "restore", "first_step")
 
@@ -110,7 +110,7 @@ def _is_the_end_of(interruption: Event, after: TimeSpan) -> bool:
 
 
 def _should_go_on(events: Sequence[Event], end: Event) -> bool:
-    return end["event"] == "interruption" or goes_on(end["cause"], failures_in_a_row(attempts_of(events)))
+    return end["event"] == "interruption" or may_restart(end["cause"], failures_in_a_row(attempts_of(events)))
 
 
 def _interruption(before: TimeSpan, end: Event, after: TimeSpan | None, steps_lost: int) -> Interruption:

@@ -14,11 +14,11 @@ from typing import Any
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id
 from hpc.core.files import last_json_line
-from hpc.core.job_state import JobState, SlurmJob, by_script
+from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
-from hpc.core.outcome import Cause, goes_on
-from hpc.core.processes import is_alive
+from hpc.core.outcome import Cause, JobState, may_restart
 from hpc.core.rundir import RunDir
+from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.status.downtime import goodput, interruptions_of, recovery_by_cause
 from hpc.status.warnings import warnings_of
 
@@ -106,7 +106,7 @@ def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Pa
 
     One that runs comes first. A job in a state that we do not know may be alive.
     """
-    scripts = by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
+    scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
     found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
     return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}
 
@@ -140,7 +140,7 @@ def state_of(records: RunRecords, attempts: Sequence[Attempt], job: SlurmJob | N
 def _may_go_on(attempts: Sequence[Attempt]) -> bool:
     """Whether the ledger leaves it open: no attempt yet, one that has not ended, or one that another follows."""
     cause = attempts[-1].cause if attempts else None
-    return cause is None or goes_on(cause, failures_in_a_row(attempts))
+    return cause is None or may_restart(cause, failures_in_a_row(attempts))
 
 
 def _staging(events: Sequence[Event]) -> dict[str, Any] | None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.job_state import SlurmJob
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.slurm.squeue import SlurmJob
 from hpc.status.run_view import TERMINAL, Summary, jobs_by_run, summarize
 
 # Whoever looks every second must not be a burden to the controller.
@@ -66,7 +66,7 @@ class StatusCache:
     def _ask(self, runs: Sequence[RunDir]) -> Mapping[str, SlurmJob] | None:
         self.problem = None
         # A run without a script is this machine's alone.
-        if not any(run.script.exists() for run in runs) or not slurm.available():
+        if not any(run.script.exists() for run in runs) or not slurm.is_available():
             return None
         try:
             return slurm.jobs()

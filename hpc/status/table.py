@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hpc.core.job_state import why
+from hpc.slurm.squeue import explain_reason
 from hpc.status.run_view import TERMINAL, Summary
 
 _STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed": "red", "cancelled": "magenta"}
@@ -141,7 +141,9 @@ def waiting(row: Summary) -> str:
     if row["staging"]:
         return _copying(row["staging"])
     starts_at = row["starts_at"]
-    return ", ".join(filter(None, [why(row["reason"] or ""), starts_at and f"may start {_moment(starts_at)}"]))
+    return ", ".join(
+        filter(None, [explain_reason(row["reason"] or ""), starts_at and f"may start {_moment(starts_at)}"])
+    )
 
 
 def _copying(staging: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from math import ceil
 
 from hpc.core.ledger import Event
 from hpc.core.outcome import Cause
-from hpc.core.units import REQUEUE_SECONDS, patience_seconds
+from hpc.core.units import REQUEUE_SECONDS, save_timeout_seconds
 
 # Of the time that there is to save. The rest is for storage that is slower on another day.
 _MOST_SHARE = 0.8
@@ -36,7 +36,7 @@ def _too_little_time(submitted: Event, took: float | None) -> list[str]:
             f"saving took {took:.1f} s, and the run is told to {lead} s before the time limit, the last "
             f"{REQUEUE_SECONDS:.0f} s of which are for the requeue: submit with --stop-lead {ceil(2 * took / 60)}m"
         )
-    if took is not None and grace is not None and took > _MOST_SHARE * patience_seconds(grace):
+    if took is not None and grace is not None and took > _MOST_SHARE * save_timeout_seconds(grace):
         enough = ceil(took / _MOST_SHARE + REQUEUE_SECONDS)
         found.append(
             f"saving took {took:.1f} s, and on preemption Slurm ends the run after {grace} s: use a shorter "

@@ -16,8 +16,8 @@ import tyro
 
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
-from hpc.core.processes import start_time
 from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
@@ -218,9 +218,9 @@ def choose_cluster(asked: str) -> Cluster:
     Raises:
         UserError: `--cluster slurm`, and there is none.
     """
-    if asked == "local" or (asked == "auto" and not slurm.available()):
+    if asked == "local" or (asked == "auto" and not slurm.is_available()):
         return "local"
-    if not slurm.available():
+    if not slurm.is_available():
         raise UserError(
             "--cluster slurm, but there is no Slurm here (no sbatch, or no slurm.conf): use --cluster local"
         )

@@ -21,8 +21,8 @@ import zstandard
 from hpc.cli import all_runs
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import fsync_directory
-from hpc.core.processes import is_alive, start_time
-from hpc.core.secure_dirs import owner
+from hpc.core.kernel import is_alive, start_time
+from hpc.core.nodedir import user_name
 from hpc.submit.python_environment import PackedFileEntry, PythonEnvironment
 
 DIRECTORY, DESCRIPTION = ".environments", "torchrelay-environment.json"
@@ -126,8 +126,8 @@ def _directory(runs_dir: Path) -> Path:
         raise UserError(f"--runs-dir {runs_dir} cannot be written: {error}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise UserError(
-            f"{directory} belongs to {owner(status.st_uid)}, with mode {status.st_mode & 0o777:o}: environments that "
-            "others can change are not run; use a --runs-dir of your own, or leave --stage-env out"
+            f"{directory} belongs to {user_name(status.st_uid)}, with mode {status.st_mode & 0o777:o}: environments "
+            "that others can change are not run; use a --runs-dir of your own, or leave --stage-env out"
         )
     return directory
 

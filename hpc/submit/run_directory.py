@@ -60,8 +60,8 @@ def fill(run: RunDir, spec: RunSpec) -> None:
     """Write what the run needs before it can start."""
     for directory in (run.events, run.logs):
         directory.mkdir()
-    code_snapshot.take(run.code, Path.cwd(), spec.script)
+    code_snapshot.copy_code(run.code, Path.cwd(), spec.script)
     if spec.script:
-        inside = code_snapshot.script_in_snapshot(spec.script[0], code_snapshot.repository_of(Path.cwd()), Path.cwd())
+        inside = code_snapshot.script_in_code_copy(spec.script[0], code_snapshot.git_root(Path.cwd()), Path.cwd())
         spec = dataclasses.replace(spec, script=(str(inside), *spec.script[1:]))
     spec.save(run)

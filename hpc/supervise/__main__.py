@@ -18,11 +18,12 @@ from pathlib import Path
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import json_line, write_exclusive
-from hpc.core.job_state import JobState, by_script
 from hpc.core.ledger import record
+from hpc.core.outcome import JobState
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
+from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
 from hpc.supervise.decide import decide
 from hpc.supervise.decision import STARTS, Action, Decision
@@ -146,7 +147,7 @@ def _decided(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
 
 def _watched(runs_dir: Path) -> list[ObservedRun]:
     """All runs of Slurm's below a directory."""
-    jobs = by_script(slurm.jobs().values())
+    jobs = jobs_by_script(slurm.jobs().values())
     clock = storage_time(runs_dir.expanduser())
     found = []
     for run in cli.all_runs(runs_dir):
@@ -163,7 +164,7 @@ def _with_affordable(one: ObservedRun) -> ObservedRun:
     waits = any(job.state is JobState.PENDING for job in one.view.jobs)
     if not one.view.excluded or not waits:
         return one
-    affordable = relaunch.exclusions(RunSpec.load(one.run), one.events)
+    affordable = relaunch.nodes_to_exclude(RunSpec.load(one.run), one.events)
     return replace(one, view=replace(one.view, affordable=affordable))
 
 
@@ -171,7 +172,7 @@ def _with_fates(found: list[ObservedRun]) -> list[ObservedRun]:
     """Add what Slurm's accounting knows of jobs that squeue has forgotten."""
     asked = {one.run: job_id for one in found if not one.view.over and (job_id := one.forgotten_job_id)}
     try:
-        known = slurm.fates(list(asked.values())) if asked else {}
+        known = slurm.final_states(list(asked.values())) if asked else {}
     except TorchrelayError:
         return found  # a cluster without accounting
     fates = {run: known[job_id] for run, job_id in asked.items() if job_id in known}

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from hpc.core.job_state import JobState, SlurmJob
-from hpc.core.outcome import Cause
+from hpc.core.outcome import Cause, JobState
+from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.decision import Action, Decision, RunObservation
 
 # The head node's agent gives a sign of life every few seconds; storage that fails over is silent for a minute.

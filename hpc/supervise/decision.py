@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hpc.core.attempts import Attempt, failures_in_a_row, goes_on_after
-from hpc.core.job_state import JobState, SlurmJob
-from hpc.core.outcome import Cause
+from hpc.core.attempts import Attempt, failures_in_a_row, may_restart_after
+from hpc.core.outcome import Cause, JobState
+from hpc.slurm.squeue import SlurmJob
 
 
 class Action(StrEnum):
@@ -78,7 +78,7 @@ class RunObservation:
     @property
     def over(self) -> bool:
         """Whether nothing will follow."""
-        given_up = not self.open and not goes_on_after(self.attempts)
+        given_up = not self.open and not may_restart_after(self.attempts)
         return self.finished or self.cancelled or given_up
 
     @property

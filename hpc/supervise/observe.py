@@ -10,10 +10,11 @@ from pathlib import Path
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of, last_job_id
-from hpc.core.job_state import JobState, SlurmJob
+from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
-from hpc.core.processes import is_alive
+from hpc.core.outcome import JobState
 from hpc.core.rundir import RunDir
+from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.decide import BUSY_SECONDS
 from hpc.supervise.decision import RunObservation
 
@@ -40,7 +41,7 @@ def look(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_time: floa
 
     Args:
         run: the run.
-        jobs: by script, as `hpc.core.job_state.by_script` tells.
+        jobs: by script, as `hpc.slurm.squeue.jobs_by_script` returns them.
         storage_time: `storage_time` of the directory of the runs.
 
     Raises:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpc.core import ledger
-from hpc.core.attempts import attempts_of, goes_on_after, last_job_id
+from hpc.core.attempts import attempts_of, last_job_id, may_restart_after
 from hpc.core.errors import TorchrelayError
-from hpc.core.job_state import JobState, job_state
 from hpc.core.ledger import Event, EventWriter
-from hpc.core.outcome import Cause
+from hpc.core.outcome import Cause, JobState
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
+from hpc.slurm.squeue import job_state
 from hpc.spec import RunSpec
 from hpc.supervise.decision import STARTS, Action, Decision
 from hpc.supervise.observe import ObservedRun
@@ -57,26 +57,26 @@ def _end(watched: ObservedRun, cause: Cause, reason: str) -> bool:
         cause, node = (Cause.NODE_FAILURE if dead else cause), {"node": [*dead, last.nodes[0]][0]}
     step = relaunch.last_step(run) or (0 if RunSpec.load(run).train else None)
     heard = max(last.started, watched.view.alive_at or 0.0)
-    return relaunch.end(run, last.attempt, cause=cause, step=step, detail=reason, last_heard=heard, **node)
+    return relaunch.record_end(run, last.attempt, cause=cause, step=step, detail=reason, last_heard=heard, **node)
 
 
 def _release(watched: ObservedRun, decision: Decision) -> None:
     _avoid(watched, decision)
-    slurm.begin_at(str(decision.job_id), _SOON)
+    slurm.set_start_time(str(decision.job_id), _SOON)
     _note(watched, "released", job_id=decision.job_id)
 
 
 def _unhold(watched: ObservedRun, decision: Decision) -> None:
     _avoid(watched, decision)
     slurm.release(str(decision.job_id))
-    slurm.begin_at(str(decision.job_id), _SOON)
+    slurm.set_start_time(str(decision.job_id), _SOON)
     _note(watched, "released", job_id=decision.job_id)
 
 
 def _avoid(watched: ObservedRun, decision: Decision) -> None:
     """Keep the job away from nodes that failed the run; without that it starts all the same."""
     try:
-        excluded = relaunch.exclusions(RunSpec.load(watched.run), watched.events)
+        excluded = relaunch.nodes_to_exclude(RunSpec.load(watched.run), watched.events)
         if set(excluded) != set(watched.view.excluded):
             _exclude(watched, decision, excluded)
     except TorchrelayError as error:
@@ -88,7 +88,7 @@ def _admit(watched: ObservedRun, decision: Decision) -> None:
 
 
 def _exclude(watched: ObservedRun, decision: Decision, nodes: Sequence[str]) -> None:
-    slurm.exclude(str(decision.job_id), nodes)
+    slurm.set_excluded_nodes(str(decision.job_id), nodes)
     _note(watched, "excluded", job_id=decision.job_id, excluded=list(nodes))
 
 
@@ -108,8 +108,8 @@ def _relaunch(watched: ObservedRun, decision: Decision) -> None:
     attempts = attempts_of(events)
     if len(attempts) != len(watched.view.attempts) or any(event["event"] == "cancelled" for event in events):
         return  # it has gone on, or is not to
-    if goes_on_after(attempts):
-        if not relaunch.claim(watched.run, _attempt(watched), watched.events):
+    if may_restart_after(attempts):
+        if not relaunch.claim_next_job(watched.run, _attempt(watched), watched.events):
             return
         _submit(watched, decision, events)
     if decision.job_id:
@@ -125,10 +125,10 @@ def _is_there(watched: ObservedRun) -> bool:
 
 def _submit(watched: ObservedRun, decision: Decision, events: Sequence[Event]) -> None:
     run, spec, old = watched.run, RunSpec.load(watched.run), decision.job_id
-    excluded = relaunch.exclusions(spec, events)
+    excluded = relaunch.nodes_to_exclude(spec, events)
     known = {*(attempt.job_id for attempt in watched.view.attempts), *([old] if old else [])}
     try:
-        new = relaunch.next_job(run, spec, excluded, known)
+        new = relaunch.submit_next_job(run, spec, excluded, known)
     except TorchrelayError:
         if old:  # it may be in the way of the new one, where users may have only so many jobs
             slurm.cancel(old)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import write_atomic
-from hpc.slurm.testbed_conf import running_slurm_conf
+from hpc.slurm.client import running_slurm_conf
 from hpc.testbed import namespaces
 from hpc.testbed.layout import LOGIN_NAME, TestbedPaths
 from hpc.testbed.system import run, start, succeeds, wait_until

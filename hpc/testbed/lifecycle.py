@@ -14,12 +14,12 @@ from pathlib import Path
 
 from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
-from hpc.slurm.testbed_conf import STATE_DIRECTORY, running_slurm_conf
+from hpc.slurm.client import TESTBED_DIRECTORY, running_slurm_conf
 from hpc.testbed import daemons, namespaces, network, nodes, render, slurmdbd
 from hpc.testbed.layout import TestbedPaths, TestbedShape
 from hpc.testbed.system import locked, require_packages, require_root, wait_until
 
-PLACES = TestbedPaths(STATE_DIRECTORY)
+PLACES = TestbedPaths(TESTBED_DIRECTORY)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of, failures_in_a_row
-from hpc.core.outcome import Cause, goes_on, is_consequence
+from hpc.core.outcome import Cause, is_consequence, may_restart
 from hpc.slurm import relaunch
 from jobs.context import AgentContext
 from jobs.control.channel import LOST_SECONDS, ControlServer
@@ -192,7 +192,7 @@ class Coordinator:
         self._met.append((interruption.cause, interruption.step))
         *earlier, this = attempts_of(ledger.read(self._node.run.events))
         this = replace(this, interruptions=tuple(self._met))
-        return goes_on(interruption.cause, failures_in_a_row([*earlier, this]))
+        return may_restart(interruption.cause, failures_in_a_row([*earlier, this]))
 
     def _end(self, verdict: RoundFailure | None = None, *, done: bool = False) -> None:
         self.verdict, self.done = verdict, done

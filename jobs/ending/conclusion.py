@@ -8,9 +8,8 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of, failures_in_a_row
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import look_again
-from hpc.core.job_state import JobState
-from hpc.core.outcome import Cause, Ending, cause_of, goes_on, must_requeue
+from hpc.core.files import refresh_nfs_cache
+from hpc.core.outcome import Cause, Ending, JobState, cause_of, may_restart, must_requeue
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from jobs.context import AgentContext
@@ -45,7 +44,7 @@ def conclude(node: AgentContext, hub: ControlServer, captain: Coordinator) -> in
     ending = replace(ending, failures=failures_in_a_row(attempts_of(ledger.read(node.run.events))))
     if must_requeue(cause, ending):
         return _go_on(node, [node.place.hostnames[rank] for rank in sorted(lost)], captain)
-    return 0 if cause is Cause.COMPLETED or goes_on(cause, ending.failures) else 1
+    return 0 if cause is Cause.COMPLETED or may_restart(cause, ending.failures) else 1
 
 
 def _go_on(node: AgentContext, lost: list[str], captain: Coordinator) -> int:
@@ -78,7 +77,7 @@ def _wait_for_others(node: AgentContext, hub: ControlServer) -> set[int]:
 
 def _look(node: AgentContext, captain: Coordinator) -> Ending:
     """Gather what tells how the attempt ended."""
-    look_again(node.run.path)
+    refresh_nfs_cache(node.run.path)
     signal = captain.signal
     finished = node.run.final_result.exists() if node.spec.train else captain.done and not signal
     events = ledger.read(node.run.events)

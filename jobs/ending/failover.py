@@ -10,10 +10,9 @@ from collections.abc import Callable
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core import ledger
-from hpc.core.attempts import attempts_of, goes_on_after
+from hpc.core.attempts import attempts_of, may_restart_after
 from hpc.core.errors import TorchrelayError
-from hpc.core.job_state import JobState
-from hpc.core.outcome import Cause
+from hpc.core.outcome import Cause, JobState
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from jobs.context import AgentContext
@@ -50,7 +49,7 @@ def take_over(node: AgentContext) -> int:
     if not first and not _is_left_undone(node):
         return 0
     save_snapshot(node)
-    if goes_on_after(attempts_of(ledger.read(node.run.events))):
+    if may_restart_after(attempts_of(ledger.read(node.run.events))):
         hand_over(node, [head], [])
     else:
         slurm.cancel(node.place.job_id)
@@ -94,7 +93,7 @@ def _is_left_undone(node: AgentContext) -> bool:
         if (
             node.events("relaunched")
             or node.events("requeued")
-            or not goes_on_after(attempts_of(ledger.read(node.run.events)))
+            or not may_restart_after(attempts_of(ledger.read(node.run.events)))
         ):
             return False
         time.sleep(_POLL_SECONDS)
@@ -119,7 +118,7 @@ def end(agent: AgentContext, **fields: object) -> bool:
     A full disk does not keep it from ending; then the first that is left decides.
     """
     try:
-        return relaunch.end(agent.run, agent.attempt.attempt, **fields)
+        return relaunch.record_end(agent.run, agent.attempt.attempt, **fields)
     except OSError as error:
         log(f"the end of the attempt could not be recorded: {error}")
         return agent.place.node_rank <= 1
@@ -158,7 +157,7 @@ def hand_over(node: AgentContext, lost: list[str], unfit: list[str]) -> None:
         else:
             _relaunch(node, [*lost, *unfit])
 
-    if relaunch.claim(node.run, node.attempt.attempt, ledger.read(node.run.events)):
+    if relaunch.claim_next_job(node.run, node.attempt.attempt, ledger.read(node.run.events)):
         _persist(leave)
 
 
@@ -172,8 +171,8 @@ def requeue(node: AgentContext, unfit: list[str]) -> None:
     _persist(lambda: slurm.requeue(job_id))
     node.note("requeued", job_id=job_id)
     if unfit:
-        excluded = relaunch.exclusions(node.spec, ledger.read(node.run.events), unfit)
-        _persist(lambda: slurm.exclude(job_id, excluded))  # nothing can be changed before the requeue
+        excluded = relaunch.nodes_to_exclude(node.spec, ledger.read(node.run.events), unfit)
+        _persist(lambda: slurm.set_excluded_nodes(job_id, excluded))  # nothing can be changed before the requeue
         node.note("excluded", job_id=job_id, excluded=excluded)
 
 
@@ -201,8 +200,8 @@ def _relaunch(node: AgentContext, avoid: list[str]) -> None:
         TorchrelayError: it was refused.
     """
     job_id, events = node.place.job_id, ledger.read(node.run.events)
-    excluded = relaunch.exclusions(node.spec, events, avoid)
-    new = relaunch.next_job(node.run, node.spec, excluded, {attempt.job_id for attempt in attempts_of(events)})
+    excluded = relaunch.nodes_to_exclude(node.spec, events, avoid)
+    new = relaunch.submit_next_job(node.run, node.spec, excluded, {attempt.job_id for attempt in attempts_of(events)})
     node.note("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
     log(f"job {new} goes on, this one ends")
     try:

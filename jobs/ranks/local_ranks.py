@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpc.core.kernel import process_state
 from hpc.core.nodedir import NodeDir
 from hpc.core.outcome import cause_of_exit
-from hpc.core.processes import state_of
 from jobs.control.messages import RankFailure, RankHeartbeat
 
 # A head node's agent that is busy for a moment misses none; the ledger has all of them.
@@ -43,7 +43,7 @@ class LocalRanks:
 
     def _beat(self, local_rank: int) -> RankHeartbeat | None:
         fields = _read(self._memory.heartbeat(local_rank))
-        state = state_of(fields["pid"]) if fields and "pid" in fields else None
+        state = process_state(fields["pid"]) if fields and "pid" in fields else None
         if fields is None or state in {None, "Z"}:
             return None
         mark, now = (fields["pid"], fields.get("count"), fields.get("step")), time.monotonic()

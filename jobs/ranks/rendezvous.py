@@ -12,7 +12,7 @@ from pathlib import Path
 
 import submitit
 
-from hpc.core.node_info import addresses
+from hpc.core.node_info import interface_addresses
 
 # Below this lie the services of the system; above the other bound the kernel hands out ports to whoever connects.
 LOWEST_PORT = 10_000
@@ -171,4 +171,4 @@ def local_address(place: NodeAllocation) -> str:
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has an IPv4 address; None if no interface has it."""
-    return next((name for name, own in addresses().items() if own == address), None)
+    return next((name for name, own in interface_addresses().items() if own == address), None)

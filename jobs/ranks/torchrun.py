@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from hpc.core.processes import children
+from hpc.core.kernel import children
 
 _SHIELD = Path(__file__).with_name("ignore_signals.py")
 _ABORT_SECONDS = 3.0

@@ -14,8 +14,8 @@ import pytest
 from cluster import ROOT
 
 from hpc.core.errors import TorchrelayError
+from hpc.core.kernel import children, process_state
 from hpc.core.nodedir import NodeDir
-from hpc.core.processes import children, state_of
 from jobs.agent import threads_per_rank
 from jobs.ranks.local_ranks import LocalRanks
 from jobs.ranks.rendezvous import NodeAllocation
@@ -121,7 +121,7 @@ def test_killed_torchrun_leaves_nothing() -> None:
         [rank] = torchrun.ranks()
         [loader] = children(rank)
     for pid in (rank, loader):
-        wait_for(lambda pid=pid: state_of(pid) in {None, "Z"})
+        wait_for(lambda pid=pid: process_state(pid) in {None, "Z"})
 
 
 def test_nothing_outlives_a_killed_agent() -> None:
@@ -135,7 +135,7 @@ def test_nothing_outlives_a_killed_agent() -> None:
     [torchrun] = children(agent.pid)
     agent.kill()
     agent.wait()
-    wait_for(lambda: state_of(torchrun) in {None, "Z"})
+    wait_for(lambda: process_state(torchrun) in {None, "Z"})
     assert not children(torchrun)
 
 
@@ -153,7 +153,7 @@ def test_hung_rank_tells_where_it_is(tmp_path: Path) -> None:
 
 def test_stopped_rank_is_killed() -> None:
     with start("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)") as torchrun:
-        wait_for(lambda: [rank for rank in torchrun.ranks() if state_of(rank) == "T"])
+        wait_for(lambda: [rank for rank in torchrun.ranks() if process_state(rank) == "T"])
         torchrun.abort_ranks()
         wait_for(lambda: torchrun.exit_code is not None)
 
@@ -223,7 +223,7 @@ def test_rank_does_not_outlive_its_keeper(tmp_path: Path, ranks: LocalRanks) -> 
     [rank] = children(keeper.pid)
     keeper.kill()
     keeper.wait()
-    wait_for(lambda: state_of(rank) in {None, "Z"})
+    wait_for(lambda: process_state(rank) in {None, "Z"})
     assert ranks.new_failures() == []
 
 

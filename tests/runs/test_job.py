@@ -12,7 +12,7 @@ from cluster import LONG, PAIR, SMALL_BATCH, Run, Site
 
 from hpc.core import ledger
 from hpc.core.rundir import RunDir
-from hpc.slurm.testbed_conf import STATE_DIRECTORY
+from hpc.slurm.client import TESTBED_DIRECTORY
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -186,7 +186,7 @@ def test_taken_port_is_retried(site: Site) -> None:
         port = run.events("rendezvous")[0]["port"]
         head = run.status()["attempts"][0]["nodes"][0]
         code = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(300)"
-        network = STATE_DIRECTORY / "ns" / f"{head}.net"
+        network = TESTBED_DIRECTORY / "ns" / f"{head}.net"
         thief = subprocess.Popen(["nsenter", f"--net={network}", sys.executable, "-S", "-c", code])
         run.wait_for_state("completed")
     finally:

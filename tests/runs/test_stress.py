@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 from cluster import Run, Site, agent_pids, assert_nothing_left, rank_pids
 
-from hpc.core.processes import state_of
+from hpc.core.kernel import process_state
 
 FAILURES = int(os.environ.get("TORCHRELAY_STRESS", "3"))
 SEED = int(os.environ.get("TORCHRELAY_STRESS_SEED", "4"))
@@ -118,4 +118,6 @@ def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
     run.wait("the end of the jobs", lambda: not run.is_alive())
     for path in (site.path / "runs").rglob("*.lock"):
         pytest.fail(f"{path} is left")
-    assert all(state_of(pid) is None for node in ("gpu01", "gpu02", "gpu03", "gpu04") for pid in rank_pids(run, node))
+    assert all(
+        process_state(pid) is None for node in ("gpu01", "gpu02", "gpu03", "gpu04") for pid in rank_pids(run, node)
+    )

@@ -17,8 +17,8 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hpc.core.directories import sweep
 from hpc.core.errors import TorchrelayError
+from hpc.core.files import remove_temporaries
 from training.checkpoint.sharded_state import read_own_part, read_parts, read_whole
 from training.checkpoint.snapshot import not_recorded, remove_newer, remove_others
 from training.checkpoint.snapshot_writer import part_directory, writing_directory
@@ -99,7 +99,7 @@ def _offers(job: RunContext, group: ProcessGroup, snapshots: Path | None, *, par
     found = []
     for durable, directory in places.items():
         if directory:
-            sweep(directory, "step-*")
+            remove_temporaries(directory, "step-*")
             paths = list_checkpoints(directory)
             found += [StateOffer(step=step_of(path), durable=durable, rank=group.rank, path=path) for path in paths]
     if parts:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc.core.directories import flush
+from hpc.core.files import fsync_file
 from training.checkpoint.sharded_state import part_name
 from training.checkpoint.storage import Fill, described, save_checkpoint
 from training.runtime.process_group import ProcessGroup
@@ -59,7 +59,7 @@ def _filled(group: ProcessGroup, fill: Fill, temporary: Path) -> tuple[dict[str,
     name = part_name(group)
     try:
         fill(temporary)
-        flush(temporary / name)
+        fsync_file(temporary / name)
         return {name: described(temporary / name)}, ""
     except OSError as error:
         return {}, f"rank {group.rank}: {str(error) or repr(error)}"

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc.core.directories import sweep
-from hpc.core.files import last_json_line, read_json_lines
-from hpc.core.memory import spare_memory
+from hpc.core.files import last_json_line, read_json_lines, remove_temporaries
+from hpc.core.kernel import available_memory_bytes
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.checkpoint.storage import (
@@ -118,7 +117,7 @@ def no_room(directory: Path, size: int) -> str:
     if free < missing:
         return f"{directory} has {_in_megabytes(free)} free, and snapshots need {_in_megabytes(missing)} more"
     # And the copy that they are written from.
-    left, missing = spare_memory(), missing + size
+    left, missing = available_memory_bytes(), missing + size
     if left < missing:
         return f"there are {_in_megabytes(left)} of memory to spare, and snapshots need {_in_megabytes(missing)}"
     return ""
@@ -126,7 +125,7 @@ def no_room(directory: Path, size: int) -> str:
 
 def remove_newer(directory: Path, step: int) -> None:
     """Remove the snapshots of later steps, which are of a future that did not come about, and all unfinished ones."""
-    sweep(directory, "step-*")
+    remove_temporaries(directory, "step-*")
     for path in list_checkpoints(directory):
         if step_of(path) > step:
             shutil.rmtree(path, ignore_errors=True)

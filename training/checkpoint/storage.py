@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc.core.directories import publish
 from hpc.core.errors import TorchrelayError
+from hpc.core.files import publish_directory
 
 STATE_FILES = TENSORS, NUMBERS = "state.safetensors", "state.json"
 _MANIFEST = "manifest.json"
@@ -63,7 +63,7 @@ def save_checkpoint(directory: Path, step: int, fill: Fill, keep: int | None, mo
         (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 
     path = checkpoint_path(directory, step)
-    publish(path, complete, mode)
+    publish_directory(path, complete, mode)
     if keep is not None:
         for outdated in [*list_checkpoints(directory)[keep:], *directory.glob(f"{_REJECTED}*")]:
             shutil.rmtree(outdated, ignore_errors=True)

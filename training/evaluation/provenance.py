@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpc.core.code_snapshot import revision_of
+from hpc.core.code_snapshot import git_revision
 from hpc.core.rundir import RunDir
 from training.data.dataset import Data
 from training.runtime.process_group import ProcessGroup
@@ -90,4 +90,4 @@ def _revision(run_dir: RunDir) -> str | None:
     """The revision of the code that was submitted, or that a training by hand runs in."""
     with suppress(OSError):
         return run_dir.revision.read_text().strip()
-    return None if run_dir.spec.exists() else revision_of(Path.cwd())
+    return None if run_dir.spec.exists() else git_revision(Path.cwd())

@@ -11,9 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from hpc.core.directories import publish, sweep
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import write_json
+from hpc.core.files import publish_directory, remove_temporaries, write_json
 from hpc.core.ledger import EventWriter
 from hpc.core.outcome import EXIT_NO_SPACE
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
@@ -53,8 +52,8 @@ class RunLogger:
             try:
                 run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 run_dir.events.mkdir(exist_ok=True)
-                sweep(run_dir.path, run_dir.best.name)
-                sweep(run_dir.path, run_dir.final.name)
+                remove_temporaries(run_dir.path, run_dir.best.name)
+                remove_temporaries(run_dir.path, run_dir.final.name)
             except OSError as error:
                 raise UserError(f"--run-dir is {run_dir.path}, which does not work ({error}): use another") from error
 
@@ -109,7 +108,7 @@ class RunLogger:
     def _publish_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         self._unpublished = None
         try:
-            publish(self._run_dir.best, partial(_write_model, weights, result, files))
+            publish_directory(self._run_dir.best, partial(_write_model, weights, result, files))
         except OSError as error:
             self._unpublished = (weights, result, files)
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
@@ -160,7 +159,7 @@ class RunLogger:
             return
         self.wait()
         try:
-            publish(self._run_dir.final, partial(_write_model, weights, result, files))
+            publish_directory(self._run_dir.final, partial(_write_model, weights, result, files))
         except OSError as error:
             full = error.errno in {errno.ENOSPC, errno.EDQUOT}
             raise (NoSpaceError if full else TorchrelayError)(

@@ -23,7 +23,7 @@ import tyro
 from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import fsync_directory
-from hpc.core.secure_dirs import open_lock, try_lock
+from hpc.core.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, PackIndex, checksum, read_index
 from training.pack.plan import PackPlan, make_plan, same_content

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 from torch.distributed.rendezvous import rendezvous
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.memory import resident_memory
+from hpc.core.kernel import resident_memory_bytes
 from hpc.core.outcome import EXIT_BAD_NODE
 from training.runtime.rank_info import RankInfo
 
@@ -70,7 +70,7 @@ class ProcessGroup:
         """Bytes: the most that this rank has taken of its GPU; on a CPU, what this process has in memory now."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_reserved(self.device)
-        return resident_memory()
+        return resident_memory_bytes()
 
     def wait_for_device(self) -> None:
         """Until this rank's device has done all that it was given."""

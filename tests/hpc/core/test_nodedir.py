@@ -13,8 +13,7 @@ import pytest
 from cluster import ROOT
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.nodedir import MEMORY, NodeDir, open_node_dir
-from hpc.core.secure_dirs import private_directory
+from hpc.core.nodedir import MEMORY, NodeDir, open_node_dir, private_directory
 
 
 def remove(memory: NodeDir, held: int) -> None:

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from hpc.core.job_state import JobState
 from hpc.core.outcome import (
     Cause,
     Ending,
+    JobState,
     cause_of,
     cause_of_exit,
     count_failures,
-    goes_on,
     is_consequence,
+    may_restart,
     must_requeue,
 )
 
@@ -141,10 +141,10 @@ def test_failures_since_the_last_new_step(interruptions: list[tuple[str, int | N
 )
 def test_how_often_in_a_row_a_run_goes_on(causes: list[str], most: int | None) -> None:
     for cause in causes:
-        assert [goes_on(cause, failures) for failures in range(9)] == [most is None or f < most for f in range(9)]
+        assert [may_restart(cause, failures) for failures in range(9)] == [most is None or f < most for f in range(9)]
 
 
 def test_every_cause_has_its_place() -> None:
     """A new cause that nobody thought about would be free, and could requeue a run for ever."""
-    free = {cause for cause in Cause if goes_on(cause, failures=99)}
+    free = {cause for cause in Cause if may_restart(cause, failures=99)}
     assert free == {Cause.PREEMPTED, Cause.REQUEUED}

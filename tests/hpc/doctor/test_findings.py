@@ -10,7 +10,7 @@ from hpc.core.node_info import JobNodeInfo, NodeInfo, TorchBuild
 from hpc.doctor.findings import Finding, Severity, judge, merge
 from hpc.doctor.node_findings import OF_LOGIN, OF_NODE, OF_RUN, LoginNode, RunMeasurements
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
-from hpc.slurm.cluster import ClusterConfig, choose, number, parse_config, parse_records
+from hpc.slurm.cluster import ClusterConfig, choose_partition, leading_number, parse_config, parse_records
 
 # As Slurm 22.05.8 prints them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T18:38:39
@@ -70,20 +70,20 @@ def one(found: list[Finding], check: str) -> Finding:
 
 def test_configuration_as_printed() -> None:
     config = parse_config(CONFIG)
-    assert (config["SLURM_VERSION"], config["PowerPlugin"], number(config, "KillWait")) == ("22.05.8", "", 15)
-    assert (number(config, "SlurmctldParameters"), number(config, "Nothing")) == (None, None)
+    assert (config["SLURM_VERSION"], config["PowerPlugin"], leading_number(config, "KillWait")) == ("22.05.8", "", 15)
+    assert (leading_number(config, "SlurmctldParameters"), leading_number(config, "Nothing")) == (None, None)
     assert parse_config(NEWER)["JobRequeue"] == "1", "of the sections that follow, nothing replaces what came before"
     assert parse_config("") == {}
 
 
 def test_partition_is_the_one_named_or_the_default() -> None:
     partitions = parse_records(PARTITIONS)
-    assert choose(None, partitions)["PartitionName"] == "gpu"
-    assert choose("urgent", partitions)["GraceTime"] == "0"
+    assert choose_partition(None, partitions)["PartitionName"] == "gpu"
+    assert choose_partition("urgent", partitions)["GraceTime"] == "0"
     with pytest.raises(UserError, match="--partition 'gpux' does not exist: use --partition with one of gpu, urgent"):
-        choose("gpux", partitions)
+        choose_partition("gpux", partitions)
     with pytest.raises(UserError, match="no default partition"):
-        choose(None, partitions[1:])
+        choose_partition(None, partitions[1:])
 
 
 def test_nodes_with_words_in_their_fields() -> None:

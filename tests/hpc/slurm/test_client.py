@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core.job_state import JobState, job_state, parse_jobs, why
+from hpc.core.outcome import JobState
 from hpc.slurm import client as slurm
+from hpc.slurm.squeue import explain_reason, job_state, parse_jobs
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_jobs_of_squeue() -> None:
     ],
 )
 def test_reason_of_a_wait_in_words(reason: str, words: str) -> None:
-    assert why(reason) == words
+    assert explain_reason(reason) == words
 
 
 def test_fields_of_scontrol() -> None:
@@ -131,7 +132,7 @@ def test_complaint_is_the_line_with_the_error() -> None:
 
 def test_clients_survive_the_signal_that_their_own_requeue_sends() -> None:
     told = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('done')"
-    assert slurm.call([sys.executable, "-c", told]) == "done\n"
+    assert slurm.run([sys.executable, "-c", told]) == "done\n"
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from hpc.core import ledger
 from hpc.core.files import append_json_line
-from hpc.core.job_state import parse_jobs
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.slurm.squeue import parse_jobs
 from hpc.status import __main__ as status
 from hpc.status.run_view import jobs_by_run
 from hpc.status.status_cache import StatusCache

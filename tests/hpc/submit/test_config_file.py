@@ -134,6 +134,6 @@ def test_the_help_tells_what_each_recipe_is_for() -> None:
 
 
 def test_recipes_are_in_the_snapshot_of_the_code(tmp_path: Path) -> None:
-    code_snapshot.take(tmp_path / "code", tmp_path, ())
-    copied = tmp_path / "code" / code_snapshot.OWN / "training" / "recipes"
+    code_snapshot.copy_code(tmp_path / "code", tmp_path, ())
+    copied = tmp_path / "code" / code_snapshot.PACKAGES_DIRECTORY / "training" / "recipes"
     assert {path.stem for path in copied.glob("*.yaml")} == recipes().keys()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpc.core.attempts import Attempt
-from hpc.core.job_state import JobState, SlurmJob
-from hpc.core.outcome import Cause
+from hpc.core.outcome import Cause, JobState
+from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.decide import decide
 from hpc.supervise.decision import Action, Decision, RunObservation
 

@@ -17,7 +17,7 @@ from cluster import ROOT, SMALL_BATCH, Run, Site, agent_pids, commands, dead
 from hpc.core import ledger
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
-from hpc.slurm.testbed_conf import running_slurm_conf
+from hpc.slurm.client import running_slurm_conf
 from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
 from hpc.testbed.lifecycle import PLACES
 

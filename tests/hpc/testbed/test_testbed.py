@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cluster import need
 
-from hpc.slurm import testbed_conf
+from hpc.slurm import client
 from hpc.testbed import daemons
 from hpc.testbed.layout import TestbedPaths
 
@@ -104,7 +104,7 @@ def test_up_again_changes_nothing(testbed: dict[str, Any]) -> None:
     before = (PLACES.run / "slurmctld.pid").read_text()
     answer = type_testbed("up")
     assert (PLACES.run / "slurmctld.pid").read_text() == before
-    assert answer["slurm_conf"] == testbed["slurm_conf"] == str(testbed_conf.running_slurm_conf())
+    assert answer["slurm_conf"] == testbed["slurm_conf"] == str(client.running_slurm_conf())
     assert [node["name"] for node in answer["nodes"]] == ["gpu01", "gpu02", "gpu03", "gpu04"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc.core.errors import UserError
-from hpc.slurm import testbed_conf
+from hpc.slurm import client
 from hpc.testbed import daemons, render
 from hpc.testbed.layout import TestbedPaths, TestbedShape
 from hpc.testbed.system import locked
@@ -64,13 +64,13 @@ def test_silent_node_is_unresponsive_until_slurm_calls_it_down() -> None:
 
 
 def test_no_slurm_conf_where_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testbed_conf, "STATE_DIRECTORY", tmp_path)
-    assert testbed_conf.running_slurm_conf() is None
+    monkeypatch.setattr(client, "TESTBED_DIRECTORY", tmp_path)
+    assert client.running_slurm_conf() is None
     # What a reboot leaves: a file that names somebody else's process.
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "slurmctld.pid").write_text(f"{os.getpid()}\n")
     (tmp_path / "slurm.conf").touch()
-    assert testbed_conf.running_slurm_conf() is None
+    assert client.running_slurm_conf() is None
 
 
 def test_lock_admits_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from trainer_rig import Starter, Training, events, lines
 
-from hpc.core.memory import allowed, spare_memory
+from hpc.core.kernel import available_memory_bytes, cgroup_available_bytes
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.checkpoint.snapshot import flush, no_room
@@ -334,12 +334,12 @@ def test_memory_is_what_the_control_groups_allow(tmp_path: Path) -> None:
     cached = "cache 9\ntotal_inactive_file 20\ntotal_active_file 3\ninactive_file 1"
     make_group(old, limit_in_bytes=1000, usage_in_bytes=600, stat=cached)
     make_group(old / "step_0", limit_in_bytes=2**63, usage_in_bytes=600, stat=cached)
-    assert min(allowed("4:memory:/slurm/job_5/step_0\n3:cpuset:/", tmp_path)) == 1000 - 600 + 23
+    assert min(cgroup_available_bytes("4:memory:/slurm/job_5/step_0\n3:cpuset:/", tmp_path)) == 1000 - 600 + 23
     make_group(new, max=500, current=700, stat="file 9\ninactive_file 0\nactive_file 5")
     make_group(new / "step_0", max="max", current=700, stat="file 9")
-    assert list(allowed("0::/slurm/job_5/step_0", tmp_path)) == [1], "there is none left"
-    assert list(allowed("0::/somewhere/else", tmp_path)) == []
-    assert 0 < spare_memory() < 2**60
+    assert list(cgroup_available_bytes("0::/slurm/job_5/step_0", tmp_path)) == [1], "there is none left"
+    assert list(cgroup_available_bytes("0::/somewhere/else", tmp_path)) == []
+    assert 0 < available_memory_bytes() < 2**60
 
 
 def test_time_spent_in_steps_that_count_is_carried_on(start: Starter, node: NodeDir) -> None:

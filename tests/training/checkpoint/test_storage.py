@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core.directories import publish, sweep
 from hpc.core.errors import TorchrelayError
+from hpc.core.files import publish_directory, remove_temporaries
 from training.checkpoint.storage import list_checkpoints, read_checkpoint, save_checkpoint, set_aside, step_of
 
 FILES = {"state.safetensors": b"x" * 5000, "state.json": b'{"step": 1}'}
@@ -106,19 +106,19 @@ def test_what_cannot_be_written_leaves_the_old_ones_and_nothing_else(tmp_path: P
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 10, writing(FILES), keep=2)
     shutil.copytree(tmp_path / "step-00000010", tmp_path / ".step-00000020.0123abcd.tmp")
-    sweep(tmp_path, "step-*")
+    remove_temporaries(tmp_path, "step-*")
     assert names(tmp_path) == ["step-00000010"]
 
 
 def test_a_directory_that_stepped_aside_for_nothing_comes_back(tmp_path: Path) -> None:
-    publish(tmp_path / "best", writing({"result.json": b"{}"}))
+    publish_directory(tmp_path / "best", writing({"result.json": b"{}"}))
     (tmp_path / "best").rename(tmp_path / ".best.0123abcd.old")
-    sweep(tmp_path, "best")
+    remove_temporaries(tmp_path, "best")
     assert json.loads((tmp_path / "best" / "result.json").read_text()) == {}
 
 
 def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
-    publish(tmp_path / "best", writing({"old.txt": b"old"}))
-    publish(tmp_path / "best", writing({"new.txt": b"new"}))
+    publish_directory(tmp_path / "best", writing({"old.txt": b"old"}))
+    publish_directory(tmp_path / "best", writing({"new.txt": b"new"}))
     assert names(tmp_path) == ["best"]
     assert names(tmp_path / "best") == ["new.txt"]

@@ -54,7 +54,7 @@ def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
     numbers = json.loads((run / "checkpoints" / "step-00000027" / NUMBERS).read_text())
     assert made["data"]["fingerprint"] == numbers["identity"]["fingerprint"]
     assert made["versions"]["torch"] == version("torch")
-    assert made["code"]["revision"] == code_snapshot.revision_of(Path.cwd())
+    assert made["code"]["revision"] == code_snapshot.git_revision(Path.cwd())
     assert (run / "best" / "model.json").exists()
 
 
@@ -136,10 +136,10 @@ def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:
     for number, ending in enumerate(("", "+changes")):
         run = RunDir(tmp_path / str(number))
         run.path.mkdir()
-        code_snapshot.take(run.code, tmp_path / "own", ())
+        code_snapshot.copy_code(run.code, tmp_path / "own", ())
         assert run.revision.read_text() == f"{git('rev-parse', 'HEAD')}{ending}\n"
         (tmp_path / "own" / "notes").write_text("two")
-    assert code_snapshot.revision_of(Path("/")) is None
+    assert code_snapshot.git_revision(Path("/")) is None
 
 
 # --- the best model ---

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
 
+from hpc.core.outcome import JobState
 from hpc.core.rundir import RunDir
 
 _SEPARATOR = "|"
@@ -14,27 +14,6 @@ _SEPARATOR = "|"
 _FIELDS = ("JobID", "State", "Reason", "NodeList", "RestartCnt", "EligibleTime", "StartTime", "Command")
 QUEUE_FORMAT = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
 _SCRIPT = RunDir(Path()).script.name
-
-
-class JobState(StrEnum):
-    """Slurm's words for a job, as far as they matter to a run."""
-
-    PENDING = "PENDING"
-    RUNNING = "RUNNING"
-    SUSPENDED = "SUSPENDED"
-    ENDING = "ENDING"
-    CANCELLED = "CANCELLED"
-    TIMEOUT = "TIMEOUT"
-    PREEMPTED = "PREEMPTED"
-    NODE_FAIL = "NODE_FAIL"
-    COMPLETED = "COMPLETED"
-    FAILED = "FAILED"
-    UNKNOWN = "UNKNOWN"
-
-    @property
-    def alive(self) -> bool:
-        """Slurm still holds the job: it runs, ends, or waits to run."""
-        return self in {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.ENDING}
 
 
 _STATES = {
@@ -99,7 +78,7 @@ def _seconds(time: str) -> float | None:
         return None  # N/A, Unknown
 
 
-def by_script(jobs: Iterable[SlurmJob]) -> dict[str, list[SlurmJob]]:
+def jobs_by_script(jobs: Iterable[SlurmJob]) -> dict[str, list[SlurmJob]]:
     """The jobs of each script of a run, by its real path, the oldest first; one index for all runs."""
     found: dict[str, list[SlurmJob]] = {}
     for job in jobs:
@@ -151,7 +130,7 @@ _REASONS = {
 }
 
 
-def why(reason: str) -> str:
+def explain_reason(reason: str) -> str:
     """Why a job waits, in words; what we do not know stays as Slurm says it, and what it has not said yet is empty."""
     said = reason.replace("_", " ")
     known = max((word for word in _REASONS if said.startswith(word)), key=len, default=None)
