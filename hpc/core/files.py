@@ -6,6 +6,7 @@ log of JSON lines is appended to with one `write` per line, by one process per f
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +20,12 @@ _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _RECORDS_PER_PARSE = 1000
 # How the names of a directory that is being written, and of one that is being replaced, end.
 _UNFINISHED, _REPLACED = "tmp", "old"
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_directory(path: Path) -> None:

@@ -4,7 +4,6 @@ A checkpoint is a few files of bytes; what they mean is the business of `trainin
 altered one is set aside as `rejected-step-00001200`, and deleted once a new one has been committed.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import publish_directory
+from hpc.core.files import publish_directory, sha256_of
 
 STATE_FILES = TENSORS, NUMBERS = "state.safetensors", "state.json"
 _MANIFEST = "manifest.json"
@@ -135,5 +134,4 @@ def _unreadable(path: Path, error: OSError) -> TorchrelayError:
 
 def described(path: Path) -> dict[str, Any]:
     """What the manifest says of a file."""
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"size": path.stat().st_size, "sha256": sha256_of(path)}

@@ -116,12 +116,6 @@ def _part(content: dict[str, Any]) -> PackedPart:
     return PackedPart(corrupt=tuple(content.pop("corrupt")), labels=labels, names=names, shards=shards, **content)
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def check_files(directory: Path, index: PackIndex) -> None:
     """Make sure that all files are there and have their sizes.
 

@@ -4,7 +4,6 @@ Runs on the login node, which may have internet when the compute nodes have none
 """
 
 import ast
-import hashlib
 import importlib.util
 import os
 import shlex
@@ -13,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from hpc.core.errors import UserError
+from hpc.core.files import sha256_of
 from training.config.model_names import OWN_MODELS
 
 _SUFFIXES = (".safetensors", ".pth", ".pt")
@@ -52,8 +52,7 @@ def _cached(model: str, name: str) -> Path:
 
 def _whole(path: Path) -> bool:
     """Whether a file is what its name says: torchvision's end with the beginning of their SHA-256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest().startswith(path.stem.rpartition("-")[2])
+    return sha256_of(path).startswith(path.stem.rpartition("-")[2])
 
 
 def cache_directory() -> Path:

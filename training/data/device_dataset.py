@@ -13,12 +13,12 @@ from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import Batch, Data, ImageSource, MemoryImages
-from training.data.image_dataset import CENTER, ImageDataset
+from training.data.image_dataset import ImageDataset
 from training.data.packed import PackedImages
 from training.data.synthetic import SyntheticImages
 from training.data.to_device import sent
 from training.data.transforms.augment import ImageAugmentation
-from training.data.transforms.crop import cut_all
+from training.data.transforms.crop import EVALUATION_CROP, cut_all
 from training.data.transforms.crop_box import center_box
 
 # A model that needs all of a GPU must go on fitting: what `auto` takes must not be missed. It is enough for all of the
@@ -64,7 +64,7 @@ class HeldPhotos:
         if epoch is not None and augmentation is not None:
             return augmentation.batch(epoch, places, squares)
         side = self.squares.shape[2]
-        middle = torch.tensor(center_box(side, side, CENTER)).repeat(len(squares), 1)
+        middle = torch.tensor(center_box(side, side, EVALUATION_CROP)).repeat(len(squares), 1)
         return cut_all(squares, middle, self.photos.size)
 
 

@@ -13,11 +13,8 @@ from hpc.core.errors import UserError
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import Batch
 from training.data.transforms.augment import ImageAugmentation
-from training.data.transforms.crop import cut, empty_squares
-from training.data.transforms.crop_box import center_box
+from training.data.transforms.crop import center_crop, empty_squares
 
-# Part of the shorter side that is looked at in an evaluation: the usual 224 of 256 pixels.
-CENTER = 224 / 256
 # With so many corrupt images in a row it is no accident.
 _MOST_IN_A_ROW = 100
 
@@ -93,8 +90,7 @@ class ImageDataset:
     def _look(self, index: int, image: Tensor, epoch: int | None) -> Tensor:
         if epoch is not None and self.augmentation is not None:
             return self.augmentation.one(epoch, index, image)
-        height, width = image.shape[:2]
-        return cut(image, center_box(height, width, CENTER), self.size)
+        return center_crop(image, self.size)
 
     def part(self, indices: Tensor) -> "ImageDataset":
         """Some of the images, as a source of their own."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hpc.core.errors import UserError
-from training.config.packed_index import AGAIN, INDEX, PackedFile, PackedPart, PackIndex, checksum
+from hpc.core.files import sha256_of
+from training.config.packed_index import AGAIN, INDEX, PackedFile, PackedPart, PackIndex
 
 # Images that are read at once where all are wanted: 100 MB of 256 x 256 pixels.
 _PIECE = 512
@@ -145,5 +146,5 @@ def _as_tensor(array: np.ndarray) -> Tensor:
 
 def _check_content(directory: Path, file: PackedFile) -> None:
     """Make sure of a small file; the shards' checksums are compared when they are copied, or by `training.pack`."""
-    if checksum(directory / file.name) != file.sha256:
+    if sha256_of(directory / file.name) != file.sha256:
         raise UserError(f"{directory / file.name} does not have its checksum: {AGAIN}")

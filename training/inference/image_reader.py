@@ -15,8 +15,7 @@ from hpc.core.errors import UserError
 from training.config.dataset_layout import is_image
 from training.data.decode import as_rgb, decode
 from training.data.image_folder import jpeg_decoder, pixels
-from training.data.transforms.crop import cut
-from training.data.transforms.crop_box import center_box
+from training.data.transforms.crop import center_crop
 from training.inference.model_card import ModelCard
 
 _KINDS = {1: "gray", 3: "color"}
@@ -63,9 +62,9 @@ class ImageReader:
 
     def _look(self, image: Tensor) -> Tensor:
         channels, height, width = self._card.pixels
-        if self._card.center == 1 and image.shape == (height, width, channels):
+        if self._card.crop_pct == 1 and image.shape == (height, width, channels):
             return image.permute(2, 0, 1)
-        return cut(image, center_box(image.shape[0], image.shape[1], self._card.center), (height, width))
+        return center_crop(image, (height, width), self._card.crop_pct)
 
 
 def find_images(given: Sequence[Path]) -> Iterator[Path]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
-from training.data.image_dataset import CENTER
+from training.data.transforms.crop import EVALUATION_CROP
 from training.models.factory import Preprocess
 
 FORMAT = 1
@@ -29,7 +29,7 @@ class ModelCard:
     """Whether it undoes the usual normalisation, as torchvision's pretrained GoogLeNet and Inception do."""
     classes: tuple[str, ...]
     """Their names, in the order of the model's outputs."""
-    center: float
+    crop_pct: float
     """Side of the square in the middle of an image that the model looks at, as a part of the image's shorter side."""
     pixels: tuple[int, int, int]
     """Channels, height and width that the square is scaled to, as bytes: what the data set has, or decoding makes."""
@@ -57,7 +57,7 @@ class ModelCard:
         scaled = [f"scale to {side} x {side} pixels (bilinear, antialiased)"] if (height, width) != (side, side) else []
         return [
             f"decode to {'RGB' if channels == 3 else 'gray'} of 8 bits, without EXIF rotation",
-            f"cut out the square in the middle whose side is {self.center:g} of the shorter side",
+            f"cut out the square in the middle whose side is {self.crop_pct:g} of the shorter side",
             f"scale that to {height} x {width} pixels (bilinear, antialiased)",
             "divide by 255, subtract the mean and divide by the standard deviation of each channel",
             *scaled,
@@ -78,7 +78,7 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
         head_hidden=config.head_hidden,
         transform_input=config.weights is not None and config.model in {"googlenet", "inception_v3"},
         classes=data.classes,
-        center=1.0 if data.in_memory else CENTER,
+        crop_pct=1.0 if data.in_memory else EVALUATION_CROP,
         pixels=(data.channels, *shape),
         channels=preprocess.channels,
         size=preprocess.size,

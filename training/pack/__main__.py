@@ -22,10 +22,10 @@ import tyro
 
 from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import fsync_directory
+from hpc.core.files import fsync_directory, sha256_of
 from hpc.core.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_data
-from training.config.packed_index import INDEX, PackIndex, checksum, read_index
+from training.config.packed_index import INDEX, PackIndex, read_index
 from training.pack.plan import PackPlan, make_plan, same_content
 from training.pack.progress import PackProgress
 from training.pack.shard_writer import Shard
@@ -244,7 +244,7 @@ def verify(dst: Path, workers: int) -> None:
         raise UserError(f"{dst} is no packed data set: give one that python -m training.pack made")
     files = list(read_index(dst).files)
     with _pool(workers) as pool:
-        for file, found in zip(files, pool.map(checksum, [dst / file.name for file in files]), strict=True):
+        for file, found in zip(files, pool.map(sha256_of, [dst / file.name for file in files]), strict=True):
             if found != file.sha256:
                 raise UserError(f"{dst / file.name} does not have its checksum: copy it again, or pack again")
     print(f"{dst}: all {len(files)} files have their checksums")

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from hpc.core.files import fsync_directory, write_json
-from training.config.packed_index import PackedFile, checksum
+from hpc.core.files import fsync_directory, sha256_of, write_json
+from training.config.packed_index import PackedFile
 from training.data.decode import as_rgb, decode
 from training.data.transforms.crop_box import center_box
 
@@ -154,7 +154,7 @@ def seal(shard: Shard, parts: Sequence[Packed]) -> PackedRecord:
     """Give a shard that is whole its name, durably, and write its record."""
     with shard.temporary.open("rb") as written:
         os.fsync(written.fileno())
-    file = PackedFile(name=shard.name, bytes=shard.bytes, sha256=checksum(shard.temporary))
+    file = PackedFile(name=shard.name, bytes=shard.bytes, sha256=sha256_of(shard.temporary))
     shard.temporary.rename(shard.path)
     fsync_directory(shard.directory)
     corrupt = tuple(place for part in parts for place in part.corrupt)

@@ -7,7 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from training.data.to_device import sent
-from training.data.transforms.crop_box import Box
+from training.data.transforms.crop_box import Box, center_box
+
+# Side of the square that evaluations crop, as a part of an image's shorter side: the usual 224 of 256 pixels.
+EVALUATION_CROP = 224 / 256
 
 
 def cut(image: Tensor, box: Box, size: int | tuple[int, int]) -> Tensor:
@@ -21,6 +24,14 @@ def cut(image: Tensor, box: Box, size: int | tuple[int, int]) -> Tensor:
     if (height, width) == wanted:
         return part
     return functional.interpolate(part[None], wanted, mode="bilinear", antialias=True)[0]
+
+
+def center_crop(image: Tensor, size: int | tuple[int, int], crop_pct: float = EVALUATION_CROP) -> Tensor:
+    """The middle of an image (uint8 [h, w, c]) as evaluations crop it, scaled to uint8 [c, size, size], or [c, *size].
+
+    `crop_pct` is the side of the square as a part of the image's shorter side.
+    """
+    return cut(image, center_box(image.shape[0], image.shape[1], crop_pct), size)
 
 
 def cut_all(images: Tensor, boxes: Tensor, size: int | tuple[int, int]) -> Tensor:
