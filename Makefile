@@ -58,6 +58,7 @@ check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest -q tests/test_house.py
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py
 
