@@ -40,8 +40,8 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.build import load_data
-from training.data.dataset import Batch, ImageSource, batches_on, load_ahead
-from training.data.device_dataset import hold
+from training.data.dataset import Batch, ImageSource, load_batches, load_device_batches
+from training.data.device_dataset import move_to_device
 from training.engine.launch import make_repeatable, make_trainer
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup, connect, disconnect
@@ -98,10 +98,10 @@ class Setting:
         """The batches of the whole training."""
         trainer = self.trainer
         ranks, source = trainer.group, trainer.data.train
-        requests = trainer.plan.requests(0, 0, ranks.rank, ranks.world_size)
+        requests = trainer.schedule.requests(0, 0, ranks.rank, ranks.world_size)
         if self.ahead:
-            return batches_on(ranks.device, source, requests, trainer.workers)
-        return load_ahead(source, requests, trainer.workers, pin_memory=ranks.device.type == "cuda")
+            return load_device_batches(ranks.device, source, requests, trainer.workers)
+        return load_batches(source, requests, trainer.workers, pin_memory=ranks.device.type == "cuda")
 
 
 def settings(options: Options, jpegs: Path, packed: Path) -> list[Setting]:
@@ -138,7 +138,7 @@ def measure(setting: Setting, seconds: float) -> float:
         # Every rank makes the same number of steps.
         steps = max(1, int(seconds / max(ranks.all_gather_object(first))))
         slowest = max(ranks.all_gather_object(_train(trainer, batches, steps)))
-    return float(steps * trainer.plan.batch_size / slowest)
+    return float(steps * trainer.schedule.batch_size / slowest)
 
 
 def _train(trainer: Trainer, batches: Iterator[Batch], steps: int) -> float:
@@ -157,7 +157,7 @@ def compare(data: str, group: ProcessGroup, size: int) -> bool:
     for options in AUGMENTATIONS:
         config = TrainConfig(data=data, val_split=0.0, image_size=size, data_on_device="on", **options)
         opened = load_data(config, check_data(resolve_data(data)), size)
-        held = hold(config, opened, group.device, lambda: None)
+        held = move_to_device(config, opened, group.device, lambda: None)
         requests = [
             BatchRequest(indices=tuple(range(first, COMPARED, 4)), epoch=epoch)
             for first, epoch in enumerate([0, 1, None])
@@ -168,7 +168,7 @@ def compare(data: str, group: ProcessGroup, size: int) -> bool:
 
 
 def _same(one: ImageSource, other: ImageSource, requests: list[BatchRequest], device: torch.device) -> bool:
-    with batches_on(device, other, requests, 0) as batches:
+    with load_device_batches(device, other, requests, 0) as batches:
         pairs = [(one[request], batch) for request, batch in zip(requests, batches, strict=True)]
     return all(torch.equal(a, b.cpu()) for pair in pairs for a, b in zip(*pair, strict=True))
 

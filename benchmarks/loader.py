@@ -42,7 +42,7 @@ from training.config.dataset_layout import check_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import make_schedule
 from training.data.build import load_data
-from training.data.dataset import load_ahead
+from training.data.dataset import load_batches
 
 RESULTS = Path(__file__).parent / "results" / "loader.json"
 SIZE, HEIGHT, WIDTH, QUALITY = 224, 375, 500, 92
@@ -111,8 +111,8 @@ def ours(data: Path, options: Options, workers: int) -> Iterator[int]:
     """The same from this trainer's loader."""
     config = TrainConfig(data=str(data), val_split=0.0, image_size=SIZE)
     source = load_data(config, check_data(data), SIZE).train
-    plan = make_schedule(len(source), options.batch_size, 1, 0)
-    with load_ahead(source, plan.requests(0, 0, 0, 1), workers, pin_memory=False) as batches:
+    schedule = make_schedule(len(source), options.batch_size, 1, 0)
+    with load_batches(source, schedule.requests(0, 0, 0, 1), workers, pin_memory=False) as batches:
         for batch in batches:
             yield len(batch.images)
 

@@ -75,7 +75,7 @@ class Turn:
 
 def measure(trainer: Trainer, turns: dict[str, Turn]) -> int:
     """Let the settings take turns, and return the steps of a window. The first windows are not counted."""
-    requests = trainer.plan.requests(0, 0, trainer.group.rank, trainer.group.world_size)
+    requests = trainer.schedule.requests(0, 0, trainer.group.rank, trainer.group.world_size)
     steps = 8
     for _ in range(2):
         for turn in turns.values():
@@ -102,7 +102,7 @@ def run(case: dict[str, object], group: ProcessGroup, directory: Path) -> None:
     jobs = {setting: replace(job, config=replace(config, snapshot_every=setting)) for setting in SETTINGS}
     snapshotters = {setting: SnapshotWriter(each, trainer.capturer, trainer.recorder) for setting, each in jobs.items()}
     turns = {name: Turn(snapshotter) for name, snapshotter in snapshotters.items()}
-    images = measure(trainer, turns) * trainer.plan.batch_size
+    images = measure(trainer, turns) * trainer.schedule.batch_size
     if group.is_rank_zero:
         size = sum(tensor.nbytes for tensor in trainer.state.tensors().values()) / 1e6
         for setting, turn in turns.items():

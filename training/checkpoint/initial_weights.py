@@ -14,8 +14,8 @@ from hpc.core.errors import UserError
 from training.checkpoint.state import TrainState
 from training.config.pretrained import resolve_weights
 from training.config.train_config import TrainConfig
-from training.models.head import head_of
-from training.models.parallel import take_tensors
+from training.models.head import head_name
+from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 
 # What others put around the weights in a file, and around their names.
@@ -42,7 +42,7 @@ def load_initial_weights(config: TrainConfig, state: TrainState, group: ProcessG
             path = resolve_weights(config.model, config.weights)
             found, new = choose(read_weights(path), state.model, path)
     told = load(group.broadcast_bytes(save(found) if group.is_rank_zero else None))
-    take_tensors(state.model, told, sharded=state.sharded, strict=False)
+    load_full_state_dict(state.model, told, sharded=state.sharded, strict=False)
     if state.ema:
         state.ema.model.load_state_dict(state.model.state_dict())
     return f"beginning with {path}" + (f", but a new {', '.join(new)}" if new else "")
@@ -86,7 +86,7 @@ def choose(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> tuple[d
     Raises:
         UserError: other parts of the model do not fit.
     """
-    own, head = model.state_dict(), head_of(model)
+    own, head = model.state_dict(), head_name(model)
     fitting = {name: found[name].contiguous().clone() for name in own if _fits(name, found, own)}
     layers = {name.rpartition(".")[0] for name in own.keys() - fitting.keys() if not name.endswith(_OPTIONAL)}
     wrong = sorted(layer for layer in layers if layer != head and not layer.startswith(f"{head}."))

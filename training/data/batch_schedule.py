@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from training.runtime.counter_rng import Purpose, permutation, stream
+from training.runtime.counter_rng import Purpose, derive_key, permutation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class BatchSchedule:
     batch_size: int
     epochs: int
     seed: int
-    together: int = 1
+    samples_per_group: int = 1
     """Neighbours in a batch that go to the same rank: 2 where images are mixed in pairs."""
 
     @property
@@ -51,7 +51,7 @@ class BatchSchedule:
 
     def order(self, epoch: int) -> Tensor:
         """The order of all images in an epoch."""
-        return permutation(stream(self.seed, Purpose.ORDER, epoch), self.samples)
+        return permutation(derive_key(self.seed, Purpose.ORDER, epoch), self.samples)
 
     def batch(self, step: int) -> list[int]:
         """The images of a step of the run, the first of which is 1."""
@@ -61,7 +61,7 @@ class BatchSchedule:
 
     def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
         """A rank's shares of the batches of all steps from a position in the data on, to the end of the run."""
-        start, end = share(self.batch_size, rank, world_size, self.together)
+        start, end = split_range(self.batch_size, rank, world_size, self.samples_per_group)
         while epoch < self.epochs:
             order = self.order(epoch)
             for offset in range(samples_seen, self.samples_per_epoch, self.batch_size):
@@ -69,21 +69,25 @@ class BatchSchedule:
             epoch, samples_seen = epoch + 1, 0
 
 
-def make_schedule(samples: int, batch_size: int, epochs: int, seed: int, together: int = 1) -> BatchSchedule:
+def make_schedule(samples: int, batch_size: int, epochs: int, seed: int, samples_per_group: int = 1) -> BatchSchedule:
     """A plan whose batch is no larger than the training set."""
     return BatchSchedule(
-        samples=samples, batch_size=min(batch_size, samples), epochs=epochs, seed=seed, together=together
+        samples=samples,
+        batch_size=min(batch_size, samples),
+        epochs=epochs,
+        seed=seed,
+        samples_per_group=samples_per_group,
     )
 
 
-def share(total: int, part: int, parts: int, together: int = 1) -> tuple[int, int]:
+def split_range(total: int, part: int, parts: int, samples_per_group: int = 1) -> tuple[int, int]:
     """Start and end of one of the parts of `total` things in a row.
 
-    The parts cover all. They differ by one group of `together` things at most; the last group may be incomplete.
+    The parts cover all. They differ by `samples_per_group` things at most; the last group may be incomplete.
     """
-    groups = -(-total // together)
+    groups = -(-total // samples_per_group)
     start, end = groups * part // parts, groups * (part + 1) // parts
-    return start * together, min(end * together, total)
+    return start * samples_per_group, min(end * samples_per_group, total)
 
 
 def evaluation_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:

@@ -16,13 +16,13 @@ from training.config.packed_index import read_index
 from training.config.train_config import TrainConfig
 from training.data.cifar import read_cifar, read_cifar_names
 from training.data.dataset import Data, MemoryImages
-from training.data.file_index import SplitIndex, list_images, unpack
+from training.data.file_index import SplitIndex, build_index, deserialize
 from training.data.idx import class_names, read_idx_pair
 from training.data.image_dataset import ImageDataset
 from training.data.image_folder import FolderImages
 from training.data.packed import open_part
 from training.data.transforms.augment import Augmentation, memory_augmentation, photo_augmentation
-from training.runtime.counter_rng import Purpose, permutation, stream
+from training.runtime.counter_rng import Purpose, derive_key, permutation
 
 # ImageNet's, which suit photographs.
 _PHOTO_MEAN, _PHOTO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -38,7 +38,7 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, listing
         config: says how much to hold out, and how to augment.
         layout: where the data are.
         folder_size: side in pixels that photographs are scaled to; in evaluations to --eval-image-size, if given.
-        listing: the images of a folder, as rank 0's `find_listing` gave them; empty: they are listed here.
+        listing: the images of a folder, as rank 0's `load_or_build_index` gave them; empty: they are listed here.
 
     Raises:
         UserError: files are missing, torn, or do not fit together.
@@ -84,7 +84,7 @@ def _in_memory(
 
 
 def _load_folder(config: TrainConfig, layout: DataLayout, size: int, listing: bytes) -> Data:
-    listed = unpack(listing) if listing else list_images(layout)
+    listed = deserialize(listing) if listing else build_index(layout)
     val, test = (
         _folder(root, listed.parts[name], size) if root else None
         for name, root in (("val", layout.val), ("test", layout.test))
@@ -135,7 +135,7 @@ def _folder(root: Path, part: SplitIndex, size: int) -> ImageDataset:
 
 def _hold_out(config: TrainConfig, samples: int) -> tuple[Tensor, Tensor]:
     """Indices to hold out and to train on, each sorted."""
-    order = permutation(stream(config.seed, Purpose.HOLD_OUT), samples)
+    order = permutation(derive_key(config.seed, Purpose.HOLD_OUT), samples)
     held = round(samples * config.val_split)
     if held == samples:
         raise UserError(f"--val-split is {config.val_split}, which leaves nothing of {samples} to train on")

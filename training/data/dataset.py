@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from training.data.batch_schedule import BatchRequest
-from training.data.to_device import copied_ahead, sent
+from training.data.to_device import prefetch_to_device, to_device
 from training.data.transforms.augment import Augmentation, ImageAugmentation
 from training.runtime.child_process import leave_to_parent
 from training.runtime.process_group import SharedError
@@ -75,7 +75,7 @@ class MemoryImages:
     def __getitem__(self, request: BatchRequest) -> Batch:
         """The images of a request."""
         indices = torch.tensor(request.indices, dtype=torch.int64)
-        images = self.images[sent(indices, self.images.device)]
+        images = self.images[to_device(indices, self.images.device)]
         if request.epoch is not None and self.augmentation is not None:
             images = self.augmentation.batch(request.epoch, indices, images)
         return Batch(images, self.labels[indices], indices, torch.empty(0, dtype=torch.int64))
@@ -127,7 +127,7 @@ def _begin_worker(_worker: int) -> None:
 
 
 @contextmanager
-def load_ahead(
+def load_batches(
     source: ImageSource, requests: Iterable[BatchRequest], workers: int, *, pin_memory: bool
 ) -> Iterator[Iterator[Batch]]:
     """The batches of the requests, in their order; made by worker processes if there are any.
@@ -160,7 +160,7 @@ def load_ahead(
 
 
 @contextmanager
-def batches_on(
+def load_device_batches(
     device: torch.device, source: ImageSource, requests: Iterable[BatchRequest], workers: int
 ) -> Iterator[Iterator[Batch]]:
     """The same, whose images and labels are on a rank's device before the step asks for them; on a CPU they are there.
@@ -168,8 +168,8 @@ def batches_on(
     What workers make is pinned by a thread of the loader; without workers it is pinned when it is copied.
     """
     on_gpu = device.type == "cuda"
-    with load_ahead(source, requests, workers, pin_memory=on_gpu and workers > 0) as batches:
-        yield copied_ahead(batches, device) if on_gpu else batches
+    with load_batches(source, requests, workers, pin_memory=on_gpu and workers > 0) as batches:
+        yield prefetch_to_device(batches, device) if on_gpu else batches
 
 
 def check_corrupt_limit(source: ImageSource, corrupt: Sequence[int], limit: int) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 _Pixels = TypeVar("_Pixels")
 
 
-def decode(content: bytes, use: Callable[[Image.Image], _Pixels]) -> _Pixels | None:
+def with_image(content: bytes, use: Callable[[Image.Image], _Pixels]) -> _Pixels | None:
     """What `use` makes of an image that is not loaded yet, or None if the content is no whole image."""
     try:
         with Image.open(io.BytesIO(content)) as file:

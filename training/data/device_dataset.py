@@ -16,7 +16,7 @@ from training.data.dataset import Batch, Data, ImageSource, MemoryImages
 from training.data.image_dataset import ImageDataset
 from training.data.packed import PackedImages
 from training.data.synthetic import SyntheticImages
-from training.data.to_device import sent
+from training.data.to_device import to_device
 from training.data.transforms.augment import ImageAugmentation
 from training.data.transforms.crop import EVALUATION_CROP, cut_all
 from training.data.transforms.crop_box import center_box
@@ -52,7 +52,7 @@ class HeldPhotos:
         places, indices, corrupt = (
             torch.tensor(values, dtype=torch.int64) for values in (shown, request.indices, sorted(met))
         )
-        squares = self.squares[sent(places, self.squares.device)]
+        squares = self.squares[to_device(places, self.squares.device)]
         return Batch(self._look(places, squares, request.epoch), self.labels[places], indices, corrupt)
 
     def name(self, index: int) -> str:
@@ -68,7 +68,7 @@ class HeldPhotos:
         return cut_all(squares, middle, self.photos.size)
 
 
-def hold(config: TrainConfig, data: Data, device: torch.device, beat: Callable[[], object]) -> Data:
+def move_to_device(config: TrainConfig, data: Data, device: torch.device, beat: Callable[[], object]) -> Data:
     """The data, on the device if --data-on-device says so; `auto`: on a GPU that has much more memory than they take.
 
     Args:

@@ -44,7 +44,7 @@ class FileIndex:
 _PARTS = "train", "val", "test"  # fields of DataLayout
 
 
-def find_listing(layout: DataLayout, kept: Path, now_ns: int) -> bytes:
+def load_or_build_index(layout: DataLayout, kept: Path, now_ns: int) -> bytes:
     """The packed list of the images, from the file `kept` if the class directories have not changed since.
 
     Args:
@@ -53,14 +53,14 @@ def find_listing(layout: DataLayout, kept: Path, now_ns: int) -> bytes:
         now_ns: the time, in nanoseconds since 1970.
 
     Raises:
-        UserError: as `list_images`, or a directory cannot be read.
+        UserError: as `build_index`, or a directory cannot be read.
     """
     try:
         state, changed_ns = _state(layout)
         known = _read(kept, state)
         if known is not None:
             return known
-        content = pack(list_images(layout), state)
+        content = serialize(build_index(layout), state)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
     if changed_ns < now_ns - _TICK_NS:
@@ -100,7 +100,7 @@ def _write(kept: Path, content: bytes) -> None:
         print(f"warning: {kept} cannot be written ({error}): the next attempt lists the images again", flush=True)
 
 
-def pack(listing: FileIndex, state: str = "") -> bytes:
+def serialize(listing: FileIndex, state: str = "") -> bytes:
     """A listing as bytes: a NumPy archive without pickles."""
     arrays = {"state": np.array(state), "classes": np.array([os.fsencode(name) for name in listing.classes])}
     for name, part in listing.parts.items():
@@ -110,8 +110,8 @@ def pack(listing: FileIndex, state: str = "") -> bytes:
     return buffer.getvalue()
 
 
-def unpack(content: bytes) -> FileIndex:
-    """What `pack` packed."""
+def deserialize(content: bytes) -> FileIndex:
+    """What `serialize` wrote."""
     arrays = _arrays(content)
     present = (name for name in _PARTS if f"{name} names" in arrays)
     parts = {name: SplitIndex(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present}
@@ -123,7 +123,7 @@ def _arrays(content: bytes) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-def list_images(layout: DataLayout) -> FileIndex:
+def build_index(layout: DataLayout) -> FileIndex:
     """Look at every name in an image folder.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpc.core.errors import UserError
-from training.data.decode import as_rgb, decode
+from training.data.decode import as_rgb, with_image
 
 _JPEG = b"\xff\xd8\xff"
 # Fewer bytes cannot hold so many pixels that Pillow would refuse them as a decompression bomb: 2 bits for each 8 x 8.
@@ -66,7 +66,7 @@ class FolderImages:
                 f"{path} cannot be read on {socket.gethostname()} ({error.strerror}): copy the data there again, "
                 "or leave that node out"
             ) from error
-        return pixels(content, self.decode_jpeg)
+        return decode_image(content, self.decode_jpeg)
 
     def name(self, index: int) -> str:
         """The image's path."""
@@ -88,15 +88,15 @@ class FolderImages:
         return self.root / os.fsdecode(self.names[index])
 
 
-def pixels(content: bytes, decode_jpeg: _Decoder | None) -> Tensor | None:
+def decode_image(content: bytes, decode_jpeg: _Decoder | None) -> Tensor | None:
     """The image as uint8 [h, w, 3]. What torchvision refuses, Pillow has a look at."""
     if decode_jpeg is not None and content.startswith(_JPEG) and _is_no_bomb(content):
         with suppress(RuntimeError):
             return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), _RGB).permute(1, 2, 0)
-    array = decode(content, lambda file: np.array(as_rgb(file)))
+    array = with_image(content, lambda file: np.array(as_rgb(file)))
     return None if array is None else torch.from_numpy(array)
 
 
 def _is_no_bomb(content: bytes) -> bool:
     """Whether Pillow, which torchvision's decoder does not ask, thinks that the image may be decoded."""
-    return len(content) < _HARMLESS_BYTES or decode(content, lambda image: image.size) is not None
+    return len(content) < _HARMLESS_BYTES or with_image(content, lambda image: image.size) is not None

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from training.data.dataset import Batch
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
     """The values on the device. From pinned memory a GPU fetches them by itself; for other memory the host may wait."""
     if device.type == "cpu" or values.device.type != "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def copied_ahead(batches: Iterator["Batch"], device: torch.device) -> Iterator["Batch"]:
+def prefetch_to_device(batches: Iterator["Batch"], device: torch.device) -> Iterator["Batch"]:
     """The same batches, whose images and labels are on the GPU: each is made ready while the step before it computes.
 
     Copies, and what a source does on the GPU, are in a stream of their own. So each batch is asked for a step early.
@@ -42,4 +42,4 @@ def _begun(batches: Iterator["Batch"], device: torch.device, side: torch.cuda.St
         batch = next(batches, None)
         if batch is None:
             return None
-        return batch._replace(images=sent(batch.images, device), labels=sent(batch.labels, device))
+        return batch._replace(images=to_device(batch.images, device), labels=to_device(batch.labels, device))

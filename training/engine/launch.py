@@ -12,13 +12,13 @@ from training.config.dataset_layout import DataLayout, check_data, resolve_data
 from training.config.train_config import check_world
 from training.data.build import load_data
 from training.data.dataset import Data
-from training.data.device_dataset import hold
-from training.data.file_index import find_listing
+from training.data.device_dataset import move_to_device
+from training.data.file_index import load_or_build_index
 from training.data.synthetic import synthetic_data
 from training.engine.preflight import check
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
-from training.models.sync_batch_norm import synchronise
+from training.models.sync_batch_norm import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, SharedError, connect, disconnect
 from training.runtime.rank_info import RankInfo
 from training.runtime.run_context import RunContext
@@ -88,10 +88,10 @@ def make_trainer(job: RunContext, group: ProcessGroup) -> Trainer:
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
-        data = hold(config, data, group.device, lambda: job.heartbeat.beat("start"))
+        data = move_to_device(config, data, group.device, lambda: job.heartbeat.beat("start"))
     job.heartbeat.beat("start")
     if config.sync_bn:
-        model = synchronise(model, group.device)
+        model = convert_sync_batch_norm(model, group.device)
     _check_same(data, group)
     with group.raise_on_all_ranks():
         check_world(config, group.world_size, len(data.train))
@@ -106,7 +106,7 @@ def _share_listing(layout: DataLayout | None, job: RunContext, group: ProcessGro
     listing = b""
     with group.raise_on_all_ranks():
         if group.is_rank_zero and layout and layout.kind == "image-folder":
-            listing = find_listing(layout, job.run_dir.index, time.time_ns())
+            listing = load_or_build_index(layout, job.run_dir.index, time.time_ns())
     return group.broadcast_bytes(listing)
 
 

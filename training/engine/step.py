@@ -9,17 +9,17 @@ from torch.nn.utils import clip_grad_norm_
 
 from training.checkpoint.state import TrainState
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import BatchSchedule, share
+from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.dataset import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
 from training.engine.lr_schedule import learning_rate
 from training.engine.optim import set_learning_rate
 from training.models.factory import Preprocess
-from training.models.head import train_mode
-from training.models.parallel import no_compiler, wrap
+from training.models.head import set_train_mode
+from training.models.parallel import compiler_error, wrap_for_training
 from training.models.precision import autocast
-from training.runtime.counter_rng import Purpose, stream
+from training.runtime.counter_rng import Purpose, derive_key
 from training.runtime.fault_injection import Fault
 from training.runtime.process_group import ProcessGroup, SharedError
 
@@ -30,15 +30,15 @@ class Stepper:
     def __init__(
         self,
         config: TrainConfig,
-        plan: BatchSchedule,
+        schedule: BatchSchedule,
         group: ProcessGroup,
         state: TrainState,
         preprocess: Preprocess,
         fault: Fault,
     ) -> None:
-        self.config, self.plan, self.group, self.state = config, plan, group, state
+        self.config, self.schedule, self.group, self.state = config, schedule, group, state
         self.preprocess, self.fault = preprocess, fault
-        self.wrapped = wrap(state.model, config, group)
+        self.wrapped = wrap_for_training(state.model, config, group)
 
     def warm_up(self, channels: int, size: int) -> None:
         """Make a backward pass that changes nothing, of images as they come from the data.
@@ -50,9 +50,9 @@ class Stepper:
             SharedError: the model cannot be trained on as few images, or not repeatably.
         """
         model = self.state.model
-        train_mode(model)
+        set_train_mode(model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        images = min(2, self.plan.batch_size // (self.group.world_size * self.config.grad_accum_steps))
+        images = min(2, self.schedule.batch_size // (self.group.world_size * self.config.grad_accum_steps))
         if self.config.compile:
             images = self._first_part()
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
@@ -64,7 +64,7 @@ class Stepper:
             # What batch normalisation says if it sees one value.
             raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
         except RuntimeError as error:
-            if self.config.compile and (reason := no_compiler(error)):
+            if self.config.compile and (reason := compiler_error(error)):
                 raise SharedError(f"--compile does not work here: {reason}") from error
             if "deterministic" not in str(error):
                 raise
@@ -76,8 +76,10 @@ class Stepper:
 
     def _first_part(self) -> int:
         """Images of the first part of a step on this rank: code for another number would be compiled in vain."""
-        start, end = share(self.plan.batch_size, self.group.rank, self.group.world_size, self.plan.together)
-        return share(end - start, 0, self.config.grad_accum_steps, self.plan.together)[1]
+        start, end = split_range(
+            self.schedule.batch_size, self.group.rank, self.group.world_size, self.schedule.samples_per_group
+        )
+        return split_range(end - start, 0, self.config.grad_accum_steps, self.schedule.samples_per_group)[1]
 
     def step(self, batch: Batch, window: LossMeter) -> None:
         """One optimizer step.
@@ -88,21 +90,21 @@ class Stepper:
         """
         config, state, progress = self.config, self.state, self.state.progress
         window.begin_step()
-        torch.manual_seed(stream(config.seed, Purpose.STEP, progress.step, self.group.rank))
-        train_mode(state.model)
-        set_learning_rate(state.optimizer, learning_rate(config, progress, self.plan.steps_per_epoch))
+        torch.manual_seed(derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
+        set_train_mode(state.model)
+        set_learning_rate(state.optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
         mix = draw_mix(config, progress.step, self.preprocess.size)
         for part in range(config.grad_accum_steps):
-            start, end = share(len(batch.labels), part, config.grad_accum_steps, self.plan.together)
+            start, end = split_range(len(batch.labels), part, config.grad_accum_steps, self.schedule.samples_per_group)
             with nullcontext() if part == config.grad_accum_steps - 1 else self.wrapped.no_sync():
                 loss = self._loss(batch.images[start:end], batch.labels[start:end], mix)
-                scaled = state.scaler.scale(loss * (self.group.world_size / self.plan.batch_size))
+                scaled = state.scaler.scale(loss * (self.group.world_size / self.schedule.batch_size))
                 torch.autograd.backward(scaled)
             window.add_loss(loss)
         self.fault.strike("step", progress.step + 1, self.group.rank)
         self._update()
-        window.add_images(self.plan.batch_size)
-        progress.advance(self.plan.batch_size, self.plan.samples_per_epoch)
+        window.add_images(self.schedule.batch_size)
+        progress.advance(self.schedule.batch_size, self.schedule.samples_per_epoch)
         if state.ema:
             state.ema.update(state.model, progress.step)
 

@@ -19,7 +19,7 @@ from training.checkpoint.state import TrainState, identity
 from training.config.combinations import without_effect
 from training.config.train_config import samples_per_group
 from training.data.batch_schedule import make_schedule
-from training.data.dataset import Batch, Data, batches_on
+from training.data.dataset import Batch, Data, load_device_batches
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
 from training.engine.loss_meter import DivergedError, LossMeter
@@ -32,7 +32,7 @@ from training.evaluation.result import greeting
 from training.evaluation.validation import Validator
 from training.models.ema import Ema
 from training.models.factory import Preprocess
-from training.models.parallel import wrap_model
+from training.models.parallel import place_model
 from training.models.precision import make_scaler
 from training.monitoring.metrics import JsonLines
 from training.monitoring.run_logger import RunLogger
@@ -53,10 +53,10 @@ class Trainer:
         config = job.config
         self.config, self.job, self.group, self.data, self.workers = config, job, group, data, workers
         self.preprocess = preprocess
-        self.plan = make_schedule(
+        self.schedule = make_schedule(
             len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config)
         )
-        model = wrap_model(model, config, group)
+        model = place_model(model, config, group)
         self.state = TrainState(
             model=model,
             optimizer=make_optimizer(config, model),
@@ -66,7 +66,7 @@ class Trainer:
             identity=identity(config, data),
             sharded=config.strategy == "fsdp",
         )
-        self.stepper = Stepper(config, self.plan, group, self.state, preprocess, job.fault)
+        self.stepper = Stepper(config, self.schedule, group, self.state, preprocess, job.fault)
         self.heartbeat = job.heartbeat
         self.pace = StepTimer(job, group, model)
         self.console = Console(enabled=group.is_rank_zero)
@@ -108,7 +108,7 @@ class Trainer:
             self.save_and_stop(request)
         except (TorchrelayError, KeyboardInterrupt) as error:
             if isinstance(error, DivergedError):
-                self.recorder.diverged(error.step, error.loss, self.plan.batch(error.step), self.data.train)
+                self.recorder.diverged(error.step, error.loss, self.schedule.batch(error.step), self.data.train)
             # What is being written is worth waiting for; after a crash it is not.
             self.finish_writing()
             raise
@@ -144,7 +144,7 @@ class Trainer:
             "train_started",
             step=progress.step,
             epoch=min(progress.epoch + 1, self.config.epochs),
-            total_steps=self.plan.total_steps,
+            total_steps=self.schedule.total_steps,
             world_size=self.group.world_size,
             restored_from=restored.name if restored else None,
             source=restored.source if restored else None,
@@ -153,10 +153,10 @@ class Trainer:
             connect_seconds=round(self.group.connected_at - self.job.started, 3),
         )
         begin = f"resuming from {restored.source} {restored.name}" if restored else "starting"
-        self.console.print(f"{begin}: {greeting(self.config, self.data, self.plan, self.group, self.state.model)}")
+        self.console.print(f"{begin}: {greeting(self.config, self.data, self.schedule, self.group, self.state.model)}")
         for told in without_effect(self.config):
             self.console.warn(told)
-        self.console.start(progress.step, self.plan.total_steps)
+        self.console.start(progress.step, self.schedule.total_steps)
         self.heartbeat.beat("start", progress.step)
 
     # --- steps ---
@@ -171,9 +171,9 @@ class Trainer:
         self.validate_if_due()
         if over := self.budget.why_over(progress, ranks):
             return over
-        requests = self.plan.requests(progress.epoch, progress.samples_seen, ranks.rank, ranks.world_size)
+        requests = self.schedule.requests(progress.epoch, progress.samples_seen, ranks.rank, ranks.world_size)
         first = progress.step + 1
-        with batches_on(ranks.device, self.data.train, requests, self.workers) as batches:
+        with load_device_batches(ranks.device, self.data.train, requests, self.workers) as batches:
             for batch in self.pace.batches(batches, progress):
                 if over := self.agree_and_save():
                     self.save()
@@ -265,7 +265,7 @@ class Trainer:
             return
         speed = self.window.images_per_second()
         loss = self.window.total_loss(step) / self.window.images
-        epoch = (step - 1) // self.plan.steps_per_epoch + 1
+        epoch = (step - 1) // self.schedule.steps_per_epoch + 1
         lr = rate_of(self.state.optimizer)
         waiting, memory = self.window.data_wait_share, self.group.used_memory
         self.state.progress.logged_step = step
@@ -282,9 +282,9 @@ class Trainer:
                 "memory_bytes": memory,
             }
         )
-        left = round((self.plan.total_steps - step) * self.plan.batch_size / speed)
+        left = round((self.schedule.total_steps - step) * self.schedule.batch_size / speed)
         self.console.metrics(
-            f"epoch {epoch}/{self.config.epochs} step {step}/{self.plan.total_steps}",
+            f"epoch {epoch}/{self.config.epochs} step {step}/{self.schedule.total_steps}",
             f"loss {loss:.3f} lr {lr:.4f} {speed:.0f} img/s, {waiting:.0%} waiting for data, "
             f"{memory / 2**30:.2f} GiB, eta {left // 60}:{left % 60:02d}",
         )

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import evaluation_requests
-from training.data.dataset import Batch, ImageSource, batches_on
+from training.data.dataset import Batch, ImageSource, load_device_batches
 from training.models.factory import Preprocess
-from training.models.parallel import take_tensors
+from training.models.parallel import load_full_state_dict
 from training.models.precision import autocast
 from training.runtime.process_group import ProcessGroup
 
@@ -90,7 +90,7 @@ class Evaluator:
         among_best = torch.zeros((), dtype=torch.int64, device=device)
         corrupt: set[int] = set()
         requests = evaluation_requests(len(source), _BATCH, rank, world_size)
-        with batches_on(device, source, requests, self.workers) as batches:
+        with load_device_batches(device, source, requests, self.workers) as batches:
             for turn, batch in enumerate(batches):
                 before_batch()
                 if len(batch.labels):
@@ -107,7 +107,7 @@ class Evaluator:
     ) -> Evaluation:
         """As `evaluate`, with other weights, which the model has for that long."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
-        take_tensors(self.model, weights, sharded=self.config.strategy == "fsdp")
+        load_full_state_dict(self.model, weights, sharded=self.config.strategy == "fsdp")
         try:
             return self.evaluate(source, before_batch)
         finally:

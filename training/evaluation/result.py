@@ -17,13 +17,14 @@ from training.runtime.run_context import RunContext
 _OF_TEST = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 
 
-def greeting(config: TrainConfig, data: Data, plan: BatchSchedule, group: ProcessGroup, model: nn.Module) -> str:
+def greeting(config: TrainConfig, data: Data, schedule: BatchSchedule, group: ProcessGroup, model: nn.Module) -> str:
     """What is about to be trained."""
     weights = sum(parameter.numel() for parameter in model.parameters())
     held = ", which holds all images" if data.on_device else ""
     return (
         f"{config.model} ({weights:,} weights) on {len(data.train):,} images of {len(data.classes)} classes, "
-        f"{plan.total_steps} steps of {plan.batch_size} images, {group.world_size} ranks on {group.device.type}{held}"
+        f"{schedule.total_steps} steps of {schedule.batch_size} images, "
+        f"{group.world_size} ranks on {group.device.type}{held}"
     )
 
 

@@ -25,7 +25,7 @@ from training.evaluation.provenance import made_from
 from training.evaluation.result import describe, describe_test
 from training.evaluation.samples import samples_json
 from training.inference.model_card import make_card
-from training.models.parallel import whole_tensors
+from training.models.parallel import full_state_dict
 from training.monitoring.run_logger import RunLogger
 from training.runtime.run_context import RunContext
 
@@ -78,7 +78,7 @@ class Validator:
 
         All ranks must call this.
         """
-        tensors = whole_tensors(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
+        tensors = full_state_dict(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
         # A file holds tensors whose numbers lie in the order of their dimensions.
         return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import is_image
-from training.data.decode import as_rgb, decode
-from training.data.image_folder import jpeg_decoder, pixels
+from training.data.decode import as_rgb, with_image
+from training.data.image_folder import decode_image, jpeg_decoder
 from training.data.transforms.crop import center_crop
 from training.inference.model_card import ModelCard
 
@@ -56,8 +56,8 @@ class ImageReader:
     def _decode(self, content: bytes) -> Tensor | None:
         """Uint8 [h, w, channels]."""
         if not self._gray:
-            return pixels(content, self._decode_jpeg)
-        array = decode(content, lambda file: np.array(as_rgb(file).convert("L")))
+            return decode_image(content, self._decode_jpeg)
+        array = with_image(content, lambda file: np.array(as_rgb(file).convert("L")))
         return None if array is None else torch.from_numpy(array)[..., None]
 
     def _look(self, image: Tensor) -> Tensor:

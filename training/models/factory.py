@@ -14,9 +14,9 @@ from torch.nn import functional
 from hpc.core.errors import UserError
 from training.config.model_names import OWN_MODELS, SMALL_CNN
 from training.config.train_config import TrainConfig
-from training.models.head import deepen, freeze
+from training.models.head import add_hidden_layer, freeze_backbone
 from training.models.resnet import SmallResNet
-from training.runtime.counter_rng import Purpose, stream
+from training.runtime.counter_rng import Purpose, derive_key
 
 _FOLDER_SIZE, _SMALL_CNN_FOLDER_SIZE = 32, 64
 _TORCHVISION_SIZE = 224
@@ -57,7 +57,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     Raises:
         UserError: the model cannot take images of this size.
     """
-    torch.manual_seed(stream(config.seed, Purpose.WEIGHTS))
+    torch.manual_seed(derive_key(config.seed, Purpose.WEIGHTS))
     try:
         model = _construct(config.model, classes, channels, size)
         if config.image_size is not None:
@@ -67,9 +67,9 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
         raise UserError(f"--image-size is {size}, which {config.model} cannot take ({reason}): use another") from error
     _try_in_evaluation(config, model, channels, size)
     if config.head_hidden:
-        deepen(model, config.head_hidden)
+        add_hidden_layer(model, config.head_hidden)
     if config.freeze_backbone:
-        freeze(model)
+        freeze_backbone(model)
     if config.weights and hasattr(model, "transform_input"):
         # torchvision's pretrained GoogLeNet and Inception were trained on another normalisation, and undo the usual.
         vars(model)["transform_input"] = True

@@ -5,7 +5,7 @@ from torch import nn
 from hpc.core.errors import UserError
 
 
-def last_layer(model: nn.Module) -> str:
+def last_layer_name(model: nn.Module) -> str:
     """The name of the layer whose outputs are the classes."""
     # SqueezeNet ends with a convolution.
     kinds = (nn.Linear, nn.Conv2d)
@@ -13,18 +13,18 @@ def last_layer(model: nn.Module) -> str:
     return str((found[0] or found[1])[-1])
 
 
-def head_of(model: nn.Module) -> str:
+def head_name(model: nn.Module) -> str:
     """The name of the outermost part of a model that holds its last layer, such as `fc` or `classifier`."""
-    return last_layer(model).partition(".")[0]
+    return last_layer_name(model).partition(".")[0]
 
 
-def deepen(model: nn.Module, width: int) -> None:
+def add_hidden_layer(model: nn.Module, width: int) -> None:
     """Put one more layer before the last one.
 
     Raises:
         UserError: the last one is a convolution.
     """
-    name = last_layer(model)
+    name = last_layer_name(model)
     last = model.get_submodule(name)
     if not isinstance(last, nn.Linear):
         raise UserError(f"--head-hidden is {width}, but the last layer of this model is a {type(last).__name__}: use 0")
@@ -32,14 +32,14 @@ def deepen(model: nn.Module, width: int) -> None:
     model.set_submodule(name, nn.Sequential(first, nn.ReLU(), second))
 
 
-def freeze(model: nn.Module) -> None:
+def freeze_backbone(model: nn.Module) -> None:
     """Let only the head be trained."""
-    head = model.get_submodule(head_of(model))
+    head = model.get_submodule(head_name(model))
     model.requires_grad_(requires_grad=False)
     head.requires_grad_(requires_grad=True)
 
 
-def train_mode(model: nn.Module) -> None:
+def set_train_mode(model: nn.Module) -> None:
     """Make ready for training. Frozen parts stay as they are used: their batch statistics do not change."""
     model.train()
     for part in model.children():

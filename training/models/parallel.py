@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MOST_SHAPES = 64
 
 
-def wrap_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
+def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
     """The model on this rank's device, or with `--strategy fsdp` its part of it. The optimizer comes after this."""
     if config.strategy == "ddp":
         return model.to(group.device)
@@ -30,7 +30,9 @@ def wrap_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn
     return shard(model, config, group)
 
 
-def wrap(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> "DistributedDataParallel | Sharded":
+def wrap_for_training(
+    model: nn.Module, config: TrainConfig, group: ProcessGroup
+) -> "DistributedDataParallel | Sharded":
     """The model in DDP, or as FSDP has sharded it.
 
     Before the first forward pass of a step every rank gets rank 0's batch statistics: those are saved. Gradients are
@@ -48,7 +50,7 @@ def wrap(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> "Distrib
     return ddp
 
 
-def whole_tensors(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
+def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
     """On rank 0 every tensor of a model by name, one after the other; nothing elsewhere. All ranks must call this."""
     if not sharded:
         return model.state_dict().items() if group.is_rank_zero else ()
@@ -57,7 +59,9 @@ def whole_tensors(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> It
     return gather_tensors(model, leads=group.is_rank_zero)
 
 
-def take_tensors(model: nn.Module, tensors: Mapping[str, Tensor], *, sharded: bool, strict: bool = True) -> None:
+def load_full_state_dict(
+    model: nn.Module, tensors: Mapping[str, Tensor], *, sharded: bool, strict: bool = True
+) -> None:
     """Have a model become tensors that every rank has whole; unless `strict`, as far as there are any."""
     if not sharded:
         model.load_state_dict(tensors, strict=strict)
@@ -84,7 +88,7 @@ def compile_training(model: nn.Module) -> None:
     model.forward = forward
 
 
-def no_compiler(error: RuntimeError) -> str:
+def compiler_error(error: RuntimeError) -> str:
     """What a compiler that does not work says, in a line; empty if the error is another one."""
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415  # a second, and only with a compiler loaded
 

@@ -61,7 +61,7 @@ def _everybodys(values: Tensor) -> Tensor:
     return cast("Tensor", _Sum.apply(values))
 
 
-def synchronise(model: nn.Module, device: torch.device) -> nn.Module:
+def convert_sync_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
     """Replace all batch normalisation of a model by one that counts all ranks' images."""
     if device.type != "cpu":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

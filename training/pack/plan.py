@@ -13,7 +13,7 @@ from hpc.core.errors import UserError
 from hpc.core.files import write_json
 from training.config.dataset_layout import DataLayout, check_data
 from training.config.packed_index import PackIndex
-from training.data.file_index import SplitIndex, list_images
+from training.data.file_index import SplitIndex, build_index
 from training.pack.shard_writer import CHANNELS, Shard
 
 _PLAN = ".plan.json"
@@ -104,7 +104,7 @@ def make_plan(source: Path, size: int, shard_bytes: int) -> PackPlan:
     """
     layout = check_data(source)
     try:
-        listing = list_images(layout)
+        listing = build_index(layout)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
     return PackPlan(

@@ -18,7 +18,7 @@ from PIL import Image
 
 from hpc.core.files import fsync_directory, sha256_of, write_json
 from training.config.packed_index import PackedFile
-from training.data.decode import as_rgb, decode
+from training.data.decode import as_rgb, with_image
 from training.data.transforms.crop_box import center_box
 
 CHANNELS = 3
@@ -109,7 +109,7 @@ def pack_images(shard: Shard, start: int, stop: int) -> Packed:
     for place in range(stop - start):
         content, stamp = _read(shard.path_of(shard.first + start + place))
         packed.stamps.append(stamp)
-        square = decode(content, lambda image: as_square(image, shard.size))
+        square = with_image(content, lambda image: as_square(image, shard.size))
         if square is None:
             packed.corrupt.append(shard.first + start + place)
         else:

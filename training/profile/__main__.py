@@ -145,11 +145,11 @@ def report(trainer: Trainer, costs: Costs) -> dict[str, Any]:
     what, advice = ADVICE[part]
     return {
         "model": trainer.config.model,
-        "batch_size": trainer.plan.batch_size,
+        "batch_size": trainer.schedule.batch_size,
         "world_size": trainer.group.world_size,
         "device": trainer.group.device.type,
         "workers": trainer.workers,
-        "images_per_second": round(trainer.plan.batch_size / costs.whole * 1000, 1),
+        "images_per_second": round(trainer.schedule.batch_size / costs.whole * 1000, 1),
         "milliseconds": {name: None if value is None else round(value, 3) for name, value in asdict(costs).items()},
         "bottleneck": part,
         "is": what,

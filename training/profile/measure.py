@@ -10,9 +10,9 @@ from itertools import cycle
 from typing import Any
 
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Batch, batches_on, load_ahead
+from training.data.dataset import Batch, load_batches, load_device_batches
 from training.data.image_dataset import ImageDataset
-from training.data.to_device import sent
+from training.data.to_device import to_device
 from training.engine.trainer import Trainer
 
 _MOST_TURNS = 500
@@ -51,7 +51,7 @@ class Meter:
         trainer, several = self.trainer, self.group.world_size > 1
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
         pinned = self.group.device.type == "cuda" and trainer.workers > 0
-        with load_ahead(trainer.data.train, self._requests(), trainer.workers, pin_memory=pinned) as batches:
+        with load_batches(trainer.data.train, self._requests(), trainer.workers, pin_memory=pinned) as batches:
             loading = self._milliseconds(lambda: next(batches))
             batch = next(batches)
         copied = self.group.device != batch.images.device
@@ -60,7 +60,7 @@ class Meter:
         together = self._milliseconds(lambda: self._step(ready)) if several else None
         with trainer.stepper.wrapped.no_sync():
             compute = self._milliseconds(lambda: self._step(ready))
-        with batches_on(self.group.device, trainer.data.train, self._requests(), trainer.workers) as batches:
+        with load_device_batches(self.group.device, trainer.data.train, self._requests(), trainer.workers) as batches:
             whole = self._milliseconds(lambda: self._step(next(batches)))
         decode, augment = self._loading_parts(batch)
         exposed = None if together is None else max(0.0, together - compute)
@@ -75,11 +75,11 @@ class Meter:
         )
 
     def _requests(self) -> Iterator[BatchRequest]:
-        return self.trainer.plan.requests(0, 0, self.group.rank, self.group.world_size)
+        return self.trainer.schedule.requests(0, 0, self.group.rank, self.group.world_size)
 
     def _on_device(self, batch: Batch) -> Batch:
         device = self.group.device
-        return batch._replace(images=sent(batch.images, device), labels=sent(batch.labels, device))
+        return batch._replace(images=to_device(batch.images, device), labels=to_device(batch.labels, device))
 
     def _step(self, batch: Batch) -> None:
         self.trainer.stepper.step(batch, self.trainer.window)

@@ -33,7 +33,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def stream(seed: int, purpose: Purpose, *counters: int) -> int:
+def derive_key(seed: int, purpose: Purpose, *counters: int) -> int:
     """The key of a stream of random numbers, such as that of the order of epoch 3."""
     key = seed & _MASK
     for counter in (purpose, *counters):
@@ -59,7 +59,7 @@ def bits(key: int, index: Tensor) -> Tensor:
     return value ^ _shifted(value, 31)
 
 
-def number(key: int, index: int) -> float:
+def rand_float(key: int, index: int) -> float:
     """A float64 from [0, 1) at one place of the stream: for one image at a time without the overhead of tensors."""
     return (_mix((key + (index + 1) * _GAMMA) & _MASK) >> 11) / 2**53
 
@@ -69,7 +69,7 @@ def uniform(key: int, index: Tensor) -> Tensor:
     return _shifted(bits(key, index), 40).float() / 2**24
 
 
-def below(key: int, index: Tensor, bound: int) -> Tensor:
+def rand_int(key: int, index: Tensor, bound: int) -> Tensor:
     """A whole number from 0 to bound - 1 (bound up to 2**31) for each index."""
     return (_shifted(bits(key, index), 33) * bound) >> 31
 

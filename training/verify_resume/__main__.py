@@ -27,7 +27,7 @@ from training.config.config_file import flag_names, with_config
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import check_model
 from training.config.train_config import RecipeName, TrainConfig, check_world, to_argv
-from training.runtime.counter_rng import Purpose, below, stream
+from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault
 from training.verify_resume.compare_states import ComparedPart, compare_runs
 from training.verify_resume.local_launch import prepare_server, start_ranks, wait_for
@@ -160,10 +160,10 @@ def draw_faults(
     config: TrainConfig, sizes: list[int], cuts: int, steps: int, at_points: Sequence[str] = POINTS
 ) -> list[Fault]:
     """Where to cut: at random steps, at each kind of point in turn, on random ranks. A matter of the seed."""
-    key = stream(config.seed, Purpose.CUT)
+    key = derive_key(config.seed, Purpose.CUT)
     # After the last step but one a stop comes too late.
-    at = (below(key, torch.arange(cuts), max(1, steps - 2)) + 1).tolist()
-    ranks = below(key, torch.arange(cuts) + cuts, 2**20).tolist()
+    at = (rand_int(key, torch.arange(cuts), max(1, steps - 2)) + 1).tolist()
+    ranks = rand_int(key, torch.arange(cuts) + cuts, 2**20).tolist()
     points = [at_points[number % len(at_points)] for number in range(cuts)]
     per_epoch = steps // config.epochs
     # An evaluation comes when its epoch is over.

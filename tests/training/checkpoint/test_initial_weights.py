@@ -22,7 +22,7 @@ from training.config.model_names import torchvision_models
 from training.config.pretrained import cache_directory, resolve_weights, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.models.factory import build_model
-from training.models.head import deepen, head_of, last_layer
+from training.models.head import add_hidden_layer, head_name, last_layer_name
 
 FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema-decay=0.5", "--val-split=0")
 # What no step changes, so that the weights at the end are those of the beginning.
@@ -223,7 +223,7 @@ def test_the_head_is_what_holds_the_last_layer(name: str, head: str, last: str) 
 
     with torch.device("meta"):
         model = models.get_model(name, num_classes=7)
-    assert (head_of(model), last_layer(model)) == (head, last)
+    assert (head_name(model), last_layer_name(model)) == (head, last)
 
 
 def test_a_head_may_have_one_more_layer(start: Starter) -> None:
@@ -234,7 +234,7 @@ def test_a_head_may_have_one_more_layer(start: Starter) -> None:
 
 def test_a_head_that_is_a_convolution_gets_no_other_layer() -> None:
     with pytest.raises(UserError, match="--head-hidden is 5, but the last layer of this model is a Conv2d: use 0"):
-        deepen(nn.Sequential(nn.Conv2d(1, 1, 1)), 5)
+        add_hidden_layer(nn.Sequential(nn.Conv2d(1, 1, 1)), 5)
 
 
 # --- freezing ---

@@ -109,7 +109,7 @@ def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     saved, restored = trainers
     saved.resume()
-    requests = saved.plan.requests(0, 0, 0, 1)
+    requests = saved.schedule.requests(0, 0, 0, 1)
     for _ in range(15):
         saved.stepper.step(saved.data.train[next(requests)], saved.window)
         saved.log_if_due()

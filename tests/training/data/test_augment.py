@@ -20,10 +20,10 @@ from hpc.core.errors import UserError
 from training.config.dataset_layout import Kind
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Batch, ImageSource, load_ahead
+from training.data.dataset import Batch, ImageSource, load_batches
 from training.data.transforms.augment import memory_augmentation, photo_augmentation
 from training.data.transforms.random_erasing import RandomErasing
-from training.runtime.counter_rng import Purpose, stream
+from training.runtime.counter_rng import Purpose, derive_key
 
 KINDS = ["idx_data", "cifar_data", "folder_data"]
 OPTIONS: list[dict[str, Any]] = [
@@ -55,7 +55,7 @@ def look(source: ImageSource, epoch: int | None, count: int = 8) -> Tensor:
 
 
 def asked(source: ImageSource, requests: list[BatchRequest], workers: int = 0) -> list[Batch]:
-    with load_ahead(source, requests, workers, pin_memory=False) as batches:
+    with load_batches(source, requests, workers, pin_memory=False) as batches:
         return list(batches)
 
 
@@ -182,7 +182,7 @@ def test_a_flip_mirrors_half_of_the_images() -> None:
 
 
 def with_seed_of(index: int, transform: Callable[[Any], Any], image: Any) -> Any:
-    torch.manual_seed(stream(0, Purpose.AUGMENTATION, 0, index))
+    torch.manual_seed(derive_key(0, Purpose.AUGMENTATION, 0, index))
     return transform(image)
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from training.data.batch_schedule import evaluation_requests, make_schedule, share
-from training.runtime.counter_rng import Purpose, below, bits, permutation, stream, uniform
+from training.data.batch_schedule import evaluation_requests, make_schedule, split_range
+from training.runtime.counter_rng import Purpose, bits, derive_key, permutation, rand_int, uniform
 
 
 def test_random_bits_are_those_of_splitmix64() -> None:
@@ -19,23 +19,23 @@ def test_random_bits_are_those_of_splitmix64() -> None:
 
 
 def test_any_random_number_can_be_asked_for_alone() -> None:
-    key = stream(3, Purpose.AUGMENTATION, 5)
-    together = bits(key, torch.arange(100))
-    assert bits(key, torch.tensor([57])) == together[57]
+    key = derive_key(3, Purpose.AUGMENTATION, 5)
+    samples_per_group = bits(key, torch.arange(100))
+    assert bits(key, torch.tensor([57])) == samples_per_group[57]
 
 
 def test_random_numbers_are_spread_evenly() -> None:
-    key = stream(0, Purpose.ORDER, 0)
+    key = derive_key(0, Purpose.ORDER, 0)
     values = uniform(key, torch.arange(100_000))
     assert values.min() >= 0
     assert values.max() < 1
     assert abs(values.mean() - 0.5) < 0.005
-    counts = torch.bincount(below(key, torch.arange(100_000), 5))
+    counts = torch.bincount(rand_int(key, torch.arange(100_000), 5))
     assert counts.tolist() == pytest.approx([20_000] * 5, rel=0.03)
 
 
 def test_orders_are_permutations_that_differ_between_epochs_seeds_and_purposes() -> None:
-    keys = [stream(seed, purpose, epoch) for seed in (0, 1) for purpose in Purpose for epoch in (0, 1)]
+    keys = [derive_key(seed, purpose, epoch) for seed in (0, 1) for purpose in Purpose for epoch in (0, 1)]
     orders = [permutation(key, 1000) for key in keys]
     assert all(torch.equal(order.sort().values, torch.arange(1000)) for order in orders)
     assert len({tuple(order.tolist()) for order in orders}) == len(keys)
@@ -43,9 +43,9 @@ def test_orders_are_permutations_that_differ_between_epochs_seeds_and_purposes()
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 8])
 def test_the_ranks_share_a_global_batch_that_is_the_same_for_any_number_of_them(world_size: int) -> None:
-    plan = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
-    alone = [request.indices for request in plan.requests(0, 0, 0, 1)]
-    shared = zip(*(plan.requests(0, 0, rank, world_size) for rank in range(world_size)), strict=True)
+    schedule = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
+    alone = [request.indices for request in schedule.requests(0, 0, 0, 1)]
+    shared = zip(*(schedule.requests(0, 0, rank, world_size) for rank in range(world_size)), strict=True)
     for batch, shares in zip(alone, shared, strict=True):
         assert sum((request.indices for request in shares), ()) == batch
         sizes = [len(request.indices) for request in shares]
@@ -53,25 +53,25 @@ def test_the_ranks_share_a_global_batch_that_is_the_same_for_any_number_of_them(
 
 
 def test_an_epoch_uses_no_image_twice_and_leaves_out_less_than_a_batch() -> None:
-    plan = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
-    batches = [request.indices for request in plan.requests(0, 0, 0, 1)]
-    assert (plan.steps_per_epoch, plan.total_steps, len(batches)) == (4, 8, 8)
+    schedule = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
+    batches = [request.indices for request in schedule.requests(0, 0, 0, 1)]
+    assert (schedule.steps_per_epoch, schedule.total_steps, len(batches)) == (4, 8, 8)
     first, second = (sum(batches[epoch * 4 : epoch * 4 + 4], ()) for epoch in (0, 1))
     assert len(set(first)) == len(set(second)) == 88
     assert set(first) != set(second)
 
 
 def test_a_training_set_smaller_than_the_batch_is_the_batch() -> None:
-    plan = make_schedule(samples=10, batch_size=512, epochs=3, seed=0)
-    assert [sorted(request.indices) for request in plan.requests(0, 0, 0, 1)] == [list(range(10))] * 3
+    schedule = make_schedule(samples=10, batch_size=512, epochs=3, seed=0)
+    assert [sorted(request.indices) for request in schedule.requests(0, 0, 0, 1)] == [list(range(10))] * 3
 
 
 def test_epoch_and_samples_seen_say_where_to_go_on() -> None:
-    plan = make_schedule(samples=100, batch_size=22, epochs=3, seed=4)
-    whole = list(plan.requests(0, 0, 1, 3))
-    for steps in range(plan.total_steps + 1):
-        epoch, in_epoch = divmod(steps, plan.steps_per_epoch)
-        assert list(plan.requests(epoch, in_epoch * 22, 1, 3)) == whole[steps:]
+    schedule = make_schedule(samples=100, batch_size=22, epochs=3, seed=4)
+    whole = list(schedule.requests(0, 0, 1, 3))
+    for steps in range(schedule.total_steps + 1):
+        epoch, in_epoch = divmod(steps, schedule.steps_per_epoch)
+        assert list(schedule.requests(epoch, in_epoch * 22, 1, 3)) == whole[steps:]
 
 
 @pytest.mark.parametrize("samples", [1, 2, 10, 101, 256])
@@ -88,9 +88,9 @@ def test_an_evaluation_asks_for_every_sample_once_and_for_equally_many_batches_o
 
 
 def test_shares_cover_everything() -> None:
-    assert [share(10, rank, 4) for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert [split_range(10, rank, 4) for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
 
 
 def test_pairs_are_not_torn_apart() -> None:
-    assert [share(10, rank, 4, together=2) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 10)]
-    assert [share(7, rank, 3, together=2) for rank in range(3)] == [(0, 2), (2, 4), (4, 7)]
+    assert [split_range(10, rank, 4, samples_per_group=2) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 10)]
+    assert [split_range(7, rank, 3, samples_per_group=2) for rank in range(3)] == [(0, 2), (2, 4), (4, 7)]

@@ -8,7 +8,7 @@ from trainer_rig import load, make_folder
 
 from hpc.core.errors import UserError
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Batch, ImageSource, load_ahead
+from training.data.dataset import Batch, ImageSource, load_batches
 
 NO_IMAGES = {
     "truncated": None,
@@ -74,7 +74,7 @@ def test_the_replacement_is_the_same_in_every_worker(data: Path) -> None:
         spoil(data / "green" / name)
     source = load(data, val_split=0.0).train
     requests = [BatchRequest(indices=(place, place + 1), epoch=2) for place in range(0, 26, 2)]
-    with load_ahead(source, requests, 2, pin_memory=False) as batches:
+    with load_batches(source, requests, 2, pin_memory=False) as batches:
         for request, batch in zip(requests, batches, strict=True):
             assert all(map(torch.equal, batch, source[request]))
 

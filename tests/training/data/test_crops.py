@@ -8,25 +8,25 @@ import torchvision
 from torch import Tensor
 from torchvision.transforms import v2
 
-from training.data.transforms.crop import cut, cut_all, scale
+from training.data.transforms.crop import crop_and_resize, cut_all, scale
 from training.data.transforms.crop_box import RANDOM_NUMBERS, random_box
 from training.data.transforms.random_erasing import RandomErasing, fill_all, fill_each
-from training.runtime.counter_rng import Purpose, number, stream
+from training.runtime.counter_rng import Purpose, derive_key, rand_float
 
 
 @pytest.mark.parametrize("shape", [(40, 50), (50, 40), (64, 64), (20, 100)])
 def test_a_random_crop_of_a_photo_is_a_box_scaled_as_torchvision_does_it(shape: tuple[int, int]) -> None:
     image = torch.randint(0, 256, (*shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for index in range(20):
-        box = random_box((number(5, 32 * index + place) for place in range(RANDOM_NUMBERS)), *shape, (0.25, 1))
+        box = random_box((rand_float(5, 32 * index + place) for place in range(RANDOM_NUMBERS)), *shape, (0.25, 1))
         planes = image.permute(2, 0, 1)
         expected = v2.functional.resized_crop(planes, *box, [32, 32], antialias=True)
-        assert torch.equal(cut(image, box, 32), expected)
+        assert torch.equal(crop_and_resize(image, box, 32), expected)
 
 
 def boxes(count: int, height: int, width: int) -> Tensor:
-    key = stream(0, Purpose.AUGMENTATION, 0)
-    numbers = ((number(key, 32 * index + place) for place in range(RANDOM_NUMBERS)) for index in range(count))
+    key = derive_key(0, Purpose.AUGMENTATION, 0)
+    numbers = ((rand_float(key, 32 * index + place) for place in range(RANDOM_NUMBERS)) for index in range(count))
     return torch.tensor([random_box(each, height, width, (0.25, 1)) for each in numbers])
 
 
@@ -81,8 +81,8 @@ def test_what_a_gpu_scales_by_is_what_the_cpu_does_in_every_bit(shape: tuple[int
     channels, height, width, wanted = shape
     torch.manual_seed(0)
     images = torch.randint(0, 256, (30, height, width, channels), dtype=torch.uint8).permute(0, 3, 1, 2)
-    key = stream(0, Purpose.AUGMENTATION, 0)
-    places = [[number(key, 32 * index + place) for place in range(RANDOM_NUMBERS)] for index in range(len(images))]
+    key = derive_key(0, Purpose.AUGMENTATION, 0)
+    places = [[rand_float(key, 32 * index + place) for place in range(RANDOM_NUMBERS)] for index in range(len(images))]
     chosen = torch.tensor([random_box(iter(each), height, width, (0.02, 1)) for each in places])
     top, left, high, wide = chosen.unbind(1)
     down, across = (wanted, wanted) if isinstance(wanted, int) else wanted

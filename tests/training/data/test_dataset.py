@@ -14,7 +14,7 @@ from trainer_rig import children, load, make_folder, make_idx, write_idx
 from hpc.core.errors import UserError
 from training.config.dataset_layout import resolve_data
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import load_ahead
+from training.data.dataset import load_batches
 from training.data.idx import class_names, read_idx, read_idx_pair
 
 
@@ -102,7 +102,7 @@ def test_loader_workers_survive_the_signals_that_stop_a_rank(folder_data: Path) 
     source = load(folder_data).train
     before = set(children(os.getpid()))
     requests = [BatchRequest(indices=(index % 27,), epoch=0) for index in range(200)]
-    with load_ahead(source, requests, workers=2, pin_memory=False) as batches:
+    with load_batches(source, requests, workers=2, pin_memory=False) as batches:
         workers = set(children(os.getpid())) - before
         assert len(workers) == 2
         for worker in workers:

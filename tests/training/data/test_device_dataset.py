@@ -15,8 +15,8 @@ from trainer_rig import Starter, lines, load, make_folder
 from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest, evaluation_requests
-from training.data.dataset import Batch, Data, ImageSource, batches_on, load_ahead
-from training.data.device_dataset import HeldPhotos, hold, too_large
+from training.data.dataset import Batch, Data, ImageSource, load_batches, load_device_batches
+from training.data.device_dataset import HeldPhotos, move_to_device, too_large
 from training.data.synthetic import synthetic_data
 from training.verify_resume.__main__ import verify
 
@@ -52,11 +52,11 @@ def path(request: pytest.FixtureRequest) -> Path:
 def held(data: Data, **options: Any) -> Data:
     beats: list[None] = []
     config = TrainConfig(**{"data": ".", "data_on_device": "on", **options})
-    return hold(config, data, CPU, lambda: beats.append(None))
+    return move_to_device(config, data, CPU, lambda: beats.append(None))
 
 
 def asked(source: ImageSource, requests: list[BatchRequest], workers: int) -> list[Batch]:
-    with load_ahead(source, requests, workers, pin_memory=False) as batches:
+    with load_batches(source, requests, workers, pin_memory=False) as batches:
         return list(batches)
 
 
@@ -72,7 +72,7 @@ def test_what_a_rank_sees_is_the_same_wherever_its_data_lie(path: Path, options:
     count = len(data.train)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
     requests = [BatchRequest(indices=tuple(order[start::3]), epoch=start) for start in range(3)]
-    with batches_on(CPU, on_device.train, requests, 0) as batches:
+    with load_device_batches(CPU, on_device.train, requests, 0) as batches:
         for seen, expected in zip(batches, asked(data.train, requests, workers=1), strict=True):
             assert same(seen, expected)
     for part, same_part in ((data.train, on_device.train), (data.val, on_device.val), (data.test, on_device.test)):
@@ -116,7 +116,7 @@ def test_nothing_is_moved_where_it_shall_not_be(idx_data: Path) -> None:
 
 def test_generated_images_can_be_there() -> None:
     config = TrainConfig(synthetic=True, batch_size=8, data_on_device="on")
-    assert hold(config, synthetic_data(config, 16), CPU, lambda: None).on_device
+    assert move_to_device(config, synthetic_data(config, 16), CPU, lambda: None).on_device
 
 
 def test_what_cannot_be_there_is_said_with_what_to_use(folder_data: Path, idx_data: Path, start: Starter) -> None:

@@ -14,7 +14,7 @@ from trainer_rig import Starter, make_folder
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data
-from training.data.file_index import FileIndex, find_listing, list_images, pack, unpack
+from training.data.file_index import FileIndex, build_index, deserialize, load_or_build_index, serialize
 
 LATER = 10 * 10**9
 
@@ -31,7 +31,7 @@ def kept(tmp_path: Path) -> Path:
 
 def find(data: Path, kept: Path, later: int = LATER) -> FileIndex:
     """As if so many nanoseconds had gone by."""
-    return unpack(find_listing(check_data(data), kept, time.time_ns() + later))
+    return deserialize(load_or_build_index(check_data(data), kept, time.time_ns() + later))
 
 
 def names(listing: FileIndex, part: str = "train") -> list[bytes]:
@@ -60,8 +60,8 @@ def test_all_images_are_listed_by_class(data: Path, kept: Path) -> None:
 
 
 def test_a_listing_survives_being_packed(data: Path) -> None:
-    listing = list_images(check_data(data))
-    again = unpack(pack(listing))
+    listing = build_index(check_data(data))
+    again = deserialize(serialize(listing))
     assert again.classes == listing.classes
     for name, part in listing.parts.items():
         assert np.array_equal(again.parts[name].names, part.names)
@@ -91,9 +91,9 @@ def test_what_is_kept_is_made_anew_after_a_change(data: Path, kept: Path, change
     find(data, kept)
     plant(kept)
     change(data)
-    expected = pack(list_images(check_data(data)))
-    assert pack(find(data, kept)) == expected
-    assert pack(find(data, kept)) == expected
+    expected = serialize(build_index(check_data(data)))
+    assert serialize(find(data, kept)) == expected
+    assert serialize(find(data, kept)) == expected
 
 
 def test_a_change_whose_time_was_set_back_is_noticed(data: Path, kept: Path) -> None:
@@ -125,12 +125,12 @@ def pickled() -> bytes:
 
 @pytest.mark.parametrize("content", [b"", b"foreign", pickle.dumps({}), pickled(), "torn", "damaged"])
 def test_what_is_torn_or_foreign_is_replaced(data: Path, kept: Path, content: bytes | str) -> None:
-    expected = pack(find(data, kept))
+    expected = serialize(find(data, kept))
     whole = kept.read_bytes()
     middle = len(whole) // 2
     spoiled = {"torn": whole[:middle], "damaged": whole.replace(b"green", b"grown", 1)}
     kept.write_bytes(spoiled[content] if isinstance(content, str) else content)
-    assert pack(find(data, kept)) == expected
+    assert serialize(find(data, kept)) == expected
     assert kept.read_bytes() == whole
 
 
@@ -146,7 +146,7 @@ def test_a_directory_that_cannot_be_listed_is_named(data: Path, kept: Path) -> N
     layout = check_data(data)
     shutil.rmtree(data / "val")
     with pytest.raises(UserError, match=rf"{data / 'val'} cannot be listed \(No such file or directory\)"):
-        find_listing(layout, kept, time.time_ns())
+        load_or_build_index(layout, kept, time.time_ns())
 
 
 def test_the_other_ranks_need_the_images_too(start: Starter, folder_data: Path, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, read_index, write_index
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Batch, ImageSource, load_ahead
-from training.data.file_index import list_images
+from training.data.dataset import Batch, ImageSource, load_batches
+from training.data.file_index import build_index
 from training.verify_resume.__main__ import verify
 
 OPTIONS: list[dict[str, Any]] = [
@@ -56,7 +56,7 @@ def packed(packed_once: Path, tmp_path: Path) -> Path:
 
 
 def asked(source: ImageSource, requests: list[BatchRequest], workers: int = 0) -> list[Batch]:
-    with load_ahead(source, requests, workers, pin_memory=False) as batches:
+    with load_batches(source, requests, workers, pin_memory=False) as batches:
         return list(batches)
 
 
@@ -255,7 +255,7 @@ def test_several_shards_are_one_source(folder_data: Path, tmp_path: Path) -> Non
     assert len(read_index(parted).parts[0].shards) == 6
     one, other = (load(path, image_size=64).train for path in (whole, parted))
     assert torch.equal(look(one, 1), look(other, 1))
-    assert list_images(check_data(folder_data)).classes == read_index(parted).classes
+    assert build_index(check_data(folder_data)).classes == read_index(parted).classes
 
 
 @pytest.mark.parametrize(

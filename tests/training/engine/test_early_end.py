@@ -234,7 +234,7 @@ def test_images_of_a_folder_are_named_by_their_files(start: Starter, tmp_path: P
 
 
 def test_a_steps_batch_is_what_its_ranks_are_asked_for() -> None:
-    plan = make_schedule(101, 20, 3, seed=4)
-    requests = [list(plan.requests(0, 0, rank, 3)) for rank in range(3)]
+    schedule = make_schedule(101, 20, 3, seed=4)
+    requests = [list(schedule.requests(0, 0, rank, 3)) for rank in range(3)]
     for step, shares in enumerate(zip(*requests, strict=True), start=1):
-        assert plan.batch(step) == [index for share in shares for index in share.indices]
+        assert schedule.batch(step) == [index for share in shares for index in share.indices]

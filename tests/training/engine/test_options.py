@@ -103,7 +103,7 @@ def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_halve
     trainer = make_trainer(RunContext(config=config, run_dir=RunDir(tmp_path / "run"), attempt=1, started=0.0), group)
     trainer.state.scaler.load_state_dict({**trainer.state.scaler.state_dict(), "scale": 2.0**40})
     before = [parameter.detach().clone() for parameter in trainer.state.model.parameters()]
-    batch = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))]
+    batch = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))]
     trainer.stepper.step(batch, LossMeter(group))
     assert trainer.state.scaler.get_scale() == 2.0**39
     assert all(map(torch.equal, before, trainer.state.model.parameters()))
@@ -159,7 +159,7 @@ def test_mixup_of_a_pair_is_that_of_torchvision() -> None:
 
     images, labels = torch.rand(2, 3, 8, 8), torch.tensor([0, 2])
     expected, targets = v2.MixUp(alpha=0.7, num_classes=3)(images, labels)
-    mix = Mixup(own=float(targets[0, 0]), box=None)
+    mix = Mixup(lam=float(targets[0, 0]), box=None)
     assert torch.allclose(mix_images(mix, images), expected, atol=1e-6)
     assert torch.allclose(mix_labels(mix, labels, 3), targets, atol=1e-6)
 
@@ -172,7 +172,7 @@ def test_cutmix_of_a_pair_is_that_of_torchvision() -> None:
     expected, targets = v2.CutMix(alpha=1.0, num_classes=3)(images, labels)
     rows, columns = expected[0, 0].nonzero().T
     box = (int(rows.min()), int(rows.max()) + 1, int(columns.min()), int(columns.max()) + 1)
-    mix = Mixup(own=1 - len(rows) / 256, box=box)
+    mix = Mixup(lam=1 - len(rows) / 256, box=box)
     assert torch.equal(mix_images(mix, images), expected)
     assert torch.allclose(mix_labels(mix, labels, 3), targets, atol=1e-6)
 
@@ -199,7 +199,7 @@ def test_a_step_is_mixed_in_its_own_way_each_time_in_the_same() -> None:
     assert mixes == [draw_mix(config, step, 32) for step in range(400)]
     assert all(one != other for one, other in pairwise(mixes))
     assert 150 < sum(mix is not None and mix.box is None for mix in mixes) < 250
-    assert all(mix is not None and 0 <= mix.own <= 1 for mix in mixes)
+    assert all(mix is not None and 0 <= mix.lam <= 1 for mix in mixes)
     assert draw_mix(TrainConfig(data="x"), 0, 32) is None
 
 

@@ -29,7 +29,7 @@ def watched(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 def make_step(trainer: Trainer, group: ProcessGroup) -> tuple[Batch, float]:
     """A step: its batch, and its loss."""
-    batch, window = trainer.data.train[next(trainer.plan.requests(0, 0, 0, 1))], LossMeter(group)
+    batch, window = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))], LossMeter(group)
     trainer.stepper.step(batch, window)
     return batch, window.total_loss(1) / window.images
 

@@ -15,7 +15,7 @@ from training.config.dataset_layout import check_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import Data, ImageSource
-from training.data.device_dataset import hold
+from training.data.device_dataset import move_to_device
 from training.models.factory import build_model
 from training.predict import PredictOptions, predict
 
@@ -36,7 +36,7 @@ def look(source: ImageSource | None, epoch: int | None) -> Tensor:
 
 
 def on_device(data: Data) -> Data:
-    return hold(TrainConfig(data=".", data_on_device="on"), data, torch.device("cpu"), lambda: None)
+    return move_to_device(TrainConfig(data=".", data_on_device="on"), data, torch.device("cpu"), lambda: None)
 
 
 @pytest.mark.parametrize("kind", ["folder_data", "packed_data"])

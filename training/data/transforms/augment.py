@@ -18,11 +18,11 @@ from torch.nn import functional
 from hpc.core.errors import UserError
 from training.config.dataset_layout import Kind
 from training.config.train_config import TrainConfig
-from training.data.to_device import sent
-from training.data.transforms.crop import cut, cut_all
-from training.data.transforms.crop_box import Box, center_box, random_box
+from training.data.to_device import to_device
+from training.data.transforms.crop import crop_and_resize, cut_all
+from training.data.transforms.crop_box import CropBox, center_box, random_box
 from training.data.transforms.random_erasing import RandomErasing
-from training.runtime.counter_rng import Purpose, below, number, stream
+from training.runtime.counter_rng import Purpose, derive_key, rand_float, rand_int
 
 # The random numbers that one image may take from the stream of an epoch.
 _DRAWS = 32
@@ -78,11 +78,11 @@ class Augmentation:
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
         """The images (uint8 [n, C, H, W], on any device) with these indices (int64 [n]) as they look in an epoch."""
-        key = stream(self.seed, Purpose.AUGMENTATION, epoch)
+        key = derive_key(self.seed, Purpose.AUGMENTATION, epoch)
         if self.padding:
             images = _shift(images, self.padding, key, indices)
         if self.flip:
-            images = _mirror(images, below(key, indices * _DRAWS + _FLIP, 2).bool())
+            images = _mirror(images, rand_int(key, indices * _DRAWS + _FLIP, 2).bool())
         if self.transform is not None and len(images):
             images = torch.stack([self.one(epoch, *each) for each in zip(indices.tolist(), images, strict=True)])
         return self.erasing.batch(epoch, indices, images) if self.erasing else images
@@ -90,7 +90,7 @@ class Augmentation:
     def one(self, epoch: int, index: int, image: Any) -> Tensor:
         """What torchvision makes of an image (Pillow's, or uint8 [C, H, W]) in an epoch."""
         assert self.transform is not None  # noqa: S101  # whoever asks has one
-        with _drawing(stream(self.seed, Purpose.AUGMENTATION, epoch, index)):
+        with _drawing(derive_key(self.seed, Purpose.AUGMENTATION, epoch, index)):
             return self.transform(image)
 
 
@@ -125,8 +125,8 @@ class ImageAugmentation:
 
     def one(self, epoch: int, index: int, image: Tensor) -> Tensor:
         """What becomes of an image (uint8 [h, w, 3]) in an epoch, but for erasing: uint8 [3, size, size]."""
-        square = cut(image, self._box(epoch, index, *image.shape[:2]), self.size)
-        if self.flip and number(self._key(epoch), index * _DRAWS + _FLIP) < 1 / 2:
+        square = crop_and_resize(image, self._box(epoch, index, *image.shape[:2]), self.size)
+        if self.flip and rand_float(self._key(epoch), index * _DRAWS + _FLIP) < 1 / 2:
             square = square.flip(2)
         # A loader worker has one image at a time: what is not asked for must not cost it anything.
         return self.rest.batch(epoch, torch.tensor([index]), square[None])[0] if self.rest.does_more else square
@@ -136,7 +136,7 @@ class ImageAugmentation:
         boxes = [self._box(epoch, index, *images.shape[2:]) for index in indices.tolist()]
         squares = cut_all(images, torch.tensor(boxes, dtype=torch.int64).reshape(-1, 4), self.size)
         if self.flip:
-            squares = _mirror(squares, below(self._key(epoch), indices * _DRAWS + _FLIP, 2) == 0)
+            squares = _mirror(squares, rand_int(self._key(epoch), indices * _DRAWS + _FLIP, 2) == 0)
         return self.erase(epoch, indices, self.rest.batch(epoch, indices, squares))
 
     def erase(self, epoch: int, indices: Tensor, squares: Tensor) -> Tensor:
@@ -144,14 +144,14 @@ class ImageAugmentation:
         return self.erasing.batch(epoch, indices, squares) if self.erasing else squares
 
     def _key(self, epoch: int) -> int:
-        return stream(self.rest.seed, Purpose.AUGMENTATION, epoch)
+        return derive_key(self.rest.seed, Purpose.AUGMENTATION, epoch)
 
-    def _box(self, epoch: int, index: int, height: int, width: int) -> Box:
+    def _box(self, epoch: int, index: int, height: int, width: int) -> CropBox:
         """The part that is looked at."""
         if not self.resized:
             return center_box(height, width)
         key = self._key(epoch)
-        places = (number(key, index * _DRAWS + place) for place in range(_BOX, _DRAWS))
+        places = (rand_float(key, index * _DRAWS + place) for place in range(_BOX, _DRAWS))
         return random_box(places, height, width, _AREA)
 
 
@@ -239,15 +239,15 @@ def _erasing(config: TrainConfig, mean: tuple[float, ...]) -> RandomErasing | No
 
 def _mirror(images: Tensor, mirrored: Tensor) -> Tensor:
     """The images, of which some (bool [n], on the CPU) are mirrored."""
-    return torch.where(sent(mirrored, images.device)[:, None, None, None], images.flip(3), images)
+    return torch.where(to_device(mirrored, images.device)[:, None, None, None], images.flip(3), images)
 
 
 def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:
     """Pad with zeros and cut a random window of the old size out of each image."""
     (count, _, height, width), device = images.shape, images.device
     padded = functional.pad(images, (padding,) * 4)
-    drawn = torch.stack([below(key, indices * _DRAWS + place, 2 * padding + 1) for place in (_ROW, _COLUMN)])
-    top, left = sent(drawn, device)
+    drawn = torch.stack([rand_int(key, indices * _DRAWS + place, 2 * padding + 1) for place in (_ROW, _COLUMN)])
+    top, left = to_device(drawn, device)
     rows = top[:, None] + torch.arange(height, device=device)
     columns = left[:, None] + torch.arange(width, device=device)
     # Advanced indices around a slice put the sliced dimension last.

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.data.to_device import sent
-from training.data.transforms.crop_box import Box, center_box
+from training.data.to_device import to_device
+from training.data.transforms.crop_box import CropBox, center_box
 
 # Side of the square that evaluations crop, as a part of an image's shorter side: the usual 224 of 256 pixels.
 EVALUATION_CROP = 224 / 256
 
 
-def cut(image: Tensor, box: Box, size: int | tuple[int, int]) -> Tensor:
+def crop_and_resize(image: Tensor, box: CropBox, size: int | tuple[int, int]) -> Tensor:
     """The part of an image (uint8 [h, w, c]) in a box, scaled to uint8 [c, size, size], or [c, *size].
 
     Pixels whose channels lie together take two thirds of the time of separate channels.
@@ -31,7 +31,7 @@ def center_crop(image: Tensor, size: int | tuple[int, int], crop_pct: float = EV
 
     `crop_pct` is the side of the square as a part of the image's shorter side.
     """
-    return cut(image, center_box(image.shape[0], image.shape[1], crop_pct), size)
+    return crop_and_resize(image, center_box(image.shape[0], image.shape[1], crop_pct), size)
 
 
 def cut_all(images: Tensor, boxes: Tensor, size: int | tuple[int, int]) -> Tensor:
@@ -47,10 +47,11 @@ def cut_all(images: Tensor, boxes: Tensor, size: int | tuple[int, int]) -> Tenso
     height, width = _pair(size)
     if images.device.type == "cpu":
         cuts = [
-            cut(image.permute(1, 2, 0), tuple(box), size) for image, box in zip(images, boxes.tolist(), strict=True)
+            crop_and_resize(image.permute(1, 2, 0), tuple(box), size)
+            for image, box in zip(images, boxes.tolist(), strict=True)
         ]
         return torch.stack(cuts) if cuts else images.new_empty(0, images.shape[1], height, width)
-    top, left, high, wide = sent(boxes, images.device).unbind(1)
+    top, left, high, wide = to_device(boxes, images.device).unbind(1)
     return scale(scale(images, 3, left, wide, width), 2, top, high, height)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-Box = tuple[int, int, int, int]
+CropBox = tuple[int, int, int, int]
 """Top, left, height and width, in pixels."""
 
 # Szegedy et al., "Going deeper with convolutions" (2015): width by height.
@@ -13,13 +13,13 @@ RANDOM_NUMBERS = 2 + 2 * _TRIES
 """As many does a random box take at most."""
 
 
-def center_box(height: int, width: int, part: float = 1.0) -> Box:
+def center_box(height: int, width: int, part: float = 1.0) -> CropBox:
     """The square in the middle whose side is a part of the shorter side."""
     side = max(1, round(min(height, width) * part))
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def random_box(numbers: Iterator[float], height: int, width: int, area: tuple[float, float]) -> Box:
+def random_box(numbers: Iterator[float], height: int, width: int, area: tuple[float, float]) -> CropBox:
     """A part of any place, of an area and of a shape that are random: that of torchvision's RandomResizedCrop.
 
     Args:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.data.to_device import sent
-from training.runtime.counter_rng import Purpose, stream, uniform
+from training.data.to_device import to_device
+from training.runtime.counter_rng import Purpose, derive_key, uniform
 
 # Zhong et al., "Random erasing data augmentation" (2017), as torchvision has it: the least and the greatest area, as
 # parts of the image, and height by width.
@@ -42,11 +42,11 @@ class RandomErasing:
         boxes, color = self.boxes(epoch, indices, *images.shape[2:]), torch.tensor(self.color, dtype=torch.uint8)
         if images.device.type == "cpu":
             return fill_each(images, boxes, color)
-        return fill_all(images, sent(boxes, images.device), sent(color, images.device))
+        return fill_all(images, to_device(boxes, images.device), to_device(color, images.device))
 
     def boxes(self, epoch: int, indices: Tensor, height: int, width: int) -> Tensor:
         """Top, left, height and width (int64 [n, 4]) of what images of this size lose; of no height: nothing."""
-        key = stream(self.seed, Purpose.ERASE, epoch)
+        key = derive_key(self.seed, Purpose.ERASE, epoch)
         drawn = uniform(key, indices[:, None] * _DRAWS + torch.arange(_DRAWS)).double()
         areas, ratios = drawn[:, 3::2], drawn[:, 4::2]
         side = (height * width * (_AREA[0] + areas * (_AREA[1] - _AREA[0]))).sqrt()
