@@ -146,7 +146,7 @@ def _train(trainer: Trainer, batches: Iterator[Batch], steps: int) -> float:
     trainer.group.wait_for_device()
     began = time.perf_counter()
     for batch in islice(batches, steps):
-        trainer.stepper.step(batch, trainer.window)
+        trainer.stepper.step(batch, trainer.loss_meter)
     trainer.group.wait_for_device()
     return time.perf_counter() - began
 
@@ -210,8 +210,10 @@ def run(options: Options, group: ProcessGroup, jpegs: Path, packed: Path, runs: 
     }
     todo = settings(options, jpegs, packed)
     for number, setting in enumerate(todo):
-        job = RunContext(config=setting.config, run_dir=RunDir(runs / str(number)), attempt=1, started=time.monotonic())
-        setting.trainer = make_trainer(job, group)
+        context = RunContext(
+            config=setting.config, run_dir=RunDir(runs / str(number)), attempt=1, started=time.monotonic()
+        )
+        setting.trainer = make_trainer(context, group)
         setting.trainer.stepper.warm_up(setting.trainer.data.channels, setting.trainer.data.size)
     for case in dict.fromkeys(setting.case for setting in todo):
         for _ in range(options.rounds):

@@ -42,7 +42,7 @@ _MEMORY = Path("/dev/shm")  # noqa: S108 - a new directory in it
 class Turn:
     """One setting's windows."""
 
-    snapshotter: SnapshotWriter
+    snapshot_writer: SnapshotWriter
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     taken: int = 0
@@ -50,27 +50,27 @@ class Turn:
 
     def window(self, trainer: Trainer, requests: Iterator[BatchRequest], steps: int) -> None:
         """Train for some steps, the time of which is kept."""
-        trainer.snapshotter, trainer.agreement = self.snapshotter, StopConsensus(trainer.group.control)
+        trainer.snapshot_writer, trainer.stop_consensus = self.snapshot_writer, StopConsensus(trainer.group.control)
         # The other settings' windows do not count as time since the last snapshot.
-        self.snapshotter._taken_at += time.monotonic() - self.paused_at  # noqa: SLF001
+        self.snapshot_writer._taken_at += time.monotonic() - self.paused_at  # noqa: SLF001
         trainer.group.all_gather_object(None)
         began, began_cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             if trainer.agree().snapshot:
-                trainer.snapshotter.take()
+                trainer.snapshot_writer.take()
                 self.taken += 1
-            trainer.stepper.step(trainer.data.train[next(requests)], trainer.window)
+            trainer.stepper.step(trainer.data.train[next(requests)], trainer.loss_meter)
         # Waits for the device.
-        trainer.window.total_loss(trainer.state.progress.step)
-        self.snapshotter.wait()
+        trainer.loss_meter.total_loss(trainer.state.progress.step)
+        self.snapshot_writer.wait()
         self.seconds.append(max(trainer.group.all_gather_object(time.perf_counter() - began)))
         self.cpu_seconds.append(sum(trainer.group.all_gather_object(time.process_time() - began_cpu)))
-        trainer.agreement.settle()
+        trainer.stop_consensus.settle()
         self.paused_at = time.monotonic()
 
     def measured_cost(self) -> float:
         """Seconds that the last snapshot took, as the trainer sees it."""
-        return self.snapshotter._stall_seconds + self.snapshotter._writer_seconds  # noqa: SLF001
+        return self.snapshot_writer._stall_seconds + self.snapshot_writer._writer_seconds  # noqa: SLF001
 
 
 def measure(trainer: Trainer, turns: dict[str, Turn]) -> int:
@@ -94,14 +94,16 @@ def run(case: dict[str, object], group: ProcessGroup, directory: Path) -> None:
     config = TrainConfig(data="fashion-mnist", epochs=10_000, **case)  # type: ignore[arg-type]  # any of its fields
     node = NodeDir(directory / f"node-{case['model']}")
     node.path.mkdir(mode=0o700, exist_ok=True)
-    job = RunContext(
+    context = RunContext(
         config=config, run_dir=RunDir(directory / str(case["model"])), attempt=1, started=0.0, node_dir=node
     )
-    trainer = make_trainer(job, group)
+    trainer = make_trainer(context, group)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-    jobs = {setting: replace(job, config=replace(config, snapshot_every=setting)) for setting in SETTINGS}
-    snapshotters = {setting: SnapshotWriter(each, trainer.capturer, trainer.recorder) for setting, each in jobs.items()}
-    turns = {name: Turn(snapshotter) for name, snapshotter in snapshotters.items()}
+    jobs = {setting: replace(context, config=replace(config, snapshot_every=setting)) for setting in SETTINGS}
+    snapshot_writers = {
+        setting: SnapshotWriter(each, trainer.capturer, trainer.logger) for setting, each in jobs.items()
+    }
+    turns = {name: Turn(snapshot_writer) for name, snapshot_writer in snapshot_writers.items()}
     images = measure(trainer, turns) * trainer.schedule.batch_size
     if group.is_rank_zero:
         size = sum(tensor.nbytes for tensor in trainer.state.tensors().values()) / 1e6

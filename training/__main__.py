@@ -113,7 +113,7 @@ def _train(arguments: TrainOptions) -> int:
     from training.runtime.process_group import SharedError  # noqa: PLC0415
 
     run_dir = RunDir(arguments.run_dir.expanduser().absolute())
-    job = RunContext(
+    context = RunContext(
         config=arguments.train,
         run_dir=run_dir,
         attempt=arguments.attempt,
@@ -124,7 +124,7 @@ def _train(arguments: TrainOptions) -> int:
         recipe=arguments.recipe,
     )
     try:
-        launch(job, place)
+        launch(context, place)
     except TorchrelayError as error:
         if place.is_rank_zero or not isinstance(error, SharedError):
             _complain(error)

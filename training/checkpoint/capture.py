@@ -46,8 +46,8 @@ class Capturer:
     """Brings together what a state consists of."""
 
     state: TrainState
-    window: LossMeter
-    budget: EarlyStopping
+    loss_meter: LossMeter
+    early_stopping: EarlyStopping
     corrupt: CorruptImages
     group: ProcessGroup
     attempt: int
@@ -64,9 +64,12 @@ class Capturer:
         self.corrupt.share()
         tensors = self.state.tensors()
         statistics = self.group.broadcast_copies({name: tensors[name] for name in self.state.buffers()})
-        accounting = {"train_seconds": self.window.train_seconds, "spent_seconds": self.budget.spent_seconds}
-        counted = {"window": {"images": self.window.images}, "accounting": accounting, "attempt": self.attempt}
-        loss = self.group.all_reduce_on_device(self.window.loss)
+        accounting = {
+            "train_seconds": self.loss_meter.train_seconds,
+            "spent_seconds": self.early_stopping.spent_seconds,
+        }
+        counted = {"window": {"images": self.loss_meter.images}, "accounting": accounting, "attempt": self.attempt}
+        loss = self.group.all_reduce_on_device(self.loss_meter.loss)
         tensors, layout = tensors | statistics, ShardLayout()
         if self.state.sharded:
             tensors, layout = own_part(tensors, self.group)

@@ -21,12 +21,12 @@ from training.runtime.run_context import RunContext
 class CheckpointWriter:
     """Saves the state of a run into its checkpoints."""
 
-    def __init__(self, job: RunContext, capturer: Capturer, recorder: RunLogger) -> None:
-        self._directory, self._keep = job.run_dir.checkpoints, job.config.keep_checkpoints
-        self._every = parse_interval("checkpoint_every", job.config.checkpoint_every)
-        self._capturer, self._recorder = capturer, recorder
-        self._state, self._window, self._group = capturer.state, capturer.window, capturer.group
-        self._fault, self._console = job.fault, recorder.console
+    def __init__(self, context: RunContext, capturer: Capturer, logger: RunLogger) -> None:
+        self._directory, self._keep = context.run_dir.checkpoints, context.config.keep_checkpoints
+        self._every = parse_interval("checkpoint_every", context.config.checkpoint_every)
+        self._capturer, self._logger = capturer, logger
+        self._state, self._loss_meter, self._group = capturer.state, capturer.loss_meter, capturer.group
+        self._fault, self._console = context.fault, logger.console
         self._writes = self._group.is_rank_zero or self._state.sharded
         self._publish = partial(save_sharded, self._group.new_group()) if self._state.sharded else save_checkpoint
         self._copy, self._background = HostCopy(), BackgroundWriter()
@@ -64,21 +64,21 @@ class CheckpointWriter:
             return
         self._saved_step, self._saved_at = step, time.monotonic()
         captured = self._capturer.capture()
-        self._window.check(float(captured.loss), step)
+        self._loss_meter.check(float(captured.loss), step)
         if self._writes:
             # The copy may still be being written; and what is saved knows of the best model.
             self.wait()
             began = time.monotonic()
-            self._state.hold(self._copy.take(captured))
+            self._state.defer_update_until(self._copy.take(captured))
             copied = time.monotonic() - began
             # Waiting for a slow disk is a part of the training's speed.
-            self._window.leave_out(copied)
+            self._loss_meter.leave_out(copied)
             self._background.start(partial(self._write, step, copied))
 
     def wait(self) -> None:
         """Until the last checkpoint and the best model are on the disk, or have failed to be."""
         self._background.wait()
-        self._recorder.wait()
+        self._logger.wait()
 
     def finish(self) -> None:
         """Wait for the last checkpoint; if it could not be written, there may be room for it by now."""
@@ -94,11 +94,11 @@ class CheckpointWriter:
             self._publish(self._directory, step, partial(self._fill, step), self._keep)
         except OSError as error:
             self._console.warn(f"no checkpoint of step {step} ({error}): free some space below {self._directory}")
-            self._recorder.event("checkpoint_failed", step=step, reason=str(error))
+            self._logger.event("checkpoint_failed", step=step, reason=str(error))
         else:
             seconds = round(time.monotonic() - began, 3)
             self._unwritten = False
-            self._recorder.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copied, 4))
+            self._logger.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copied, 4))
 
     def _fill(self, step: int, directory: Path) -> None:
         self._copy.write(directory, shared=self._group.is_rank_zero)

@@ -65,7 +65,7 @@ class Restored:
     numbers: dict[str, Any]
 
 
-def restore(job: RunContext, state: TrainState, group: ProcessGroup, recorder: RunLogger) -> Restored | None:
+def restore(context: RunContext, state: TrainState, group: ProcessGroup, logger: RunLogger) -> Restored | None:
     """Become the newest state that is intact, belongs to this run and has its past on record. None: there is none.
 
     A snapshot that is of no use is removed, as are all of a later step than the restored one.
@@ -74,28 +74,28 @@ def restore(job: RunContext, state: TrainState, group: ProcessGroup, recorder: R
         SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
         TorchrelayError: the storage does not give it.
     """
-    directory = writing_directory(job, group)
-    offers = _offers(job, group, directory, parts=state.sharded)
+    directory = writing_directory(context, group)
+    offers = _offers(context, group, directory, parts=state.sharded)
     restored = None
     while not restored and (
         best := max(filter(None, group.all_gather_object(offers[-1] if offers else None)), default=None)
     ):
         if best.rank == group.rank:
             offers.pop()
-        restored = _take(best, job, state, group, recorder)
+        restored = _take(best, context, state, group, logger)
     if directory:
         remove_newer(directory, state.progress.step)
-    if job.node_dir and group.place.local_rank == 0:
+    if context.node_dir and group.place.local_rank == 0:
         here = range(group.rank, group.rank + group.place.local_world_size)
         parts = {part_directory(rank, group.world_size) for rank in here}
-        whole = {path.name for path in list_checkpoints(job.node_dir.snapshots)}
-        remove_others(job.node_dir.snapshots, parts if state.sharded else whole)
+        whole = {path.name for path in list_checkpoints(context.node_dir.snapshots)}
+        remove_others(context.node_dir.snapshots, parts if state.sharded else whole)
     return restored
 
 
-def _offers(job: RunContext, group: ProcessGroup, snapshots: Path | None, *, parts: bool) -> list[StateOffer]:
+def _offers(context: RunContext, group: ProcessGroup, snapshots: Path | None, *, parts: bool) -> list[StateOffer]:
     """What this rank can read, the best last. Where snapshots are parts, rank 0 offers those that all ranks have."""
-    places = {True: job.run_dir.checkpoints if group.is_rank_zero else None, False: snapshots}
+    places = {True: context.run_dir.checkpoints if group.is_rank_zero else None, False: snapshots}
     found = []
     for durable, directory in places.items():
         if directory:
@@ -119,19 +119,19 @@ def _saved_by(offer: StateOffer) -> tuple[int, int]:
 
 
 def _take(
-    offer: StateOffer, job: RunContext, state: TrainState, group: ProcessGroup, recorder: RunLogger
+    offer: StateOffer, context: RunContext, state: TrainState, group: ProcessGroup, logger: RunLogger
 ) -> Restored | None:
     """Become the state on offer, on all ranks, unless it is of no use."""
-    directory = writing_directory(job, group)
+    directory = writing_directory(context, group)
     path = checkpoint_path(directory, offer.step) if _is_part(offer, state) and directory else offer.path
     with group.raise_on_all_ranks():
         files, problem = _examine(offer, path, state, group)
     problem = next(filter(None, group.all_gather_object(problem)), "")
     numbers = {} if problem else json.loads(group.broadcast_bytes(files.get(NUMBERS), offer.rank))
     if not (problem or offer.durable):
-        problem = group.all_gather_object(not_recorded(numbers, job.run_dir) if group.is_rank_zero else "")[0]
+        problem = group.all_gather_object(not_recorded(numbers, context.run_dir) if group.is_rank_zero else "")[0]
     if problem:
-        _discard(offer, path, problem, recorder, mine=offer.rank == group.rank or _is_part(offer, state))
+        _discard(offer, path, problem, logger, mine=offer.rank == group.rank or _is_part(offer, state))
         return None
     state.restore(_tensors(offer, path, files, state, group), numbers)
     return Restored(name=path.name, source=offer.source, numbers=numbers)
@@ -191,9 +191,9 @@ def _tensors(
     return read_parts(path, state) if offer.durable else read_own_part(path, state, group)
 
 
-def _discard(offer: StateOffer, path: Path, reason: str, recorder: RunLogger, *, mine: bool) -> None:
-    recorder.console.warn(f"{offer.source} {path} is not used: {reason}")
-    recorder.event("checkpoint_rejected", path=str(path), reason=reason)
+def _discard(offer: StateOffer, path: Path, reason: str, logger: RunLogger, *, mine: bool) -> None:
+    logger.console.warn(f"{offer.source} {path} is not used: {reason}")
+    logger.event("checkpoint_rejected", path=str(path), reason=reason)
     if mine and offer.durable:
         set_aside(path)
     elif mine:

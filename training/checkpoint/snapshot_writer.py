@@ -26,23 +26,23 @@ def part_directory(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}"
 
 
-def writing_directory(job: RunContext, group: ProcessGroup) -> Path | None:
+def writing_directory(context: RunContext, group: ProcessGroup) -> Path | None:
     """Where this rank writes its node's snapshots, or those of its part; None: it does not."""
-    if job.node_dir and job.config.strategy == "fsdp":
-        return job.node_dir.snapshots / part_directory(group.rank, group.world_size)
-    return job.node_dir.snapshots if job.node_dir and group.place.local_rank == 0 else None
+    if context.node_dir and context.config.strategy == "fsdp":
+        return context.node_dir.snapshots / part_directory(group.rank, group.world_size)
+    return context.node_dir.snapshots if context.node_dir and group.place.local_rank == 0 else None
 
 
 class SnapshotWriter:
     """Takes snapshots of a training. Where they cannot be written, the training goes on without."""
 
-    def __init__(self, job: RunContext, capturer: Capturer, recorder: RunLogger) -> None:
-        self._capturer, self._recorder = capturer, recorder
+    def __init__(self, context: RunContext, capturer: Capturer, logger: RunLogger) -> None:
+        self._capturer, self._logger = capturer, logger
         self._group, self._state = capturer.group, capturer.state
-        self._directory = writing_directory(job, self._group)
-        self._parents = (job.node_dir.path, job.node_dir.snapshots) if job.node_dir else ()
-        self._every = parse_interval("snapshot_every", job.config.snapshot_every)
-        self._final = job.run_dir.final_result
+        self._directory = writing_directory(context, self._group)
+        self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
+        self._every = parse_interval("snapshot_every", context.config.snapshot_every)
+        self._final = context.run_dir.final_result
         self._copy, self._background = HostCopy(), BackgroundWriter()
         self._complained = False
         self._stall_seconds = self._writer_seconds = 0.0
@@ -59,7 +59,7 @@ class SnapshotWriter:
         Not while the last one is being written, nor the best model: a state that knows of one which nobody has is
         of no use.
         """
-        if not (self._directory and self._group.is_rank_zero) or self._background.busy or self._recorder.busy:
+        if not (self._directory and self._group.is_rank_zero) or self._background.busy or self._logger.busy:
             return False
         if self._every.steps:
             return self._state.progress.step + 1 - self._taken_step >= self._every.steps
@@ -84,7 +84,7 @@ class SnapshotWriter:
             if not self._copy.has_memory:
                 # The first one asks for memory, which takes its time; those to come use it again.
                 began = math.inf
-            self._state.hold(self._copy.take(captured))
+            self._state.defer_update_until(self._copy.take(captured))
             self._background.start(partial(self._write, self._directory, step))
         self._stall_seconds = max(0.0, time.monotonic() - began)
 
@@ -117,9 +117,9 @@ class SnapshotWriter:
             return
         self._complained = True
         # Other nodes' ranks do not speak of the training, but of their node.
-        console = self._recorder.console if self._group.is_rank_zero else Console(enabled=True)
+        console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
         console.warn(f"no snapshots on this node ({reason}): a crash may cost all steps since the last checkpoint")
-        self._recorder.event("snapshot_off", reason=reason)
+        self._logger.event("snapshot_off", reason=reason)
 
     def wait(self) -> None:
         """Until the last one is written, or has failed to be."""

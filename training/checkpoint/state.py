@@ -102,12 +102,12 @@ class TrainState:
     copies: list[torch.cuda.Event] = field(default_factory=list)
     """The ends of copies from the GPU that are under way."""
 
-    def hold(self, copied: torch.cuda.Event | None) -> None:
+    def defer_update_until(self, copied: torch.cuda.Event | None) -> None:
         """Let the optimizer change nothing before this copy is there."""
         if copied:
             self.copies.append(copied)
 
-    def release(self) -> None:
+    def wait_for_copies(self) -> None:
         """Before the optimizer's step: have the GPU wait for the copies under way. The host does not wait."""
         while self.copies:
             torch.cuda.current_stream().wait_event(self.copies.pop())

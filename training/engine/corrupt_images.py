@@ -14,9 +14,9 @@ class CorruptImages:
     """The unreadable images of the training set that any rank has met."""
 
     def __init__(
-        self, source: ImageSource, limit: int, progress: Progress, group: ProcessGroup, recorder: RunLogger
+        self, source: ImageSource, limit: int, progress: Progress, group: ProcessGroup, logger: RunLogger
     ) -> None:
-        self._source, self._limit, self._group, self._recorder = source, limit, group, recorder
+        self._source, self._limit, self._group, self._logger = source, limit, group, logger
         # What all ranks know is in there, and saved with it.
         self._progress = progress
         self._news: set[int] = set()
@@ -43,6 +43,6 @@ class CorruptImages:
         new = sorted(everybodys - set(self._progress.corrupt))
         self._progress.corrupt = sorted([*self._progress.corrupt, *new])
         for name in map(self._source.name, new):
-            self._recorder.console.warn(f"{name} cannot be read: another image takes its place")
-            self._recorder.event("image_corrupt", path=name)
+            self._logger.console.warn(f"{name} cannot be read: another image takes its place")
+            self._logger.event("image_corrupt", path=name)
         check_corrupt_limit(self._source, self._progress.corrupt, self._limit)

@@ -26,7 +26,7 @@ from training.runtime.run_context import RunContext
 _MOST_WORKERS = 8
 
 
-def launch(job: RunContext, place: RankInfo) -> None:
+def launch(context: RunContext, place: RankInfo) -> None:
     """Train with all other ranks, from connecting to disconnecting.
 
     Raises:
@@ -34,14 +34,14 @@ def launch(job: RunContext, place: RankInfo) -> None:
         UnfitNodeError: this rank's node cannot train.
         TorchrelayError: the training failed.
     """
-    make_repeatable(everything=job.config.deterministic)
-    group = connect(place, watched=job.node_dir is not None)
-    job.heartbeat.beat("start")
+    make_repeatable(everything=context.config.deterministic)
+    group = connect(place, watched=context.node_dir is not None)
+    context.heartbeat.beat("start")
     # After an error there is no leaving in good order: it waits for ranks that may be no more.
-    if not _is_complete(job, group):
-        report = check(group, job.fault)
-        trainer = make_trainer(job, group)
-        trainer.recorder.event("preflight", **asdict(report))
+    if not _is_complete(context, group):
+        report = check(group, context.fault)
+        trainer = make_trainer(context, group)
+        trainer.logger.event("preflight", **asdict(report))
         # What there is now stays to the end: no need to look through it, and for loader workers to get copies of it.
         gc.freeze()
         gc.enable()
@@ -62,34 +62,34 @@ def make_repeatable(*, everything: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
 
 
-def _is_complete(job: RunContext, group: ProcessGroup) -> bool:
+def _is_complete(context: RunContext, group: ProcessGroup) -> bool:
     """Whether there is nothing left to do: as rank 0 sees it, for the others' view of shared storage may be older."""
-    complete = any(group.all_gather_object(group.is_rank_zero and job.run_dir.final_result.exists()))
+    complete = any(group.all_gather_object(group.is_rank_zero and context.run_dir.final_result.exists()))
     if complete and group.is_rank_zero:
-        print(f"{job.run_dir.path} is complete already: {job.run_dir.final_result}", flush=True)
+        print(f"{context.run_dir.path} is complete already: {context.run_dir.final_result}", flush=True)
     return complete
 
 
-def make_trainer(job: RunContext, group: ProcessGroup) -> Trainer:
+def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     """Open the data and build the model.
 
     Raises:
         SharedError: a flag or the data do not suit, on some rank; every rank raises it.
     """
-    config = job.config
+    config = context.config
     with group.raise_on_all_ranks():
         check_world(config, group.world_size)
         layout = None if config.synthetic else check_data(resolve_data(config.data))
-    listing = _share_listing(layout, job, group)
-    job.heartbeat.beat("start")
+    listing = _share_listing(layout, context, group)
+    context.heartbeat.beat("start")
     with group.raise_on_all_ranks():
         side = input_size(config, None)
         data = load_data(config, layout, side, listing) if layout else synthetic_data(config, side)
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
-        data = move_to_device(config, data, group.device, lambda: job.heartbeat.beat("start"))
-    job.heartbeat.beat("start")
+        data = move_to_device(config, data, group.device, lambda: context.heartbeat.beat("start"))
+    context.heartbeat.beat("start")
     if config.sync_bn:
         model = convert_sync_batch_norm(model, group.device)
     _check_same(data, group)
@@ -98,15 +98,15 @@ def make_trainer(job: RunContext, group: ProcessGroup) -> Trainer:
         check_validation(config, validates=data.val is not None)
     preprocess = Preprocess.make(data.mean, data.std, channels, size, group.device)
     preprocess = replace(preprocess, memory_format=FORMATS[config.memory_format])
-    return Trainer(job, group, data, model, preprocess, _workers(config.num_workers, data, group.place))
+    return Trainer(context, group, data, model, preprocess, _workers(config.num_workers, data, group.place))
 
 
-def _share_listing(layout: DataLayout | None, job: RunContext, group: ProcessGroup) -> bytes:
+def _share_listing(layout: DataLayout | None, context: RunContext, group: ProcessGroup) -> bytes:
     """The list of an image folder's images: rank 0 alone looks for them, and the others believe it."""
     listing = b""
     with group.raise_on_all_ranks():
         if group.is_rank_zero and layout and layout.kind == "image-folder":
-            listing = load_or_build_index(layout, job.run_dir.index, time.time_ns())
+            listing = load_or_build_index(layout, context.run_dir.index, time.time_ns())
     return group.broadcast_bytes(listing)
 
 

@@ -118,8 +118,8 @@ def main(run_dir: str, attempt: str) -> int:
         speed = report.allreduce_gb_per_second
         told = f", all-reduce {speed} GB/s" if speed is not None else ""
         print(f"preflight: {report.world_size} ranks on {group.device.type}{told}, {report.seconds} s", flush=True)
-        recorder = RunLogger(RunDir(Path(run_dir)), int(attempt), Console(enabled=True), writes=True)
-        recorder.event("preflight", **asdict(report))
+        logger = RunLogger(RunDir(Path(run_dir)), int(attempt), Console(enabled=True), writes=True)
+        logger.event("preflight", **asdict(report))
     disconnect()
     return 0
 

@@ -81,7 +81,7 @@ class Stepper:
         )
         return split_range(end - start, 0, self.config.grad_accum_steps, self.schedule.samples_per_group)[1]
 
-    def step(self, batch: Batch, window: LossMeter) -> None:
+    def step(self, batch: Batch, loss_meter: LossMeter) -> None:
         """One optimizer step.
 
         DDP averages over the ranks. Each rank's sum is scaled such that the average is the mean over the global
@@ -89,7 +89,7 @@ class Stepper:
         communicates with DDP.
         """
         config, state, progress = self.config, self.state, self.state.progress
-        window.begin_step()
+        loss_meter.begin_step()
         torch.manual_seed(derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
         set_train_mode(state.model)
         set_learning_rate(state.optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
@@ -100,10 +100,10 @@ class Stepper:
                 loss = self._loss(batch.images[start:end], batch.labels[start:end], mix)
                 scaled = state.scaler.scale(loss * (self.group.world_size / self.schedule.batch_size))
                 torch.autograd.backward(scaled)
-            window.add_loss(loss)
+            loss_meter.add_loss(loss)
         self.fault.strike("step", progress.step + 1, self.group.rank)
         self._update()
-        window.add_images(self.schedule.batch_size)
+        loss_meter.add_images(self.schedule.batch_size)
         progress.advance(self.schedule.batch_size, self.schedule.samples_per_epoch)
         if state.ema:
             state.ema.update(state.model, progress.step)
@@ -122,7 +122,7 @@ class Stepper:
     def _update(self) -> None:
         """Use the gradients, and forget them."""
         optimizer, scaler = self.state.optimizer, self.state.scaler
-        self.state.release()
+        self.state.wait_for_copies()
         if self.config.clip_grad_norm:
             # The norm of scaled gradients would be that of the scale.
             scaler.unscale_(optimizer)

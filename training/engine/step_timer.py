@@ -36,8 +36,8 @@ class _Step:
 class StepTimer:
     """Times the steps of one rank, without making its device wait, and tells the heartbeat."""
 
-    def __init__(self, job: RunContext, group: ProcessGroup, model: nn.Module) -> None:
-        self._heartbeat, self._fault, self._rank = job.heartbeat, job.fault, group.rank
+    def __init__(self, context: RunContext, group: ProcessGroup, model: nn.Module) -> None:
+        self._heartbeat, self._fault, self._rank = context.heartbeat, context.fault, group.rank
         self._on_gpu = group.device.type == "cuda"
         self._began = 0.0
         self.loading = 0.0
@@ -47,7 +47,7 @@ class StepTimer:
         self._unread: deque[_Step] = deque()
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_STEPS)
         # SyncBN and FSDP wait for the other ranks in the middle of the forward pass: then the loading must do.
-        if not job.config.sync_bn and job.config.strategy == "ddp":
+        if not context.config.sync_bn and context.config.strategy == "ddp":
             model.register_forward_pre_hook(self._enter)
             model.register_forward_hook(self._leave)
 

@@ -48,10 +48,16 @@ class Trainer:
     """One rank's part in the training of one model."""
 
     def __init__(
-        self, job: RunContext, group: ProcessGroup, data: Data, model: nn.Module, preprocess: Preprocess, workers: int
+        self,
+        context: RunContext,
+        group: ProcessGroup,
+        data: Data,
+        model: nn.Module,
+        preprocess: Preprocess,
+        workers: int,
     ) -> None:
-        config = job.config
-        self.config, self.job, self.group, self.data, self.workers = config, job, group, data, workers
+        config = context.config
+        self.config, self.context, self.group, self.data, self.workers = config, context, group, data, workers
         self.preprocess = preprocess
         self.schedule = make_schedule(
             len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config)
@@ -66,27 +72,27 @@ class Trainer:
             identity=identity(config, data),
             sharded=config.strategy == "fsdp",
         )
-        self.stepper = Stepper(config, self.schedule, group, self.state, preprocess, job.fault)
-        self.heartbeat = job.heartbeat
-        self.pace = StepTimer(job, group, model)
+        self.stepper = Stepper(config, self.schedule, group, self.state, preprocess, context.fault)
+        self.heartbeat = context.heartbeat
+        self.step_timer = StepTimer(context, group, model)
         self.console = Console(enabled=group.is_rank_zero)
         with group.raise_on_all_ranks():
-            self.recorder = RunLogger(job.run_dir, job.attempt, self.console, writes=group.is_rank_zero)
-        self.samples = JsonLines(job.run_dir.sample_log(job.attempt, group.rank), self.console)
-        self.corrupt = CorruptImages(data.train, config.max_corrupt_images, self.state.progress, group, self.recorder)
-        self.agreement = StopConsensus(group.control)
-        self.window = LossMeter(group)
-        self.budget = EarlyStopping(config)
+            self.logger = RunLogger(context.run_dir, context.attempt, self.console, writes=group.is_rank_zero)
+        self.samples = JsonLines(context.run_dir.sample_log(context.attempt, group.rank), self.console)
+        self.corrupt = CorruptImages(data.train, config.max_corrupt_images, self.state.progress, group, self.logger)
+        self.stop_consensus = StopConsensus(group.control)
+        self.loss_meter = LossMeter(group)
+        self.early_stopping = EarlyStopping(config)
         self.capturer = Capturer(
             state=self.state,
-            window=self.window,
-            budget=self.budget,
+            loss_meter=self.loss_meter,
+            early_stopping=self.early_stopping,
             corrupt=self.corrupt,
             group=group,
-            attempt=job.attempt,
+            attempt=context.attempt,
         )
-        self.saver = CheckpointWriter(job, self.capturer, self.recorder)
-        self.snapshotter = SnapshotWriter(job, self.capturer, self.recorder)
+        self.checkpoint_writer = CheckpointWriter(context, self.capturer, self.logger)
+        self.snapshot_writer = SnapshotWriter(context, self.capturer, self.logger)
         evaluator = Evaluator(
             config=config,
             model=self.state.evaluated_model,
@@ -96,7 +102,9 @@ class Trainer:
             # Images in memory are not augmented in an evaluation: to start workers takes longer than to take them.
             workers=0 if data.in_memory else workers,
         )
-        self.validator = Validator(job=job, evaluator=evaluator, data=data, state=self.state, recorder=self.recorder)
+        self.validator = Validator(
+            context=context, evaluator=evaluator, data=data, state=self.state, logger=self.logger
+        )
 
     def run(self) -> None:
         """Train to the end, or until all ranks agree to stop; either way nothing is lost."""
@@ -108,20 +116,20 @@ class Trainer:
             self.save_and_stop(request)
         except (TorchrelayError, KeyboardInterrupt) as error:
             if isinstance(error, DivergedError):
-                self.recorder.diverged(error.step, error.loss, self.schedule.batch(error.step), self.data.train)
+                self.logger.diverged(error.step, error.loss, self.schedule.batch(error.step), self.data.train)
             # What is being written is worth waiting for; after a crash it is not.
             self.finish_writing()
             raise
         finally:
             self.console.stop()
         self.finish_writing()
-        self.agreement.settle()
+        self.stop_consensus.settle()
 
     def finish_writing(self) -> None:
         """Until everything that was begun to be written is on the disk."""
-        self.snapshotter.wait()
-        self.saver.wait()
-        self.recorder.close()
+        self.snapshot_writer.wait()
+        self.checkpoint_writer.wait()
+        self.logger.close()
 
     # --- before the first step ---
 
@@ -129,18 +137,18 @@ class Trainer:
         """Go on from the newest state, and say so."""
         self.heartbeat.beat("start")
         began = time.monotonic()
-        restored = restore(self.job, self.state, self.group, self.recorder)
+        restored = restore(self.context, self.state, self.group, self.logger)
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.config, self.state, self.group))
         if restored:
-            self.window.restore(restored.numbers, counts_loss=self.group.is_rank_zero)
-        self.budget.begin(restored.numbers if restored else None)
-        self.saver.begin(restored.source if restored else None)
-        self.snapshotter.begin()
+            self.loss_meter.restore(restored.numbers, counts_loss=self.group.is_rank_zero)
+        self.early_stopping.begin(restored.numbers if restored else None)
+        self.checkpoint_writer.begin(restored.source if restored else None)
+        self.snapshot_writer.begin()
         restore_seconds = time.monotonic() - began
         progress = self.state.progress
-        self.recorder.resume(progress)
-        self.recorder.event(
+        self.logger.resume(progress)
+        self.logger.event(
             "train_started",
             step=progress.step,
             epoch=min(progress.epoch + 1, self.config.epochs),
@@ -148,9 +156,9 @@ class Trainer:
             world_size=self.group.world_size,
             restored_from=restored.name if restored else None,
             source=restored.source if restored else None,
-            seconds=round(time.monotonic() - self.job.started, 3),
+            seconds=round(time.monotonic() - self.context.started, 3),
             restore_seconds=round(restore_seconds, 3),
-            connect_seconds=round(self.group.connected_at - self.job.started, 3),
+            connect_seconds=round(self.group.connected_at - self.context.started, 3),
         )
         begin = f"resuming from {restored.source} {restored.name}" if restored else "starting"
         self.console.print(f"{begin}: {greeting(self.config, self.data, self.schedule, self.group, self.state.model)}")
@@ -169,27 +177,27 @@ class Trainer:
         """
         progress, ranks = self.state.progress, self.group
         self.validate_if_due()
-        if over := self.budget.why_over(progress, ranks):
+        if over := self.early_stopping.why_over(progress, ranks):
             return over
         requests = self.schedule.requests(progress.epoch, progress.samples_seen, ranks.rank, ranks.world_size)
         first = progress.step + 1
         with load_device_batches(ranks.device, self.data.train, requests, self.workers) as batches:
-            for batch in self.pace.batches(batches, progress):
+            for batch in self.step_timer.batches(batches, progress):
                 if over := self.agree_and_save():
                     self.save()
                     return over
-                self.job.fault.strike("boundary", progress.step + 1, ranks.rank)
+                self.context.fault.strike("boundary", progress.step + 1, ranks.rank)
                 self.log_samples(batch)
-                self.window.add_wait(self.pace.loading)
+                self.loss_meter.add_wait(self.step_timer.loading)
                 self.corrupt.add(batch.corrupt.tolist())
-                self.stepper.step(batch, self.window)
-                self.pace.step_done()
+                self.stepper.step(batch, self.loss_meter)
+                self.step_timer.step_done()
                 if progress.step == first:
                     ranks.wait_for_device()
-                    self.recorder.event("first_step", step=first)
+                    self.logger.event("first_step", step=first)
                 self.console.step(progress.step)
                 self.log_if_due()
-                if self.saver.due_by_step():
+                if self.checkpoint_writer.due_by_step():
                     self.save()
                 self.validate_if_due()
         return None
@@ -204,7 +212,7 @@ class Trainer:
         if agreed.save:
             self.save()
         if agreed.snapshot:
-            self.snapshotter.take()
+            self.snapshot_writer.take()
         if agreed.end:
             return MAX_HOURS
         return PATIENCE if out_of_patience(self.config, self.state.progress) else None
@@ -213,12 +221,12 @@ class Trainer:
         """Exchange wishes with the other ranks, and return what is agreed on."""
         wishes = StepFlags(
             signal=signals.received(),
-            save=int(self.group.is_rank_zero and self.saver.due_by_time()),
-            snapshot=int(self.snapshotter.due()),
+            save=int(self.group.is_rank_zero and self.checkpoint_writer.due_by_time()),
+            snapshot=int(self.snapshot_writer.due()),
             news=int(self.corrupt.has_news),
-            end=int(self.group.is_rank_zero and self.budget.used_up),
+            end=int(self.group.is_rank_zero and self.early_stopping.used_up),
         )
-        agreed = self.agreement.exchange(wishes)
+        agreed = self.stop_consensus.exchange(wishes)
         if agreed.news:
             self.corrupt.share()
         return agreed
@@ -226,7 +234,7 @@ class Trainer:
     def save(self) -> None:
         """Begin to write a checkpoint."""
         self.heartbeat.beat("save", self.state.progress.step)
-        self.saver.save()
+        self.checkpoint_writer.save()
         self.heartbeat.beat("step")
 
     def validate_if_due(self) -> None:
@@ -235,22 +243,22 @@ class Trainer:
         result = self.validator.validate_if_due(self.before_batch)
         if result:
             follow_plateau(self.config, self.state.progress, result.loss)
-            self.window.leave_out(time.monotonic() - began)
+            self.loss_meter.leave_out(time.monotonic() - began)
 
     def before_batch(self) -> None:
         """Between two batches of an evaluation: a wish to stop does not wait for its end."""
         self.heartbeat.beat("evaluate", self.state.progress.step)
         self.agree()
-        self.job.fault.strike("evaluate", self.state.progress.step, self.group.rank)
+        self.context.fault.strike("evaluate", self.state.progress.step, self.group.rank)
 
     def save_and_stop(self, request: StopRequested) -> None:
         """Save, and tell how long that took, from the signal's arrival here: by that the grace period can be chosen."""
         asked = signals.received_at() or time.monotonic()
         self.save()
         self.heartbeat.beat("end")
-        self.saver.finish()
+        self.checkpoint_writer.finish()
         step, seconds = self.state.progress.step, round(time.monotonic() - asked, 3)
-        self.recorder.event("train_stopped", step=step, signal=request.name, seconds=seconds)
+        self.logger.event("train_stopped", step=step, signal=request.name, seconds=seconds)
         self.console.print(f"stopped by {request.name} after step {step}")
 
     def log_samples(self, batch: Batch) -> None:
@@ -263,13 +271,13 @@ class Trainer:
         step = self.state.progress.step
         if step % self.config.log_every and self.state.progress.samples_seen:
             return
-        speed = self.window.images_per_second()
-        loss = self.window.total_loss(step) / self.window.images
+        speed = self.loss_meter.images_per_second()
+        loss = self.loss_meter.total_loss(step) / self.loss_meter.images
         epoch = (step - 1) // self.schedule.steps_per_epoch + 1
         lr = rate_of(self.state.optimizer)
-        waiting, memory = self.window.data_wait_share, self.group.used_memory
+        waiting, memory = self.loss_meter.data_wait_share, self.group.used_memory
         self.state.progress.logged_step = step
-        self.recorder.train(
+        self.logger.train(
             {
                 "step": step,
                 "epoch": epoch,
@@ -277,7 +285,7 @@ class Trainer:
                 "lr": lr,
                 "images_per_second": round(speed, 1),
                 "world_size": self.group.world_size,
-                "train_seconds": round(self.window.train_seconds, 3),
+                "train_seconds": round(self.loss_meter.train_seconds, 3),
                 "data_wait_share": round(waiting, 4),
                 "memory_bytes": memory,
             }
@@ -288,16 +296,16 @@ class Trainer:
             f"loss {loss:.3f} lr {lr:.4f} {speed:.0f} img/s, {waiting:.0%} waiting for data, "
             f"{memory / 2**30:.2f} GiB, eta {left // 60}:{left % 60:02d}",
         )
-        self.window.restart()
+        self.loss_meter.restart()
 
     def complete(self, ended: str | None) -> None:
         """Test the model as it is after the last step, and write `final/`; `ended` is why that came early."""
         if ended:
-            self.console.print(f"no step follows step {self.state.progress.step}: {self.budget.told(ended)}")
+            self.console.print(f"no step follows step {self.state.progress.step}: {self.early_stopping.told(ended)}")
         try:
             self.validator.complete(self.before_batch, ended)
         except TorchrelayError:
             # All ranks come here: the others from having nothing to write. After a crash they would not.
-            self.snapshotter.end()
+            self.snapshot_writer.end()
             raise
-        self.snapshotter.end()
+        self.snapshot_writer.end()

@@ -21,25 +21,25 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 
 
-def made_from(job: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
+def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
     """All of it, ready for JSON; null for what is not known."""
-    spec = _spec(job.run_dir)
+    spec = _spec(context.run_dir)
     sizes = {name: len(part) for name in ("train", "val", "test") if (part := getattr(data, name)) is not None}
     return {
-        "run": job.run_dir.name,
-        "recipe": spec.get("recipe") or job.recipe,
-        "config": asdict(job.config),
+        "run": context.run_dir.name,
+        "recipe": spec.get("recipe") or context.recipe,
+        "config": asdict(context.config),
         "spec": spec or None,
         # Nodes train from copies: what the user named is in the spec.
         "data": {
-            "path": None if job.config.synthetic else spec.get("data") or job.config.data,
+            "path": None if context.config.synthetic else spec.get("data") or context.config.data,
             "fingerprint": data.fingerprint,
             "images": sizes,
         },
-        "code": {"revision": _revision(job.run_dir)},
+        "code": {"revision": _revision(context.run_dir)},
         "versions": versions(),
         "ranks": {"world_size": group.world_size, "device": _device(group)},
-        "attempt": job.attempt,
+        "attempt": context.attempt,
     }
 
 

@@ -29,7 +29,7 @@ def greeting(config: TrainConfig, data: Data, schedule: BatchSchedule, group: Pr
 
 
 def describe(
-    job: RunContext, data: Data, preprocess: Preprocess, progress: Progress, world_size: int
+    context: RunContext, data: Data, preprocess: Preprocess, progress: Progress, world_size: int
 ) -> dict[str, Any]:
     """What is known of the model as it is now."""
     return {
@@ -38,13 +38,13 @@ def describe(
         "val_accuracy": progress.val_accuracy,
         "val_loss": progress.val_loss,
         "best_val_accuracy": progress.best_accuracy,
-        "weights": "moving average" if job.config.ema_decay else "last",
+        "weights": "moving average" if context.config.ema_decay else "last",
         "corrupt_images": [data.train.name(index) for index in progress.corrupt],
         "classes": list(data.classes),
         "input": {"channels": preprocess.channels, "size": preprocess.size, "mean": data.mean, "std": data.std},
-        "config": asdict(job.config),
+        "config": asdict(context.config),
         "world_size": world_size,
-        "attempt": job.attempt,
+        "attempt": context.attempt,
     }
 
 

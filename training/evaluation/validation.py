@@ -37,26 +37,26 @@ _OF_BEST = ("step", "epoch", "val_accuracy", "val_loss")
 class Validator:
     """Examines the model of a training, and keeps the best one and the last one."""
 
-    job: RunContext
+    context: RunContext
     evaluator: Evaluator
     data: Data
     state: TrainState
-    recorder: RunLogger
+    logger: RunLogger
 
     def evaluate(self, source: ImageSource, split: str, before_batch: Callable[[], object]) -> Evaluation:
         """Evaluate and record it."""
-        began, console = time.monotonic(), self.recorder.console
+        began, console = time.monotonic(), self.logger.console
         progress = self.state.progress
         result = self.evaluator.evaluate(source, before_batch)
         if result.corrupt:
-            check_corrupt_limit(source, result.corrupt, self.job.config.max_corrupt_images)
+            check_corrupt_limit(source, result.corrupt, self.context.config.max_corrupt_images)
             names = ", ".join(map(source.name, result.corrupt))
             console.warn(f"others take the place of {len(result.corrupt)} unreadable images in {split}: {names}")
         numbers = {"loss": round(result.loss, 6), "accuracy": result.accuracy, "top5_accuracy": result.top5_accuracy}
         counts = {"correct": result.correct, "total": result.total, "corrupt": len(result.corrupt)}
         seconds = time.monotonic() - began
         place = {"step": progress.step, "epoch": progress.epoch, "split": split}
-        self.recorder.evaluation(place | numbers | counts | {"seconds": round(seconds, 3)})
+        self.logger.evaluation(place | numbers | counts | {"seconds": round(seconds, 3)})
         console.print(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
         return result
 
@@ -69,7 +69,7 @@ class Validator:
         progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
             progress.best_accuracy, progress.best_epoch = result.accuracy, progress.epoch
-            self.recorder.best(self.weights(), self.result(), self.card())
+            self.logger.best(self.weights(), self.result(), self.card())
         progress.evaluated_epochs = progress.epoch
         return result
 
@@ -85,7 +85,7 @@ class Validator:
     def result(self) -> dict[str, Any]:
         """What is known of the model as it is now."""
         evaluator, world_size = self.evaluator, self.evaluator.group.world_size
-        return describe(self.job, self.data, evaluator.preprocess, self.state.progress, world_size)
+        return describe(self.context, self.data, evaluator.preprocess, self.state.progress, world_size)
 
     def complete(self, before_batch: Callable[[], object], ended: str | None) -> None:
         """Test the model as it is after the last step, and write `final/`.
@@ -97,14 +97,14 @@ class Validator:
         test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
         best = self.test_best(test, before_batch)
         result = {**describe_test(test), "best": best, "ended": ended, **self.result()}
-        self.job.heartbeat.beat("end")
+        self.context.heartbeat.beat("end")
         files = self.card() | self.history() | (self.told(test) if test else {})
-        self.recorder.final(self.weights(), result, files)
-        self.recorder.event("train_completed", step=self.state.progress.step, ended=ended)
+        self.logger.final(self.weights(), result, files)
+        self.logger.event("train_completed", step=self.state.progress.step, ended=ended)
         known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
         if test and best and best["step"] != self.state.progress.step:
             known += f", and {best['test_accuracy']:.2%} of the best model, that of epoch {best['epoch']}"
-        self.recorder.console.print(f"complete after {self.state.progress.step} steps: {known}")
+        self.logger.console.print(f"complete after {self.state.progress.step} steps: {known}")
 
     def test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
         """Test the model that did best in validation, and add that to `best/`.
@@ -119,34 +119,34 @@ class Validator:
         progress, ranks = self.state.progress, self.evaluator.group
         if progress.best_accuracy is None:
             return None
-        weights, known = self.recorder.kept_best() or ({}, None)
+        weights, known = self.logger.kept_best() or ({}, None)
         best = ranks.all_gather_object({name: known[name] for name in _OF_BEST} if known else None)[0]
         if best is None:
             return None
         test = last
         if self.data.test is not None and best["step"] != progress.step:
             weights = load(ranks.broadcast_bytes(save(weights) if ranks.is_rank_zero else None))
-            self.state.release()
+            self.state.wait_for_copies()
             test = self.evaluator.evaluate_other(weights, self.data.test, before_batch)
-        self.recorder.best_tested(describe_test(test))
+        self.logger.best_tested(describe_test(test))
         return {**best, **describe_test(test)}
 
     @cached_property
     def _origin(self) -> dict[str, Any]:
-        return made_from(self.job, self.data, self.evaluator.group)
+        return made_from(self.context, self.data, self.evaluator.group)
 
     def card(self) -> dict[str, bytes]:
         """The file that says how to build the model and how to make images ready for it, by its name."""
         if not self.evaluator.group.is_rank_zero:
             return {}
-        card = make_card(self.job.config, self.data, self.evaluator.preprocess, self._origin)
+        card = make_card(self.context.config, self.data, self.evaluator.preprocess, self._origin)
         return {MODEL_CARD: card.to_json().encode()}
 
     def history(self) -> dict[str, bytes]:
         """The file with a line for each epoch, by its name."""
         if not self.evaluator.group.is_rank_zero:
             return {}
-        run = self.job.run_dir
+        run = self.context.run_dir
         return {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics))).encode()}
 
     def told(self, test: Evaluation) -> dict[str, bytes]:
@@ -163,5 +163,5 @@ class Validator:
             return {**tables, SAMPLES: samples_json(self.data.test, test, classes).encode()}
         except UserError as error:
             # Another rank had read it. A finished training is worth more than its pictures.
-            self.recorder.console.warn(f"there will be no sample predictions: {error}")
+            self.logger.console.warn(f"there will be no sample predictions: {error}")
             return tables

@@ -114,8 +114,8 @@ def profile(arguments: ProfileOptions) -> None:
     make_repeatable(everything=config.deterministic)
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory(prefix="torchrelay-profile-") as directory:
-        job = RunContext(config=config, run_dir=RunDir(Path(directory)), attempt=1, started=time.monotonic())
-        trainer = make_trainer(job, group)
+        context = RunContext(config=config, run_dir=RunDir(Path(directory)), attempt=1, started=time.monotonic())
+        trainer = make_trainer(context, group)
         costs = Meter(trainer, arguments.seconds).costs()
         if group.is_rank_zero:
             _print_json(trainer, costs) if arguments.json else _print_table(trainer, costs)

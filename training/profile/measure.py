@@ -82,7 +82,7 @@ class Meter:
         return batch._replace(images=to_device(batch.images, device), labels=to_device(batch.labels, device))
 
     def _step(self, batch: Batch) -> None:
-        self.trainer.stepper.step(batch, self.trainer.window)
+        self.trainer.stepper.step(batch, self.trainer.loss_meter)
 
     def _loading_parts(self, batch: Batch) -> tuple[float | None, float | None]:
         """Decoding and augmenting a rank's share of a step, divided among its workers."""

@@ -21,26 +21,26 @@ from training.runtime.run_context import RunContext
 
 # Of the process, not of the training: nothing that is computed depends on them.
 NOT_STATE = {
-    "job.attempt",  # the number of this process
-    "job.started",  # a clock
-    "job.heartbeat",  # what the process does at the moment
-    "pace",  # clocks
-    "window._started",  # a clock
-    "window._steps",  # what there was before has been found to be finite
-    "window._finite_steps",
-    "budget",  # a clock; saved, but it goes on
-    "capturer.budget",
-    "window._timed_images",  # for the speed alone
-    "window._earlier_seconds",  # saved, but the clock goes on
-    "snapshotter",  # when a snapshot is taken changes nothing
-    "saver._saved_at",  # a clock
-    "saver._copy",  # what was saved last, overwritten by the next
-    "recorder._attempt",
-    "recorder._ledger",
-    "recorder._metrics",  # open files
-    "recorder._best",
-    "saver._background",  # threads, idle
-    "agreement._pending",  # a wish of the boundary before: it is stated again
+    "context.attempt",  # the number of this process
+    "context.started",  # a clock
+    "context.heartbeat",  # what the process does at the moment
+    "step_timer",  # clocks
+    "loss_meter._started",  # a clock
+    "loss_meter._steps",  # what there was before has been found to be finite
+    "loss_meter._finite_steps",
+    "early_stopping",  # a clock; saved, but it goes on
+    "capturer.early_stopping",
+    "loss_meter._timed_images",  # for the speed alone
+    "loss_meter._earlier_seconds",  # saved, but the clock goes on
+    "snapshot_writer",  # when a snapshot is taken changes nothing
+    "checkpoint_writer._saved_at",  # a clock
+    "checkpoint_writer._copy",  # what was saved last, overwritten by the next
+    "logger._attempt",
+    "logger._ledger",
+    "logger._metrics",  # open files
+    "logger._best",
+    "checkpoint_writer._background",  # threads, idle
+    "stop_consensus._pending",  # a wish of the boundary before: it is stated again
     "stepper.wrapped",  # torch's, around the model; its buckets are the same from the first step on (Stepper.warm_up)
     "console",
 }
@@ -103,25 +103,27 @@ def test_a_restored_trainer_has_everything_that_the_saved_one_had(
 
 def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
     """A trainer after 15 steps, and a new one that has resumed from its checkpoint."""
-    job = RunContext(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
-    trainers = [make_trainer(job, group) for _ in range(2)]
+    context = RunContext(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
+    trainers = [make_trainer(context, group) for _ in range(2)]
     for trainer in trainers:
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     saved, restored = trainers
     saved.resume()
     requests = saved.schedule.requests(0, 0, 0, 1)
     for _ in range(15):
-        saved.stepper.step(saved.data.train[next(requests)], saved.window)
+        saved.stepper.step(saved.data.train[next(requests)], saved.loss_meter)
         saved.log_if_due()
-    saved.saver.save()
-    saved.saver.wait()
-    saved.recorder.close()
+    saved.checkpoint_writer.save()
+    saved.checkpoint_writer.wait()
+    saved.logger.close()
     restored.resume()
-    restored.recorder.close()
+    restored.logger.close()
     return saved, restored
 
 
-@pytest.mark.parametrize("holder", ["", "stepper", "window", "saver", "corrupt", "state", "state.progress", "data"])
+@pytest.mark.parametrize(
+    "holder", ["", "stepper", "loss_meter", "checkpoint_writer", "corrupt", "state", "state.progress", "data"]
+)
 def test_a_new_attribute_that_is_not_saved_is_found_out(
     group: ProcessGroup, stopped_run: tuple[TrainConfig, Path], holder: str
 ) -> None:

@@ -29,9 +29,9 @@ def watched(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 def make_step(trainer: Trainer, group: ProcessGroup) -> tuple[Batch, float]:
     """A step: its batch, and its loss."""
-    batch, window = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))], LossMeter(group)
-    trainer.stepper.step(batch, window)
-    return batch, window.total_loss(1) / window.images
+    batch, loss_meter = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))], LossMeter(group)
+    trainer.stepper.step(batch, loss_meter)
+    return batch, loss_meter.total_loss(1) / loss_meter.images
 
 
 @pytest.mark.parametrize(

@@ -105,17 +105,17 @@ def test_the_picture_shows_right_in_green_and_wrong_in_red(classes: int) -> None
 
 
 def test_waiting_for_data_is_counted_once_the_clock_runs(group: ProcessGroup) -> None:
-    window = LossMeter(group)
-    window.add_wait(1.0)
-    window.begin_step()
-    window.total_loss(0)
-    assert window.data_wait_share == 0, "the first batch is a part of getting ready"
-    window.add_wait(1e-6)
-    window.total_loss(0)
-    assert window.data_wait_share > 0
-    window.restart()
-    window.total_loss(0)
-    assert window.data_wait_share == 0
+    loss_meter = LossMeter(group)
+    loss_meter.add_wait(1.0)
+    loss_meter.begin_step()
+    loss_meter.total_loss(0)
+    assert loss_meter.data_wait_share == 0, "the first batch is a part of getting ready"
+    loss_meter.add_wait(1e-6)
+    loss_meter.total_loss(0)
+    assert loss_meter.data_wait_share > 0
+    loss_meter.restart()
+    loss_meter.total_loss(0)
+    assert loss_meter.data_wait_share == 0
 
 
 def test_a_recipe_that_a_file_names_is_known(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_one_rank_gets_all_that_three_have_saved(start: Starter, group: ProcessG
     trainer = make_trainer(RunContext(config=config, run_dir=RunDir(run), attempt=9, started=0.0), group)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     trainer.resume()
-    trainer.recorder.close()
+    trainer.logger.close()
     held = {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value
         for name, value in trainer.state.tensors().items()
@@ -138,10 +138,10 @@ def test_one_rank_gets_all_that_three_have_saved(start: Starter, group: ProcessG
 
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(start: Starter) -> None:
     cut = start(*FSDP, "--checkpoint-every=3", "--fault=save@5:1", world_size=2)
-    cut.group[1].join()
-    assert cut.group[1].exitcode == -signal.SIGKILL
-    cut.group[0].join(20)
-    assert cut.group[0].exitcode == 1, cut.output()
+    cut.ranks[1].join()
+    assert cut.ranks[1].exitcode == -signal.SIGKILL
+    cut.ranks[0].join(20)
+    assert cut.ranks[0].exitcode == 1, cut.output()
     assert [path.name for path in list_checkpoints(cut.run_dir / "checkpoints")] == ["step-00000003"]
     again = start.complete(*FSDP, world_size=2)
     assert newest_before(again, 1) == "step-00000003"
@@ -220,7 +220,7 @@ def killed(start: Starter, node: NodeDir) -> Training:
     """A training of two ranks that is killed at its eighth step, with snapshots and no newer checkpoint than step 3."""
     flags = ("--checkpoint-every=3", "--snapshot-every=1", f"--node-dir={node.path}", "--fault=step@8:1")
     cut = start(*FSDP, *flags, world_size=2)
-    cut.group[1].join()
+    cut.ranks[1].join()
     cut.kill()
     for path in list_checkpoints(cut.run_dir / "checkpoints"):
         if step_of(path) > 3:
