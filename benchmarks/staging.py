@@ -44,7 +44,7 @@ from throttle import MB, Speed, Storage
 
 from hpc.core.files import write_json
 from hpc.slurm.client import running_slurm_conf
-from hpc.staging import space
+from hpc.staging.store import is_memory
 
 _RESULTS = Path(__file__).with_name("results") / "staging.json"
 _CLASSES, _PICTURES = 100, 16
@@ -121,7 +121,7 @@ def make_bench(options: Options, source: Path, disks: Path) -> Bench:
     make_files(options, files)
     subprocess.run(["tar", "-c", "-f", tar, "-C", files, "."], check=True)
     needed, free = max(options.nodes) * _COPIES * tar.stat().st_size + _SPARE_BYTES, shutil.disk_usage(disks).free
-    if space.is_memory(disks):
+    if is_memory(disks):
         free = min(free, int(_proc("meminfo", "MemAvailable").split()[0]) * 1024)
     if needed > free:
         sys.exit(f"{disks} has room for {free // MB} MB and needs {needed // MB} MB: use --disks, or fewer --files")
@@ -160,7 +160,7 @@ def warm(bench: Bench, nodes: int) -> None:
     """
     subprocess.run(["tar", "-c", "-f", "-", "-C", bench.tar.parent, "."], check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["dd", f"if={bench.tar}", "of=/dev/null", "bs=1M", "status=none"], check=True)
-    if space.is_memory(bench.disks):
+    if is_memory(bench.disks):
         filler = bench.disks / "filler"
         with filler.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nodes * _COPIES * bench.tar.stat().st_size)

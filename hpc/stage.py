@@ -20,11 +20,10 @@ from rich.table import Table
 
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.staging import copy, space
+from hpc.staging.progress import CopyProgress
 from hpc.staging.source import absolute, list_source
-from hpc.staging.staged import Staged
-from hpc.staging.stager import Stager
-from hpc.staging.store import CacheEntry, CacheStore, open_store
+from hpc.staging.stager import Staged, Stager
+from hpc.staging.store import CacheEntry, CacheStore, available_bytes, open_store
 
 _WHOLE = "whole"
 _POLL_SECONDS = 0.1
@@ -135,15 +134,15 @@ def _verify(options: StageOptions, store: CacheStore) -> int:
 
 
 def _check(options: StageOptions, entry: CacheEntry) -> dict[str, Any]:
-    manifest, held = entry.manifest(), entry.begin_use()
+    manifest, held = entry.manifest(), entry.lock_for_use()
     described = {"path": str(entry.data), "source": manifest.source if manifest else None, "damaged": list[str]()}
     if manifest is None or held is None:
         if held is not None:
             os.close(held)
         return {**described, "source": entry.name, "now": "it is being made or deleted, so nobody can say"}
     try:
-        with entry.copying(lambda: time.sleep(_POLL_SECONDS)):
-            described["damaged"] = entry.damaged(manifest, lambda: False, read=True)
+        with entry.locked_for_copy(lambda: time.sleep(_POLL_SECONDS)):
+            described["damaged"] = entry.find_damaged(manifest, lambda: False, read_all=True)
     finally:
         os.close(held)
     return {**described, "now": _mend(options, entry, Path(manifest.source)) if described["damaged"] else _WHOLE}
@@ -152,7 +151,7 @@ def _check(options: StageOptions, entry: CacheEntry) -> dict[str, Any]:
 def _mend(options: StageOptions, entry: CacheEntry, source: Path) -> str:
     """What became of a damaged copy."""
     try:
-        if list_source(source).entry == entry.name and _stage(options, source, read=True).path == entry.data:
+        if list_source(source).version == entry.name and _stage(options, source, read=True).path == entry.data:
             return "mended"
     except TorchrelayError:
         pass  # the source is gone
@@ -167,17 +166,17 @@ def _stage(options: StageOptions, source: Path, *, read: bool) -> Staged:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("looking", total=None)
 
-        def watch(progress: copy.CopyProgress | None) -> bool:
+        def watch(progress: CopyProgress | None) -> bool:
             _draw(bar, task, progress)
             return False
 
         with Stager(options.stage_dir.absolute(), watch=watch) as stager:
-            return stager.stage(source, read=read)
+            return stager.stage(source, read_all=read)
 
 
-def _draw(bar: Progress, task: TaskID, progress: copy.CopyProgress | None) -> None:
+def _draw(bar: Progress, task: TaskID, progress: CopyProgress | None) -> None:
     if progress is not None:
-        bar.update(task, description=progress.what, total=progress.bytes_total, completed=progress.bytes_done)
+        bar.update(task, description=progress.activity, total=progress.bytes_total, completed=progress.bytes_done)
 
 
 def _answer(options: StageOptions, staged: Staged) -> int:
@@ -200,7 +199,7 @@ def _answer(options: StageOptions, staged: Staged) -> int:
         how = "was there already" if staged.reused else f"{decimal(staged.bytes_from_source)} in {staged.seconds:.1f} s"
         print(f"{staged.path} ({how})")
         if staged.in_memory:
-            room = decimal(space.room(options.stage_dir))
+            room = decimal(available_bytes(options.stage_dir))
             print(f"{options.stage_dir} is memory, not disk: the copy takes some of it, and leaves room for {room}")
     return int(staged.in_place is not None)
 

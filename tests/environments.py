@@ -6,8 +6,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from hpc.submit.environment_archive import provide, silent
-from hpc.submit.python_environment import PythonEnvironment
+from hpc import cli
+from hpc.staging.python_environment import PythonEnvironment
+from hpc.submit.environment_archive import find_or_make, no_progress
 
 ROOT = Path(__file__).parents[1]
 SITE = f"lib/python3.{sys.version_info.minor}/site-packages"
@@ -49,4 +50,4 @@ def described(venv: Path, python: str = "bin/python") -> PythonEnvironment:
 
 def pack(venv: Path, runs_dir: Path) -> Path:
     """Its archive."""
-    return provide(described(venv), runs_dir, silent)
+    return find_or_make(described(venv), runs_dir, no_progress, cli.all_runs)

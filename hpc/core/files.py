@@ -228,5 +228,22 @@ def remove_temporaries(parent: Path, pattern: str) -> None:
             shutil.rmtree(old)
         else:
             old.rename(path)
-    for unfinished in parent.glob(f".{pattern}.*.{_UNFINISHED}"):
-        shutil.rmtree(unfinished)
+    remove_abandoned(parent, f".{pattern}.*.{_UNFINISHED}")
+
+
+def remove_abandoned(parent: Path, pattern: str, is_abandoned: Callable[[Path], bool] = lambda _: True) -> None:
+    """Remove the temporary files and directories of killed processes.
+
+    Args:
+        parent: the directory to clean; it need not exist.
+        pattern: glob of the temporary names.
+        is_abandoned: whether no live process still writes one; by default always true.
+    """
+    for temporary in parent.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # another process was quicker
+            if not is_abandoned(temporary):
+                continue
+            if temporary.is_dir():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink()

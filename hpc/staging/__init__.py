@@ -1,26 +1,20 @@
-"""Staging: the data on every node's own disk, once, verified, at the speed of the hardware. Runs on compute nodes.
+"""Staging: a verified copy of the data on each node's own disk, read once from shared storage. Runs on compute nodes.
 
-Once per node, before torchrun starts and so outside any collective.
+It runs once per node, before torchrun starts and so outside any collective.
 
-    source.py   what is to be copied: the list of files, cut into batches
-    store.py    the copies on this node: names, locks, eviction
-    manifest.py what a copy must be
-    space.py    room for them
-    copy.py     the copying, from shared storage and from other nodes
-    pieces.py   reading and writing parts of files
-    peers.py    data from node to node
-    team.py     what the nodes tell each other
-    agree.py    one list of files for all nodes
-    patience.py waiting, while everything else is looked after
-    archive.py  unpacking
-    members.py  what stands in archives
-    stage.py    all of it together
-    staged.py   what it came to
+    stager.py              one staging: find, make or repair a copy
+    source.py              the listing of a source, divided into batches
+    copy.py, chunks.py     copying batches from the source and from peers
+    peers.py               data from node to node
+    coordination.py        which node reads which batches
+    archive.py             unpacking
+    store.py, manifest.py  the cache on this node's disk, and what each copy must contain
+    progress.py            progress and cancellation
+    python_environment.py  the Python environment, which is staged as an archive
 """
 
-from hpc.staging.source import StagingStopped
-from hpc.staging.staged import NoRoomError, Staged
-from hpc.staging.stager import stage
-from hpc.staging.team import SingleNode
+from hpc.staging.coordination import SingleNode
+from hpc.staging.progress import StagingStopped
+from hpc.staging.stager import NoRoomError, Staged, stage
 
 __all__ = ["NoRoomError", "SingleNode", "Staged", "StagingStopped", "stage"]

@@ -15,11 +15,12 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging import space
 from hpc.staging.archive_members import ArchiveMember, is_damage, opened
-from hpc.staging.chunks import checksum, fill, write, write_piece
+from hpc.staging.chunks import checksum, read_into, write_all, write_chunk
 from hpc.staging.manifest import CopiedFile
-from hpc.staging.source import inside_name, stop_if
+from hpc.staging.progress import stop_if
+from hpc.staging.source import inside_name
+from hpc.staging.store import bytes_on_disk
 
 _PIECE_BYTES = 16 * 2**20
 # Small files are handed to the writers together: threads that take turns for each cost more than the writing.
@@ -216,22 +217,22 @@ class _Unpacker:
             content = memoryview(part.content)
         else:
             content, place = room[: part.size], (part.member.offset or 0) + part.offset
-            if (found := fill(archive, content, place)) < part.size:
+            if (found := read_into(archive, content, place)) < part.size:
                 raise self._too_short(part.member, part.offset + found)
         if part.whole:
             descriptor = self._create(part.member, part.name)
             try:
-                write(descriptor, content, part.offset)
+                write_all(descriptor, content, part.offset)
             finally:
                 os.close(descriptor)
         else:
-            write_piece(f"{self._target}/{part.name}", part.offset, content, 0o600)
+            write_chunk(f"{self._target}/{part.name}", part.offset, content, 0o600)
         self._checksums[part.name][part.offset] = checksum(content)
 
     def _grow(self, member: ArchiveMember, size: int) -> None:
         if size < 0:
             raise self._refuse(member, f"has {size} bytes")
-        self._needed += space.needed(size, files=1)
+        self._needed += bytes_on_disk(size, files=1)
         if self._needed > self._room:
             raise self._refuse(member, f"makes it larger than the {self._room // 2**20} MB that there is room for")
 

@@ -1,4 +1,4 @@
-"""Pieces of files: read from the source, written to the copy. Runs on compute nodes."""
+"""Chunks of files: reading them from the source, writing them to the copy, checksums. Runs on compute nodes."""
 
 import os
 import threading
@@ -8,40 +8,40 @@ import xxhash
 from hpc.core.errors import TorchrelayError
 from hpc.staging.source import FileChunk, SourceListing
 
-# A server that restarts, or a stale handle, is over in seconds.
+# A restarting server or a stale NFS handle recovers within seconds.
 _RETRY_SECONDS = (0.5, 2.0, 5.0)
 
 
 def checksum(content: memoryview | bytes) -> str:
-    """XXH3 with 128 bits: against disks and networks that err, at the speed of memory.
+    """XXH3 with 128 bits, as hex: detects errors of disks and networks, at the speed of memory.
 
-    It keeps nobody from forging a copy; but who can write into a copy can write into its manifest as well.
+    It does not detect forgery; but a process that can write to a copy can write to its manifest, too.
     """
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
 def new_checksum() -> xxhash.xxh3_128:
-    """The same, for what does not come in one piece."""
+    """The same, for content that comes in several parts."""
     return xxhash.xxh3_128()
 
 
-def read_piece(listing: SourceListing, piece: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
-    """Read a piece from the source, several times if need be.
+def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
+    """Read a chunk from the source, and retry after errors.
 
     Args:
         listing: the files.
-        piece: which one.
-        into: as long as the piece.
-        cancelled: ends the waiting for another try.
+        chunk: the chunk to read.
+        into: buffer of the chunk's length.
+        cancelled: ends the retries.
 
     Raises:
-        TorchrelayError: it cannot be read, or the file is not what it was when it was listed.
+        TorchrelayError: the file cannot be read, or has changed since it was listed.
     """
-    file = listing.files[piece.file]
+    file = listing.files[chunk.file]
     path = f"{listing.base}/{file.name}"
     for pause in (*_RETRY_SECONDS, None):
         try:
-            return _read_once(path, piece.offset, into, (file.size, file.modified_ns))
+            return _read_once(path, chunk.offset, into, (file.size, file.modified_ns))
         except OSError as error:
             if pause is None or cancelled.wait(pause):
                 raise TorchrelayError(
@@ -54,36 +54,35 @@ def read_piece(listing: SourceListing, piece: FileChunk, into: memoryview, cance
 def _read_once(path: str, offset: int, into: memoryview, unchanged: tuple[int, int]) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fill(descriptor, into, offset)  # if it has become shorter, the check says so
+        read_into(descriptor, into, offset)  # a file that has become shorter fails the check below
         status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
     if (status.st_size, status.st_mtime_ns) != unchanged:
         raise TorchrelayError(
-            f"{path} was changed while the data were being copied: wait until nobody writes to them any more, "
-            "then submit again"
+            f"{path} was changed while the data were being copied: submit again when nothing writes to them any more"
         )
 
 
-def fill(descriptor: int, into: memoryview, offset: int) -> int:
-    """Read from there on until it is full or the file ends, and return how many bytes that were."""
-    have = 0
-    while have < len(into) and (got := os.preadv(descriptor, [into[have:]], offset + have)):
-        have += got
-    return have
+def read_into(descriptor: int, into: memoryview, offset: int) -> int:
+    """Read from an offset until the buffer is full or the file ends. Returns the number of bytes."""
+    filled = 0
+    while filled < len(into) and (count := os.preadv(descriptor, [into[filled:]], offset + filled)):
+        filled += count
+    return filled
 
 
-def write(descriptor: int, content: memoryview, offset: int) -> None:
-    """Write all of it there."""
+def write_all(descriptor: int, content: memoryview, offset: int) -> None:
+    """Write all of the content at an offset."""
     while content:
         written = os.pwrite(descriptor, content, offset)
         content, offset = content[written:], offset + written
 
 
-def write_piece(path: str, offset: int, content: memoryview, mode: int) -> None:
-    """Write a part of a file, which need not be there yet."""
+def write_chunk(path: str, offset: int, content: memoryview, mode: int) -> None:
+    """Write a part of a file, and create the file with this mode if it does not exist."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
-        write(descriptor, content, offset)
+        write_all(descriptor, content, offset)
     finally:
         os.close(descriptor)

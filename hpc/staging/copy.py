@@ -1,7 +1,7 @@
-"""The copying itself: batches from the source and from other nodes, in threads. Runs on compute nodes.
+"""Copying batches from the source and from peers, in threads. Runs on compute nodes.
 
-Each batch is read from shared storage by one node, its owner; the others get it from there. What an owner does not
-give is read from the source after all.
+One node, the owner, reads each batch from shared storage; the others fetch it from there. A batch that its owner does
+not send is read from the source instead.
 """
 
 import os
@@ -12,100 +12,80 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc.staging.chunks import checksum, read_piece, write_piece
+from hpc.staging.chunks import checksum, read_chunk, write_chunk
+from hpc.staging.coordination import Address
 from hpc.staging.manifest import CopiedFile
 from hpc.staging.peers import ChunkStore, Peer, PeerError
-from hpc.staging.source import FileChunk, SourceListing, stop_if
-from hpc.staging.team import Address
+from hpc.staging.progress import CopyProgress, Watch, stop_if
+from hpc.staging.source import FileChunk, SourceListing
 
-# Threads that need not wait get in each other's way: two keep a core and a half busy. Shared storage that lets them
-# wait answers several requests at a time.
+# Two readers keep one and a half cores busy, and more of them only contend; but storage with a high latency answers
+# several requests at a time.
 _SOURCE_THREADS, _MOST_SOURCE_THREADS, _PEER_THREADS = 2, 8, 2
 _POLL_SECONDS = 0.1
-_END_SECONDS = 5.0
+_JOIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyProgress:
-    """How far a copy is."""
-
-    what: str = "copying"
-    bytes_done: int
-    bytes_total: int | None = None
-    """None: nobody knows yet."""
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second, so far."""
-        return self.bytes_done / self.seconds if self.seconds else 0.0
-
-    @property
-    def eta_seconds(self) -> float | None:
-        """Seconds until it is whole at this rate; None if that cannot be said."""
-        if not self.rate or self.bytes_total is None:
-            return None
-        return (self.bytes_total - self.bytes_done) / self.rate
-
-
-Watch = Callable[[CopyProgress | None], bool]
-"""Is told how far a copy is, several times a second (None: it waits for others), and says whether to stop."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileParts:
-    """Which batches a node reads itself, and whom it asks for the others."""
+class BatchAssignment:
+    """The batches that a node reads from the source, and those that it fetches from peers."""
 
     own: tuple[int, ...]
-    others: tuple[tuple[Address, tuple[int, ...]], ...] = ()
+    from_peers: tuple[tuple[Address, tuple[int, ...]], ...] = ()
     nonce: str = ""
 
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """All of them."""
+        return (*self.own, *(number for _, batches in self.from_peers for number in batches))
 
-def share(batches: Sequence[int], owners: tuple[Address, ...], own: Address, nonce: str) -> FileParts:
+
+def assign_batches(batches: Sequence[int], owners: tuple[Address, ...], own: Address, nonce: str) -> BatchAssignment:
     """Divide batches among their owners; without owners this node reads all of them.
 
     Args:
-        batches: the numbers of those that are wanted.
+        batches: the numbers of the batches to copy.
         owners: batch b belongs to owner b modulo their number.
-        own: this node, which may be none of them.
-        nonce: what the others want to see.
+        own: this node's address, which need not be an owner's.
+        nonce: authenticates this node to the owners.
     """
     if not owners:
-        return FileParts(own=tuple(batches))
-    of = {
-        owner: tuple(batch for batch in batches if batch % len(owners) == place) for place, owner in enumerate(owners)
+        return BatchAssignment(own=tuple(batches))
+    by_owner = {
+        owner: tuple(batch for batch in batches if batch % len(owners) == index) for index, owner in enumerate(owners)
     }
-    mine = of.pop(own, ())
-    return FileParts(own=mine, others=tuple((owner, part) for owner, part in of.items() if part), nonce=nonce)
+    mine = by_owner.pop(own, ())
+    from_peers = tuple((owner, numbers) for owner, numbers in by_owner.items() if numbers)
+    return BatchAssignment(own=mine, from_peers=from_peers, nonce=nonce)
 
 
 @dataclass
 class CopyStats:
-    """What came from where."""
+    """Bytes by origin."""
 
     from_source: int = 0
     from_peers: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
-    """Why batches that others were to send were read from the source, and how many."""
+    """Number of batches that peers should have sent but that were read from the source, by reason."""
 
     @property
     def bytes(self) -> int:
-        """Together."""
+        """Bytes copied so far."""
         return self.from_source + self.from_peers
 
 
 class Copy:
-    """One copy under way."""
+    """One copy in progress."""
 
-    def __init__(self, listing: SourceListing, parts: FileParts, target: Path, shelf: ChunkStore) -> None:
-        self._listing, self._parts, self._target, self._shelf = listing, parts, target, shelf
-        self.tally = CopyStats()
+    def __init__(self, listing: SourceListing, assignment: BatchAssignment, target: Path, chunks: ChunkStore) -> None:
+        self._listing, self._assignment, self._target, self._chunks = listing, assignment, target, chunks
+        self.stats = CopyStats()
         self.checksums: dict[int, tuple[str, ...]] = {}
-        """Of the pieces of each batch that is there."""
-        self._mine: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """Those of the chunks of each copied batch."""
+        self._to_read: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._read_seconds = self._write_seconds = 0.0
-        """Of all readers together."""
+        """Totals of all readers."""
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
         self._peers = set[Peer]()
@@ -114,71 +94,68 @@ class Copy:
         """Copy everything.
 
         Raises:
-            StagingStopped: `watch` says so.
+            StagingStopped: `watch` returned true.
             TorchrelayError: a file could not be read, or has changed.
             OSError: the copy could not be written.
         """
-        batches = [*self._parts.own, *(number for _, part in self._parts.others for number in part)]
-        self._make_directories(batches)
-        for number in self._parts.own:
-            self._mine.put(number)
-        readers = [self._start(self._read, "stage-source") for _ in range(_SOURCE_THREADS)]
-        askers = [self._start(self._ask, "stage-peer", group) for group in self._groups()]
+        self._make_directories()
+        for number in self._assignment.own:
+            self._to_read.put(number)
+        readers = [self._start(self._read_batches, "stage-source") for _ in range(_SOURCE_THREADS)]
+        fetchers = [self._start(self._fetch_batches, "stage-peer", group) for group in self._peer_groups()]
         try:
-            self._look_on(readers, askers, watch, batches)
+            self._monitor(readers, fetchers, watch)
         except BaseException as error:
             self._cancel(error)
             raise
         finally:
             # A thread that went on would write into a directory that is being removed; but one that hangs in a read
-            # from storage that does not answer must not hold up what is to be done before Slurm kills this process.
-            deadline = time.monotonic() + _END_SECONDS
-            for thread in (*readers, *askers):
+            # from unresponsive storage must not delay the agent until Slurm kills it.
+            deadline = time.monotonic() + _JOIN_SECONDS
+            for thread in (*readers, *fetchers):
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _look_on(
-        self, readers: list[threading.Thread], askers: list[threading.Thread], watch: Watch, batches: Sequence[int]
-    ) -> None:
-        """Tell how far it is until all threads are done."""
+    def _monitor(self, readers: list[threading.Thread], fetchers: list[threading.Thread], watch: Watch) -> None:
+        """Report the progress until all threads are done."""
         began = time.monotonic()
-        total = sum(piece.length for number in batches for piece in self._listing.batches[number])
+        total = sum(chunk.length for number in self._assignment.batches for chunk in self._listing.batches[number])
 
-        def tell() -> None:
+        def report() -> None:
             seconds = time.monotonic() - began
             if len(readers) < _MOST_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
-                readers.append(self._start(self._read, "stage-source"))
-            stop_if(watch(CopyProgress(bytes_done=self.tally.bytes, bytes_total=total, seconds=seconds)))
+                readers.append(self._start(self._read_batches, "stage-source"))
+            stop_if(watch(CopyProgress(bytes_done=self.stats.bytes, bytes_total=total, seconds=seconds)))
 
-        # What an owner does not give is read here: until all have been asked, there may be more to read.
-        for threads in (askers, readers):
-            # Not the last one: it may be done before the others, and this would not wait at all.
+        # Fetchers first: batches that an owner does not send are added to those that the readers read.
+        for threads in (fetchers, readers):
             while alive := [thread for thread in threads if thread.is_alive()]:
-                tell()
+                report()
+                # Not the last one: it may end before the others, and this loop would spin.
                 alive[0].join(_POLL_SECONDS)
             self._end_readers()
         if self._error is not None:
             raise self._error
-        tell()
+        report()
 
     def _end_readers(self) -> None:
-        self._mine.put(None)
+        self._to_read.put(None)
 
-    def _make_directories(self, batches: Sequence[int]) -> None:
-        files = {piece.file for number in batches for piece in self._listing.batches[number]}
+    def _make_directories(self) -> None:
+        files = {chunk.file for number in self._assignment.batches for chunk in self._listing.batches[number]}
         for directory in {os.path.dirname(self._listing.files[file].name) for file in files}:  # noqa: PTH120
             (self._target / directory).mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def _groups(self) -> list[list[tuple[Address, tuple[int, ...]]]]:
-        """The owners that one thread each asks."""
-        others = self._parts.others
-        threads = min(len(others), _PEER_THREADS)
-        return [list(others[first::threads]) for first in range(threads)]
+    def _peer_groups(self) -> list[list[tuple[Address, tuple[int, ...]]]]:
+        """The owners that each fetching thread asks."""
+        peers = self._assignment.from_peers
+        threads = min(len(peers), _PEER_THREADS)
+        return [list(peers[first::threads]) for first in range(threads)]
 
     def _start(self, work: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
         def guarded() -> None:
             try:
                 work(*arguments)
-            except BaseException as error:  # noqa: BLE001 - it is raised again where the copy was asked for
+            except BaseException as error:  # noqa: BLE001 - `_monitor` raises it again
                 self._cancel(error)
 
         thread = threading.Thread(target=guarded, daemon=True, name=name)
@@ -189,47 +166,44 @@ class Copy:
         with self._lock:
             self._error = self._error or error
         self._cancelled.set()
-        self._shelf.fail(f"it gave up ({error or type(error).__name__})")
+        self._chunks.fail(f"it gave up ({error or type(error).__name__})")
         for peer in tuple(self._peers):
             peer.close()
         self._end_readers()
 
-    def _room(self) -> memoryview:
-        """For one piece. Each thread has one for all of its pieces: new memory costs as much as the copying."""
-        return memoryview(
-            bytearray(max((piece.length for batch in self._listing.batches for piece in batch), default=0))
-        )
+    def _new_buffer(self) -> memoryview:
+        """A buffer for one chunk, reused by its thread: fresh memory for each chunk costs as much as the copying."""
+        return memoryview(bytearray(_longest_chunk(self._listing)))
 
-    def _read(self) -> None:
-        """Read batches from the source until there are none."""
-        room = self._room()
-        while (number := self._mine.get()) is not None and not self._cancelled.is_set():
+    def _read_batches(self) -> None:
+        """Read batches from the source until none is left."""
+        buffer = self._new_buffer()
+        while (number := self._to_read.get()) is not None and not self._cancelled.is_set():
             checksums = []
-            for piece in self._listing.batches[number]:
-                content, began = room[: piece.length], time.monotonic()
-                read_piece(self._listing, piece, content, self._cancelled)
+            for chunk in self._listing.batches[number]:
+                content, began = buffer[: chunk.length], time.monotonic()
+                read_chunk(self._listing, chunk, content, self._cancelled)
                 read = time.monotonic()
-                # While it is in the processor's cache.
-                checksums.append(checksum(content))
-                self._write(piece, content)
+                checksums.append(checksum(content))  # now, while the content is in the CPU's cache
+                self._write(chunk, content)
                 with self._lock:
                     self._read_seconds += read - began
                     self._write_seconds += time.monotonic() - read
-                    self.tally.from_source += piece.length
-            self._keep(number, tuple(checksums), read=True)
-        self._mine.put(None)  # for the next reader
+                    self.stats.from_source += chunk.length
+            self._complete(number, tuple(checksums), from_source=True)
+        self._end_readers()
 
-    def _ask(self, group: list[tuple[Address, tuple[int, ...]]]) -> None:
-        """Get the batches of some owners, in turn; what one does not give is read from the source."""
-        waiting, room = {address: list(reversed(part)) for address, part in group}, self._room()
+    def _fetch_batches(self, group: list[tuple[Address, tuple[int, ...]]]) -> None:
+        """Fetch the batches of some owners, one from each in turn."""
+        waiting, buffer = {address: list(reversed(numbers)) for address, numbers in group}, self._new_buffer()
         peers = dict[Address, Peer]()
         while waiting and not self._cancelled.is_set():
             for address in tuple(waiting):
                 try:
                     if address not in peers:
-                        peers[address] = Peer(address, self._parts.nonce, self._listing.entry)
+                        peers[address] = Peer(address, self._assignment.nonce, self._listing.version)
                         self._peers.add(peers[address])
-                    self._get(peers[address], waiting[address][-1], room)
+                    self._fetch(peers[address], waiting[address][-1], buffer)
                     waiting[address].pop()
                 except PeerError as error:
                     self._fall_back(waiting.pop(address), str(error))
@@ -239,51 +213,50 @@ class Copy:
         for peer in peers.values():
             peer.close()
 
-    def _get(self, peer: Peer, number: int, room: memoryview) -> None:
-        batch = self._listing.batches[number]
+    def _fetch(self, peer: Peer, number: int, buffer: memoryview) -> None:
         checksums = peer.ask(number)
-        for piece, expected in zip(batch, checksums, strict=True):
-            content = peer.receive(room[: piece.length], expected)
-            self._write(piece, content)
+        for chunk, expected in zip(self._listing.batches[number], checksums, strict=True):
+            self._write(chunk, peer.receive(buffer[: chunk.length], expected))
             with self._lock:
-                self.tally.from_peers += piece.length
-        self._keep(number, checksums)
+                self.stats.from_peers += chunk.length
+        self._complete(number, checksums)
 
     def _fall_back(self, numbers: list[int], reason: str) -> None:
+        """Read batches from the source that a peer did not send."""
         if self._cancelled.is_set():
             return
         with self._lock:
-            self.tally.fallbacks[reason] = self.tally.fallbacks.get(reason, 0) + len(numbers)
+            self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + len(numbers)
         for number in reversed(numbers):
-            self._mine.put(number)
+            self._to_read.put(number)
 
-    def _write(self, piece: FileChunk, content: memoryview) -> None:
-        file = self._listing.files[piece.file]
-        write_piece(f"{self._target}/{file.name}", piece.offset, content, 0o700 if file.executable else 0o600)
+    def _write(self, chunk: FileChunk, content: memoryview) -> None:
+        file = self._listing.files[chunk.file]
+        write_chunk(f"{self._target}/{file.name}", chunk.offset, content, 0o700 if file.executable else 0o600)
 
-    def _keep(self, number: int, checksums: tuple[str, ...], *, read: bool = False) -> None:
-        """A batch is there: hand it out from now on."""
+    def _complete(self, number: int, checksums: tuple[str, ...], *, from_source: bool = False) -> None:
+        """Record a batch and serve it to peers from now on."""
         with self._lock:
             self.checksums[number] = checksums
-        self._shelf.put(number, checksums, read=read)
+        self._chunks.put(number, checksums, read=from_source)
 
-    def copied(self) -> tuple[CopiedFile, ...]:
-        """The files that are there."""
-        return copied_files(self._listing, self.checksums)
+
+def _longest_chunk(listing: SourceListing) -> int:
+    return max((chunk.length for batch in listing.batches for chunk in batch), default=0)
 
 
 def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) -> tuple[CopiedFile, ...]:
-    """The files of a listing of which every piece was copied.
+    """The files of a listing whose chunks were all copied.
 
     Args:
         listing: the files.
-        checksums: of the pieces of each batch that was copied.
+        checksums: those of the chunks of each copied batch.
     """
     by_file: list[list[str | None]] = [[] for _ in listing.files]
     for number, batch in enumerate(listing.batches):
-        for place, piece in enumerate(batch):
-            by_file[piece.file].append(checksums[number][place] if number in checksums else None)
-    longest = max((piece.length for batch in listing.batches for piece in batch), default=0)
+        for index, chunk in enumerate(batch):
+            by_file[chunk.file].append(checksums[number][index] if number in checksums else None)
+    longest = _longest_chunk(listing)
     return tuple(
         CopiedFile(file.name, file.size, longest, tuple(filter(None, sums)))
         for file, sums in zip(listing.files, by_file, strict=True)
@@ -295,5 +268,5 @@ def checksums_by_batch(listing: SourceListing, files: Sequence[CopiedFile]) -> d
     """The inverse of `copied_files`."""
     remaining = [iter(file.checksums) for file in files]
     return {
-        number: tuple(next(remaining[piece.file]) for piece in batch) for number, batch in enumerate(listing.batches)
+        number: tuple(next(remaining[chunk.file]) for chunk in batch) for number, batch in enumerate(listing.batches)
     }

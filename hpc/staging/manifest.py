@@ -1,4 +1,4 @@
-"""What a copy must be: a list of its files with sizes and checksums. Runs on compute nodes."""
+"""The manifest of a copy: its files with sizes and checksums, compared with the disk. Runs on compute nodes."""
 
 import json
 import os
@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from hpc.core.files import write_atomic
 from hpc.staging.chunks import new_checksum
-from hpc.staging.source import pack_records, stop_if, unpack_records
+from hpc.staging.progress import stop_if
+from hpc.staging.source import pack_records, unpack_records
 
-_CHUNK_BYTES = 4 * 2**20
-# The first line of a manifest is in these.
+_READ_BYTES = 4 * 2**20
+# The first line of a manifest is within these.
 _HEAD_BYTES = 2**16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -23,18 +24,18 @@ class CopiedFile(NamedTuple):
 
     name: str
     size: int
-    piece_bytes: int
+    chunk_bytes: int
     checksums: tuple[str, ...]
-    """XXH3 (128 bits) of each piece of `piece_bytes`, the last one shorter."""
+    """XXH3 (128 bits) of each chunk of `chunk_bytes`, the last one shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a copy must be."""
+    """The files that a copy must have."""
 
     source: str
     boot: str
-    """Of the machine when the copy was last known to be whole: a power cut may have lost what was not on the disk."""
+    """Boot id when the copy was last known to be intact: a power cut may lose what was not yet on the disk."""
     files: tuple[CopiedFile, ...]
     directories: tuple[str, ...] = ()
 
@@ -45,7 +46,7 @@ class Manifest:
 
 
 def boot_id() -> str:
-    """Names the time since the machine was started."""
+    """The kernel's id of this boot of the machine."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -53,19 +54,19 @@ def boot_id() -> str:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """What a copy must be; None if it is not there, or nobody can say what it must be."""
+    """The manifest of a copy; None if it is missing or unreadable."""
     try:
         (source, boot, _), records = unpack_records((directory / "manifest").read_bytes())
         directories = tuple(record for record in records if isinstance(record, str))
         copied = (record for record in records if not isinstance(record, str))
-        files = tuple(CopiedFile(name, size, piece_bytes, tuple(sums)) for name, size, piece_bytes, sums in copied)
+        files = tuple(CopiedFile(name, size, chunk_bytes, tuple(sums)) for name, size, chunk_bytes, sums in copied)
         return Manifest(source=source, boot=boot, files=files, directories=directories)
     except (OSError, ValueError, TypeError):
         return None
 
 
 def read_size(directory: Path) -> int:
-    """Bytes in all files of a copy, which takes no look at each; 0 if nobody can say."""
+    """Bytes in all files of a copy, read from the head of its manifest; 0 if unknown."""
     try:
         with (directory / "manifest").open("rb") as file:
             head = zlib.decompressobj().decompress(file.read(_HEAD_BYTES))
@@ -75,14 +76,14 @@ def read_size(directory: Path) -> int:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write it down, whole."""
+    """Write the manifest of a copy."""
     head = (manifest.source, manifest.boot, manifest.size)
     content = pack_records(head, [*manifest.directories, *manifest.files])
     write_atomic(directory / "manifest", content, mode=0o600)
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a file; None if there is none."""
+    """Bytes of a file; None if it does not exist."""
     try:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -90,35 +91,35 @@ def size_of(path: Path) -> int | None:
 
 
 def is_intact(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
-    """Read a file from the disk, not from the kernel's memory of it, and compare."""
+    """Read a file from the disk, not from the page cache, and compare its size and checksums."""
     if size_of(path) != file.size:
         return False
     try:
-        return _is_as_told(path, file, stopped)
+        return _has_checksums(path, file, stopped)
     except OSError:
-        return False  # the disk does not give it back
+        return False  # a read error of the disk
 
 
-def _is_as_told(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
+def _has_checksums(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
     with path.open("rb", buffering=0) as content:
         os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for checksum in file.checksums:
             stop_if(stopped())
-            if _digest(content.fileno(), file.piece_bytes) != checksum:
+            if _checksum(content.fileno(), file.chunk_bytes) != checksum:
                 return False
     return True
 
 
-def _digest(descriptor: int, count: int) -> str:
+def _checksum(descriptor: int, count: int) -> str:
     digest = new_checksum()
-    while count and (chunk := os.read(descriptor, min(count, _CHUNK_BYTES))):
-        digest.update(chunk)
-        count -= len(chunk)
+    while count and (content := os.read(descriptor, min(count, _READ_BYTES))):
+        digest.update(content)
+        count -= len(content)
     return digest.hexdigest()
 
 
-def copied_whole(directory: Path, name: str) -> CopiedFile:
-    """A file that is there, as it is, in one piece."""
+def describe_file(directory: Path, name: str) -> CopiedFile:
+    """The entry of a file on the disk, as one chunk."""
     with (directory / name).open("rb", buffering=0) as content:
         size = os.fstat(content.fileno()).st_size
-        return CopiedFile(name, size, max(1, size), (_digest(content.fileno(), size),))
+        return CopiedFile(name, size, max(1, size), (_checksum(content.fileno(), size),))

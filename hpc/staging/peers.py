@@ -22,8 +22,8 @@ from typing import Any, Self
 
 from hpc.core.files import json_line
 from hpc.staging.chunks import checksum
+from hpc.staging.coordination import Address
 from hpc.staging.source import FileChunk, SourceListing
-from hpc.staging.team import Address
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20
 # The owner answers "later" this often while its storage lets it wait, and is given up when nothing comes for so long.
@@ -37,7 +37,7 @@ _BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, Arithmet
 
 
 class PeerError(Exception):
-    """Another node did not give what it was asked for."""
+    """Another node did not send what it was asked for."""
 
 
 class ChunkStore:

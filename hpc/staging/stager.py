@@ -1,44 +1,74 @@
-"""Make sure that a copy of the data lies on this node's disk: one that is there already, or a new one."""
+"""Staging one data set on this node: find an intact copy, or make or repair one. Runs on compute nodes."""
 
 import errno
 import os
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging import space
 from hpc.staging.archive import unpack
-from hpc.staging.cancellable_wait import CancellableWait
-from hpc.staging.copy import Copy, CopyProgress, CopyStats, Watch, checksums_by_batch, share
+from hpc.staging.coordination import Address, CacheStatus, SingleNode, StagingGroup
+from hpc.staging.copy import Copy, CopyStats, assign_batches, checksums_by_batch, copied_files
 from hpc.staging.manifest import CopiedFile, Manifest, boot_id, is_intact
-from hpc.staging.peers import ChunkStore, PeerServer
-from hpc.staging.shared_listing import find_list
-from hpc.staging.source import SourceListing, absolute
-from hpc.staging.staged import NoRoomError, Staged
-from hpc.staging.store import CacheEntry, CacheStore, StalledError, open_store
-from hpc.staging.team import Address, CacheStatus, SingleNode, StagingGroup
+from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
+from hpc.staging.progress import CancellableWait, CopyProgress, Watch
+from hpc.staging.source import SourceListing, absolute, list_source
+from hpc.staging.store import CacheEntry, CacheStore, StalledError, available_bytes, is_memory, open_store
 
-# The leading node decides who reads what within seconds; without its word this node reads everything.
+# The head node assigns the batches within seconds; without its plan this node reads everything.
 _PLAN_SECONDS = 60.0
-# How long a node that has unpacked its archive keeps it for those that still copy it from here.
+# How long a node keeps its archive after unpacking, for peers that still fetch it.
 _KEEP_ARCHIVE_SECONDS = 60.0
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# Archives of images unpack to about their own size; what has less room than this is not even tried.
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Archives of images unpack to about their own size; with less room than this, unpacking is not attempted.
 _UNPACKED_FACTOR = 1.1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Result of one staging."""
+
+    path: Path
+    """Where this node reads the data."""
+    reused: bool = False
+    in_place: str | None = None
+    """Why the data are read from shared storage after all; None if they were staged."""
+    seconds: float = 0.0
+    bytes_from_source: int = 0
+    bytes_from_peers: int = 0
+    fallback: str | None = None
+    """Why this node read from shared storage what a peer should have sent."""
+    repaired: int = 0
+    """Number of damaged files."""
+    evicted: tuple[str, ...] = ()
+    """Names of the copies that were deleted to make room."""
+    in_memory: bool = False
+    """Whether the copy is RAM-backed."""
+
+
+class NoRoomError(TorchrelayError):
+    """There is no room to unpack an archive, and an archive cannot be read in place."""
+
+    def __init__(self, reason: str, archive: Path) -> None:
+        super().__init__(
+            f"{reason}: unpack {archive} on shared storage and submit with that directory as --data, or use "
+            "--stage-dir with a larger disk"
+        )
+        self.reason = reason
+
+
 class Stager:
-    """One staging, and what lives on after it: the claim on the copy in use, and the server for the other nodes."""
+    """One staging. Until it is closed the copy cannot be deleted, and peers can fetch it."""
 
     def __init__(
         self,
         stage_dir: Path,
         *,
-        team: StagingGroup | None = None,
+        group: StagingGroup | None = None,
         watch: Watch = lambda _: False,
         keep_seconds: float = float("inf"),
     ) -> None:
@@ -46,12 +76,12 @@ class Stager:
 
         Args:
             stage_dir: a directory on this node's disk.
-            team: the other nodes of the job; by default there are none.
-            watch: is told how far it is, several times a second, and says whether to stop.
-            keep_seconds: copies that were not used for so long are deleted; with 0, this one too when it is closed.
+            group: the nodes of the job; by default this one alone.
+            watch: receives the progress several times a second, and returns whether to stop.
+            keep_seconds: copies that were not used for this long are deleted; with 0, this one too when it is closed.
         """
         self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
-        self._team, self._patience = team or SingleNode(), CancellableWait(watch)
+        self._group, self._wait = group or SingleNode(), CancellableWait(watch)
         self._held = ExitStack()
         self._server: PeerServer | None = None
         self._store: CacheStore | None = None
@@ -67,98 +97,155 @@ class Stager:
         self.close()
 
     def close(self) -> None:
-        """The data are not read any more, and no other node needs them from here."""
+        """Release the copy and stop serving it."""
         if self._entry is not None:
-            self._entry.touch()
+            self._entry.mark_used()
         self._held.close()
         if self._store is not None and not self._keep_seconds:
-            self._store.expire(0)
+            self._store.delete_unused(0)
 
-    def stage(self, source: Path, *, read: bool = False) -> Staged:
-        """Make sure that a whole copy is there.
+    def stage(self, source: Path, *, read_all: bool = False) -> Staged:
+        """Find, make or repair a copy.
 
         Args:
             source: a directory, or an archive to unpack.
-            read: of a copy that is there, read everything and compare.
+            read_all: read every byte of an existing copy and compare it with the checksums.
 
         Raises:
-            StagingStopped: `watch` said so.
-            TorchrelayError: the source cannot be read, or our directory is not safe to use.
+            StagingStopped: `watch` returned true.
+            TorchrelayError: the source cannot be read, or the cache directory is not safe to use.
         """
         began = time.monotonic()
-        self._server = self._serve()
-        listing = find_list(absolute(source), self._team, self._server, self._patience, self._notes)
+        if not isinstance(self._group, SingleNode):
+            self._server = PeerServer(self._group.nonce)
+            self._held.callback(self._server.close)
+        listing = self._find_listing(absolute(source))
         try:
-            staged = self._find_or_copy(listing, read=read)
+            staged = self._find_or_copy(listing, read_all=read_all)
         except StalledError:
-            staged = self._in_place(listing, "another job on this node makes the same copy, and stands still")
+            staged = self._read_in_place(listing, "another job on this node is making the same copy and has stalled")
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _DISK_FULL:
                 raise
-            staged = self._in_place(listing, f"{self._stage_dir} was full before the copy was whole")
+            staged = self._read_in_place(listing, f"the disk of {self._stage_dir} filled up during the copy")
         return replace(
             staged,
             seconds=time.monotonic() - began,
             fallback="; ".join(self._notes) or None,
             evicted=tuple(self._evicted),
-            in_memory=space.is_memory(self._stage_dir) and staged.in_place is None,
+            in_memory=is_memory(self._stage_dir) and staged.in_place is None,
         )
 
-    def _find_or_copy(self, listing: SourceListing, *, read: bool) -> Staged:
-        self._store = store = open_store(self._stage_dir)
-        entry = store.entry(listing.entry)
-        self._use(entry)
-        with entry.copying(self._wait_for_a_copy):
-            self._entry = self._patience.entry = entry
-            staged = self._stage(store, entry, listing, read=read)
-        if listing.is_archive and not staged.reused:
-            self._keep_for_others()
-        return staged
-
-    def _serve(self) -> PeerServer | None:
-        if isinstance(self._team, SingleNode):
-            return None
-        server = PeerServer(self._team.nonce)
-        self._held.callback(server.close)
-        return server
-
+    @property
     def _port(self) -> int:
         return self._server.port if self._server else 0
 
-    # --- the copy that may be there ---
+    # --- the listing, which one node makes for all ---
 
-    def _use(self, entry: CacheEntry) -> None:
-        """Keep it from being deleted from now on."""
-        while (descriptor := entry.begin_use()) is None:
-            self._patience.wait()
+    def _find_listing(self, source: Path) -> SourceListing:
+        """List the source on the head node; fetch its listing on the others."""
+        if not self._group.is_head:
+            try:
+                return self._fetch_listing(source)
+            except PeerError as error:
+                self._notes.append(str(error))
+        listing = list_source(source, self._wait.stopped)
+        if self._group.is_head:
+            if self._server:
+                self._server.listings[listing.version] = listing.pack()
+            self._group.publish_listing(listing.version, self._port)
+            return listing
+        plan = self._group.plan()
+        if plan and plan.version and plan.version != listing.version:
+            raise TorchrelayError(
+                f"{source} has changed since {plan.lister[0]} listed it: submit again when nothing writes to it any "
+                "more"
+            )
+        return listing
+
+    def _fetch_listing(self, source: Path) -> SourceListing:
+        # Listing a million files takes minutes; `watch` stops this wait if the head node dies.
+        while (plan := self._group.plan()) is None:
+            self._wait.wait()
+        with Peer(plan.lister, self._group.nonce, plan.version) as peer:
+            listing = self._wait.run_in_thread(peer.listing)
+        if listing.source != source or listing.version != plan.version:
+            raise PeerError(f"{plan.lister[0]} sent the listing of another data set")
+        return listing
+
+    # --- an existing copy ---
+
+    def _find_or_copy(self, listing: SourceListing, *, read_all: bool) -> Staged:
+        self._store = open_store(self._stage_dir)
+        entry = self._store.entry(listing.version)
+        while (descriptor := entry.lock_for_use()) is None:
+            self._wait.wait()
         self._held.callback(os.close, descriptor)
+        with entry.locked_for_copy(self._wait_for_other_job):
+            self._entry, self._wait.heartbeat = entry, entry.send_heartbeat
+            staged = self._reuse(entry, listing, read_all=read_all)
+        if listing.is_archive and not staged.reused:
+            self._keep_archive_for_peers()
+        return staged
 
-    def _wait_for_a_copy(self) -> None:
-        """Another job on this node makes the same copy."""
-        self._team.stand(CacheStatus.WAITS, 0)
-        self._patience.wait()
+    def _wait_for_other_job(self) -> None:
+        """Another job on this node is making the same copy."""
+        self._group.report(CacheStatus.WAITING, 0)
+        self._wait.wait()
 
-    def _stage(self, store: CacheStore, entry: CacheEntry, listing: SourceListing, *, read: bool) -> Staged:
+    def _reuse(self, entry: CacheEntry, listing: SourceListing, *, read_all: bool) -> Staged:
+        """Use the existing copy if it is intact; else make or repair it."""
         manifest = entry.manifest()
-        damaged = entry.damaged(manifest, self._patience.stopped, read=read) if manifest else None
-        if manifest and not damaged:
-            entry.touch()
-            self._offer_whole(entry, listing, manifest.files)
-            return Staged(path=entry.data, reused=True)
-        store.sweep(entry.name)
-        self._evicted += store.expire(self._keep_seconds)
-        evicted, shortage = space.make_room(store, *_room_for(listing, damaged))
+        damaged = entry.find_damaged(manifest, self._wait.stopped, read_all=read_all) if manifest else None
+        if manifest is None or damaged:
+            return self._make_or_repair(entry, listing, manifest, damaged)
+        entry.mark_used()
+        self._serve_copy(entry, listing, manifest.files)
+        return Staged(path=entry.data, reused=True)
+
+    def _serve_copy(self, entry: CacheEntry, listing: SourceListing, files: tuple[CopiedFile, ...]) -> None:
+        """Serve an intact copy to peers; one of an archive is unpacked, and they need the archive itself."""
+        if self._server is None or listing.is_archive:
+            self._group.report(CacheStatus.COMPLETE, 0)
+            return
+        chunks = ChunkStore(listing, entry.data)
+        self._held.callback(chunks.close)
+        for number, checksums in checksums_by_batch(listing, files).items():
+            chunks.put(number, checksums)
+        self._server.shelves[listing.version] = chunks
+        self._group.report(CacheStatus.COMPLETE, self._server.port)
+
+    def _read_in_place(self, listing: SourceListing, reason: str) -> Staged:
+        """Read from shared storage.
+
+        Raises:
+            NoRoomError: the source is an archive.
+        """
+        if listing.is_archive:
+            raise NoRoomError(reason, listing.source)
+        self._group.report(CacheStatus.UNAVAILABLE, 0)
+        return Staged(path=listing.source, in_place=reason)
+
+    # --- a new copy, or a repair ---
+
+    def _make_or_repair(
+        self, entry: CacheEntry, listing: SourceListing, manifest: Manifest | None, damaged: list[str] | None
+    ) -> Staged:
+        """Make a copy, or repair the damaged files of one (None: everything)."""
+        entry.store.remove_partials(entry.name)
+        self._evicted += entry.store.delete_unused(self._keep_seconds)
+        evicted, shortage = entry.store.make_room(*_needed(listing, damaged))
         self._evicted += evicted
         if shortage:
-            return self._in_place(listing, shortage)
+            return self._read_in_place(listing, shortage)
         partial = entry.new_partial()
         for name in listing.directories:
             (partial / "data" / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             if listing.is_archive:
-                tally, files = self._copy_and_unpack(entry, partial, listing, damaged)
+                stats, files = self._copy_and_unpack(entry, partial, listing, damaged)
             else:
-                tally, files = self._copy(partial, listing, damaged)
+                stats, files = self._copy(partial, listing, damaged)
             merged = {file.name: file for file in (*(manifest.files if manifest and damaged else ()), *files)}
             new = Manifest(
                 source=str(listing.source),
@@ -170,121 +257,88 @@ class Stager:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        entry.touch()
-        self._team.stand(CacheStatus.NOTHING, self._port() if self._is_shared(damaged) else 0)
-        self._notes += [f"{why}: {count} parts" for why, count in tally.fallbacks.items()]
+        entry.mark_used()
+        # Of a repaired copy, peers get nothing: its intact files were not read again.
+        self._group.report(CacheStatus.COMPLETE, self._port if damaged is None else 0)
+        self._notes += [f"{reason}: {count} batches" for reason, count in stats.fallbacks.items()]
         return Staged(
             path=entry.data,
-            bytes_from_source=tally.from_source,
-            bytes_from_peers=tally.from_peers,
+            bytes_from_source=stats.from_source,
+            bytes_from_peers=stats.from_peers,
             repaired=len(damaged or ()),
         )
-
-    def _is_shared(self, damaged: list[str] | None) -> bool:
-        """Whether the other nodes get this node's copy from it; a copy that is only mended is not handed out."""
-        return self._server is not None and damaged is None
-
-    def _offer_whole(self, entry: CacheEntry, listing: SourceListing, files: tuple[CopiedFile, ...]) -> None:
-        """Hand out a copy that is there; of an archive, what was unpacked is no help to those who have to unpack it."""
-        if self._server is None or listing.is_archive:
-            self._team.stand(CacheStatus.NOTHING, 0)
-            return
-        shelf = ChunkStore(listing, entry.data)
-        self._held.callback(shelf.close)
-        for number, checksums in checksums_by_batch(listing, files).items():
-            shelf.put(number, checksums)
-        self._server.shelves[listing.entry] = shelf
-        self._team.stand(CacheStatus.NOTHING, self._server.port)
-
-    def _in_place(self, listing: SourceListing, why: str) -> Staged:
-        """Read from shared storage.
-
-        Raises:
-            NoRoomError: an archive cannot be read without unpacking.
-        """
-        if listing.is_archive:
-            raise NoRoomError(why, listing.source)
-        self._team.stand(CacheStatus.ABSENT, 0)
-        return Staged(path=listing.source, in_place=why)
-
-    # --- a new copy ---
 
     def _copy(
         self, partial: Path, listing: SourceListing, damaged: list[str] | None
     ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
-        """Fill a directory with what is missing: everything, or the damaged files."""
-        shelf = ChunkStore(listing, partial / "data")
-        self._held.callback(shelf.close)
-        if self._server and self._is_shared(damaged):
-            self._server.shelves[listing.entry] = shelf
-        self._team.stand(CacheStatus.ALL if damaged is None else CacheStatus.SOME, self._port())
-        owners = self._owners()
-        copy = Copy(
-            listing,
-            share(_wanted(listing, damaged), owners, (self._team.host, self._port()), self._team.nonce),
-            partial / "data",
-            shelf,
-        )
-        copy.run(self._patience.look)
-        return copy.tally, copy.copied()
+        """Copy everything, or the damaged files."""
+        chunks = ChunkStore(listing, partial / "data")
+        self._held.callback(chunks.close)
+        if self._server and damaged is None:
+            self._server.shelves[listing.version] = chunks
+        self._group.report(CacheStatus.MISSING if damaged is None else CacheStatus.DAMAGED, self._port)
+        batches, own = _wanted_batches(listing, damaged), (self._group.host, self._port)
+        assignment = assign_batches(batches, self._wait_for_owners(), own, self._group.nonce)
+        copy = Copy(listing, assignment, partial / "data", chunks)
+        copy.run(self._wait.update)
+        return copy.stats, copied_files(listing, copy.checksums)
 
     def _copy_and_unpack(
         self, entry: CacheEntry, partial: Path, listing: SourceListing, damaged: list[str] | None
     ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
-        """Fill a directory with what is in an archive. That is kept aside, for the nodes that get it from here."""
-        aside = entry.new_partial()
-        self._held.callback(shutil.rmtree, aside, ignore_errors=True)
-        self._archive = aside
-        tally, [copied] = self._copy(aside, listing, damaged)
-        archive = aside / "data" / listing.source.name
-        if not is_intact(archive, copied, self._patience.stopped):
-            raise TorchrelayError(f"{archive} is not what was written: is the disk of this node failing?")
+        """Copy an archive to a directory of its own, from which peers fetch it, and unpack it."""
+        self._archive = entry.new_partial()
+        self._held.callback(shutil.rmtree, self._archive, ignore_errors=True)
+        stats, [copied] = self._copy(self._archive, listing, damaged)
+        archive = self._archive / "data" / listing.source.name
+        if not is_intact(archive, copied, self._wait.stopped):
+            raise TorchrelayError(f"{archive} differs from what was written to it: check the disk of this node")
         began = time.monotonic()
 
-        def progress(done: int) -> bool:
-            return self._patience.look(
-                CopyProgress(what="unpacking", bytes_done=done, seconds=time.monotonic() - began)
-            )
+        def update(done: int) -> bool:
+            seconds = time.monotonic() - began
+            return self._wait.update(CopyProgress(activity="unpacking", bytes_done=done, seconds=seconds))
 
-        return tally, unpack(archive, partial / "data", space.room(partial), progress)
+        return stats, unpack(archive, partial / "data", available_bytes(partial), update)
 
-    def _owners(self) -> tuple[Address, ...]:
+    def _wait_for_owners(self) -> tuple[Address, ...]:
+        """The owners of the batches; none if the head node does not name them in time."""
         deadline = time.monotonic() + _PLAN_SECONDS
         while time.monotonic() < deadline:
-            plan = self._team.plan()
+            plan = self._group.plan()
             if plan is not None and plan.owners is not None:
                 return plan.owners
-            self._patience.wait()
-        self._notes.append(f"the leading node did not say who reads what within {_PLAN_SECONDS:.0f} s")
+            self._wait.wait()
+        self._notes.append(f"the head node did not assign the batches within {_PLAN_SECONDS:.0f} s")
         return ()
 
-    def _keep_for_others(self) -> None:
-        """Delete the archive as soon as the others have copied it, too."""
+    def _keep_archive_for_peers(self) -> None:
+        """Delete the archive as soon as no peer fetches it any more."""
         deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
-        while time.monotonic() < deadline and (plan := self._team.plan()) and not plan.done:
-            self._patience.wait()
+        while time.monotonic() < deadline and (plan := self._group.plan()) and not plan.done:
+            self._wait.wait()
         if self._archive is not None:
             shutil.rmtree(self._archive, ignore_errors=True)
 
 
-def _room_for(listing: SourceListing, damaged: list[str] | None) -> tuple[int, int]:
-    """Bytes, and how many files, of what is to be copied."""
+def _needed(listing: SourceListing, damaged: list[str] | None) -> tuple[int, int]:
+    """Bytes and number of the files to copy."""
     if listing.is_archive:
         return int(listing.size * (1 + _UNPACKED_FACTOR)), 1
-    missing = None if damaged is None else set(damaged)
-    sizes = [file.size for file in listing.files if missing is None or file.name in missing]
+    names = None if damaged is None else set(damaged)
+    sizes = [file.size for file in listing.files if names is None or file.name in names]
     return sum(sizes), len(sizes)
 
 
-def _wanted(listing: SourceListing, damaged: list[str] | None) -> list[int]:
-    """The batches to copy."""
+def _wanted_batches(listing: SourceListing, damaged: list[str] | None) -> list[int]:
+    """Numbers of the batches to copy."""
     if damaged is None or listing.is_archive:
         return list(range(len(listing.batches)))
     names = set(damaged)
     return [
         number
         for number, batch in enumerate(listing.batches)
-        if any(listing.files[piece.file].name in names for piece in batch)
+        if any(listing.files[chunk.file].name in names for chunk in batch)
     ]
 
 

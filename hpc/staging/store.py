@@ -1,12 +1,12 @@
-"""This node's copies of data sets: `<stage-dir>/torchrelay-<uid>/`, which nobody else can write. Runs on compute nodes.
+"""This node's cache of data sets, `<stage-dir>/torchrelay-<uid>/`, writable by its owner only. Runs on compute nodes.
 
     NAME-FINGERPRINT/data/       the copy
-    NAME-FINGERPRINT/manifest    what it must be: sizes and checksums
-    locks/NAME-FINGERPRINT.use   held, shared, by whoever reads the copy; alone by whoever deletes it
-    locks/NAME-FINGERPRINT.copy  held by whoever makes or mends it
-    .NAME-FINGERPRINT.ID.partial a copy under way; it gets its name when it is whole
+    NAME-FINGERPRINT/manifest    its files with sizes and checksums
+    locks/NAME-FINGERPRINT.use   shared by the readers of the copy, exclusive for its deletion
+    locks/NAME-FINGERPRINT.copy  exclusive for making or repairing the copy
+    .NAME-FINGERPRINT.ID.partial an unfinished copy; renamed when it is complete
 
-All locks are the kernel's: those of a killed process are released.
+All locks are the kernel's (flock): it releases those of a killed process.
 """
 
 import contextlib
@@ -19,21 +19,50 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc.core.files import fsync_directory
+from hpc.core.files import fsync_directory, remove_abandoned
+from hpc.core.kernel import available_memory_bytes
+from hpc.core.node_info import file_system_type
 from hpc.core.nodedir import open_lock, private_directory, try_lock
 from hpc.staging.manifest import Manifest, boot_id, is_intact, read_manifest, read_size, size_of, write_manifest
 
-# A process that copies says so every few seconds; one that has not for so long is suspended, or its storage hangs.
+# A copying process sends a heartbeat every few seconds; after this long without one it is suspended, or its storage
+# hangs.
 _STALLED_SECONDS = 60.0
+_RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+# Part of the disk that a copy leaves free, for other users' files and for what the job itself writes to /tmp.
+_RESERVED_DISK_SHARE = 0.05
+# Part of the free memory that a copy in RAM may take: it counts as the job's, and the ranks need memory, too.
+_USABLE_MEMORY_SHARE = 0.5
+# A file takes whole blocks, and an inode.
+_FILE_OVERHEAD_BYTES = 4096 + 512
 
 
 class StalledError(Exception):
-    """Another process makes the same copy, and does not go on."""
+    """Another process is making the same copy and has stalled."""
+
+
+def is_memory(directory: Path) -> bool:
+    """Whether a directory is RAM-backed: its files take memory, not disk."""
+    return file_system_type(directory) in _RAM_FILE_SYSTEMS
+
+
+def available_bytes(directory: Path) -> int:
+    """Bytes that a new copy may take in a directory."""
+    usage = shutil.disk_usage(directory)
+    free = usage.free - int(usage.total * _RESERVED_DISK_SHARE)
+    if is_memory(directory):
+        free = min(free, int(available_memory_bytes() * _USABLE_MEMORY_SHARE))
+    return max(0, free)
+
+
+def bytes_on_disk(size: int, files: int) -> int:
+    """Bytes that files take on a disk, given the total of their sizes."""
+    return size + files * _FILE_OVERHEAD_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheEntry:
-    """One copy."""
+    """One copy, which need not exist yet."""
 
     store: "CacheStore"
     name: str
@@ -45,62 +74,70 @@ class CacheEntry:
 
     @property
     def data(self) -> Path:
-        """What is read."""
+        """The copied files."""
         return self.path / "data"
 
     @property
     def used_at(self) -> float:
-        """When it was last in use, in seconds since the epoch; 0: it has just been deleted."""
+        """Time of its last use in seconds since the epoch; 0 if it has just been deleted."""
         try:
             return self.path.stat().st_mtime
         except OSError:
             return 0.0
 
+    @property
+    def _use_lock(self) -> Path:
+        return self.store.locks / f"{self.name}.use"
+
+    @property
+    def _copy_lock(self) -> Path:
+        return self.store.locks / f"{self.name}.copy"
+
     def manifest(self) -> Manifest | None:
-        """What it must be; None if it is not there, or nobody can say what it must be."""
+        """Its manifest; None if it is missing or unreadable."""
         return read_manifest(self.path)
 
     def size(self) -> int:
-        """Bytes in all its files; 0 if nobody can say."""
+        """Bytes in all its files; 0 if unknown."""
         return read_size(self.path)
 
-    def damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read: bool = False) -> list[str]:
-        """Names of files that are not what they must be.
+    def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read_all: bool = False) -> list[str]:
+        """Names of the files that differ from the manifest.
 
-        Sizes are enough for a copy that this machine made since it was started; else everything is read.
+        Compares sizes only if this machine made the copy since it was booted; else it reads everything.
 
         Args:
-            manifest: what they must be.
-            stopped: is asked now and then.
-            read: read everything in any case.
+            manifest: the copy's.
+            stopped: called for every chunk; whether to stop.
+            read_all: read everything in any case.
 
         Raises:
-            StagingStopped: it said yes.
+            StagingStopped: `stopped` returned true.
         """
         for name in manifest.directories:
             with contextlib.suppress(FileExistsError):
                 (self.data / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not read and manifest.boot == boot_id():
+        if not read_all and manifest.boot == boot_id():
             return [file.name for file in manifest.files if size_of(self.data / file.name) != file.size]
-        wrong = [file.name for file in manifest.files if not is_intact(self.data / file.name, file, stopped)]
-        if not wrong and manifest.boot != boot_id():
+        damaged = [file.name for file in manifest.files if not is_intact(self.data / file.name, file, stopped)]
+        if not damaged and manifest.boot != boot_id():
             write_manifest(self.path, replace(manifest, boot=boot_id()))
-        return wrong
+        return damaged
 
-    def begin_use(self) -> int | None:
-        """Keep it from being deleted for as long as the descriptor is open; None while somebody deletes it."""
-        descriptor = open_lock(self.store.locks / f"{self.name}.use")
+    def lock_for_use(self) -> int | None:
+        """Prevent its deletion until the returned descriptor is closed; None while another process deletes it."""
+        descriptor = open_lock(self._use_lock)
         if not try_lock(descriptor, shared=True):
             os.close(descriptor)
             return None
         return descriptor
 
     @contextmanager
-    def copying(self, wait: Callable[[], None]) -> Iterator[None]:
-        """Only one process of this node makes or mends a copy at a time; the others call `wait` until it is done.
+    def locked_for_copy(self, wait: Callable[[], None]) -> Iterator[None]:
+        """Let one process of this node make or repair the copy at a time; the others call `wait` until it is done.
 
         Raises:
-            StalledError: it does not go on: its job may be suspended, perhaps for this one.
+            StalledError: that process sends no heartbeat; its job may be suspended, perhaps in favour of this one.
         """
         descriptor = open_lock(self._copy_lock)
         try:
@@ -108,34 +145,30 @@ class CacheEntry:
                 wait()
                 if time.time() - os.fstat(descriptor).st_mtime > _STALLED_SECONDS:
                     raise StalledError
-            self.copies()
+            self.send_heartbeat()
             yield
         finally:
             os.close(descriptor)
 
-    @property
-    def _copy_lock(self) -> Path:
-        return self.store.locks / f"{self.name}.copy"
-
-    def copies(self) -> None:
-        """Whoever copies goes on."""
+    def send_heartbeat(self) -> None:
+        """Show that this process, which holds the copy lock, is making progress."""
         os.utime(self._copy_lock)
 
     def in_use(self) -> bool:
-        """Whether somebody reads it."""
-        descriptor = open_lock(self.store.locks / f"{self.name}.use")
+        """Whether a process reads it."""
+        descriptor = open_lock(self._use_lock)
         try:
             return not try_lock(descriptor)
         finally:
             os.close(descriptor)
 
     def delete(self) -> bool:
-        """Delete it, unless somebody reads it."""
-        descriptor = open_lock(self.store.locks / f"{self.name}.use")
+        """Delete it unless a process reads it. Returns whether it is gone."""
+        descriptor = open_lock(self._use_lock)
         try:
             if not try_lock(descriptor):
                 return False
-            doomed = self.store.root / f".{self.name}.{uuid.uuid4().hex}.partial"
+            doomed = self._new_name()
             with contextlib.suppress(FileNotFoundError):  # another process was quicker
                 self.path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -143,94 +176,122 @@ class CacheEntry:
         finally:
             os.close(descriptor)
 
+    def _new_name(self) -> Path:
+        return self.store.root / f".{self.name}.{uuid.uuid4().hex}.partial"
+
     def new_partial(self) -> Path:
-        """An empty directory for a copy under way."""
-        partial = self.store.root / f".{self.name}.{uuid.uuid4().hex}.partial"
+        """Create a directory for an unfinished copy, with an empty `data` in it."""
+        partial = self._new_name()
         partial.mkdir(mode=0o700)
         (partial / "data").mkdir(mode=0o700)
         return partial
 
     def commit(self, partial: Path, manifest: Manifest, damaged: list[str] | None) -> None:
-        """Give a whole copy its name, or put its files in the place of those that are damaged.
+        """Rename a complete copy to its name, or move repaired files over the damaged ones.
 
-        Readers of a damaged copy have each file as it was or as it must be.
+        Readers of a damaged copy see each file either as it was or repaired.
         """
         if damaged is None and not self.path.exists():
             write_manifest(partial, manifest)
             partial.rename(self.path)
             fsync_directory(self.store.root)
             return
-        # A copy without a manifest may be read at the moment, like one that is mended.
+        # A copy without a manifest is treated as damaged: other processes may be reading it.
         for name in [file.name for file in manifest.files] if damaged is None else damaged:
             (self.data / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             (partial / "data" / name).replace(self.data / name)
         write_manifest(self.path, manifest)
         shutil.rmtree(partial)
 
-    def touch(self) -> None:
-        """It is used now. Its lock as well, or whoever sweeps /tmp takes that for old."""
-        for path in (self.path, self.store.locks / f"{self.name}.use", self.store.locks / f"{self.name}.copy"):
+    def mark_used(self) -> None:
+        """Record a use now. The locks get the same time, or a job that cleans up /tmp would delete them as old."""
+        for path in (self.path, self._use_lock, self._copy_lock):
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheStore:
-    """All copies of this user on this node below one directory."""
+    """All copies of this user below one directory of this node."""
 
     root: Path
 
     @property
     def locks(self) -> Path:
-        """Where the lock files are. They stay: who deleted one could lock another file than the next one does."""
+        """The lock files. They are never deleted: two processes could then lock two files of the same name."""
         return self.root / "locks"
 
     def entry(self, name: str) -> CacheEntry:
-        """A copy, which need not be there."""
+        """A copy, which need not exist."""
         return CacheEntry(store=self, name=name)
 
     def entries(self) -> list[CacheEntry]:
-        """The copies that are there, and those that are being packed, the least recently used first."""
+        """The existing copies, least recently used first, those that are being packed included."""
         names = [path.name for path in self.root.iterdir() if path.name != "locks" and not path.name.startswith(".")]
         used = [(entry.used_at, entry) for entry in map(self.entry, names)]
-        return [entry for at, entry in sorted(used, key=lambda pair: pair[0]) if at]
+        return [entry for used_at, entry in sorted(used, key=lambda pair: pair[0]) if used_at]
 
-    def sweep(self, held: str) -> None:
-        """Remove what killed processes left half done.
+    def remove_partials(self, locked: str) -> None:
+        """Remove the unfinished copies of killed processes.
 
         Args:
-            held: the copy whose lock the caller holds.
+            locked: name of the copy whose lock the caller holds.
         """
-        for partial in self.root.glob(".*.partial"):
+
+        def is_abandoned(partial: Path) -> bool:
             name = partial.name[1:].rsplit(".", 2)[0]
             descriptor = open_lock(self.locks / f"{name}.copy")
             try:
-                if name == held or try_lock(descriptor):
-                    shutil.rmtree(partial, ignore_errors=True)
+                return name == locked or try_lock(descriptor)
             finally:
                 os.close(descriptor)
 
-    def expire(self, keep_seconds: float) -> list[str]:
-        """Delete the copies that were not used for so long. Returns their names."""
+        remove_abandoned(self.root, ".*.partial", is_abandoned)
+
+    def delete_unused(self, keep_seconds: float) -> list[str]:
+        """Delete the copies that were not used for this long. Returns their names."""
         old = [entry for entry in self.entries() if time.time() - entry.used_at > keep_seconds]
         return [entry.name for entry in old if entry.delete()]
 
-    def make_room(self, missing: Callable[[], int]) -> list[str]:
-        """Delete copies that nobody reads, the least recently used first, until nothing is missing any more."""
-        deleted = []
-        for entry in self.entries():
-            if missing() <= 0:
-                break
-            if entry.delete():
-                deleted.append(entry.name)
-        return deleted
+    def make_room(self, size: int, files: int) -> tuple[list[str], str | None]:
+        """Delete copies, least recently used first, if that makes room for a new one.
+
+        Args:
+            size: bytes of the new copy.
+            files: number of its files.
+
+        Returns:
+            Names of the deleted copies, and why the new one does not fit all the same (None: it fits).
+        """
+
+        def missing_bytes() -> int:
+            return bytes_on_disk(size, files) - available_bytes(self.root)
+
+        deleted = list[str]()
+        if 0 < missing_bytes() <= sum(entry.size() for entry in self.entries() if not entry.in_use()):
+            for entry in self.entries():
+                if missing_bytes() <= 0:
+                    break
+                if entry.delete():
+                    deleted.append(entry.name)
+        return deleted, self._shortage(size, files)
+
+    def _shortage(self, size: int, files: int) -> str | None:
+        needed, available = bytes_on_disk(size, files), available_bytes(self.root)
+        inodes = os.statvfs(self.root)
+        if inodes.f_files and files > inodes.f_favail:
+            return f"{self.root} has {inodes.f_favail} free inodes, but the data set has {files} files"
+        if needed <= available:
+            return None
+        kind = " (RAM-backed)" if is_memory(self.root) else ""
+        return f"{self.root}{kind} has {available // 2**20} MB available, but the data need {needed // 2**20} MB"
 
 
 def open_store(stage_dir: Path) -> CacheStore:
-    """This user's copies below a directory of this node.
+    """Open this user's cache below a directory of this node, and create it if necessary.
 
     Raises:
-        TorchrelayError: somebody else could have put something there.
+        TorchrelayError: another user could have put something there.
     """
     store = CacheStore(root=private_directory(stage_dir))
     store.locks.mkdir(mode=0o700, exist_ok=True)

@@ -155,7 +155,7 @@ def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
     if not under_way:
         return None
     slowest = max(under_way, key=lambda event: event["eta_seconds"] or 0.0)
-    wanted = ("node", "what", "bytes_done", "bytes_total", "bytes_per_second", "eta_seconds")
+    wanted = ("node", "activity", "bytes_done", "bytes_total", "bytes_per_second", "eta_seconds")
     return {key: slowest[key] for key in wanted}
 
 

@@ -151,7 +151,7 @@ def _copying(staging: Mapping[str, Any]) -> str:
     done, total, rate = (staging[key] for key in ("bytes_done", "bytes_total", "bytes_per_second"))
     left = staging["eta_seconds"]
     parts = [
-        f"{staging['what']} data",
+        f"{staging['activity']} data",
         f"{done / total:.0%}" if total else f"{done / 1e6:.0f} MB",
         f"{rate / 1e6:.0f} MB/s",
         f"{_duration(left)} left" if left is not None else None,

@@ -23,8 +23,9 @@ from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, agent_command, start_local
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
+from hpc.staging.python_environment import this_environment
 from hpc.staging.source import ARCHIVES, is_archive
-from hpc.submit import checks, environment_archive, python_environment
+from hpc.submit import checks, environment_archive
 from hpc.submit.run_directory import fill, new_run, new_run_directory
 from training.config import config_file
 from training.config.combinations import without_effect
@@ -113,14 +114,13 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     run, spec = plan(options, script)
     for told in without_effect(spec.train) if spec.train else []:
         print(f"hpc submit: warning: {told}", file=sys.stderr)
-    environment = python_environment.this_environment() if options.stage_env else None
+    environment = this_environment() if options.stage_env else None
     if options.dry_run:
         return _print_plan(options, run, spec)
     if environment is not None:
-        watch = environment_archive.silent if options.json else environment_archive.show
-        spec = dataclasses.replace(
-            spec, stage_env=str(environment_archive.provide(environment, run.path.parent, watch))
-        )
+        watch = environment_archive.no_progress if options.json else environment_archive.show_progress
+        archive = environment_archive.find_or_make(environment, run.path.parent, watch, cli.all_runs)
+        spec = dataclasses.replace(spec, stage_env=str(archive))
     with new_run_directory(run):
         fill(run, spec)
         job_id = SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)

@@ -1,7 +1,7 @@
-"""The environment as one file that nodes can fetch and unpack: made once, kept for as long as runs need it.
+"""The archive of a Python environment: packed once on the login node, fetched and unpacked by compute nodes.
 
-Runs on the login node. A shared file system hands out one large file in seconds, and the 30,000 small ones of an
-environment in minutes, at every start of every rank.
+A shared file system delivers one large file in seconds, and the 30,000 small files of an environment in minutes, at
+every start of every rank.
 """
 
 import contextlib
@@ -10,30 +10,30 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, cast
 
 import zstandard
 
-from hpc.cli import all_runs
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import fsync_directory
+from hpc.core.files import fsync_directory, remove_abandoned
 from hpc.core.kernel import is_alive, start_time
 from hpc.core.nodedir import user_name
-from hpc.submit.python_environment import PackedFileEntry, PythonEnvironment
+from hpc.core.rundir import RunDir
+from hpc.staging.python_environment import DESCRIPTION, PackedFileEntry, PythonEnvironment, describe
 
-DIRECTORY, DESCRIPTION = ".environments", "torchrelay-environment.json"
-# Of zstd's levels, 1 takes three quarters of the time of 3, for 8% more bytes.
+DIRECTORY = ".environments"
+# Level 1 of zstd takes three quarters of the time of level 3, for 8% more bytes.
 _LEVEL = 1
-# The login node is everybody's.
+# The login node is shared by all users.
 _MOST_THREADS = 8
-_PIECE_BYTES = 2**20
+_BUFFER_BYTES = 2**20
 _KEEP_SECONDS = 7 * 86400
-# Whoever packs writes all the time: a temporary file of another machine that is older is one of a dead process.
-_DEAD_SECONDS = 3600
+# A process that packs writes all the time: a temporary file of another host that is older belongs to a dead process.
+_ABANDONED_SECONDS = 3600
 _LONGEST_SCRIPT = 2**20
 # To the shell the second line is a no-op, to Python the start of a string that ends after the third.
 _PORTABLE = """#!/bin/sh
@@ -43,80 +43,48 @@ exec "${0%/*}/python" "$0" "$@"
 """
 
 Progress = Callable[[int], object]
-"""Is told how many bytes more have been packed."""
+"""Receives the number of bytes packed since the last call."""
+Watch = Callable[[int], contextlib.AbstractContextManager[Progress]]
+"""Receives the total number of bytes; opens a display of the progress."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArchiveDescription:
-    """What a node has to know of an archive; it lies in it."""
-
-    prefix: str
-    python: str
-    torch: str
-    torch_version: str
-    links: dict[str, str]
-    """Links that lead out of the environment, the base interpreter's for one: no archive that is safe to unpack holds
-    them, so each node makes them itself."""
-
-    @classmethod
-    def load(cls, unpacked: Path) -> "ArchiveDescription":
-        """Read it.
-
-        Raises:
-            TorchrelayError: it is not there, or another version's.
-        """
-        try:
-            return cls(**json.loads((unpacked / DESCRIPTION).read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
-            raise TorchrelayError(f"{unpacked} is no environment of ours ({error}): submit again") from error
-
-
-def describe(environment: PythonEnvironment) -> ArchiveDescription:
-    """What a node has to know of it."""
-    return ArchiveDescription(
-        prefix=str(environment.prefix),
-        python=environment.python,
-        torch=environment.torch,
-        torch_version=environment.torch_version,
-        links={member.name: str(member.target) for member in environment.members if member.leaves},
-    )
-
-
-def provide(
-    environment: PythonEnvironment, runs_dir: Path, watch: Callable[[int], contextlib.AbstractContextManager[Progress]]
+def find_or_make(
+    environment: PythonEnvironment, runs_dir: Path, watch: Watch, runs: Callable[[Path], Iterable[RunDir]]
 ) -> Path:
-    """The archive of an environment: the one that is there, or a new one.
+    """The archive of an environment: the existing one, or a new one.
 
     Args:
-        environment: what to pack.
-        runs_dir: the archives are in a directory of their own in it.
-        watch: is told the bytes that are to be packed, if any are.
+        environment: the environment to pack.
+        runs_dir: the archives are in a directory of their own below it.
+        watch: opened only if a new archive is made.
+        runs: lists the runs of `runs_dir`: an archive that an unfinished run needs is kept.
 
     Raises:
-        TorchrelayError: it cannot be read or written, or changed meanwhile.
+        TorchrelayError: the environment cannot be read, or the archive cannot be written, or the environment changed
+            while it was packed.
     """
-    directory = _directory(runs_dir)
-    _sweep(directory)
+    directory = _archive_directory(runs_dir)
+    remove_abandoned(directory, ".*.tmp", _is_abandoned)
     try:
         archive = directory / f"{environment.fingerprint}.tar.zst"
-        if not _use(archive):
+        if not _mark_used(archive):
             with watch(environment.size) as progress:
                 _make(environment, archive, progress)
-            _use(archive)
+            _mark_used(archive)
     except (OSError, tarfile.TarError) as error:
         raise TorchrelayError(
-            f"the environment {environment.prefix} cannot be packed into {directory}: {error}; mend that, or leave "
-            "--stage-env out"
+            f"the environment {environment.prefix} cannot be packed into {directory}: {error}; correct that, or omit "
+            "--stage-env"
         ) from error
-    _expire(directory, runs_dir, archive)
+    _delete_unused(directory, archive, lambda: runs(runs_dir))
     return archive
 
 
-def _directory(runs_dir: Path) -> Path:
-    """Where the archives are. Whoever can write there can run code as the user.
+def _archive_directory(runs_dir: Path) -> Path:
+    """Create the directory of the archives. A user who can write there can run code as this user.
 
     Raises:
-        UserError: somebody else could.
+        UserError: another user can write there.
     """
     directory = runs_dir / DIRECTORY
     try:
@@ -126,16 +94,16 @@ def _directory(runs_dir: Path) -> Path:
         raise UserError(f"--runs-dir {runs_dir} cannot be written: {error}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise UserError(
-            f"{directory} belongs to {user_name(status.st_uid)}, with mode {status.st_mode & 0o777:o}: environments "
-            "that others can change are not run; use a --runs-dir of your own, or leave --stage-env out"
+            f"{directory} belongs to {user_name(status.st_uid)} and has mode {status.st_mode & 0o777:o}, so others can "
+            "change the environments in it: use a --runs-dir of your own, or omit --stage-env"
         )
     return directory
 
 
-def _use(archive: Path) -> bool:
-    """Whether it is there, and note that it is used: by the time of its last access.
+def _mark_used(archive: Path) -> bool:
+    """Record a use in the access time. Returns whether the archive exists.
 
-    The time of its last change is a part of the name that the nodes' copies have.
+    The modification time stays: it is part of the name of the nodes' copies.
     """
     try:
         os.utime(archive, ns=(time.time_ns(), archive.stat().st_mtime_ns))
@@ -145,7 +113,7 @@ def _use(archive: Path) -> bool:
 
 
 def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> None:
-    """Pack it under a name of our own, and give it its name unless somebody was faster: then that one counts."""
+    """Pack under a temporary name, then rename, unless another process was faster: its archive stays."""
     pid = os.getpid()
     temporary = archive.with_name(f".{archive.name}.{_host()}.{pid}.{start_time(pid)}.tmp")
     try:
@@ -156,7 +124,7 @@ def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> 
             os.fsync(file.fileno())
         if replace(environment).fingerprint != environment.fingerprint:
             raise TorchrelayError(f"{environment.prefix} was changed while it was packed: submit again")
-        # The nodes read it from its first moment on: it must not be replaced by another one of the same content.
+        # Nodes read the archive as soon as it exists: another one of the same content must not replace it.
         with contextlib.suppress(FileExistsError):
             os.link(temporary, archive)
     finally:
@@ -170,57 +138,55 @@ def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -
     compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=threads)
     with (
         compressor.stream_writer(file, closefd=False) as compressed,
-        tarfile.open(fileobj=compressed, mode="w|", bufsize=_PIECE_BYTES) as tar,
+        tarfile.open(fileobj=compressed, mode="w|", bufsize=_BUFFER_BYTES) as tar,
     ):
-        vars(tar)["copybufsize"] = _PIECE_BYTES  # its own are of 16 kB, and Python runs for each
-        tar.addfile(
-            _info(PackedFileEntry(DESCRIPTION, len(description), time.time_ns(), executable=False)),
-            io.BytesIO(description),
-        )
+        vars(tar)["copybufsize"] = _BUFFER_BYTES  # tarfile's own 16 kB would cost a Python call each
+        entry = PackedFileEntry(DESCRIPTION, len(description), time.time_ns(), executable=False)
+        tar.addfile(_tar_info(entry), io.BytesIO(description))
         for member in environment.members:
             if member.target is None:
                 _add_file(tar, environment.prefix, member, progress)
-            elif not member.leaves:
-                tar.addfile(_info(member))
+            elif not member.leads_outside:
+                tar.addfile(_tar_info(member))
 
 
 def _add_file(tar: tarfile.TarFile, prefix: Path, member: PackedFileEntry, progress: Progress) -> None:
     with (prefix / member.name).open("rb") as file:
-        content = _Counted(file, progress)
+        content = _CountingReader(file, progress)
         if member.name.startswith("bin/") and member.size < _LONGEST_SCRIPT:
-            text = portable(content.read(), prefix)
-            tar.addfile(_info(member._replace(size=len(text))), io.BytesIO(text))
+            text = portable_script(content.read(), prefix)
+            tar.addfile(_tar_info(member._replace(size=len(text))), io.BytesIO(text))
         else:
-            tar.addfile(_info(member), cast(IO[bytes], content))
+            tar.addfile(_tar_info(member), cast(IO[bytes], content))
 
 
-class _Counted:
-    """A file that tells how much of it has been read."""
+class _CountingReader:
+    """A file that reports the bytes read from it."""
 
     def __init__(self, file: IO[bytes], progress: Progress) -> None:
         self._file, self._progress = file, progress
 
     def read(self, most: int = -1) -> bytes:
         """Like a file's."""
-        piece = self._file.read(most)
-        self._progress(len(piece))
-        return piece
+        content = self._file.read(most)
+        self._progress(len(content))
+        return content
 
 
-def _info(member: PackedFileEntry) -> tarfile.TarInfo:
+def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
     info = tarfile.TarInfo(member.name)
     info.size, info.mode = member.size, 0o700 if member.executable else 0o600
-    # Python compares whole seconds, to tell whether byte code is that of its source.
+    # Python compares the whole seconds of a source with its byte code's record of them.
     info.mtime = member.modified_ns // 10**9
     if member.target is not None:
         info.type, info.linkname = tarfile.SYMTYPE, member.target
     return info
 
 
-def portable(script: bytes, prefix: Path) -> bytes:
-    """A script that names its environment's interpreter as one that runs with the interpreter beside it. Pure.
+def portable_script(script: bytes, prefix: Path) -> bytes:
+    """Make a console script run with the interpreter beside it. Pure.
 
-    What is no such script stays as it is.
+    A file whose first line does not name the environment's interpreter is returned unchanged.
     """
     first, _, rest = script.partition(b"\n")
     if not first.startswith(b"#!" + os.fsencode(prefix / "bin" / "python")):
@@ -228,35 +194,33 @@ def portable(script: bytes, prefix: Path) -> bytes:
     return _PORTABLE.encode() + rest
 
 
-def _sweep(directory: Path) -> None:
-    """Remove what killed processes left half done."""
-    for temporary in directory.glob(".*.tmp"):
-        _, host, pid, started, _ = temporary.name.rsplit(".", 4)
-        with contextlib.suppress(FileNotFoundError):
-            silent_seconds = time.time() - temporary.stat().st_mtime
-            if silent_seconds > _DEAD_SECONDS if host != _host() else not is_alive(pid, int(started)):
-                temporary.unlink()
+def _is_abandoned(temporary: Path) -> bool:
+    """Whether the process that wrote a temporary file is dead."""
+    _, host, pid, started, _ = temporary.name.rsplit(".", 4)
+    if host == _host():
+        return not is_alive(pid, int(started))
+    return time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS
 
 
 def _host() -> str:
     return os.uname().nodename.replace(".", "-")
 
 
-def _expire(directory: Path, runs_dir: Path, current: Path) -> None:
-    """Remove archives that were not used for a week, and that no run needs which could go on."""
+def _delete_unused(directory: Path, current: Path, runs: Callable[[], Iterable[RunDir]]) -> None:
+    """Delete archives that were not used for a week and that no unfinished run needs."""
     others = [archive for archive in directory.glob("*.tar.zst") if archive != current]
     old = [archive for archive in others if time.time() - archive.stat().st_atime > _KEEP_SECONDS]
     if not old:
         return
-    needed = "".join(run.spec.read_text() for run in all_runs(runs_dir) if not run.final_result.exists())
+    needed = "".join(run.spec.read_text() for run in runs() if not run.final_result.exists())
     for archive in old:
         if archive.name not in needed:
             archive.unlink(missing_ok=True)
 
 
 @contextmanager
-def show(size: int) -> Iterator[Progress]:
-    """A bar on stderr."""
+def show_progress(size: int) -> Iterator[Progress]:
+    """A progress bar on stderr."""
     from rich.console import Console  # noqa: PLC0415 - a submission that packs nothing need not load it
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
     from rich.progress import Progress as Bar  # noqa: PLC0415
@@ -268,6 +232,6 @@ def show(size: int) -> Iterator[Progress]:
 
 
 @contextmanager
-def silent(_size: int) -> Iterator[Progress]:
-    """No word."""
+def no_progress(_size: int) -> Iterator[Progress]:
+    """No display."""
     yield lambda _count: None

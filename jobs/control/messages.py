@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from hpc.staging.team import CacheStatus, NodeCache, StagingPlan, read_plan
+from hpc.staging.coordination import CacheStatus, NodeCache, StagingPlan, read_plan
 
 
 class Phase(StrEnum):
@@ -92,7 +92,7 @@ class NodeStatus:
         failures = tuple(RankFailure(**failure) for failure in fields.pop("failures"))
         phase = Phase(fields.pop("phase"))
         standings = tuple(
-            NodeCache(**{**standing, "need": CacheStatus(standing["need"])}) for standing in fields.pop("standings")
+            NodeCache(**{**standing, "status": CacheStatus(standing["status"])}) for standing in fields.pop("standings")
         )
         return cls(**fields, phase=phase, beats=beats, failures=failures, standings=standings)
 

@@ -6,7 +6,7 @@ Runs on compute nodes. What is told travels with the agents' reports and orders.
 import time
 from dataclasses import replace
 
-from hpc.staging.team import CacheStatus, NodeCache, StagingPlan, choose_owners
+from hpc.staging.coordination import CacheStatus, NodeCache, StagingPlan, choose_owners
 from jobs.context import AgentContext
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER
@@ -23,7 +23,7 @@ class NodeGroup:
         self._offered_at: float | None = None
 
     @property
-    def leads(self) -> bool:
+    def is_head(self) -> bool:
         """Whether this is the head node."""
         return self._node.place.is_head
 
@@ -37,10 +37,10 @@ class NodeGroup:
         """The attempt's."""
         return self._node.attempt.nonce
 
-    def offer(self, entry: str, port: int) -> None:
+    def publish_listing(self, version: str, port: int) -> None:
         """The head node has listed the files."""
         self._offered_at = time.monotonic()
-        self._publish(StagingPlan(source=self._source, entry=entry, lister=(self.host, port)))
+        self._publish(StagingPlan(source=self._source, version=version, lister=(self.host, port)))
 
     def plan(self) -> StagingPlan | None:
         """What the head node says."""
@@ -50,16 +50,16 @@ class NodeGroup:
     def _said(self) -> StagingPlan | None:
         return next((plan for plan in self._node.orders.plans if plan.source == self._source), None)
 
-    def stand(self, need: CacheStatus, port: int) -> None:
+    def report(self, status: CacheStatus, port: int) -> None:
         """Tell what this node needs."""
         others = tuple(told for told in self._node.report.standings if told.source != self._source)
-        self._node.tell(standings=(*others, NodeCache(source=self._source, need=need, port=port)))
+        self._node.tell(standings=(*others, NodeCache(source=self._source, status=status, port=port)))
 
     def decline(self) -> None:
         """This node will have no copy, and goes on: the others need not wait for it, or for its word."""
-        self.stand(CacheStatus.ABSENT, 0)
+        self.report(CacheStatus.UNAVAILABLE, 0)
         if self._said() is None:
-            self._publish(StagingPlan(source=self._source, entry="", lister=(self.host, 0), owners=(), done=True))
+            self._publish(StagingPlan(source=self._source, version="", lister=(self.host, 0), owners=(), done=True))
 
     def update(self) -> None:
         """On the head node: decide who reads what, once all have told what they have, and see when all are done."""
@@ -81,7 +81,7 @@ class NodeGroup:
             plan = replace(plan, owners=choose_owners(told))
         # A node that has never said a word is not waited for for ever.
         done = (all_told or late) and all(
-            standing.need in {CacheStatus.NOTHING, CacheStatus.ABSENT} for _, standing in told
+            standing.status in {CacheStatus.COMPLETE, CacheStatus.UNAVAILABLE} for _, standing in told
         )
         self._publish(replace(plan, done=done))
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.units import duration_seconds
-from hpc.staging.copy import CopyProgress
-from hpc.staging.staged import Staged
-from hpc.staging.stager import Stager
+from hpc.staging.progress import CopyProgress
+from hpc.staging.stager import Staged, Stager
 from jobs.context import AgentContext
 from jobs.log import log
 from jobs.ranks.trainer_command import find_data
@@ -45,11 +44,11 @@ def stage_data(node: AgentContext) -> Path | None:
 def stage(node: AgentContext, source: Path) -> Staged:
     """Stage one source, and write down how it went."""
     team = NodeGroup(node, str(source))
-    if team.leads:
+    if team.is_head:
         node.duties.append(team.update)
     stager = Stager(
         Path(node.spec.stage_dir),
-        team=team,
+        group=team,
         watch=_Watch(node, source),
         keep_seconds=duration_seconds("--stage-keep", node.spec.stage_keep),
     )
@@ -83,7 +82,7 @@ class _Watch:
         if progress is not None and time.monotonic() > self._next:
             self._next = time.monotonic() + _NEXT_SECONDS
             node.note(
-                "staging", node=node.place.host, source=str(self._source), what=progress.what,
+                "staging", node=node.place.host, source=str(self._source), activity=progress.activity,
                 bytes_done=progress.bytes_done, bytes_total=progress.bytes_total,
                 bytes_per_second=round(progress.rate), eta_seconds=progress.eta_seconds,
             )  # fmt: skip

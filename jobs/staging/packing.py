@@ -13,10 +13,8 @@ import time
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging import space
-from hpc.staging.copy import CopyProgress, Watch
-from hpc.staging.manifest import Manifest, boot_id, copied_whole, write_manifest
-from hpc.staging.source import stop_if
+from hpc.staging.manifest import Manifest, boot_id, describe_file, write_manifest
+from hpc.staging.progress import CopyProgress, Watch, stop_if
 from hpc.staging.store import CacheEntry, open_store
 from jobs.context import AgentContext
 from training.config.packed_index import INDEX, read_index
@@ -46,18 +44,18 @@ def pack(node: AgentContext, folder: Path, size: int, watch: Watch) -> Path:
         stop_if(watch(None))
         time.sleep(_POLL_SECONDS)
 
-    while (in_use := entry.begin_use()) is None:
+    while (in_use := entry.lock_for_use()) is None:
         wait()
     node.held.callback(os.close, in_use)
-    with entry.copying(wait):
+    with entry.locked_for_copy(wait):
         manifest = entry.manifest()
-        if manifest is None or entry.damaged(manifest, lambda: watch(None)):
+        if manifest is None or entry.find_damaged(manifest, lambda: watch(None)):
             images = store.entry(version).manifest()
-            _, shortage = space.make_room(store, 3 * size * size * len(images.files) if images else 0, 0)
+            _, shortage = store.make_room(3 * size * size * len(images.files) if images else 0, 0)
             if shortage:
                 raise TorchrelayError(f"{shortage}: use --pack off, or --stage-dir with a larger disk")
             _make(entry, folder, size, watch)
-    entry.touch()
+    entry.mark_used()
     return entry.data
 
 
@@ -72,7 +70,7 @@ def _make(entry: CacheEntry, folder: Path, size: int, watch: Watch) -> None:
     new.rename(entry.data)
     shutil.rmtree(old, ignore_errors=True)
     index = read_index(entry.data)
-    files = [copied_whole(entry.data, name) for name in (INDEX, *(file.name for file in index.files))]
+    files = [describe_file(entry.data, name) for name in (INDEX, *(file.name for file in index.files))]
     write_manifest(entry.path, Manifest(source=index.source, boot=boot_id(), files=tuple(files)))
 
 
@@ -84,7 +82,7 @@ def _run(arguments: list[str], place: Path, watch: Watch) -> None:
         try:
             while packer.poll() is None:
                 done, seconds = _bytes_in(place), time.monotonic() - began
-                stop_if(watch(CopyProgress(what="packing", bytes_done=done, seconds=seconds)))
+                stop_if(watch(CopyProgress(activity="packing", bytes_done=done, seconds=seconds)))
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             packer.send_signal(signal.SIGTERM)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging import NoRoomError
-from hpc.staging.source import inside_name, stop_if
-from hpc.submit.environment_archive import ArchiveDescription
+from hpc.staging.progress import stop_if
+from hpc.staging.python_environment import EnvironmentDescription
+from hpc.staging.source import inside_name
 from jobs.context import AgentContext
 from jobs.log import log
 from jobs.staging.coordination import NodeGroup
@@ -47,7 +48,9 @@ def stage_environment(node: AgentContext) -> None:
         node.python = _copy(node, archive)
     except (TorchrelayError, OSError) as error:
         NodeGroup(node, str(archive)).decline()
-        fallback = f"{error.why}: use --stage-dir with a larger disk" if isinstance(error, NoRoomError) else str(error)
+        fallback = (
+            f"{error.reason}: use --stage-dir with a larger disk" if isinstance(error, NoRoomError) else str(error)
+        )
         log(f"the ranks of {node.place.host} start from the shared environment, {sys.prefix}: {fallback}")
     seconds = round(time.monotonic() - began, 3)
     node.note("environment", node=node.place.host, python=node.python, seconds=seconds, fallback=fallback)
@@ -60,7 +63,7 @@ def _copy(node: AgentContext, archive: Path) -> str:
         TorchrelayError, OSError: there is none, and why.
     """
     copy = stage(node, archive).path
-    described = ArchiveDescription.load(copy)
+    described = EnvironmentDescription.load(copy)
     for name, target in described.links.items():
         make_link(copy / inside_name(name), target)
     python = copy / inside_name(described.python)

@@ -184,7 +184,7 @@ def test_run_on_a_disk_that_is_too_small_reads_in_place_and_says_so(site: Site) 
         run.wait("the staging", lambda: run.events("staged"))
         [staged] = run.events("staged")
         assert staged["path"] == str(data)
-        assert "which is memory, has room for 7 MB, and the data need 22 MB" in staged["in_place"]
+        assert "(RAM-backed) has 7 MB available, but the data need 22 MB" in staged["in_place"]
         assert any(f"{NODE} reads {data} in place" in warning for warning in run.status()["warnings"])
     finally:
         site.end_all_jobs()

@@ -76,9 +76,9 @@ def test_what_is_unpacked_equals_what_was_packed(tree: Path, tmp_path: Path, loc
     [entry] = open_store(local).entries()
     manifest = entry.manifest()
     assert manifest is not None
-    assert entry.damaged(manifest, lambda: False, read=True) == []
+    assert entry.find_damaged(manifest, lambda: False, read_all=True) == []
     (staged.path / "large").write_bytes(bytes(17 * MB))
-    assert entry.damaged(manifest, lambda: False, read=True) == ["large"]
+    assert entry.find_damaged(manifest, lambda: False, read_all=True) == ["large"]
     (staged.path / "run.sh").unlink()
     assert stage(archive, local).repaired == 1, "by size"
 

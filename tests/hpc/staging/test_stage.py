@@ -63,7 +63,7 @@ def test_damaged_copy_that_cannot_be_mended_is_deleted(source: Path, here: str, 
     [
         ((), "what is to be copied? Give a directory or an archive"),
         (("--list", "--clean"), "give one of them"),
-        (("/nowhere",), "/nowhere, are not to be seen on this node"),
+        (("/nowhere",), "/nowhere does not exist on this node"),
         (("--verify", "/nowhere"), "there is no copy of /nowhere"),
         (("--list", "--stage-dir=/nowhere"), "/nowhere"),
     ],

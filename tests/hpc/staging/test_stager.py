@@ -15,11 +15,11 @@ from cluster import need
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging import SingleNode, Staged, StagingStopped, stage
-from hpc.staging.copy import CopyProgress, Watch
+from hpc.staging.coordination import StagingPlan
 from hpc.staging.manifest import write_manifest
+from hpc.staging.progress import CopyProgress, Watch
 from hpc.staging.stager import Stager
 from hpc.staging.store import CacheStore, open_store
-from hpc.staging.team import StagingPlan
 
 MB = 2**20
 ROOT = Path(__file__).parents[3]
@@ -106,11 +106,11 @@ def test_process_that_stands_still_with_the_copy_is_not_waited_for(
     source: Path, local: Path, store: CacheStore
 ) -> None:
     entry = store.entry(stage(source, local).path.parent.name)
-    with entry.copying(pytest.fail):
+    with entry.locked_for_copy(pytest.fail):
         os.utime(store.locks / f"{entry.name}.copy", (1, 1))
         staged = stage(source, local)
     assert staged.path == source
-    assert "stands still" in str(staged.in_place)
+    assert "has stalled" in str(staged.in_place)
 
 
 def test_copy_without_a_manifest_may_be_read_while_it_is_made_anew(source: Path, local: Path) -> None:
@@ -151,13 +151,13 @@ def test_links_are_followed_and_one_in_a_circle_is_refused(source: Path, local: 
     (source / "linked").symlink_to(tmp_path / "elsewhere")
     assert contents(stage(source, local).path)["linked/image"] == b"i"
     (source / "train" / "circle").symlink_to(source)
-    with pytest.raises(TorchrelayError, match=r"circle is a link to a directory that it lies in: remove it"):
+    with pytest.raises(TorchrelayError, match=r"circle is a symlink to a directory above it: remove it"):
         stage(source, local)
 
 
 def test_what_is_no_file_is_refused(source: Path, local: Path) -> None:
     os.mkfifo(source / "pipe")
-    with pytest.raises(TorchrelayError, match=r"pipe is no file \(prw-r--r--\): remove it"):
+    with pytest.raises(TorchrelayError, match=r"pipe is not a regular file \(prw-r--r--\): remove it"):
         stage(source, local)
     (source / "pipe").unlink()
     (source / "gone").symlink_to("nowhere")
@@ -201,10 +201,10 @@ def test_silent_corruption_is_found_and_repaired(source: Path, local: Path) -> N
         flip_a_byte(copy / "large")
         assert stage(source, local).reused, "sizes alone do not tell"
         with Stager(local) as stager:
-            assert stager.stage(source, read=True).repaired == 1
+            assert stager.stage(source, read_all=True).repaired == 1
         assert contents(copy) == contents(source)
         with Stager(local) as stager:
-            assert stager.stage(source, read=True).reused
+            assert stager.stage(source, read_all=True).reused
 
 
 def test_copy_from_before_a_power_cut_is_read_before_it_is_trusted(
@@ -251,7 +251,7 @@ def test_stop_in_the_middle_of_listing_and_of_verifying(source: Path, local: Pat
         return asked > 2
 
     with pytest.raises(StagingStopped), Stager(local, watch=later) as stager:
-        stager.stage(source, read=True)
+        stager.stage(source, read_all=True)
 
 
 def test_stop_while_another_process_copies(source: Path, local: Path, store: CacheStore) -> None:
@@ -263,7 +263,7 @@ def test_stop_while_another_process_copies(source: Path, local: Path, store: Cac
         waited += 1
         return waited > 5
 
-    with entry.copying(pytest.fail), pytest.raises(StagingStopped):
+    with entry.locked_for_copy(pytest.fail), pytest.raises(StagingStopped):
         stage_watched(source, local, soon)
 
 
@@ -276,7 +276,7 @@ def test_disk_that_fills_up_on_the_way_means_reading_in_place(source: Path, smal
     (source / "more").write_bytes(os.urandom(14 * MB))
     staged = stage_watched(source, small_disk, at_first_byte(fill))
     assert staged.path == source
-    assert str(staged.in_place).endswith("was full before the copy was whole")
+    assert str(staged.in_place).endswith("filled up during the copy")
     assert leftovers(small_disk) == []
     assert open_store(small_disk).entries() == []
     (small_disk / "filler").unlink()
@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_read_in_place(tmp_path: Path, source: Path, small_
     (large / "file").write_bytes(bytes(30 * MB))
     staged = stage(large, small_disk)
     assert staged.path == large
-    assert "which is memory, has room for" in str(staged.in_place)
+    assert "(RAM-backed) has" in str(staged.in_place)
     assert staged.evicted == ()
     assert contents(kept.path) == contents(source), "nothing is deleted where it would not help"
 
@@ -329,7 +329,7 @@ def test_old_copies_are_deleted_and_with_keep_0_ones_own(tmp_path: Path, source:
 
 
 def test_source_that_is_not_there_is_said(tmp_path: Path, local: Path) -> None:
-    with pytest.raises(TorchrelayError, match="nowhere, are not to be seen on this node"):
+    with pytest.raises(TorchrelayError, match="nowhere does not exist on this node"):
         stage(tmp_path / "nowhere", local)
 
 
@@ -349,8 +349,8 @@ def test_source_that_changes_during_the_copy_is_refused(source: Path, local: Pat
         (source / "large").write_bytes(os.urandom(5 * MB + 1))
 
     with (
-        pytest.raises(TorchrelayError, match=r"large was changed while the data were being copied: wait until"),
-        Stager(local, team=Between(change)) as stager,
+        pytest.raises(TorchrelayError, match=r"large was changed while the data were being copied: submit again"),
+        Stager(local, group=Between(change)) as stager,
     ):
         stager.stage(source)
     assert leftovers(local) == []
@@ -369,7 +369,7 @@ def test_source_that_vanishes_is_tried_again_and_then_named(
 
     with (
         pytest.raises(TorchrelayError, match=r"large could not be read .*No such file or directory\), 3 times"),
-        Stager(local, team=Between(hide)) as stager,
+        Stager(local, group=Between(hide)) as stager,
     ):
         stager.stage(source)
     hidden.rename(source / "large")
@@ -379,7 +379,7 @@ def test_source_that_vanishes_is_tried_again_and_then_named(
             hidden.rename(source / "large")
         return False
 
-    with Stager(local, team=Between(hide), watch=bring_back) as stager:
+    with Stager(local, group=Between(hide), watch=bring_back) as stager:
         assert contents(stager.stage(source).path) == contents(source)
 
 

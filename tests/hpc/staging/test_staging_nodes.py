@@ -17,9 +17,9 @@ from staging_rig import disk, end_nodes, start_nodes
 
 from hpc.core import ledger
 from hpc.staging import stage
+from hpc.staging.coordination import CacheStatus, NodeCache, choose_owners
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
 from hpc.staging.source import list_source
-from hpc.staging.team import CacheStatus, NodeCache, choose_owners
 
 MB = 2**20
 NODES = 3
@@ -169,8 +169,8 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
     (tmp_path / "disk").mkdir()
     listing, copy = list_source(source), stage(source, tmp_path / "disk").path
     server = PeerServer("nonce")
-    server.listings[listing.entry] = listing.pack()
-    server.shelves[listing.entry] = shelf = ChunkStore(listing, copy)
+    server.listings[listing.version] = listing.pack()
+    server.shelves[listing.version] = shelf = ChunkStore(listing, copy)
     yield server
     server.close()
     shelf.close()
@@ -178,13 +178,13 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
 
 def test_list_travels_as_it_is(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
-    with Peer(("127.0.0.1", server.port), "nonce", listing.entry) as peer:
+    with Peer(("127.0.0.1", server.port), "nonce", listing.version) as peer:
         assert peer.listing() == listing
 
 
 def test_who_does_not_know_the_nonce_gets_nothing(server: PeerServer, source: Path) -> None:
     with (
-        Peer(("127.0.0.1", server.port), "guess", list_source(source).entry) as peer,
+        Peer(("127.0.0.1", server.port), "guess", list_source(source).version) as peer,
         pytest.raises(PeerError, match="has closed the connection"),
     ):
         peer.listing()
@@ -192,16 +192,16 @@ def test_who_does_not_know_the_nonce_gets_nothing(server: PeerServer, source: Pa
 
 def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
-    server.shelves[listing.entry].put(0, ("0" * 64,) * len(listing.batches[0]))
-    peer = Peer(("127.0.0.1", server.port), "nonce", listing.entry)
+    server.shelves[listing.version].put(0, ("0" * 64,) * len(listing.batches[0]))
+    peer = Peer(("127.0.0.1", server.port), "nonce", listing.version)
     with peer, pytest.raises(PeerError, match=r"what 127\.0\.0\.1 sent is not what it had read"):
         peer.receive(memoryview(bytearray(listing.batches[0][0].length)), peer.ask(0)[0])
 
 
 def test_owner_that_fails_says_so_to_those_who_wait(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
-    threading.Timer(0.3, server.shelves[listing.entry].fail, ["its disk is full"]).start()
-    peer = Peer(("127.0.0.1", server.port), "nonce", listing.entry)
+    threading.Timer(0.3, server.shelves[listing.version].fail, ["its disk is full"]).start()
+    peer = Peer(("127.0.0.1", server.port), "nonce", listing.version)
     with peer, pytest.raises(PeerError, match="its disk is full"):
         peer.ask(1)
 
@@ -217,18 +217,18 @@ def test_stranger_on_a_nodes_former_port_is_not_believed_whatever_he_says(source
                 connection.sendall(len(said).to_bytes(4, "big") + said)
 
         threading.Thread(target=talk, daemon=True).start()
-        with Peer(stranger.getsockname()[:2], "nonce", list_source(source).entry) as peer, pytest.raises(PeerError):
+        with Peer(stranger.getsockname()[:2], "nonce", list_source(source).version) as peer, pytest.raises(PeerError):
             peer.ask(0)
 
 
 def test_who_has_the_data_owns_them_else_who_is_about_to_read_them() -> None:
-    def standing(need: CacheStatus, port: int = 9) -> NodeCache:
-        return NodeCache(source="s", need=need, port=port)
+    def cache(status: CacheStatus, port: int = 9) -> NodeCache:
+        return NodeCache(source="s", status=status, port=port)
 
-    reading = [("a", standing(CacheStatus.ALL)), ("b", standing(CacheStatus.WAITS)), ("c", standing(CacheStatus.ALL))]
+    reading = [("a", cache(CacheStatus.MISSING)), ("b", cache(CacheStatus.WAITING)), ("c", cache(CacheStatus.MISSING))]
     assert choose_owners(reading) == (("a", 9), ("c", 9))
-    assert choose_owners([*reading, ("d", standing(CacheStatus.NOTHING))]) == (("d", 9),)
-    assert choose_owners([*reading, ("d", standing(CacheStatus.NOTHING, 0))]) == (("a", 9), ("c", 9))
-    assert choose_owners([("a", standing(CacheStatus.ABSENT)), ("b", standing(CacheStatus.SOME))]) == ()
-    assert choose_owners([("a", standing(CacheStatus.SOME)), ("b", standing(CacheStatus.WAITS))]) is None
+    assert choose_owners([*reading, ("d", cache(CacheStatus.COMPLETE))]) == (("d", 9),)
+    assert choose_owners([*reading, ("d", cache(CacheStatus.COMPLETE, 0))]) == (("a", 9), ("c", 9))
+    assert choose_owners([("a", cache(CacheStatus.UNAVAILABLE)), ("b", cache(CacheStatus.DAMAGED))]) == ()
+    assert choose_owners([("a", cache(CacheStatus.DAMAGED)), ("b", cache(CacheStatus.WAITING))]) is None
     assert choose_owners([]) is None

@@ -281,7 +281,7 @@ def test_ledger_skips_what_is_no_event(tmp_path: Path) -> None:
 
 def staging(node: str, done: int, left: float) -> dict[str, Any]:
     return {
-        "event": "staging", "attempt": 1, "node": node, "source": "/data", "what": "copying", "bytes_done": done,
+        "event": "staging", "attempt": 1, "node": node, "source": "/data", "activity": "copying", "bytes_done": done,
         "bytes_total": 200_000_000, "bytes_per_second": 10_000_000, "eta_seconds": left,
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ from hpc.core.rundir import RunDir
 from hpc.report.command import submit_command
 from hpc.spec import Resources, RunSpec
 from hpc.staging import stage
-from hpc.submit.environment_archive import DIRECTORY, Progress, portable, provide
+from hpc.submit.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
 from jobs.ranks import script_command, trainer_command
 from jobs.staging.unpack_environment import activated, make_link
 from training.config.train_config import TrainConfig
@@ -74,7 +74,7 @@ def test_script_of_the_copy_runs_in_the_copy(venv: Path, tmp_path: Path) -> None
 
 def test_other_files_stay_as_they_are() -> None:
     for content in (b"#!/bin/sh\necho\n", b"\x7fELF\x00", b"", b"#!/opt/other/bin/python\n"):
-        assert portable(content, Path("/venv")) == content
+        assert portable_script(content, Path("/venv")) == content
 
 
 def test_link_to_a_file_of_a_cache_is_packed_as_the_file(venv: Path, tmp_path: Path) -> None:
@@ -128,14 +128,14 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from environments import described
-from hpc.submit.environment_archive import provide
+from hpc.submit.environment_archive import find_or_make
 
 @contextmanager
 def wait(size):
     yield lambda count: waiting and (print("packing", flush=True), waiting.pop(), sys.stdin.readline())
 
 waiting = [True]
-archive = provide(described(Path({venv!r})), Path({runs!r}), wait)
+archive = find_or_make(described(Path({venv!r})), Path({runs!r}), wait, lambda _: ())
 print(archive.name, archive.stat().st_ino, flush=True)
 """
 
@@ -182,7 +182,7 @@ def test_environment_that_changes_while_it_is_packed_is_refused(venv: Path, tmp_
         yield lambda _count: set_version(venv, "10.0")
 
     with pytest.raises(TorchrelayError, match="was changed while it was packed"):
-        provide(described(venv), tmp_path, upgrade)
+        find_or_make(described(venv), tmp_path, upgrade, lambda _: ())
     assert left(tmp_path) == []
 
 

@@ -1,0 +1,117 @@
+"""How the nodes of a job share the staging of one data set: cache states, the plan, and a node without peers. Pure.
+
+`jobs.staging.coordination` exchanges them between the node agents of a job.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+Address = tuple[str, int]
+"""Host and port of a node's server (`hpc.staging.peers`)."""
+
+
+class CacheStatus(StrEnum):
+    """State of one node's copy of a data set."""
+
+    MISSING = "missing"
+    """The node is about to make a copy."""
+    COMPLETE = "complete"
+    DAMAGED = "damaged"
+    """The node is about to repair some files; it reads no batches for other nodes."""
+    WAITING = "waiting"
+    """Another job on this node is making the same copy."""
+    UNAVAILABLE = "unavailable"
+    """The node will have no copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCache:
+    """What one node reports about one data set."""
+
+    source: str
+    status: CacheStatus
+    port: int = 0
+    """Of its server; 0: it serves nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagingPlan:
+    """The head node's decisions about one data set."""
+
+    source: str
+    version: str
+    """Name of the version of the data set (`SourceListing.version`)."""
+    lister: Address
+    """Serves the listing."""
+    owners: tuple[Address, ...] | None = None
+    """Nodes that read or already have the data: batch b belongs to owner b modulo their number. None: undecided."""
+    done: bool = False
+    """Whether no node copies any more."""
+
+
+def read_plan(fields: dict[str, Any]) -> StagingPlan:
+    """From JSON."""
+    owners = fields["owners"]
+    addresses = None if owners is None else tuple((host, port) for host, port in owners)
+    return StagingPlan(**{**fields, "lister": tuple(fields["lister"]), "owners": addresses})
+
+
+class StagingGroup(Protocol):
+    """The nodes of a job, seen from one of them."""
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this node lists the source."""
+
+    @property
+    def host(self) -> str:
+        """This node's name."""
+
+    @property
+    def nonce(self) -> str:
+        """The secret by which the nodes of the job authenticate each other."""
+
+    def publish_listing(self, version: str, port: int) -> None:
+        """On the head node: announce the version, and the port that serves its listing."""
+
+    def plan(self) -> StagingPlan | None:
+        """The head node's plan; None until this node has received it."""
+
+    def report(self, status: CacheStatus, port: int) -> None:
+        """Report the state of this node's copy, and the port that serves it."""
+
+
+class SingleNode:
+    """A node without peers."""
+
+    is_head = True
+    host = "localhost"
+    nonce = ""
+
+    def publish_listing(self, version: str, port: int) -> None:
+        """There is no other node to announce it to."""
+
+    def plan(self) -> StagingPlan | None:
+        """No owners: this node reads everything."""
+        return StagingPlan(source="", version="", lister=("", 0), owners=(), done=True)
+
+    def report(self, status: CacheStatus, port: int) -> None:
+        """There is no other node to report to."""
+
+
+def choose_owners(caches: Iterable[tuple[str, NodeCache]]) -> tuple[Address, ...] | None:
+    """Choose the nodes that have the data, or else those about to read them; None while that is unknown.
+
+    Args:
+        caches: host and report of each node that has reported.
+    """
+    known = list(caches)
+    for status in (CacheStatus.COMPLETE, CacheStatus.MISSING):
+        found = tuple((host, cache.port) for host, cache in known if cache.status is status and cache.port)
+        if found:
+            return found
+    # A node that waits for another job's copy may still become an owner.
+    settled = {CacheStatus.DAMAGED, CacheStatus.UNAVAILABLE}
+    return () if known and all(cache.status in settled for _, cache in known) else None

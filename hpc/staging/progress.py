@@ -1,0 +1,100 @@
+"""Progress of one staging, its cancellation, and waiting that stays cancellable. Runs on compute nodes."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+_POLL_SECONDS = 0.05
+# Processes that wait for this one's copy see a heartbeat this often.
+_HEARTBEAT_SECONDS = 5.0
+_Result = TypeVar("_Result")
+
+
+class StagingStopped(Exception):  # noqa: N818 - a request, not an error
+    """Staging was asked to stop. Its partial copy is never used; the next staging removes it."""
+
+
+def stop_if(stop: bool) -> None:
+    """Stop staging if `stop` is true.
+
+    Raises:
+        StagingStopped: it is.
+    """
+    if stop:
+        raise StagingStopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyProgress:
+    """How far a copy is."""
+
+    activity: str = "copying"
+    bytes_done: int
+    bytes_total: int | None = None
+    """None: not known yet."""
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second so far."""
+        return self.bytes_done / self.seconds if self.seconds else 0.0
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds until it is complete at this rate; None if unknown."""
+        if not self.rate or self.bytes_total is None:
+            return None
+        return (self.bytes_total - self.bytes_done) / self.rate
+
+
+Watch = Callable[[CopyProgress | None], bool]
+"""Called several times a second with the progress (None while staging waits); returns whether to stop."""
+
+
+class CancellableWait:
+    """Waits of one staging: for other nodes, other processes, or storage that may hang."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._heartbeat_at = watch, 0.0
+        self.heartbeat: Callable[[], None] | None = None
+        """Called every few seconds while this process makes a copy that others may wait for."""
+
+    def update(self, progress: CopyProgress | None) -> bool:
+        """Report the progress and send the heartbeat. Returns whether to stop."""
+        if self.heartbeat is not None and time.monotonic() - self._heartbeat_at > _HEARTBEAT_SECONDS:
+            self._heartbeat_at = time.monotonic()
+            self.heartbeat()
+        return self._watch(progress)
+
+    def stopped(self) -> bool:
+        """Whether to stop."""
+        return self.update(None)
+
+    def wait(self) -> None:
+        """Wait for one poll interval.
+
+        Raises:
+            StagingStopped: staging was asked to stop.
+        """
+        stop_if(self.stopped())
+        time.sleep(_POLL_SECONDS)
+
+    def run_in_thread(self, work: Callable[[], _Result]) -> _Result:
+        """Run a blocking call in a thread and wait for it; a request to stop abandons the thread."""
+        results, errors = list[_Result](), list[BaseException]()
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:  # noqa: BLE001 - it is raised again below
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True, name="stage-wait")
+        thread.start()
+        while thread.is_alive():
+            self.wait()
+        if errors:
+            raise errors[0]
+        return results[0]
