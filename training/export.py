@@ -15,7 +15,7 @@ from torch import Tensor
 from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_atomic
-from training.config.choices import listed
+from training.config.command_line import listed
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest

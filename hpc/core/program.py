@@ -20,8 +20,8 @@ INTERRUPTED = 130
 Options = TypeVar("Options")
 
 
-def parse(options: type[Options], argv: Sequence[str], prog: str) -> Options:
-    """Parse flags into a dataclass.
+def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
+    """Parse flags into a dataclass. Without `prints`, `--help` prints nothing.
 
     Raises:
         UserError: one line that says which flag is wrong and why. (tyro draws a box of several.)
@@ -29,7 +29,9 @@ def parse(options: type[Options], argv: Sequence[str], prog: str) -> Options:
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(options, args=list(argv), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+            return tyro.cli(
+                options, args=list(argv), prog=prog, config=(tyro.conf.FlagCreatePairsOff,), console_outputs=prints
+            )
     except SystemExit as stop:
         if stop.code in {0, None}:
             raise

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from hpc.spec import Recovery, Resources, RunSpec
-from training.config.choices import flag
+from training.config.rules import flag
 from training.config.train_config import TrainConfig
 
 

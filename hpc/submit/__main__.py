@@ -28,10 +28,11 @@ from hpc.staging.source import ARCHIVES, is_archive
 from hpc.submit import checks, environment_archive
 from hpc.submit.run_directory import fill, new_run, new_run_directory
 from training.config import config_file
-from training.config.combinations import without_effect
+from training.config.command_line import RecipeName
 from training.config.model_names import check_model
 from training.config.pretrained import resolve_weights
-from training.config.train_config import RecipeName, TrainConfig, check_world
+from training.config.rules import without_effect
+from training.config.train_config import TrainConfig, check_world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class SubmitOptions(cli.Common):
     cluster: Literal["auto", "slurm", "local"] = "auto"
     """Slurm, or this machine alone with one task per pretended node. `auto`: Slurm where there is one."""
     config: Path | None = None
-    """YAML file with flags and their values; it wins over --recipe, and flags on the command line over both."""
+    """YAML file of flags. It overrides --recipe; the command line overrides both."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
     """Directory on each node's own disk for the copy of the data."""
     stage_keep: str = "7d"
@@ -72,7 +73,6 @@ class SubmitTraining(SubmitOptions):
     pack_size: int | None = None
     """Side of these squares in pixels; by default 8/7 of the size that the model sees: 256 for 224."""
     recipe: RecipeName = None
-    """A name of `training.config.recipe.recipes`."""
 
 
 @dataclass(frozen=True, kw_only=True)

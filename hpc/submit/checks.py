@@ -15,8 +15,8 @@ from hpc.slurm.client import Partition
 from hpc.spec import Resources, RunSpec
 from hpc.staging import archive
 from hpc.staging.source import is_archive
-from training.config.combinations import check_validation
 from training.config.dataset_layout import check_data, resolve_data
+from training.config.rules import check_validation
 from training.config.train_config import TrainConfig
 
 _DAY_MINUTES = 24 * 60

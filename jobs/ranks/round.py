@@ -70,7 +70,7 @@ def _command(
         unpack_environment.activated(os.environ, node.python), place, ranks, address, threads
     )
     if spec.train is not None:
-        program = trainer_command.command(spec.train, run, attempt.attempt, data, node.memory, node.python)
+        program = trainer_command.command(run, attempt.attempt, data, node.memory, node.python)
     elif orders.preflight:
         program = script_command.preflight(run, attempt.attempt, node.python)
     else:

@@ -12,7 +12,7 @@ from training.checkpoint.capture import Capturer, HostCopy
 from training.checkpoint.restore import SNAPSHOT
 from training.checkpoint.sharded_save import save_sharded
 from training.checkpoint.storage import save_checkpoint
-from training.config.interval import parse_interval
+from training.config.rules import parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.runtime.background_writer import BackgroundWriter
 from training.runtime.run_context import RunContext

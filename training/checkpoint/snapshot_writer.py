@@ -11,7 +11,7 @@ from pathlib import Path
 from training.checkpoint.capture import Capturer, HostCopy
 from training.checkpoint.snapshot import KEPT, no_room, remove_newer
 from training.checkpoint.storage import save_checkpoint
-from training.config.interval import parse_interval
+from training.config.rules import parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.runtime.background_writer import BackgroundWriter
 from training.runtime.console import Console

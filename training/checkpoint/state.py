@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hpc.core.errors import UserError
 from training.checkpoint.storage import NUMBERS, STATE_FILES
-from training.config.choices import flag
+from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema

@@ -1,31 +1,62 @@
-"""The YAML files of `--config` and `--recipe`: flags and their values, one per line.
+"""Flags from YAML files: `--config FILE.yaml`, and the recipes that come with Torchrelay (`--recipe NAME`).
 
-Runs on the login node, and on ranks that were started by hand.
+A recipe holds the flags of a training that is known to work; its first line describes it. Runs on the login node, and
+on ranks that were started by hand.
 """
 
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hpc.core.errors import UserError
-from training.config.recipe import recipe_path
+from training.config.flag_advice import advice_for, check_names
 
+_DIRECTORY = Path(__file__).with_name("recipes")
 _RECIPE = "recipe"
 
 
-def with_config(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
-    """Put the flags of a `--recipe` and of a `--config` file before those of the command line, so that the latter win.
+@cache
+def recipes() -> dict[str, str]:
+    """The description of each recipe, by its name."""
+    return {path.stem: _first_line(path) for path in sorted(_DIRECTORY.glob("*.yaml"), key=lambda path: path.stem)}
 
-    A file may name its recipe. `known` are the names that may stand in a file; True for switches, which take no value;
-    `--no-NAME` takes back a switch that a file has turned on.
+
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8") as file:
+        return file.readline().removeprefix("# ").rstrip(".\n")
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe.
 
     Raises:
-        UserError: a file cannot be read, is no mapping, or holds what is no flag; or there is no such recipe.
+        UserError: no recipe has this name.
     """
+    if name not in recipes():
+        close = difflib.get_close_matches(name, recipes(), n=3, cutoff=0.5) or list(recipes())
+        raise UserError(f"--recipe is {name!r}, which is not known: use {', '.join(close)}")
+    return _DIRECTORY / f"{name}.yaml"
+
+
+def with_config(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
+    """Put the flags of `--recipe` and of `--config` before those of the command line, so that the latter win.
+
+    A file may name its recipe. `--no-NAME` on the command line takes back a switch that a file has turned on.
+
+    Args:
+        arguments: the command line.
+        known: the flags that may stand in a file, without dashes; True for switches, which take no value.
+
+    Raises:
+        UserError: a file cannot be read or holds what is no flag, the recipe does not exist, or a flag of the command
+            line has another name here.
+    """
+    check_names(arguments, known)
     config = _last_value(arguments, "--config")
     settings = _settings("--config", Path(config), known) if config is not None else {}
     named = settings.pop(_RECIPE, None)
@@ -36,8 +67,8 @@ def with_config(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
     for argument in arguments:
         settings.pop(off.get(argument, ""), None)
     flags = [flag for name, value in settings.items() for flag in _as_flags(name, value, switch=known[name])]
-    began = [f"--{_RECIPE}={named}"] if named else []
-    return [*began, *flags, *(argument for argument in arguments if argument not in off)]
+    recipe_flag = [f"--{_RECIPE}={named}"] if named else []
+    return [*recipe_flag, *flags, *(argument for argument in arguments if argument not in off)]
 
 
 def flag_names(*owners: Any) -> dict[str, bool]:
@@ -46,7 +77,7 @@ def flag_names(*owners: Any) -> dict[str, bool]:
 
 
 def _last_value(arguments: list[str], flag: str) -> str | None:
-    """What follows the last of these flags; None: there is none."""
+    """The value of the last occurrence of a flag; None if it does not occur."""
     positions = [i for i, argument in enumerate(arguments) if argument == flag or argument.startswith(f"{flag}=")]
     if not positions:
         return None
@@ -77,21 +108,26 @@ def checked(settings: Mapping[Any, Any], known: Mapping[str, bool]) -> dict[str,
     """The settings by the names of flags: `batch_size: 256` is that of `--batch-size`.
 
     Raises:
-        UserError: one of them is no flag, or has no value that a flag could have.
+        UserError: a key is no flag, or its value cannot be a flag's.
     """
     found = {}
     for key, value in settings.items():
         flag = str(key).replace("_", "-")
         if flag not in {*known, _RECIPE}:
-            close = difflib.get_close_matches(flag, known, n=3, cutoff=0.5)
-            hint = f"did you mean {', '.join(close)}?" if close else "see hpc submit --help"
-            raise UserError(f": there is no flag {key!r}: {hint}")
+            raise UserError(f": there is no flag {key!r}: {_similar(flag, known)}")
         if isinstance(value, dict):
             raise UserError(f": {key} is a mapping: give one value, or a list for --sbatch")
         if known.get(flag) and value not in {"true", "false"}:
             raise UserError(f": {flag} is {value!r}: write true or false")
         found[flag] = value
     return found
+
+
+def _similar(flag: str, known: Mapping[str, bool]) -> str:
+    if advice := advice_for(flag, known):
+        return advice
+    close = difflib.get_close_matches(flag, known, n=3, cutoff=0.5)
+    return f"did you mean {', '.join(close)}?" if close else "see hpc submit --help"
 
 
 def _as_flags(flag: str, value: Any, *, switch: bool) -> list[str]:

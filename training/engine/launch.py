@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from training.config.combinations import check_validation
 from training.config.dataset_layout import DataLayout, check_data, resolve_data
+from training.config.rules import check_validation
 from training.config.train_config import check_world
 from training.data.build import load_data
 from training.data.dataset import Data

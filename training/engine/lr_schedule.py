@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from training.config.choices import SCALE_BATCH, parse_drops
-from training.config.train_config import TrainConfig
+from training.config.rules import parse_step_epochs
+from training.config.train_config import SCALE_BATCH, TrainConfig
 from training.runtime.progress import Progress
 
 # What torch's ReduceLROnPlateau takes for an improvement: a loss lower by this part of it.
@@ -40,7 +40,7 @@ def _cosine(start: float, end: float, part: float) -> float:
 
 
 def _drops(config: TrainConfig, course: LrCourse) -> float:
-    epoch, epochs = course.step // course.per_epoch, parse_drops(config.lr_step_epochs)
+    epoch, epochs = course.step // course.per_epoch, parse_step_epochs(config.lr_step_epochs)
     count = epoch // epochs[0] if len(epochs) == 1 else sum(epoch >= drop for drop in epochs)
     return config.lr_gamma**count
 
@@ -53,7 +53,7 @@ def _one_cycle(_config: TrainConfig, course: LrCourse) -> float:
     return _cosine(1.0, _ONE_CYCLE_FIRST * _ONE_CYCLE_LAST, (course.step - top) / max(1, last - top))
 
 
-# The part of the highest learning rate, by the names of `training.config.choices.SCHEDULES`.
+# The part of the highest learning rate, by the names of `training.config.train_config.LrScheduler`.
 # Cosine: Loshchilov and Hutter, "SGDR" (2017), without restarts.
 CURVES: dict[str, Callable[[TrainConfig, LrCourse], float]] = {
     "cosine": lambda _, course: _cosine(1.0, 0.0, course.part),

@@ -17,7 +17,7 @@ def _sgd(groups: Groups, config: TrainConfig) -> Optimizer:
     return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov)
 
 
-# By the names of `training.config.choices.OPTIMIZERS`.
+# By the names of `training.config.train_config.Optimizer`.
 MAKERS: dict[str, Callable[[Groups, TrainConfig], Optimizer]] = {
     "sgd": _sgd,
     "adamw": lambda groups, config: AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999)),

@@ -16,7 +16,7 @@ from training.checkpoint.initial_weights import load_initial_weights
 from training.checkpoint.restore import restore
 from training.checkpoint.snapshot_writer import SnapshotWriter
 from training.checkpoint.state import TrainState, identity
-from training.config.combinations import without_effect
+from training.config.rules import without_effect
 from training.config.train_config import samples_per_group
 from training.data.batch_schedule import make_schedule
 from training.data.dataset import Batch, Data, load_device_batches

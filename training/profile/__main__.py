@@ -19,9 +19,8 @@ from rich.table import Table
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.program import INTERRUPTED
 from hpc.core.rundir import RunDir
-from training.config.config_file import flag_names, with_config
-from training.config.model_names import check_model
-from training.config.train_config import RecipeName, TrainConfig
+from training.config.command_line import RecipeName, parse_flags
+from training.config.train_config import TrainConfig
 from training.engine.launch import make_repeatable, make_trainer
 from training.engine.trainer import Trainer
 from training.profile.measure import Costs, Meter
@@ -71,9 +70,8 @@ class ProfileOptions:
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
     recipe: RecipeName = None
-    """A name of `training.config.recipe.recipes`."""
     config: Path | None = None
-    """YAML file with flags and their values; it wins over --recipe, and flags on the command line over both."""
+    """YAML file of flags. It overrides --recipe; the command line overrides both."""
     seconds: float = 5.0
     """How long each of the parts is measured; there are seven at most."""
     json: bool = False
@@ -84,11 +82,7 @@ def main() -> int:
     """Parse, measure, print, and turn errors into one line and an exit code."""
     place = rank_info_from(os.environ)
     try:
-        argv = with_config(sys.argv[1:], flag_names(TrainConfig))
-        arguments = tyro.cli(
-            ProfileOptions, args=argv, prog="python -m training.profile", console_outputs=place.is_rank_zero
-        )
-        check_model(arguments.train.model)
+        arguments = parse_flags(ProfileOptions, sys.argv[1:], "python -m training.profile", prints=place.is_rank_zero)
         if arguments.train.strategy == "fsdp":
             raise UserError("--strategy is fsdp, whose exchange has no end apart from its steps: leave it out here")
         if not arguments.seconds > 0:

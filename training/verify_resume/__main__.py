@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from rich.table import Table
 
 from hpc.core import ledger, program
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import read_json_lines
+from hpc.core.files import read_json_lines, write_json
 from hpc.core.rundir import RunDir
-from training.config.config_file import flag_names, with_config
+from training.config.command_line import RecipeName, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.model_names import check_model
-from training.config.train_config import RecipeName, TrainConfig, check_world, to_argv
+from training.config.rank_options import spec_argv
+from training.config.train_config import TrainConfig, check_world
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault
 from training.verify_resume.compare_states import ComparedPart, compare_runs
@@ -54,9 +54,8 @@ class VerifyOptions:
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
     recipe: RecipeName = None
-    """A name of `training.config.recipe.recipes`."""
     config: Path | None = None
-    """YAML file with flags and their values; it wins over --recipe, and flags on the command line over both."""
+    """YAML file of flags. It overrides --recipe; the command line overrides both."""
     cuts: int = 3
     """How often to interrupt the second training."""
     ranks: str = "2"
@@ -73,8 +72,7 @@ def main() -> int:
 
 
 def _work() -> int:
-    argv = with_config(sys.argv[1:], flag_names(TrainConfig))
-    arguments = tyro.cli(VerifyOptions, args=argv, prog="python -m training.verify_resume")
+    arguments = parse_flags(VerifyOptions, sys.argv[1:], "python -m training.verify_resume")
     sizes = check_arguments(arguments)
     directory = _new_directory(arguments.keep)
     same = verify(arguments.train, sizes, arguments.cuts, directory)
@@ -99,7 +97,6 @@ def check_arguments(arguments: VerifyOptions) -> list[int]:
         raise UserError(f"--ranks is {arguments.ranks!r}: use a number such as 2, or several such as 4,3,2")
     if arguments.cuts < 1:
         raise UserError(f"--cuts is {arguments.cuts}: use 1 or more")
-    check_model(arguments.train.model)
     check_world(arguments.train, max(sizes))
     if not arguments.train.synthetic:
         check_data(resolve_data(arguments.train.data))
@@ -190,8 +187,9 @@ def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault
     # Snapshots survive the cuts, as they do in a node's memory.
     node = run.path.with_name(f"{run.name}-node")
     node.mkdir(mode=0o700, exist_ok=True)
-    argv = [*to_argv(config), f"--run-dir={run.path}", f"--attempt={attempt}", f"--node-dir={node}"]
-    argv += [f"--fault={fault}"] if fault != NO_FAULT else []
+    spec = run.path.with_name(f"{run.name}.json")
+    write_json(spec, {"train": asdict(config)})
+    argv = spec_argv(spec, run.path, attempt, node, fault="" if fault == NO_FAULT else str(fault))
     codes = wait_for(start_ranks([argv] * size, log), _GRACE_SECONDS)
     if -signal.SIGKILL in codes:
         return False

@@ -12,10 +12,9 @@ from hpc.core.errors import UserError
 from hpc.core.program import parse
 from hpc.spec import Recovery
 from hpc.submit.__main__ import SubmitScript, SubmitTraining, flag_names
-from training.config.config_file import with_config
+from training.config.config_file import recipe_path, recipes, with_config
 from training.config.model_names import check_model
 from training.config.pretrained import torchvision_weights
-from training.config.recipe import recipe_path, recipes
 from training.config.train_config import TrainConfig
 from training.engine.lr_schedule import highest_rate
 
@@ -70,7 +69,7 @@ def test_every_recipe_is_a_training_that_could_begin() -> None:
 
 
 def test_a_file_wins_over_its_recipe_and_the_command_line_over_both(tmp_path: Path) -> None:
-    text = "recipe: vgg19-20class\nepochs: 3\nfreeze: false\nlr: 0.5"
+    text = "recipe: vgg19-20class\nepochs: 3\nfreeze-backbone: false\nlr: 0.5"
     train = parse(SubmitTraining, flags_of(tmp_path, text, "--lr=0.7", "--data=/photos"), "hpc submit").train
     assert (train.model, train.epochs, train.freeze_backbone, train.lr) == ("vgg19", 3, False, 0.7)
     other = parse(SubmitTraining, flags_of(tmp_path, text, "--recipe=cifar", "--data=/cifar"), "hpc submit").train
@@ -135,5 +134,5 @@ def test_the_help_tells_what_each_recipe_is_for() -> None:
 
 def test_recipes_are_in_the_snapshot_of_the_code(tmp_path: Path) -> None:
     code_snapshot.copy_code(tmp_path / "code", tmp_path, ())
-    copied = tmp_path / "code" / code_snapshot.PACKAGES_DIRECTORY / "training" / "recipes"
+    copied = tmp_path / "code" / code_snapshot.PACKAGES_DIRECTORY / "training" / "config" / "recipes"
     assert {path.stem for path in copied.glob("*.yaml")} == recipes().keys()

@@ -23,7 +23,6 @@ from hpc.staging import stage
 from hpc.submit.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
 from jobs.ranks import script_command, trainer_command
 from jobs.staging.unpack_environment import activated, make_link
-from training.config.train_config import TrainConfig
 
 
 @pytest.fixture
@@ -280,7 +279,7 @@ def test_dry_run_packs_nothing(venv: Path, tmp_path: Path) -> None:
 def test_every_command_of_a_rank_starts_with_the_copys_interpreter(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     commands = (
-        trainer_command.command(TrainConfig(data="d"), run, 1, tmp_path, NodeDir(tmp_path), "/copy/bin/python"),
+        trainer_command.command(run, 1, tmp_path, NodeDir(tmp_path), "/copy/bin/python"),
         script_command.command(("s.py",), run, "/copy/bin/python"),
         script_command.preflight(run, 1, "/copy/bin/python"),
     )

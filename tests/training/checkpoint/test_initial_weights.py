@@ -261,7 +261,7 @@ def test_what_is_frozen_stays_and_has_no_optimizer_state(start: Starter, tmp_pat
 
 
 def test_freezing_needs_weights() -> None:
-    with pytest.raises(UserError, match="--freeze-backbone keeps all but the head as it begins: give --weights too"):
+    with pytest.raises(UserError, match="--freeze-backbone needs pretrained weights: give --weights"):
         TrainConfig(data="x", freeze_backbone=True)
 
 

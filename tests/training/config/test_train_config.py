@@ -1,23 +1,24 @@
-"""The flags: what is refused and how, and that they survive the way through a command line."""
+"""The flags: what is refused and how, and that ranks read the flags that were submitted."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-import tyro
 from trainer_rig import make_folder, make_idx
 
 from hpc.core.errors import UserError
-from training.config.choices import flag
-from training.config.combinations import without_effect
+from hpc.core.files import write_json
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.interval import Interval, parse_interval
 from training.config.model_names import check_model, torchvision_models
-from training.config.train_config import TrainConfig, check_world, to_argv
+from training.config.rank_options import is_from_spec, read_spec, spec_argv
+from training.config.rules import Interval, flag, parse_interval, without_effect
+from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig, check_world
 
 
 @pytest.mark.parametrize(
@@ -71,9 +72,9 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden does not go with SqueezeNets"),
-        ({"freeze_backbone": True}, "--freeze-backbone keeps all but the head as it begins: give --weights too"),
-        ({"compile": True, "sync_bn": True}, "--compile does not go with --sync-bn"),
+        ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden cannot be combined with SqueezeNets"),
+        ({"freeze_backbone": True}, "--freeze-backbone needs pretrained weights: give --weights"),
+        ({"compile": True, "sync_bn": True}, "--compile cannot be combined with --sync-bn"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -84,19 +85,22 @@ def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"lr_step_epochs": "5"}, "--lr-step-epochs 5 changes nothing: it is for --lr-scheduler step"),
-        ({"lr_gamma": 0.3}, "--lr-gamma 0.3 changes nothing: it is for --lr-scheduler step and --lr-scheduler plateau"),
-        ({"plateau_patience": 3}, "--plateau-patience 3 changes nothing: it is for --lr-scheduler plateau"),
+        ({"lr_step_epochs": "5"}, "--lr-step-epochs 5 has no effect: it applies to --lr-scheduler step"),
+        (
+            {"lr_gamma": 0.3},
+            "--lr-gamma 0.3 has no effect: it applies to --lr-scheduler step and --lr-scheduler plateau",
+        ),
+        ({"plateau_patience": 3}, "--plateau-patience 3 has no effect: it applies to --lr-scheduler plateau"),
         (
             {"early_stopping_patience": 7},
-            "--early-stopping-patience 7 changes nothing: there are too few --epochs to end before the last",
+            "--early-stopping-patience 7 has no effect: there are too few --epochs to end early",
         ),
         (
             {"decay_norm_and_bias": True, "weight_decay": 0.0},
-            "--decay-norm-and-bias changes nothing: --weight-decay is 0",
+            "--decay-norm-and-bias has no effect: --weight-decay is 0",
         ),
-        ({"sync_bn": True}, "--sync-bn changes nothing: small-cnn has no batch normalisation"),
-        ({"warmup_epochs": 9.5}, "--warmup-epochs 9.5 is more than --epochs: --lr is not reached"),
+        ({"sync_bn": True}, "--sync-bn has no effect: small-cnn has no batch normalization"),
+        ({"warmup_epochs": 9.5}, "--warmup-epochs 9.5 is more than --epochs: --lr is never reached"),
     ],
 )
 def test_a_flag_that_changes_nothing_is_named(settings: dict[str, Any], told: str) -> None:
@@ -151,13 +155,6 @@ def test_snapshots_alone_may_be_automatic_or_off() -> None:
         TrainConfig(data="x", snapshot_every="never")
 
 
-def parse(argv: list[str]) -> TrainConfig:
-    """As `python -m training` does it."""
-    from training.__main__ import TrainOptions
-
-    return tyro.cli(TrainOptions, args=argv).train
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -177,8 +174,34 @@ def parse(argv: list[str]) -> TrainConfig:
         TrainConfig(data="a=b=c", crop="padded", flip="on", optimizer="adamw", sync_bn=True, ema_decay=0.99),
     ],
 )
-def test_a_config_survives_the_way_through_argv(config: TrainConfig) -> None:
-    assert parse(to_argv(config)) == config
+def test_a_rank_reads_the_flags_that_its_run_was_submitted_with(config: TrainConfig, tmp_path: Path) -> None:
+    run, memory = tmp_path / "it's a $run", tmp_path / "memory"
+    run.mkdir()
+    write_json(run / "spec.json", {"train": asdict(config), "recipe": "cifar"})
+    argv = spec_argv(run / "spec.json", run, 3, memory, data=Path("/tmp/a=b --c"))
+    assert is_from_spec(argv)
+    options = read_spec(argv)
+    assert options.train == replace(config, data="/tmp/a=b --c")
+    assert (options.recipe, options.run_dir, options.attempt, options.node_dir) == ("cifar", run, 3, memory)
+    assert read_spec(spec_argv(run / "spec.json", run, 3, memory)).train == config
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"train": null}', '{"train": {"data": "x", "no-flag": 1}}'])
+def test_a_damaged_spec_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text(text)
+    with pytest.raises(UserError, match=r"spec.json (cannot be read|is damaged or from another version)") as raised:
+        read_spec(spec_argv(tmp_path / "spec.json", tmp_path, 1, tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_rank_that_an_agent_starts_imports_no_parser(tmp_path: Path) -> None:
+    write_json(tmp_path / "spec.json", {"train": asdict(TrainConfig(data="nowhere"))})
+    code = "import sys; from training import __main__ as rank; code = rank.main(); "
+    code += "print(code, sorted({'tyro', 'yaml', 'rich'} & set(sys.modules)))"
+    argv = spec_argv(tmp_path / "spec.json", tmp_path, 1, tmp_path, fault="none")
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 []\n", done.stderr
+    assert done.stderr.startswith("error: --fault is 'none'")
 
 
 def test_the_names_of_models_are_those_that_torchvision_itself_lists() -> None:
@@ -188,21 +211,19 @@ def test_the_names_of_models_are_those_that_torchvision_itself_lists() -> None:
 
 
 def test_the_help_has_a_line_for_every_name_of_an_optimizer_and_a_schedule() -> None:
-    from training.config.choices import OPTIMIZERS, SCALINGS, SCHEDULES
-
     environment = {**os.environ, "COLUMNS": "200"}
     help_of = subprocess.run(
         [sys.executable, "-m", "training", "--help"], capture_output=True, text=True, check=True, env=environment
     )
-    for table in (OPTIMIZERS, SCALINGS, SCHEDULES):
-        assert all(f"{name}: {text}" in help_of.stdout for name, text in table.items())
+    for names in (Optimizer, LrScaling, LrScheduler):
+        assert all(re.search(rf"^\W*- {name}: [\w-]+", help_of.stdout, re.MULTILINE) for name in get_args(names))
 
 
 def test_reading_the_flags_imports_no_torch() -> None:
     check = (
-        "import sys; from training.config import model_names, train_config as config; "
-        "model_names.check_model('resnet50'); "
-        "config.to_argv(config.TrainConfig(data='x')); sys.exit('torch' in sys.modules or 'torchvision' in sys.modules)"
+        "import sys; from training.config import command_line, model_names; "
+        "model_names.check_model('resnet50'); command_line.TrainConfig(data='x'); "
+        "sys.exit('torch' in sys.modules or 'torchvision' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
 

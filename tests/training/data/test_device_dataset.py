@@ -126,7 +126,9 @@ def test_what_cannot_be_there_is_said_with_what_to_use(folder_data: Path, idx_da
     with pytest.raises(UserError, match=re.escape(message)):
         held(load(folder_data))
     assert held(load(idx_data, auto_augment="randaugment"), data_on_device="auto").on_device is False
-    with pytest.raises(UserError, match=r"--data-on-device on does not go with --auto-augment, .*: leave out either"):
+    with pytest.raises(
+        UserError, match=r"--data-on-device on cannot be combined with --auto-augment, .*: leave one out"
+    ):
         TrainConfig(data=".", data_on_device="on", auto_augment="randaugment")
     start.data = folder_data
     training = start("--data-on-device=on", "--image-size=16", "--epochs=1", world_size=2)

@@ -59,7 +59,7 @@ def test_a_training_that_gets_no_better_ends_and_is_complete(start: Starter) -> 
 def test_what_follows_the_validation_needs_one(start: Starter, flag: str) -> None:
     training = start("--epochs=1", "--val-split=0", flag)
     assert training.wait() == [2]
-    assert f"{flag.replace('=', ' ')} follows the validation, and there is none" in training.output()
+    assert f"{flag.replace('=', ' ')} needs validation data, and there are none" in training.output()
 
 
 @pytest.mark.parametrize("flags", [("--early-stopping-patience=3",), ("--lr-scheduler=plateau",)])
@@ -67,7 +67,7 @@ def test_a_submission_without_validation_is_refused_for_it(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     where = ["--cluster=local", "--dry-run", f"--runs-dir={tmp_path}"]
-    without = f"{flags[0].replace('=', ' ')} follows the validation, and there is none: "
+    without = f"{flags[0].replace('=', ' ')} needs validation data, and there are none: "
     refused = {"--val-split=0": f"{without}use --val-split 0.1, or add val/"}
     refused["--synthetic"] = f"{without}leave out --synthetic"
     for flag, message in refused.items():
@@ -82,9 +82,9 @@ def test_flags_without_effect_are_said_when_it_is_submitted_and_when_it_begins(
     flags = [f"--data={start.data}", "--lr-step-epochs=5", "--epochs=1"]
     assert submit(["--cluster=local", "--dry-run", "--json", f"--runs-dir={tmp_path}", *flags]) == 0
     said = capsys.readouterr()
-    assert said.err == "hpc submit: warning: --lr-step-epochs 5 changes nothing: it is for --lr-scheduler step\n"
+    assert said.err == "hpc submit: warning: --lr-step-epochs 5 has no effect: it applies to --lr-scheduler step\n"
     assert json.loads(said.out)["cluster"] == "local"
-    assert "warning: --lr-step-epochs 5 changes nothing" in start.complete(*flags).output()
+    assert "warning: --lr-step-epochs 5 has no effect" in start.complete(*flags).output()
 
 
 @pytest.mark.parametrize("fault", ["step@20:1", "stop@20:0", "evaluate@27:0", "save@36:0", "evaluate@36:1"])

@@ -273,11 +273,11 @@ def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(start:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ema_decay": 0.9}, "--strategy fsdp does not go with --ema-decay: leave out either"),
-        ({"sync_bn": True}, "--strategy fsdp does not go with --sync-bn: leave out either"),
-        ({"compile": True}, "--strategy fsdp does not go with --compile: leave out either"),
-        ({"static_graph": True}, "--strategy fsdp does not go with --static-graph: leave out either"),
-        ({"compress_gradients": "bf16"}, "--strategy fsdp does not go with --compress-gradients: leave out either"),
+        ({"ema_decay": 0.9}, "--strategy fsdp cannot be combined with --ema-decay: leave one out"),
+        ({"sync_bn": True}, "--strategy fsdp cannot be combined with --sync-bn: leave one out"),
+        ({"compile": True}, "--strategy fsdp cannot be combined with --compile: leave one out"),
+        ({"static_graph": True}, "--strategy fsdp cannot be combined with --static-graph: leave one out"),
+        ({"compress_gradients": "bf16"}, "--strategy fsdp cannot be combined with --compress-gradients: leave one out"),
         ({"amp": "fp16"}, "--strategy fsdp does not scale losses: use --amp bf16"),
     ],
 )

@@ -81,5 +81,5 @@ def test_a_compiler_that_is_missing_is_said_in_one_line(
 
 
 def test_compilation_does_not_go_with_synchronised_norms() -> None:
-    with pytest.raises(UserError, match=r"--compile does not go with --sync-bn"):
+    with pytest.raises(UserError, match=r"--compile cannot be combined with --sync-bn"):
         TrainConfig(data="x", compile=True, sync_bn=True)

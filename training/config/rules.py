@@ -1,0 +1,241 @@
+"""The values that the training flags take, and the combinations that are refused or have no effect.
+
+Pure; runs on the login node and on every rank. `config` is a TrainConfig, whose module imports this one.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hpc.core.errors import UserError
+from training.config.dataset_layout import FASHION_MNIST
+from training.config.model_names import SMALL_CNN
+
+Test = Callable[[Any], bool]
+
+
+def flag(field: str) -> str:
+    """The flag of a field: `--batch-size` of `batch_size`."""
+    return "--" + field.replace("_", "-")
+
+
+def check(config: Any) -> None:
+    """Refuse values and combinations that cannot work.
+
+    Raises:
+        UserError: names the flag, its value and what to use instead.
+    """
+    choices = _choices(config.__class__)
+    for field in dataclasses.fields(config):
+        _check_value(field.name, getattr(config, field.name), choices.get(field.name, ()))
+    for name in INTERVAL_WORDS:
+        parse_interval(name, getattr(config, name))
+    parse_step_epochs(config.lr_step_epochs)
+    _check_combinations(config)
+
+
+def _check_value(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if choices and value not in choices:
+        raise UserError(f"{flag(name)} is {value!r}: use one of {', '.join(choices)}")
+    accepts, fix = _VALUES.get(name, (None, ""))
+    if accepts and not accepts(value):
+        raise UserError(f"{flag(name)} is {value!r}: {fix}")
+
+
+@cache
+def _choices(owner: Any) -> dict[str, tuple[str, ...]]:
+    """The values of each field that has a list of them."""
+    return {name: get_args(kind) for name, kind in get_type_hints(owner).items() if get_origin(kind) is Literal}
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_LARGEST_SEED = 2**63 - 1
+
+# field: (what it accepts, what to use instead)
+_VALUES: dict[str, tuple[Test, str]] = {
+    "data": (lambda v: isinstance(v, str), f"give a directory, or {FASHION_MNIST}"),
+    "model": (lambda v: isinstance(v, str) and v != "", f"give {SMALL_CNN} or a torchvision model such as resnet50"),
+    "weights": (lambda v: v is None or (isinstance(v, str) and v != ""), "give a file or a name, or leave it out"),
+    "head_hidden": (lambda v: _is_whole(v, 0), "use 0 or more"),
+    "epochs": (lambda v: _is_whole(v, 1), "use 1 or more"),
+    "batch_size": (lambda v: _is_whole(v, 1), "use 1 or more (images of all ranks together)"),
+    "lr": (lambda v: _is_number(v) and v > 0, "use a number above 0"),
+    "momentum": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "weight_decay": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "lr_step_epochs": (lambda v: isinstance(v, str), "use a number such as '30', or epochs such as '150,225'"),
+    "lr_gamma": (lambda v: _is_number(v) and 0 < v < 1, "use more than 0 and less than 1"),
+    "plateau_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
+    "early_stopping_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
+    "max_hours": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "clip_grad_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "grad_accum_steps": (lambda v: _is_whole(v, 1), "use 1 or more"),
+    "ema_decay": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),
+    "random_erasing": (lambda v: _is_number(v) and 0 <= v <= 1, "use a probability from 0 to 1"),
+    "mixup": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "cutmix": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "max_corrupt_images": (lambda v: _is_whole(v, 0), "use 0 or more"),
+    "warmup_epochs": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "seed": (lambda v: _is_whole(v, 0) and v <= _LARGEST_SEED, f"use a whole number from 0 to {_LARGEST_SEED}"),
+    "image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
+    "eval_image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
+    "val_split": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "num_workers": (lambda v: v is None or _is_whole(v, 0), "use 0 or more, or leave it out"),
+    "log_every": (lambda v: _is_whole(v, 1), "use 1 or more steps"),
+    "checkpoint_every": (lambda v: isinstance(v, str), "use steps such as '500', or a duration such as '10m'"),
+    "snapshot_every": (
+        lambda v: isinstance(v, str),
+        "use 'auto', 'off', steps such as '50', or a duration such as '2s'",
+    ),
+    "keep_checkpoints": (lambda v: _is_whole(v, 1), "use 1 or more"),
+}
+
+
+def parse_step_epochs(text: str) -> tuple[int, ...]:
+    """Read `30` (every 30 epochs) or `150,225` (these epochs).
+
+    Raises:
+        UserError: the text is neither.
+    """
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        epochs = tuple(int(part) for part in text.split(","))
+        if epochs[0] > 0 and all(one < other for one, other in pairwise(epochs)):
+            return epochs
+    raise UserError(f"--lr-step-epochs is {text!r}: use a number such as 30, or rising epochs such as 150,225")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """How often something is saved; never, if neither steps nor seconds are set."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    largest_share: float | None = None
+    """The largest part of the training's time that saving may take: where it takes more, `seconds` grow."""
+
+
+_SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
+# Half of the 1 % that is promised, because a snapshot has costs that cannot be measured while it is taken.
+_AUTO = Interval(seconds=1.0, largest_share=0.005)
+# field: (words that it takes beside steps and durations, the words for an error message)
+INTERVAL_WORDS: dict[str, tuple[dict[str, Interval], str]] = {
+    "checkpoint_every": ({}, ""),
+    "snapshot_every": ({"auto": _AUTO, "off": Interval()}, "auto, off, "),
+}
+
+
+def parse_interval(field: str, text: str) -> Interval:
+    """Read `500` (steps), `30s`, `10m` or `2h`, or a word of INTERVAL_WORDS.
+
+    Raises:
+        UserError: the text is none of these, or zero.
+    """
+    words, names = INTERVAL_WORDS[field]
+    if text.strip() in words:
+        return words[text.strip()]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|(\d+)", text.strip())
+    if match:
+        amount, unit, steps = match.groups()
+        if steps and int(steps) > 0:
+            return Interval(steps=int(steps))
+        if amount and float(amount) > 0:
+            return Interval(seconds=float(amount) * _SECONDS_OF_UNIT[unit])
+    raise UserError(f"{flag(field)} is {text!r}: use {names}steps such as 500, or a duration such as 30s, 10m or 2h")
+
+
+# (the conflict, why and what to use)
+_CONFLICTS: tuple[tuple[Test, str], ...] = (
+    (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {FASHION_MNIST}, or --synthetic"),
+    (
+        lambda c: c.head_hidden > 0 and c.model.startswith("squeezenet"),
+        "--head-hidden cannot be combined with SqueezeNets, which end with a convolution: use 0, or another --model",
+    ),
+    (lambda c: c.freeze_backbone and c.weights is None, "--freeze-backbone needs pretrained weights: give --weights"),
+    (
+        lambda c: c.data_on_device == "on" and c.auto_augment != "none",
+        "--data-on-device on cannot be combined with --auto-augment, which runs on the CPU: leave one out",
+    ),
+    (
+        lambda c: c.compile and c.sync_bn,
+        "--compile cannot be combined with --sync-bn, which communicates inside the model: leave one out",
+    ),
+    (
+        lambda c: c.strategy == "fsdp" and c.amp == "fp16",
+        "--strategy fsdp cannot be combined with --amp fp16, because it does not scale the loss: use --amp bf16",
+    ),
+)
+_NOT_WITH_FSDP = ("ema_decay", "sync_bn", "compile", "static_graph", "compress_gradients")
+
+
+def _check_combinations(config: Any) -> None:
+    for conflict, fix in _CONFLICTS:
+        if conflict(config):
+            raise UserError(fix)
+    for name in _NOT_WITH_FSDP if config.strategy == "fsdp" else ():
+        if getattr(config, name) != getattr(type(config), name):
+            raise UserError(f"--strategy fsdp cannot be combined with {flag(name)}: leave one out")
+
+
+# (a field, when it has an effect, why it has none otherwise)
+_EFFECTS: tuple[tuple[str, Test, str], ...] = (
+    ("lr_step_epochs", lambda c: c.lr_scheduler == "step", "it applies to --lr-scheduler step"),
+    (
+        "lr_gamma",
+        lambda c: c.lr_scheduler in {"step", "plateau"},
+        "it applies to --lr-scheduler step and --lr-scheduler plateau",
+    ),
+    ("plateau_patience", lambda c: c.lr_scheduler == "plateau", "it applies to --lr-scheduler plateau"),
+    (
+        "early_stopping_patience",
+        lambda c: c.early_stopping_patience < c.epochs - 1,
+        "there are too few --epochs to end early",
+    ),
+    ("nesterov", lambda c: c.optimizer == "sgd" and c.momentum > 0, "it applies to --optimizer sgd with --momentum"),
+    ("decay_norm_and_bias", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
+    ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
+    ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
+)
+
+
+def without_effect(config: Any) -> list[str]:
+    """A line for each flag of a TrainConfig that differs from its default and has no effect, with the reason."""
+    changed = [entry for entry in _EFFECTS if getattr(config, entry[0]) != getattr(type(config), entry[0])]
+    lines = [f"{_typed(config, name)} has no effect: {why}" for name, counts, why in changed if not counts(config)]
+    if config.warmup_epochs > config.epochs:
+        lines.append(f"--warmup-epochs {config.warmup_epochs:g} is more than --epochs: --lr is never reached")
+    return lines
+
+
+def _typed(config: Any, name: str) -> str:
+    value = getattr(config, name)
+    return flag(name) if value is True else f"{flag(name)} {value}"
+
+
+def check_validation(config: Any, *, validates: bool) -> None:
+    """Refuse flags that need a validation set where there is none.
+
+    Raises:
+        UserError: names the flag.
+    """
+    if validates:
+        return
+    fix = "leave out --synthetic" if config.synthetic else "use --val-split 0.1, or add val/"
+    if config.early_stopping_patience > 0:
+        needed_by = f"--early-stopping-patience {config.early_stopping_patience}"
+    elif config.lr_scheduler == "plateau":
+        needed_by = "--lr-scheduler plateau"
+    else:
+        return
+    raise UserError(f"{needed_by} needs validation data, and there are none: {fix}")
