@@ -45,8 +45,7 @@ from training.data.device_dataset import move_to_device
 from training.engine.launch import make_repeatable, make_trainer
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup, connect, disconnect
-from training.runtime.rank_info import rank_info_from
-from training.runtime.run_context import RunContext
+from training.runtime.run_context import RunContext, rank_info_from
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 WARM_UP = 8

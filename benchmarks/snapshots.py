@@ -27,8 +27,7 @@ from training.data.batch_schedule import BatchRequest
 from training.engine.launch import make_repeatable, make_trainer
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup, connect, disconnect
-from training.runtime.rank_info import rank_info_from
-from training.runtime.run_context import RunContext
+from training.runtime.run_context import RunContext, rank_info_from
 from training.runtime.stop_consensus import StopConsensus
 
 SETTINGS = ("off", "auto", "1")
@@ -65,7 +64,7 @@ class Turn:
         self.snapshot_writer.wait()
         self.seconds.append(max(trainer.group.all_gather_object(time.perf_counter() - began)))
         self.cpu_seconds.append(sum(trainer.group.all_gather_object(time.process_time() - began_cpu)))
-        trainer.stop_consensus.settle()
+        trainer.stop_consensus.wait()
         self.paused_at = time.monotonic()
 
     def measured_cost(self) -> float:

@@ -127,7 +127,7 @@ def words_of(output: str, exit_code: int) -> str:
         return next((line for line in lines if line.startswith("preflight:")), "passed")
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     # Those that only suffer say so, and are to be heard last.
-    return next(iter(sorted(errors, key=lambda line: "this rank is well" in line)), (lines or ["no word"])[-1])
+    return next(iter(sorted(errors, key=lambda line: "this rank passed" in line)), (lines or ["no word"])[-1])
 
 
 if __name__ == "__main__":

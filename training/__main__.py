@@ -31,8 +31,11 @@ from hpc.core.rundir import RunDir  # noqa: E402
 from training.config.rank_options import RankOptions, is_from_spec, read_spec  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, Fault, parse_fault  # noqa: E402
 from training.runtime.heartbeat import Heartbeat  # noqa: E402
-from training.runtime.rank_info import RankInfo, rank_info_from  # noqa: E402
-from training.runtime.run_context import RunContext  # noqa: E402
+from training.runtime.run_context import (  # noqa: E402
+    RankInfo,
+    RunContext,
+    rank_info_from,
+)
 
 _INTERRUPTED = 130
 

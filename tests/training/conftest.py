@@ -10,7 +10,7 @@ from trainer_rig import Ask, Starter, make_cifar, make_folder, make_idx
 
 from training import predict
 from training.runtime.process_group import ProcessGroup, connect, disconnect
-from training.runtime.rank_info import rank_info_from
+from training.runtime.run_context import rank_info_from
 from training.verify_resume.local_launch import prepare_server
 
 

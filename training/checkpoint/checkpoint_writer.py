@@ -102,4 +102,4 @@ class CheckpointWriter:
 
     def _fill(self, step: int, directory: Path) -> None:
         self._copy.write(directory, shared=self._group.is_rank_zero)
-        self._fault.strike("save", step, self._group.rank)
+        self._fault.inject("save", step, self._group.rank)

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from training.data.batch_schedule import BatchRequest
 from training.data.to_device import prefetch_to_device, to_device
 from training.data.transforms.augment import Augmentation, ImageAugmentation
-from training.runtime.child_process import leave_to_parent
 from training.runtime.process_group import SharedError
+from training.runtime.signals import die_with_parent
 
 _MAX_NAMES = 20
 
@@ -123,7 +123,7 @@ def _begin_worker(_worker: int) -> None:
     torch's workers look after their parent every five seconds only. As long as they keep a dead rank's sockets open,
     the other ranks wait for it.
     """
-    leave_to_parent(_NOT_FOR_WORKERS)
+    die_with_parent(_NOT_FOR_WORKERS)
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
 from training.models.sync_batch_norm import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, SharedError, connect, disconnect
-from training.runtime.rank_info import RankInfo
-from training.runtime.run_context import RunContext
+from training.runtime.run_context import RankInfo, RunContext
 
 _MOST_WORKERS = 8
 

@@ -21,7 +21,7 @@ from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, UnfitNodeError, connect, disconnect
-from training.runtime.rank_info import rank_info_from
+from training.runtime.run_context import rank_info_from
 
 _SIDE = 256
 _TURNS = 3
@@ -48,12 +48,12 @@ def check(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
         TorchrelayError: another rank's does.
     """
     began = time.monotonic()
-    problem = _problem(group, falsify=fault.strike("preflight", 0, group.rank))
+    problem = _problem(group, falsify=fault.inject("preflight", 0, group.rank))
     problems = {rank: text for rank, text in enumerate(group.all_gather_object(problem)) if text}
     if problem:
         raise UnfitNodeError(problem)
     if problems:
-        raise TorchrelayError(f"this rank is well, but {next(iter(problems.values()))}")
+        raise TorchrelayError(f"this rank passed, but {next(iter(problems.values()))}")
     bandwidth = _bandwidth(group) if group.world_size > 1 else None
     return PreflightReport(
         world_size=group.world_size,

@@ -101,7 +101,7 @@ class Stepper:
                 scaled = state.scaler.scale(loss * (self.group.world_size / self.schedule.batch_size))
                 torch.autograd.backward(scaled)
             loss_meter.add_loss(loss)
-        self.fault.strike("step", progress.step + 1, self.group.rank)
+        self.fault.inject("step", progress.step + 1, self.group.rank)
         self._update()
         loss_meter.add_images(self.schedule.batch_size)
         progress.advance(self.schedule.batch_size, self.schedule.samples_per_epoch)

@@ -64,7 +64,7 @@ class StepTimer:
         while True:
             self._heartbeat.beat("load", progress.step)
             self._began = time.perf_counter()
-            self._fault.strike("load", progress.step + 1, self._rank)
+            self._fault.inject("load", progress.step + 1, self._rank)
             batch = next(batches, None)
             if batch is None:
                 return

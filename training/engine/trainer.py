@@ -123,7 +123,7 @@ class Trainer:
         finally:
             self.console.stop()
         self.finish_writing()
-        self.stop_consensus.settle()
+        self.stop_consensus.wait()
 
     def finish_writing(self) -> None:
         """Until everything that was begun to be written is on the disk."""
@@ -186,7 +186,7 @@ class Trainer:
                 if over := self.agree_and_save():
                     self.save()
                     return over
-                self.context.fault.strike("boundary", progress.step + 1, ranks.rank)
+                self.context.fault.inject("boundary", progress.step + 1, ranks.rank)
                 self.log_samples(batch)
                 self.loss_meter.add_wait(self.step_timer.loading)
                 self.corrupt.add(batch.corrupt.tolist())
@@ -223,11 +223,11 @@ class Trainer:
             signal=signals.received(),
             save=int(self.group.is_rank_zero and self.checkpoint_writer.due_by_time()),
             snapshot=int(self.snapshot_writer.due()),
-            news=int(self.corrupt.has_news),
+            corrupt_images=int(self.corrupt.has_news),
             end=int(self.group.is_rank_zero and self.early_stopping.used_up),
         )
         agreed = self.stop_consensus.exchange(wishes)
-        if agreed.news:
+        if agreed.corrupt_images:
             self.corrupt.share()
         return agreed
 
@@ -249,7 +249,7 @@ class Trainer:
         """Between two batches of an evaluation: a wish to stop does not wait for its end."""
         self.heartbeat.beat("evaluate", self.state.progress.step)
         self.agree()
-        self.context.fault.strike("evaluate", self.state.progress.step, self.group.rank)
+        self.context.fault.inject("evaluate", self.state.progress.step, self.group.rank)
 
     def save_and_stop(self, request: StopRequested) -> None:
         """Save, and tell how long that took, from the signal's arrival here: by that the grace period can be chosen."""

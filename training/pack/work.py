@@ -15,7 +15,7 @@ from training.config.packed_index import PackedFile, PackedPart, PackIndex, writ
 from training.pack.plan import PackPlan
 from training.pack.progress import PackProgress
 from training.pack.shard_writer import Packed, PackedRecord, Shard, begin, find, pack_images, seal
-from training.runtime.child_process import leave_to_parent
+from training.runtime.signals import die_with_parent
 
 # Enough for a process to be busy for some hundredths of a second.
 _TOGETHER = 16
@@ -28,7 +28,7 @@ Records = dict[str, PackedRecord]
 
 def begin_worker() -> None:
     """Leave it to the packer to react to signals, and die with it."""
-    leave_to_parent((signal.SIGTERM, signal.SIGINT))
+    die_with_parent((signal.SIGTERM, signal.SIGINT))
 
 
 def whole_shards(plan: PackPlan, directory: Path, pool: ProcessPoolExecutor) -> Records:

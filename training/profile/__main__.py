@@ -25,8 +25,7 @@ from training.engine.launch import make_repeatable, make_trainer
 from training.engine.trainer import Trainer
 from training.profile.measure import Costs, Meter
 from training.runtime.process_group import connect, disconnect
-from training.runtime.rank_info import rank_info_from
-from training.runtime.run_context import RunContext
+from training.runtime.run_context import RunContext, rank_info_from
 
 # No training ends while it is being measured.
 _EPOCHS = 10**6

@@ -1,1 +1,1 @@
-"""What a rank runs in: process group, signals, heartbeat, console. Runs on every rank."""
+"""What a rank runs in: process group, signals, heartbeat, console, random numbers. Runs on every rank."""

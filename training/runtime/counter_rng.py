@@ -1,7 +1,7 @@
-"""Counted randomness: every random number is a function of the seed and of what it is for, so none is carried along.
+"""Counter-based random numbers: each is a function of the seed, its purpose and an index, so there is no state to save.
 
 Runs on every rank and in its loader workers. The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014), which can be asked for its i-th number directly, and for many at once.
+pseudorandom number generators", OOPSLA 2014), which computes its i-th number directly, and many at once.
 """
 
 from enum import IntEnum
@@ -15,7 +15,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Purpose(IntEnum):
-    """What random numbers are for; each has streams of its own. The values are part of what makes a run repeatable."""
+    """What random numbers are for; each purpose has its own streams. Changing a value changes the runs of a seed."""
 
     WEIGHTS = 1
     HOLD_OUT = 2
@@ -34,7 +34,7 @@ def _mix(value: int) -> int:
 
 
 def derive_key(seed: int, purpose: Purpose, *counters: int) -> int:
-    """The key of a stream of random numbers, such as that of the order of epoch 3."""
+    """The key of a stream, such as that of the sample order of epoch 3."""
     key = seed & _MASK
     for counter in (purpose, *counters):
         key = _mix((_mix((key + _GAMMA) & _MASK) + counter) & _MASK)
@@ -47,12 +47,12 @@ def _signed(value: int) -> int:
 
 
 def _shifted(value: Tensor, places: int) -> Tensor:
-    """Shift right, filling with zeros; torch's own shift repeats the sign."""
+    """Logical shift right; torch's own repeats the sign."""
     return (value >> places) & ((1 << (64 - places)) - 1)
 
 
 def bits(key: int, index: Tensor) -> Tensor:
-    """64 random bits for each index (int64, any shape): the numbers at these places of the stream."""
+    """64 random bits for each index (int64, any shape) into the stream."""
     value = (index + 1) * _signed(_GAMMA) + _signed(key)
     value = (value ^ _shifted(value, 30)) * _signed(_FIRST)
     value = (value ^ _shifted(value, 27)) * _signed(_SECOND)
@@ -60,7 +60,7 @@ def bits(key: int, index: Tensor) -> Tensor:
 
 
 def rand_float(key: int, index: int) -> float:
-    """A float64 from [0, 1) at one place of the stream: for one image at a time without the overhead of tensors."""
+    """The float64 from [0, 1) at one index of the stream, without the overhead of tensors."""
     return (_mix((key + (index + 1) * _GAMMA) & _MASK) >> 11) / 2**53
 
 
@@ -70,10 +70,10 @@ def uniform(key: int, index: Tensor) -> Tensor:
 
 
 def rand_int(key: int, index: Tensor, bound: int) -> Tensor:
-    """A whole number from 0 to bound - 1 (bound up to 2**31) for each index."""
+    """An integer from 0 to bound - 1 (bound up to 2**31) for each index."""
     return (_shifted(bits(key, index), 33) * bound) >> 31
 
 
 def permutation(key: int, size: int) -> Tensor:
-    """The numbers 0 to size - 1 in random order: sorted by their random bits, no two of which are equal."""
+    """The integers 0 to size - 1, sorted by their random bits, no two of which are equal."""
     return torch.argsort(bits(key, torch.arange(size)))

@@ -1,4 +1,4 @@
-"""Failures on order, for tests, drills and `training.verify_resume`. Runs on every rank; imports no torch."""
+"""Injected faults, for tests, drills and `training.verify_resume`. Runs on every rank; imports no torch."""
 
 import os
 import re
@@ -18,28 +18,27 @@ def _send(number: signal.Signals) -> None:
 
 
 def _hang() -> None:
-    print("hanging, as --fault asks for", flush=True)
+    print("hanging (injected by --fault)", flush=True)
     while True:
         time.sleep(60)
 
 
 def _raise() -> None:
-    raise RuntimeError("this is the failure that --fault asked for")
+    raise RuntimeError("failure injected by --fault")
 
 
 def _run_out_of_memory() -> None:
-    from torch import OutOfMemoryError  # noqa: PLC0415  # takes seconds; whoever gets here has it
+    from torch import OutOfMemoryError  # noqa: PLC0415  # the import takes seconds; a training has done it already
 
-    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. (This is what --fault asked for.)")
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. (injected by --fault)")
 
 
 @dataclass(frozen=True)
 class _Kind:
     place: str
-    """Where a rank must come by: the waiting for a batch, the boundary before a step, the middle of a step (between
-    the gradients and the weights), the middle of a save (between the files), the middle of an evaluation, or the
-    preflight's matrix product."""
-    happens: Callable[[], object]
+    """Where it happens: `load` (waiting for a batch), `boundary` (before a step), `step` (between the gradients and the
+    weights), `save` (between the files), `evaluate`, or `preflight` (its matrix product)."""
+    act: Callable[[], object]
 
 
 _KILL = partial(_send, signal.SIGKILL)
@@ -51,36 +50,37 @@ _KINDS = {
     "hang": _Kind("step", _hang),
     "raise": _Kind("step", _raise),
     "oom": _Kind("step", _run_out_of_memory),
-    # Without a word, as if the work were done.
+    # With exit code 0 and no message, as if the work were done.
     "exit": _Kind("step", partial(os._exit, 0)),
     "slow": _Kind("load", partial(time.sleep, _SLOW_SECONDS)),
-    # The strike itself is enough: it falsifies the product.
+    # The preflight itself falsifies its product when `inject` returns True.
     "preflight": _Kind("preflight", bool),
 }
-# Where a training can be cut such that it resumes.
+# Faults that cut a training such that it can resume.
 POINTS = ("step", "save", "evaluate", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something goes wrong on one rank whenever it comes by a place at or after a step."""
+    """A fault of one rank, whenever that reaches the place of the fault at or after a step."""
 
     point: str
+    """A key of _KINDS."""
     step: int
     rank: int
     always: bool = False
-    """Also when torchrun has started the ranks anew; otherwise at their first start alone."""
+    """Also after torchrun has restarted the ranks; otherwise at their first start only."""
 
     def __str__(self) -> str:
-        """As `parse_fault` reads it."""
+        """The text that `parse_fault` reads."""
         return f"{self.point}@{self.step}:{self.rank}{'!' if self.always else ''}"
 
-    def strike(self, place: str, step: int, rank: int) -> bool:
-        """Be at a place of a step, which may be the end. Returns whether the fault struck."""
+    def inject(self, place: str, step: int, rank: int) -> bool:
+        """Make the fault happen if this is its place, step and rank, and return whether it did. It may end this rank."""
         kind = _KINDS.get(self.point)
         if kind is None or place != kind.place or step < self.step or rank != self.rank:
             return False
-        kind.happens()
+        kind.act()
         return True
 
 
@@ -88,7 +88,7 @@ NO_FAULT = Fault(point="", step=0, rank=-1)
 
 
 def parse_fault(text: str) -> Fault:
-    """Read `POINT@STEP:RANK`, or `POINT@STEP:RANK!` for every start of the ranks; nothing means no fault.
+    """Read `POINT@STEP:RANK`, or `POINT@STEP:RANK!` for every start of the ranks; empty text means no fault.
 
     Raises:
         UserError: the text is something else.

@@ -1,4 +1,4 @@
-"""A rank's signs of life, in a file that the node's agent reads from outside. Runs on every rank; imports no torch."""
+"""A rank's heartbeat: a file that the node agent reads. Runs on every rank; imports no torch."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from typing import Literal
 
 Phase = Literal["start", "load", "step", "evaluate", "save", "end"]
 
-# The file never changes its size, so a reader finds one whole record; the rest of it is spaces.
+# The file keeps its size (padded with spaces), so a reader always finds one whole record.
 _BYTES = 512
 
 
 class Heartbeat:
-    """One JSON object, rewritten in place: what the rank does at the moment, and how fast it is.
+    """One JSON object, rewritten in place: what the rank is doing, and how fast it is.
 
-    A beat is one write of memory into memory. If it fails, there is one sign of life less, and the training goes on.
+    A beat is one write into memory. If that fails, one beat is missing and the training continues.
     """
 
     def __init__(self, path: Path | None, rank: int) -> None:
@@ -30,11 +30,11 @@ class Heartbeat:
         """Mean time of this rank's own work in recent steps."""
 
     def beat(self, phase: Phase, step: int | None = None) -> None:
-        """Give a sign of life.
+        """Write the record.
 
         Args:
             phase: what begins now.
-            step: optimizer steps done; by default as many as the last time.
+            step: optimizer steps done; by default as in the previous beat.
         """
         if self._descriptor is None:
             return
@@ -55,7 +55,7 @@ class Heartbeat:
 
 
 def _open(path: Path | None) -> int | None:
-    """The file, new or an earlier process's; None if there is none, or it cannot be opened."""
+    """The descriptor of the file, new or an earlier process's; None without a path or if it cannot be opened."""
     if path is None:
         return None
     with suppress(OSError):
@@ -63,4 +63,4 @@ def _open(path: Path | None) -> int | None:
     return None
 
 
-SILENT = Heartbeat(None, 0)
+NO_HEARTBEAT = Heartbeat(None, 0)

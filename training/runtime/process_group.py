@@ -1,4 +1,4 @@
-"""All ranks, and what they do together. Runs on every rank."""
+"""The process group: connecting, collectives, errors that all ranks raise. Runs on every rank."""
 
 import os
 import platform
@@ -18,37 +18,37 @@ from torch.distributed.rendezvous import rendezvous
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.kernel import resident_memory_bytes
 from hpc.core.outcome import EXIT_BAD_NODE
-from training.runtime.rank_info import RankInfo
+from training.runtime.run_context import RankInfo
 
-# A rank that waits this long for another one waits for a dead one.
+# After this long without an answer, another rank is dead.
 _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
-# There is one wherever NVIDIA's driver is loaded.
+# Exists wherever NVIDIA's driver is loaded.
 _DRIVER = Path("/dev/nvidiactl")
 
 
 class SharedError(UserError):
-    """A user's mistake that every rank knows of: one of them tells."""
+    """A user's mistake that every rank raises; rank 0 alone prints it."""
 
 
 class UnfitNodeError(TorchrelayError):
-    """This rank's node cannot train; another one might."""
+    """This node cannot train; another one might."""
 
     exit_code = EXIT_BAD_NODE
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
-    """All ranks, seen by one of them."""
+    """All ranks, as one of them sees them."""
 
     place: RankInfo
     device: torch.device
     control: distributed.ProcessGroup
-    """A group on the CPU, for talk that must not make the device wait."""
+    """A gloo group, for exchanges that must not make the device wait."""
     connected_at: float
-    """time.monotonic() when all ranks were."""
+    """time.monotonic() when all ranks had connected."""
     timeout: timedelta = _TIMEOUT
-    """How long ranks wait for each other."""
+    """Limit of each wait for other ranks."""
 
     @property
     def rank(self) -> int:
@@ -57,7 +57,7 @@ class ProcessGroup:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.place.world_size
 
     @property
@@ -67,13 +67,13 @@ class ProcessGroup:
 
     @property
     def used_memory(self) -> int:
-        """Bytes: the most that this rank has taken of its GPU; on a CPU, what this process has in memory now."""
+        """Bytes: the peak that torch reserved on this rank's GPU; on a CPU, this process's resident memory now."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_reserved(self.device)
         return resident_memory_bytes()
 
     def wait_for_device(self) -> None:
-        """Until this rank's device has done all that it was given."""
+        """Wait until this rank's device has finished its queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -84,15 +84,15 @@ class ProcessGroup:
         return total
 
     def all_reduce_on_device(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, on the device, for which the host need not wait."""
+        """The sum of a tensor over all ranks, on the device; the host does not wait for it."""
         total = value.detach().clone()
         distributed.all_reduce(total)
         return total
 
     def broadcast_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of rank 0's tensors (of the same names and shapes on all), on every rank's device.
+        """Copies of rank 0's tensors on every rank's device: a broadcast for each dtype; the host does not wait for it.
 
-        The host need not wait for them. They travel together: one message for each type.
+        Names, shapes and dtypes must be the same on all ranks.
         """
         copies: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
@@ -104,7 +104,7 @@ class ProcessGroup:
         return copies
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """The bytes of the rank `source`, on every rank; the others' argument does not count."""
+        """The bytes of rank `source`, on every rank; the argument of other ranks is ignored."""
         size = torch.tensor([len(data) if data is not None else 0])
         distributed.broadcast(size, source, group=self.control)
         mine = bytearray(data) if self.rank == source and data is not None else bytearray(int(size))
@@ -113,18 +113,18 @@ class ProcessGroup:
         return bytes(mine)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value (something small), by rank."""
+        """Every rank's value, by rank; for small values."""
         values: list[Any] = [None] * self.world_size
         distributed.all_gather_object(values, value, group=self.control)
         return values
 
     def new_group(self) -> "ProcessGroup":
-        """The same ranks with a group of their own for talk, for a thread of each. All ranks must call this."""
+        """The same ranks with a control group of their own, for another thread. All ranks must call this."""
         return replace(self, control=_control_group(self.timeout))
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Do something that may fail on some ranks only: then it fails on all of them, with the reason of the first.
+        """Raise on all ranks if the body fails on some, with the message of the first of them.
 
         Raises:
             SharedError: the body raised a UserError on some rank.
@@ -142,21 +142,21 @@ class ProcessGroup:
 
 
 def connect(place: RankInfo, *, watched: bool = False) -> ProcessGroup:
-    """Join the other ranks: NCCL with a GPU per rank, gloo without GPUs.
+    """Connect to the other ranks: NCCL with a GPU per rank, gloo without GPUs.
 
-    gloo binds to the address that the host's name resolves to, the one that other nodes can reach; it must not be
-    pointed at the loopback interface.
+    gloo binds to the address that the host name resolves to, which other nodes can reach: do not point it at the
+    loopback interface.
 
     Args:
-        place: of this rank.
-        watched: whether an agent ends ranks that hang. It knows better than a timeout here who still works.
+        place: this rank.
+        watched: a node agent ends ranks that hang, so waits need no short timeout.
 
     Raises:
-        UnfitNodeError: this node has fewer GPUs than ranks, or cannot use them.
-        TorchrelayError: another node has.
+        UnfitNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
+        TorchrelayError: that is so on another node.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
-    store = _meet()
+    store = _open_store()
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = choose_device(place, store, usable, _given_gpus())
     gpu = device if device.type == "cuda" else None
@@ -176,8 +176,8 @@ def _control_group(timeout: timedelta) -> distributed.ProcessGroup:
     return group
 
 
-def _meet() -> Store:
-    """Where the ranks leave word for each other: torchrun's store, or for one alone its own memory."""
+def _open_store() -> Store:
+    """The key-value store of the rendezvous: torchrun's; in memory for a single rank without torchrun."""
     if "MASTER_ADDR" not in os.environ:
         return HashStore()
     store: Store
@@ -186,17 +186,17 @@ def _meet() -> Store:
 
 
 def choose_device(place: RankInfo, store: Store, usable: int, given: str) -> torch.device:
-    """This rank's GPU, or the CPU if no rank has one. Ranks with and without could not even connect.
+    """This rank's GPU, or the CPU if no rank has one: ranks with and without a GPU could not connect.
 
     Args:
-        place: of this rank.
-        store: which all ranks share.
-        usable: how many GPUs torch can use on this node.
-        given: those that this node should have, if that is known: NVIDIA's driver is loaded and the job has some.
+        place: this rank.
+        store: shared by all ranks.
+        usable: number of GPUs that torch can use on this node.
+        given: the job's CUDA_VISIBLE_DEVICES where NVIDIA's driver is loaded, else empty.
 
     Raises:
-        UnfitNodeError: this node has fewer GPUs than ranks, or cannot use them.
-        TorchrelayError: another node has.
+        UnfitNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
+        TorchrelayError: that is so on another node.
     """
     broken, able = bool(given and not usable), place.local_rank < usable
     store.add("broken", broken)
@@ -207,20 +207,20 @@ def choose_device(place: RankInfo, store: Store, usable: int, given: str) -> tor
     some, lacking = store.add("able", 0) > 0, place.world_size - store.add("able", 0)
     where = f"local rank {place.local_rank} on {platform.node()}"
     if broken:
-        raise UnfitNodeError(f"{where} was given the GPUs {given}, and torch {torch.__version__} can use none of them")
+        raise UnfitNodeError(f"{where} was given GPUs {given}, but torch {torch.__version__} can use none of them")
     if some and not able:
-        raise UnfitNodeError(f"{where} has no GPU: this node has {usable}, start no more ranks than that")
+        raise UnfitNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")
     if store.add("broken", 0) or (some and lacking):
-        raise TorchrelayError(f"this rank is well, but {lacking} of the {place.world_size} ranks have no GPU")
+        raise TorchrelayError(f"this rank passed, but {lacking} of the {place.world_size} ranks have no GPU")
     return torch.device("cuda", place.local_rank) if able else torch.device("cpu")
 
 
 def _given_gpus() -> str:
-    """The GPUs that this node should have. A testbed's are given to its jobs too, but have no driver."""
+    """The job's GPUs. A testbed gives its jobs pretended ones, which have no driver."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "") if _DRIVER.exists() else ""
 
 
 def disconnect() -> None:
-    """Leave the other ranks."""
+    """Destroy the process group."""
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,26 +1,57 @@
-"""What one attempt at a training is told. Runs on every rank."""
+"""Which rank this process is, and which attempt at which run it belongs to. Runs on every rank; imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.runtime.fault_injection import NO_FAULT, Fault
-from training.runtime.heartbeat import SILENT, Heartbeat
+from training.runtime.heartbeat import NO_HEARTBEAT, Heartbeat
+
+_VARIABLES = {
+    "rank": ("RANK", "0"),
+    "local_rank": ("LOCAL_RANK", "0"),
+    "world_size": ("WORLD_SIZE", "1"),
+    "local_world_size": ("LOCAL_WORLD_SIZE", "1"),
+    "restarts": ("TORCHELASTIC_RESTART_COUNT", "0"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """This rank among all ranks. A process without torchrun is the only rank."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    restarts: int
+    """Times that this torchrun has restarted its ranks."""
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0, which writes the files and prints."""
+        return self.rank == 0
+
+
+def rank_info_from(environment: Mapping[str, str]) -> RankInfo:
+    """Read torchrun's variables."""
+    return RankInfo(**{field: int(environment.get(name, default)) for field, (name, default) in _VARIABLES.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What to train, where its files go, and which attempt this is."""
+    """One attempt at a run: what to train, and where its files go."""
 
     config: TrainConfig
     run_dir: RunDir
     attempt: int
     started: float
-    """time.monotonic() when the process began."""
+    """time.monotonic() at the start of the process."""
     node_dir: NodeDir | None = None
-    """What outlives the processes on this node; None: there are no snapshots."""
+    """Files of this node that outlive the processes; None: no snapshots."""
     fault: Fault = NO_FAULT
-    heartbeat: Heartbeat = SILENT
+    heartbeat: Heartbeat = NO_HEARTBEAT
     recipe: str | None = None
-    """The recipe that the flags began with."""
+    """--recipe."""

@@ -1,35 +1,39 @@
-"""The request to stop, as a signal handler leaves it behind. Runs on every rank; imports no torch.
+"""Signals of ranks and of their worker processes. Runs in both; imports no torch.
 
-The handler only sets a flag: saving inside a handler hangs now and then (Lightning-AI/pytorch-lightning#21406). It
-must be in place before torch takes its seconds to be imported.
+A rank's handler only records that it should stop, and the training loop acts on it: saving inside a handler hangs now
+and then (Lightning-AI/pytorch-lightning#21406). Install the handlers before torch, whose import takes seconds.
 """
 
+import os
 import signal
 import time
+from collections.abc import Iterable
 from types import FrameType
 
 # Preemption sends SIGTERM; Slurm's --signal, some time before the limit, SIGUSR2.
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
 
 _received: list[tuple[int, float]] = []
 
 
-def _remember(number: int, _frame: FrameType | None) -> None:
+def _record(number: int, _frame: FrameType | None) -> None:
     _received.append((number, time.monotonic()))
 
 
 def install() -> None:
-    """Make the signals leave their number, nothing else, from now on."""
-    for number in _SIGNALS:
-        signal.signal(number, _remember)
+    """Record the signals that ask to stop, from now on."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _record)
 
 
 def ignore() -> None:
-    """Be deaf from now on, when the work is done: Python takes its handlers away while it shuts down, and would die.
+    """Ignore the signals that ask to stop: the work is done.
 
-    torchrun takes a rank that a signal killed for a failed one, and starts all of them again.
+    Python removes its handlers while it shuts down, so a signal would kill this rank; torchrun would count that as a
+    failure and restart all ranks.
     """
-    for number in _SIGNALS:
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -39,5 +43,19 @@ def received() -> int:
 
 
 def received_at() -> float | None:
-    """time.monotonic() when the first signal arrived here; None: none has."""
+    """time.monotonic() when the first signal arrived; None: none has."""
     return _received[0][1] if _received else None
+
+
+def die_with_parent(ignored: Iterable[signal.Signals]) -> None:
+    """In a worker process: ignore signals that the parent handles, and be killed when the parent dies."""
+    import ctypes  # noqa: PLC0415  # a rank installs its handlers first: these two would delay that by 10 ms
+    import multiprocessing  # noqa: PLC0415
+
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    # The kernel sends nothing if the parent died before the call.
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)

@@ -1,4 +1,4 @@
-"""How all ranks come to act on one rank's wish at the same step. Runs on every rank."""
+"""How all ranks act on one rank's request at the same step. Runs on every rank."""
 
 from signal import Signals
 from typing import NamedTuple
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, distributed
 
 
-class StopRequested(Exception):  # noqa: N818  # no error: a wish that all ranks have agreed to fulfil
-    """All ranks know that one of them was sent this signal."""
+class StopRequested(Exception):  # noqa: N818  # no error: a request that all ranks agreed on
+    """All ranks know that one of them received this signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -16,51 +16,51 @@ class StopRequested(Exception):  # noqa: N818  # no error: a wish that all ranks
 
 
 class StepFlags(NamedTuple):
-    """What ranks may want at a step boundary. The largest of each counts."""
+    """What a rank requests at a step boundary. The maximum over the ranks counts."""
 
     signal: int = 0
-    """The number of a signal to stop for; 0: go on."""
+    """The number of the signal to stop for; 0: none."""
     save: int = 0
     """1: a checkpoint is due."""
     snapshot: int = 0
     """1: a snapshot is due."""
-    news: int = 0
-    """1: there is something to tell the other ranks."""
+    corrupt_images: int = 0
+    """1: this rank found corrupt images that other ranks do not know of."""
     end: int = 0
-    """1: no step is to follow."""
+    """1: no further step."""
 
 
 class StopConsensus:
-    """An exchange of wishes at every step boundary that costs the training nothing.
+    """Exchanges the flags at every step boundary without delaying the training.
 
-    At each boundary the ranks start an all-reduce (the largest counts) of their wishes on the CPU, and wait for that
-    of the boundary before, which has had a whole step to finish. So a wish comes true one step later.
+    At each boundary the ranks start an all-reduce (maximum) of their flags on the CPU, and wait for the one of the
+    previous boundary, which had a whole step to finish. So a request takes effect one step later.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
         self._pending: tuple[Tensor, distributed.Work] | None = None
 
-    def exchange(self, wishes: StepFlags) -> StepFlags:
-        """State one's wishes and learn what was agreed on at the last boundary: the same on every rank.
+    def exchange(self, flags: StepFlags) -> StepFlags:
+        """Send this rank's flags, and return those agreed on at the previous boundary: the same on every rank.
 
         Raises:
-            StopRequested: some rank was sent a signal.
+            StopRequested: some rank received a signal.
         """
-        agreed = self.settle()
-        # What is agreed on is done now: who asks for it at this boundary still means the same, and gets it once.
-        wish = torch.tensor([0 if done else wanted for done, wanted in zip(agreed, wishes, strict=True)])
-        work = distributed.all_reduce(wish, distributed.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = (wish, work)
+        agreed = self.wait()
+        # What was agreed on happens now. A rank that still requests it means the same: it must not happen twice.
+        maximum = torch.tensor([0 if done else wanted for done, wanted in zip(agreed, flags, strict=True)])
+        work = distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (maximum, work)
         if agreed.signal:
             raise StopRequested(agreed.signal)
         return agreed
 
-    def settle(self) -> StepFlags:
-        """Wait for what is under way, and return the largest wishes."""
+    def wait(self) -> StepFlags:
+        """Wait for the pending all-reduce, and return its flags."""
         if self._pending is None:
             return StepFlags()
-        wish, work = self._pending
+        maximum, work = self._pending
         self._pending = None
         work.wait()
-        return StepFlags(*wish.tolist())
+        return StepFlags(*maximum.tolist())

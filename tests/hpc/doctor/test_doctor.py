@@ -165,7 +165,7 @@ def test_reports_of_tasks_that_print_at_the_same_time() -> None:
     [
         ("preflight: 2 ranks on cuda, 0.1 s\n", 0, "preflight: 2 ranks on cuda, 0.1 s"),
         ("", 0, "passed"),
-        ("error: this rank is well, but x\nerror: rank 1 computes wrongly\nnoise\n", 1, "rank 1 computes wrongly"),
+        ("error: this rank passed, but x\nerror: rank 1 computes wrongly\nnoise\n", 1, "rank 1 computes wrongly"),
         ("Traceback\nRuntimeError: no route\n\n", 1, "RuntimeError: no route"),
         ("", 1, "no word"),
         ("waiting\n", 124, "no answer in 180 s: the nodes do not reach each other, or something hangs"),

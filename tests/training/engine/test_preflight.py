@@ -15,7 +15,7 @@ from hpc.core.outcome import EXIT_BAD_NODE
 from training.engine.preflight import check
 from training.runtime.fault_injection import parse_fault
 from training.runtime.process_group import ProcessGroup, UnfitNodeError, choose_device
-from training.runtime.rank_info import RankInfo
+from training.runtime.run_context import RankInfo
 
 SHORT = ("--epochs=1", "--batch-size=64")
 
@@ -45,7 +45,7 @@ def test_the_unfit_rank_is_told_from_the_others_by_its_exit_code(start: Starter)
     training = start(*SHORT, "--fault=preflight@0:1", world_size=3)
     assert training.wait() == [TorchrelayError.exit_code, EXIT_BAD_NODE, TorchrelayError.exit_code]
     output = training.output()
-    assert output.count("error: this rank is well, but rank 1 on ") == 2
+    assert output.count("error: this rank passed, but rank 1 on ") == 2
     assert output.count("error: rank 1 on ") == 1
     assert "Traceback" not in output
     assert not training.run_dir.exists(), "an unfit node leaves nothing behind"
@@ -79,16 +79,16 @@ def test_all_ranks_have_gpus_or_none_has() -> None:
 
 def test_a_node_whose_driver_is_not_loaded_is_unfit() -> None:
     well, unfit = choose([1, 0], ["0", ""])
-    assert well == "TorchrelayError: this rank is well, but 1 of the 2 ranks have no GPU"
+    assert well == "TorchrelayError: this rank passed, but 1 of the 2 ranks have no GPU"
     assert unfit.startswith("UnfitNodeError: local rank 0 on ")
     assert "has no GPU: this node has 0" in unfit
 
 
 def test_a_node_whose_gpus_cannot_be_used_is_unfit() -> None:
     first, second = choose([0, 0], ["0", ""])
-    assert "was given the GPUs 0, and torch" in first
+    assert "was given GPUs 0, and torch" in first
     assert first.startswith("UnfitNodeError")
-    assert second.startswith("TorchrelayError: this rank is well")
+    assert second.startswith("TorchrelayError: this rank passed")
 
 
 def test_the_check_is_a_program_of_its_own(tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ def test_any_other_fault_is_refused(text: str) -> None:
 
 def test_a_fault_strikes_its_rank_from_its_step_on_at_its_place_alone() -> None:
     fault = Fault(point="preflight", step=3, rank=1)
-    assert fault.strike("preflight", 3, 1)
-    assert fault.strike("preflight", 4, 1)
-    assert not fault.strike("preflight", 2, 1)
-    assert not fault.strike("preflight", 3, 0)
-    assert not fault.strike("step", 3, 1)
+    assert fault.inject("preflight", 3, 1)
+    assert fault.inject("preflight", 4, 1)
+    assert not fault.inject("preflight", 2, 1)
+    assert not fault.inject("preflight", 3, 0)
+    assert not fault.inject("step", 3, 1)
 
 
 def last_line(training: Training) -> str:
@@ -58,8 +58,8 @@ def test_a_fault_that_is_to_strike_always_does(start: Starter) -> None:
 @pytest.mark.parametrize(
     ("point", "line"),
     [
-        ("raise", "RuntimeError: this is the failure that --fault asked for"),
-        ("oom", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. (This is what --fault asked"),
+        ("raise", "RuntimeError: failure injected by --fault"),
+        ("oom", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. (injected by --fault"),
     ],
 )
 def test_a_crash_ends_a_rank_with_its_reason_as_the_last_line(start: Starter, point: str, line: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from trainer_rig import wait_for_the_end_of
 
-from training.runtime.child_process import leave_to_parent
+from training.runtime.signals import die_with_parent
 
 FORK = multiprocessing.get_context("fork")
 
@@ -21,7 +21,7 @@ def work(marks: Path, *, orphaned: bool) -> None:
     (marks / "begun").write_text(str(os.getpid()))
     while orphaned and os.getppid() == parent:
         time.sleep(0.01)
-    leave_to_parent((signal.SIGTERM,))
+    die_with_parent((signal.SIGTERM,))
     (marks / "left").touch()
     time.sleep(600)
 
