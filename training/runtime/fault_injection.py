@@ -76,7 +76,7 @@ class Fault:
         return f"{self.point}@{self.step}:{self.rank}{'!' if self.always else ''}"
 
     def inject(self, place: str, step: int, rank: int) -> bool:
-        """Make the fault happen if this is its place, step and rank, and return whether it did. It may end this rank."""
+        """Make the fault happen if this is its place, step and rank, and return whether it did. It may end the rank."""
         kind = _KINDS.get(self.point)
         if kind is None or place != kind.place or step < self.step or rank != self.rank:
             return False

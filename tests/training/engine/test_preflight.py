@@ -86,7 +86,7 @@ def test_a_node_whose_driver_is_not_loaded_is_unfit() -> None:
 
 def test_a_node_whose_gpus_cannot_be_used_is_unfit() -> None:
     first, second = choose([0, 0], ["0", ""])
-    assert "was given GPUs 0, and torch" in first
+    assert "was given GPUs 0, but torch" in first
     assert first.startswith("UnfitNodeError")
     assert second.startswith("TorchrelayError: this rank passed")
 
