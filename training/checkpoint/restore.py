@@ -85,8 +85,8 @@ def restore(context: RunContext, state: TrainState, group: ProcessGroup, logger:
         restored = _take(best, context, state, group, logger)
     if directory:
         remove_newer(directory, state.progress.step)
-    if context.node_dir and group.place.local_rank == 0:
-        here = range(group.rank, group.rank + group.place.local_world_size)
+    if context.node_dir and group.rank_info.local_rank == 0:
+        here = range(group.rank, group.rank + group.rank_info.local_world_size)
         parts = {part_directory(rank, group.world_size) for rank in here}
         whole = {path.name for path in list_checkpoints(context.node_dir.snapshots)}
         remove_others(context.node_dir.snapshots, parts if state.sharded else whole)

@@ -30,7 +30,7 @@ def writing_directory(context: RunContext, group: ProcessGroup) -> Path | None:
     """Where this rank writes its node's snapshots, or those of its part; None: it does not."""
     if context.node_dir and context.config.strategy == "fsdp":
         return context.node_dir.snapshots / part_directory(group.rank, group.world_size)
-    return context.node_dir.snapshots if context.node_dir and group.place.local_rank == 0 else None
+    return context.node_dir.snapshots if context.node_dir and group.rank_info.local_rank == 0 else None
 
 
 class SnapshotWriter:
@@ -89,7 +89,7 @@ class SnapshotWriter:
         self._stall_seconds = max(0.0, time.monotonic() - began)
 
     def _has_room(self, directory: Path, size: int) -> bool:
-        writers = self._group.place.local_world_size if self._state.sharded else 1
+        writers = self._group.rank_info.local_world_size if self._state.sharded else 1
         try:
             for path in (*self._parents, directory):
                 path.mkdir(mode=_MODE, exist_ok=True)

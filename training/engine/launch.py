@@ -25,7 +25,7 @@ from training.runtime.run_context import RankInfo, RunContext
 _MOST_WORKERS = 8
 
 
-def launch(context: RunContext, place: RankInfo) -> None:
+def launch(context: RunContext, rank_info: RankInfo) -> None:
     """Train with all other ranks, from connecting to disconnecting.
 
     Raises:
@@ -34,7 +34,7 @@ def launch(context: RunContext, place: RankInfo) -> None:
         TorchrelayError: the training failed.
     """
     make_repeatable(everything=context.config.deterministic)
-    group = connect(place, watched=context.node_dir is not None)
+    group = connect(rank_info, watched=context.node_dir is not None)
     context.heartbeat.beat("start")
     # After an error there is no leaving in good order: it waits for ranks that may be no more.
     if not _is_complete(context, group):
@@ -97,7 +97,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         check_validation(config, validates=data.val is not None)
     preprocess = Preprocess.make(data.mean, data.std, channels, size, group.device)
     preprocess = replace(preprocess, memory_format=FORMATS[config.memory_format])
-    return Trainer(context, group, data, model, preprocess, _workers(config.num_workers, data, group.place))
+    return Trainer(context, group, data, model, preprocess, _workers(config.num_workers, data, group.rank_info))
 
 
 def _share_listing(layout: DataLayout | None, context: RunContext, group: ProcessGroup) -> bytes:
@@ -123,7 +123,7 @@ def _check_same(data: Data, group: ProcessGroup) -> None:
         )
 
 
-def _workers(wanted: int | None, data: Data, place: RankInfo) -> int:
+def _workers(wanted: int | None, data: Data, rank_info: RankInfo) -> int:
     """Loader workers of a rank: its share of the node's cores, unless there is next to nothing to do.
 
     What lies on a device is out of a worker's reach, and needs none.
@@ -134,4 +134,4 @@ def _workers(wanted: int | None, data: Data, place: RankInfo) -> int:
         return wanted
     if data.cheap:
         return 0
-    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // place.local_world_size)
+    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // rank_info.local_world_size)

@@ -107,14 +107,14 @@ def _whereabouts(group: ProcessGroup) -> str:
 
 def main(run_dir: str, attempt: str) -> int:
     """Check, print a line and record it, and turn errors into one line and an exit code."""
-    place = rank_info_from(os.environ)
+    rank_info = rank_info_from(os.environ)
     try:
-        group = connect(place)
+        group = connect(rank_info)
         report = check(group)
     except TorchrelayError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    if place.is_rank_zero:
+    if rank_info.is_rank_zero:
         speed = report.allreduce_gb_per_second
         told = f", all-reduce {speed} GB/s" if speed is not None else ""
         print(f"preflight: {report.world_size} ranks on {group.device.type}{told}, {report.seconds} s", flush=True)

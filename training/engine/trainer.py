@@ -116,7 +116,7 @@ class Trainer:
             self.save_and_stop(request)
         except (TorchrelayError, KeyboardInterrupt) as error:
             if isinstance(error, DivergedError):
-                self.logger.diverged(error.step, error.loss, self.schedule.batch(error.step), self.data.train)
+                self.logger.record_divergence(error.step, error.loss, self.schedule.batch(error.step), self.data.train)
             # What is being written is worth waiting for; after a crash it is not.
             self.finish_writing()
             raise
@@ -277,7 +277,7 @@ class Trainer:
         lr = rate_of(self.state.optimizer)
         waiting, memory = self.loss_meter.data_wait_share, self.group.used_memory
         self.state.progress.logged_step = step
-        self.logger.train(
+        self.logger.log_train(
             {
                 "step": step,
                 "epoch": epoch,

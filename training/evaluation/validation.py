@@ -56,7 +56,7 @@ class Validator:
         counts = {"correct": result.correct, "total": result.total, "corrupt": len(result.corrupt)}
         seconds = time.monotonic() - began
         place = {"step": progress.step, "epoch": progress.epoch, "split": split}
-        self.logger.evaluation(place | numbers | counts | {"seconds": round(seconds, 3)})
+        self.logger.log_evaluation(place | numbers | counts | {"seconds": round(seconds, 3)})
         console.print(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
         return result
 
@@ -69,7 +69,7 @@ class Validator:
         progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
             progress.best_accuracy, progress.best_epoch = result.accuracy, progress.epoch
-            self.logger.best(self.weights(), self.result(), self.card())
+            self.logger.save_best(self.weights(), self.result(), self.card())
         progress.evaluated_epochs = progress.epoch
         return result
 
@@ -99,7 +99,7 @@ class Validator:
         result = {**describe_test(test), "best": best, "ended": ended, **self.result()}
         self.context.heartbeat.beat("end")
         files = self.card() | self.history() | (self.told(test) if test else {})
-        self.logger.final(self.weights(), result, files)
+        self.logger.save_final(self.weights(), result, files)
         self.logger.event("train_completed", step=self.state.progress.step, ended=ended)
         known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
         if test and best and best["step"] != self.state.progress.step:
@@ -119,7 +119,7 @@ class Validator:
         progress, ranks = self.state.progress, self.evaluator.group
         if progress.best_accuracy is None:
             return None
-        weights, known = self.logger.kept_best() or ({}, None)
+        weights, known = self.logger.load_best() or ({}, None)
         best = ranks.all_gather_object({name: known[name] for name in _OF_BEST} if known else None)[0]
         if best is None:
             return None
@@ -128,7 +128,7 @@ class Validator:
             weights = load(ranks.broadcast_bytes(save(weights) if ranks.is_rank_zero else None))
             self.state.wait_for_copies()
             test = self.evaluator.evaluate_other(weights, self.data.test, before_batch)
-        self.logger.best_tested(describe_test(test))
+        self.logger.add_best_test(describe_test(test))
         return {**best, **describe_test(test)}
 
     @cached_property

@@ -71,17 +71,17 @@ class RunLogger:
         except OSError as error:
             self.console.warn(f"{self._ledger.path} cannot be written ({error}): it lacks {name!r}")
 
-    def train(self, record: dict[str, Any]) -> None:
+    def log_train(self, record: dict[str, Any]) -> None:
         """Record a logged step."""
         if self._metrics:
             self._metrics.train(record)
 
-    def evaluation(self, record: dict[str, Any]) -> None:
+    def log_evaluation(self, record: dict[str, Any]) -> None:
         """Record an evaluation."""
         if self._metrics:
             self._metrics.evaluation(record)
 
-    def diverged(self, step: int, loss: float, indices: list[int], source: ImageSource) -> None:
+    def record_divergence(self, step: int, loss: float, indices: list[int], source: ImageSource) -> None:
         """Write down the first step whose loss is not finite, and its images."""
         if not self._writes:
             return
@@ -94,7 +94,7 @@ class RunLogger:
         else:
             self.console.print(f"the {len(indices)} images of step {step} are in {self._run_dir.diverged}")
 
-    def best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
+    def save_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Begin to replace `best/`. A full disk costs only this, unless there is room at the end.
 
         Args:
@@ -113,7 +113,7 @@ class RunLogger:
             self._unpublished = (weights, result, files)
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
 
-    def kept_best(self) -> tuple[Weights, dict[str, Any]] | None:
+    def load_best(self) -> tuple[Weights, dict[str, Any]] | None:
         """The weights in `best/` and what is known of them; None: there are none, or another rank has them."""
         if not self._writes:
             return None
@@ -126,7 +126,7 @@ class RunLogger:
             self.console.warn(f"{self._run_dir.best} cannot be read ({error}): the best model is not tested")
             return None
 
-    def best_tested(self, test: dict[str, Any]) -> None:
+    def add_best_test(self, test: dict[str, Any]) -> None:
         """Add its test to what is known of the best model."""
         if not self._writes:
             return
@@ -143,7 +143,7 @@ class RunLogger:
     def _best_result(self) -> Path:
         return self._run_dir.best / _RESULT
 
-    def final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
+    def save_final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Write `final/`: from now on the run is complete.
 
         Args:

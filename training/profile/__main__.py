@@ -79,16 +79,18 @@ class ProfileOptions:
 
 def main() -> int:
     """Parse, measure, print, and turn errors into one line and an exit code."""
-    place = rank_info_from(os.environ)
+    rank_info = rank_info_from(os.environ)
     try:
-        arguments = parse_flags(ProfileOptions, sys.argv[1:], "python -m training.profile", prints=place.is_rank_zero)
+        arguments = parse_flags(
+            ProfileOptions, sys.argv[1:], "python -m training.profile", prints=rank_info.is_rank_zero
+        )
         if arguments.train.strategy == "fsdp":
             raise UserError("--strategy is fsdp, whose exchange has no end apart from its steps: leave it out here")
         if not arguments.seconds > 0:
             raise UserError(f"--seconds is {arguments.seconds:g}: use more than 0")
         profile(arguments)
     except TorchrelayError as error:
-        if place.is_rank_zero or not isinstance(error, UserError):
+        if rank_info.is_rank_zero or not isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

@@ -41,7 +41,7 @@ class UnfitNodeError(TorchrelayError):
 class ProcessGroup:
     """All ranks, as one of them sees them."""
 
-    place: RankInfo
+    rank_info: RankInfo
     device: torch.device
     control: distributed.ProcessGroup
     """A gloo group, for exchanges that must not make the device wait."""
@@ -53,17 +53,17 @@ class ProcessGroup:
     @property
     def rank(self) -> int:
         """This rank's number."""
-        return self.place.rank
+        return self.rank_info.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.place.world_size
+        return self.rank_info.world_size
 
     @property
     def is_rank_zero(self) -> bool:
         """Whether this is rank 0."""
-        return self.place.is_rank_zero
+        return self.rank_info.is_rank_zero
 
     @property
     def used_memory(self) -> int:
@@ -141,14 +141,14 @@ class ProcessGroup:
             raise SharedError(f"rank {rank}: {text}" if alone else text)
 
 
-def connect(place: RankInfo, *, watched: bool = False) -> ProcessGroup:
+def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     """Connect to the other ranks: NCCL with a GPU per rank, gloo without GPUs.
 
     gloo binds to the address that the host name resolves to, which other nodes can reach: do not point it at the
     loopback interface.
 
     Args:
-        place: this rank.
+        rank_info: this rank.
         watched: a node agent ends ranks that hang, so waits need no short timeout.
 
     Raises:
@@ -158,16 +158,18 @@ def connect(place: RankInfo, *, watched: bool = False) -> ProcessGroup:
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
     store = _open_store()
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = choose_device(place, store, usable, _given_gpus())
+    device = choose_device(rank_info, store, usable, _given_gpus())
     gpu = device if device.type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)
     distributed.init_process_group(
         "nccl" if gpu else "gloo",
-        store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=gpu,
+        store=store, rank=rank_info.rank, world_size=rank_info.world_size, timeout=timeout, device_id=gpu,
     )  # fmt: skip
     control = _control_group(timeout)
-    return ProcessGroup(place=place, device=device, control=control, connected_at=time.monotonic(), timeout=timeout)
+    return ProcessGroup(
+        rank_info=rank_info, device=device, control=control, connected_at=time.monotonic(), timeout=timeout
+    )
 
 
 def _control_group(timeout: timedelta) -> distributed.ProcessGroup:
@@ -185,11 +187,11 @@ def _open_store() -> Store:
     return store
 
 
-def choose_device(place: RankInfo, store: Store, usable: int, given: str) -> torch.device:
+def choose_device(rank_info: RankInfo, store: Store, usable: int, given: str) -> torch.device:
     """This rank's GPU, or the CPU if no rank has one: ranks with and without a GPU could not connect.
 
     Args:
-        place: this rank.
+        rank_info: this rank.
         store: shared by all ranks.
         usable: number of GPUs that torch can use on this node.
         given: the job's CUDA_VISIBLE_DEVICES where NVIDIA's driver is loaded, else empty.
@@ -198,21 +200,21 @@ def choose_device(place: RankInfo, store: Store, usable: int, given: str) -> tor
         UnfitNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
         TorchrelayError: that is so on another node.
     """
-    broken, able = bool(given and not usable), place.local_rank < usable
+    broken, able = bool(given and not usable), rank_info.local_rank < usable
     store.add("broken", broken)
     store.add("able", able)
-    if store.add("seen", 1) == place.world_size:
+    if store.add("seen", 1) == rank_info.world_size:
         store.set("all seen", "")
     store.wait(["all seen"], _TIMEOUT)
-    some, lacking = store.add("able", 0) > 0, place.world_size - store.add("able", 0)
-    where = f"local rank {place.local_rank} on {platform.node()}"
+    some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)
+    where = f"local rank {rank_info.local_rank} on {platform.node()}"
     if broken:
         raise UnfitNodeError(f"{where} was given GPUs {given}, but torch {torch.__version__} can use none of them")
     if some and not able:
         raise UnfitNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")
     if store.add("broken", 0) or (some and lacking):
-        raise TorchrelayError(f"this rank passed, but {lacking} of the {place.world_size} ranks have no GPU")
-    return torch.device("cuda", place.local_rank) if able else torch.device("cpu")
+        raise TorchrelayError(f"this rank passed, but {lacking} of the {rank_info.world_size} ranks have no GPU")
+    return torch.device("cuda", rank_info.local_rank) if able else torch.device("cpu")
 
 
 def _given_gpus() -> str:

@@ -154,7 +154,7 @@ def die_late(run_dir: Path, seconds: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     spend(seconds)
-    RunLogger.final = die  # type: ignore[method-assign]
+    RunLogger.save_final = die  # type: ignore[method-assign]
 
 
 def test_no_step_is_made_when_the_hours_are_over(start: Starter) -> None:

@@ -62,9 +62,9 @@ def choose(usable: list[int], given: list[str]) -> list[str]:
     store = HashStore()
 
     def one(rank: int) -> str:
-        place = RankInfo(rank=rank, world_size=len(usable), local_rank=0, local_world_size=1, restarts=0)
+        rank_info = RankInfo(rank=rank, world_size=len(usable), local_rank=0, local_world_size=1, restarts=0)
         try:
-            return str(choose_device(place, store, usable[rank], given[rank]))
+            return str(choose_device(rank_info, store, usable[rank], given[rank]))
         except TorchrelayError as error:
             return f"{type(error).__name__}: {error}"
 

@@ -30,9 +30,9 @@ MOMENTS = {
     "writing a checkpoint": "training.checkpoint.checkpoint_writer:save_checkpoint",
     "taking a snapshot": "training.checkpoint.snapshot_writer:SnapshotWriter.take",
     "an evaluation": "training.evaluation.evaluator:Evaluator._count",
-    "keeping the best model": "training.monitoring.run_logger:RunLogger.best",
+    "keeping the best model": "training.monitoring.run_logger:RunLogger.save_best",
     "the test": "training.evaluation.validation:Validator.told",
-    "writing the result": "training.monitoring.run_logger:RunLogger.final",
+    "writing the result": "training.monitoring.run_logger:RunLogger.save_final",
     "the end of the writing": "training.monitoring.run_logger:RunLogger.close",
     "leaving the other ranks": "training.engine.launch:disconnect",
 }
