@@ -1,4 +1,4 @@
-"""The verb: parse, read the runs, write the tables and then the page. Runs on the login node."""
+"""The verb `report`: reads the runs, writes the CSV tables and then the page. Runs on the login node."""
 
 import os
 import sys
@@ -13,23 +13,21 @@ from hpc import cli
 from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
 from hpc.core.rundir import RunDir
-from hpc.report.compare import comparison_page
-from hpc.report.gather import RunRecord, gather
-from hpc.report.page import run_page
-from hpc.report.tables import tables_of
+from hpc.report.gather import RunRecord, csv_tables, gather
+from hpc.report.page import comparison_page, run_page
 from hpc.status.__main__ import summaries
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(cli.Common):
-    """Write one HTML page about a run, or a comparison of several, that needs no network, and its tables as CSV."""
+    """Write one self-contained HTML page about a run, or a comparison of several, and its tables as CSV."""
 
     run: tyro.conf.Positional[tuple[str, ...]]
     """Run directories or names."""
     runs_dir: Path = Path("runs")
     """Directory of the runs."""
     output: Path | None = None
-    """Directory for the page and the tables; by default report/ in the run, or of several in their directory."""
+    """Directory for the page and the tables; by default report/ in the run, or beside the runs that are compared."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(options: ReportOptions) -> int:
-    """Write everything, and say where it is."""
+    """Write the page and the tables, and print their paths."""
     if not options.run:
-        raise UserError("no run: give the names of one or more, as in hpc report NAME; hpc status lists them")
+        raise UserError("no run: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in (cli.find_run(name, options.runs_dir) for name in options.run)}.values())
     records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
     path = (options.output.expanduser().resolve() if options.output else _directory(runs)) / "index.html"
@@ -60,13 +58,13 @@ def write(path: Path, records: Sequence[RunRecord]) -> list[Path]:
     """Write the tables and the page, each whole or not at all; returns the tables.
 
     Raises:
-        UserError: the directory cannot be made.
+        UserError: the directory cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{path.parent} cannot be made ({error.strerror}): use another --output") from error
-    tables, now = tables_of(records), time.time()
+        raise UserError(f"cannot create {path.parent} ({error.strerror}): use another --output") from error
+    tables, now = csv_tables(records), time.time()
     if len(records) == 1:
         page = run_page(records[0], list(tables), now)
     else:
@@ -78,7 +76,7 @@ def write(path: Path, records: Sequence[RunRecord]) -> list[Path]:
 
 
 def _links(start: Path, records: Sequence[RunRecord]) -> list[str | None]:
-    """From the comparison to the runs' own pages, for those that have one."""
+    """Relative links to the runs' own pages; None for a run without one."""
     pages = [record.run.report for record in records]
     return [os.path.relpath(page, start) if page.exists() else None for page in pages]
 

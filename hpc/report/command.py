@@ -1,7 +1,7 @@
-"""The command that submits a run once more, from its spec. Pure; runs on the login node."""
+"""A run's settings, and the command that submits it once more. Pure; runs on the login node."""
 
 import shlex
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from hpc.spec import Recovery, Resources, RunSpec
@@ -10,7 +10,7 @@ from training.config.train_config import TrainConfig
 
 
 def submit_command(spec: RunSpec) -> list[str]:
-    """The words to type: every setting that is not the default, those that submit has chosen among them."""
+    """The arguments to type: every setting that is not the default, also those that submit has chosen."""
     owners: list[tuple[Any, Any]] = [(spec.resources, Resources()), (spec.recovery, Recovery())]
     if spec.train is not None:
         synthetic = spec.train.synthetic
@@ -38,15 +38,24 @@ def _words(name: str, value: Any) -> list[str]:
     return [f"{flag(name)}={item}" for item in (value if isinstance(value, tuple) else (value,))]
 
 
-def for_people(command: list[str]) -> str:
-    """The same for a shell, a flag a line."""
-    first, *rest = [shlex.quote(word) for word in command[3:]] or [""]
-    head = f"{' '.join(command[:3])} {first}".rstrip()
-    return " \\\n  ".join([head, *_with_script_on_one_line(rest)])
+def shell_text(command: list[str]) -> str:
+    """The command as one types it in a shell, one flag per line, the user's script with its arguments on one."""
+    program, words = " ".join(command[:3]), [shlex.quote(word) for word in command[3:]]
+    if "--" in words:
+        start = words.index("--")
+        words = [*words[:start], " ".join(words[start:])]
+    return " \\\n  ".join([" ".join([program, *words[:1]]), *words[1:]])
 
 
-def _with_script_on_one_line(words: list[str]) -> list[str]:
-    if "--" not in words:
-        return words
-    start = words.index("--")
-    return [*words[:start], " ".join(words[start:])]
+def flat_settings(spec: RunSpec) -> dict[str, str]:
+    """Every setting of a run by its flag's name."""
+    settings = asdict(spec)
+    nested = {**settings.pop("resources"), **settings.pop("recovery"), **(settings.pop("train") or {})}
+    merged = {**settings, **nested, "data": nested.get("data") or settings["data"]}
+    return {name.replace("_", "-"): _setting(value) for name, value in merged.items()}
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)

@@ -1,4 +1,7 @@
-"""Reads everything of a run that its page shows, and notes what is missing or damaged. Runs on the login node."""
+"""Reads everything of a run that its page and its CSV tables show; reports what is missing or damaged.
+
+Runs on the login node. Times are seconds since the epoch.
+"""
 
 import json
 import re
@@ -32,8 +35,8 @@ INTERRUPTIONS = (
     *(f"{part}_seconds" for part in (*PARTS, "total")),
     "detail",
 )
-CLASSES = ("class", "images", "correct", "accuracy", "mostly_taken_for", "taken_for_it")
-_TEXT = {"split", "job_id", "nodes", "cause", "detail", "node", "class", "mostly_taken_for"}
+CLASSES = ("class", "images", "correct", "accuracy", "most_often_confused_with", "confused_images")
+_TEXT = {"split", "job_id", "nodes", "cause", "detail", "node", "class", "most_often_confused_with"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 
 Read = TypeVar("Read")
@@ -52,18 +55,36 @@ class RunRecord:
     interruptions: pd.DataFrame
     classes: pd.DataFrame
     confusion: pd.DataFrame | None
-    """Images by true class (rows) and by what they were taken for."""
+    """Number of images by true class (rows) and predicted class (columns)."""
     samples: Sequence[dict[str, Any]]
     trained_from: float | None
-    """When the first steps began, in seconds since the epoch."""
-    last_heard: float | None
-    """When the last event happened."""
-    notes: Sequence[str]
+    """When the first steps began."""
+    last_event: float | None
+    notes: list[str]
     """What is missing or damaged, in sentences."""
+
+    @property
+    def best_validation(self) -> float:
+        """The best validation accuracy; NaN before the first."""
+        return float(self.evaluations[self.evaluations["split"] == "val"]["accuracy"].max())
+
+    @property
+    def images_per_second(self) -> float:
+        """The median throughput; NaN before the first logged step."""
+        return float(self.train["images_per_second"].median())
+
+    def wall_seconds(self, now: float) -> float | None:
+        """From the start of the first attempt to the end of the last one, or to now."""
+        if self.attempts.empty:
+            return None
+        ended = self.attempts["ended"].iloc[-1]
+        if pd.isna(ended):
+            ended = self.last_event or now if self.summary["state"] in TERMINAL else now
+        return float(ended - self.attempts["started"].iloc[0])
 
 
 def gather(run: RunDir, summary: Summary) -> RunRecord:
-    """Read a run. Nothing that is missing or damaged is an error: it is noted."""
+    """Read a run. A missing or damaged file is no error, but a note."""
     notes = list[str]()
     spec = _try(notes, run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
     train = _lines(notes, run.train_metrics, TRAIN)
@@ -88,24 +109,20 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
         confusion=confusion,
         samples=samples,
         trained_from=next((start for start in starts if start is not None), None),
-        last_heard=events[-1].get("time") if events else None,
+        last_event=events[-1].get("time") if events else None,
         notes=notes,
     )
 
 
 def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | None:
-    """What a file holds, or None if it is not there or, which is noted, damaged."""
+    """Read a file; None if it does not exist or, with a note, is damaged."""
     if not path.exists():
         return None
     try:
         return read(path)
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, UserError) as error:
-        notes.append(f"{_short(path)} cannot be read: {' '.join(str(error).split())}.")
+        notes.append(f"{path.parent.name}/{path.name} cannot be read: {' '.join(str(error).split())}.")
         return None
-
-
-def _short(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
 
 
 def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame:
@@ -115,15 +132,15 @@ def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame
 
 
 def _count_damaged(notes: list[str], path: Path) -> None:
-    there = sum(bool(line.strip()) for line in path.read_bytes().splitlines()) if path.exists() else 0
-    damaged = there - sum(1 for _ in read_json_lines(path))
+    total = sum(bool(line.strip()) for line in path.read_bytes().splitlines()) if path.exists() else 0
+    damaged = total - sum(1 for _ in read_json_lines(path))
     if damaged:
-        notes.append(f"{_short(path)} has damaged lines, which are left out: {damaged} of {there}.")
+        notes.append(f"{path.parent.name}/{path.name}: {damaged} of {total} lines are damaged and left out.")
 
 
-def _table(records: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """A table of exactly these columns, numbers but for those of text."""
-    table = pd.DataFrame.from_records(records).reindex(columns=list(columns))
+def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """A table of exactly these columns; all but those of text are numbers."""
+    table = pd.DataFrame.from_records(rows).reindex(columns=list(columns))
     for column in columns:
         kind = table[column].astype("string") if column in _TEXT else pd.to_numeric(table[column], errors="coerce")
         table[column] = kind
@@ -134,23 +151,26 @@ def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_te
     """What a page cannot show, and why, in sentences."""
     script, complete = spec is not None and spec.train is None, summary["state"] == "completed"
     over = summary["state"] in TERMINAL
-    signs = (
-        (not summary["attempts"], "No attempt has begun."),
-        (not has_metrics and script, "A script of your own ran: only attempts and interruptions are known of it."),
-        (not has_metrics and not script, "There are no metrics: the first ones come after --log-every steps."),
-        (not script and not over, "The test comes at the end of the training: there is no result of it yet."),
-        (not script and over and not complete, "There is no test result: the training did not come to its end."),
+    notes = (
+        (not summary["attempts"], "No attempt has started."),
+        (
+            not has_metrics and script,
+            "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl to see curves here.",
+        ),
+        (not has_metrics and not script, "No metrics: the first are logged after --log-every steps."),
+        (not script and not over, "No test result yet: the test runs at the end of the training."),
+        (not script and over and not complete, "No test result: the training did not finish."),
         (
             not script and complete and not has_test,
-            "There is no confusion matrix: the data have no test set, or it is lost.",
+            "No confusion matrix: the data set has no test split, or final/confusion.csv is lost.",
         ),
-        (has_test and not samples, "There are no sample predictions: final/ holds none."),
+        (has_test and not samples, "No sample predictions in final/."),
     )
-    return [sentence for seen, sentence in signs if seen]
+    return [sentence for applies, sentence in notes if applies]
 
 
 def attempts_table(attempts: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """One row for each attempt. Times are seconds since the epoch."""
+    """One row for each attempt."""
     rows = [
         {
             **attempt,
@@ -163,14 +183,10 @@ def attempts_table(attempts: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def interruptions_table(interruptions: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """One row for each interruption, numbered from 1, with the parts of the way back."""
+    """One row for each interruption, numbered from 1, with the parts of its recovery."""
     rows = [
-        {
-            **interruption,
-            **{f"{part}_seconds": seconds for part, seconds in interruption["seconds"].items()},
-            "number": number,
-        }
-        for number, interruption in enumerate(interruptions, 1)
+        {**one, **{f"{part}_seconds": seconds for part, seconds in one["seconds"].items()}, "number": number}
+        for number, one in enumerate(interruptions, 1)
     ]
     return _table(rows, INTERRUPTIONS)
 
@@ -190,26 +206,26 @@ def read_confusion(path: Path) -> pd.DataFrame:
 
 
 def classes_table(confusion: pd.DataFrame | None) -> pd.DataFrame:
-    """For each class: its images, how many were recognised, and which class they were mostly taken for instead."""
-    rows = list[dict[str, Any]]()
+    """For each class: its images, how many were predicted correctly, and the most frequent wrong prediction."""
     if confusion is None:
-        return _table(rows, CLASSES)
-    for place, name in enumerate(confusion.index):
-        row = confusion.iloc[place]
-        others = row.reset_index(drop=True).drop(place)
-        worst = int(others.idxmax()) if len(others) and others.max() else None
-        images, correct = int(row.sum()), int(row.iloc[place])
-        rows.append(
-            {
-                "class": name,
-                "images": images,
-                "correct": correct,
-                "accuracy": correct / images if images else None,
-                "mostly_taken_for": None if worst is None else confusion.columns[worst],
-                "taken_for_it": 0 if worst is None else int(row.iloc[worst]),
-            }
-        )
-    return _table(rows, CLASSES)
+        return _table([], CLASSES)
+    counts = confusion.to_numpy()
+    return _table([_class_row(confusion.columns, row, true) for true, row in enumerate(counts)], CLASSES)
+
+
+def _class_row(names: Sequence[str], counts: Any, true: int) -> dict[str, Any]:
+    images, correct = int(counts.sum()), int(counts[true])
+    wrong = counts.copy()
+    wrong[true] = 0
+    most = int(wrong.argmax())
+    return {
+        "class": names[true],
+        "images": images,
+        "correct": correct,
+        "accuracy": correct / images if images else None,
+        "most_often_confused_with": names[most] if wrong[most] else None,
+        "confused_images": int(wrong[most]),
+    }
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
@@ -221,15 +237,41 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = [
         {
-            "kind": str(sample["kind"]),
-            "name": str(sample["name"]),
-            "true": str(sample["true"]),
-            "predicted": str(sample["predicted"]),
+            **{key: str(sample[key]) for key in ("kind", "name", "true", "predicted", "png")},
             "probability": float(sample["probability"]),
-            "png": str(sample["png"]),
         }
         for sample in json.loads(path.read_bytes())
     ]
     if not all(_BASE64.fullmatch(sample["png"]) for sample in found):
         raise ValueError("an image is damaged")
     return found
+
+
+def csv_tables(records: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
+    """The tables beside the page, by file name.
+
+    Each names the run in its first column and always exists, if only as a header: a reader of many runs' tables need
+    not check which exist.
+    """
+    return {
+        "train.csv": _joined(records, [record.train for record in records]),
+        "eval.csv": _joined(records, [record.evaluations for record in records]),
+        "attempts.csv": _joined(records, [record.attempts for record in records]),
+        "interruptions.csv": _joined(records, [record.interruptions for record in records]),
+        "classes.csv": _joined(records, [record.classes for record in records]),
+    }
+
+
+def labels_of(records: Sequence[RunRecord]) -> list[str]:
+    """Each run's name, or its directory where two runs have the same name."""
+    names = [record.run.name for record in records]
+    return [
+        name if names.count(name) == 1 else str(record.run.path) for name, record in zip(names, records, strict=True)
+    ]
+
+
+def _joined(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    named = [table.assign(run=label) for label, table in zip(labels_of(records), tables, strict=True)]
+    joined = pd.concat([table for table in named if not table.empty] or named[:1], ignore_index=True)
+    # Steps are whole numbers, also where one is unknown.
+    return joined[["run", *tables[0].columns]].convert_dtypes()

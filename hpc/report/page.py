@@ -1,60 +1,141 @@
-"""The page of one run. Pure; runs on the login node."""
+"""The page of one run and the page that compares several: what the templates show. Pure; runs on the login node.
 
-from collections.abc import Sequence
-from dataclasses import asdict
+The templates escape whatever they print, but the drawings of `hpc.report.svg`.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
 import pandas as pd
 
-from hpc.report import parts
-from hpc.report.command import for_people, submit_command
-from hpc.report.gather import RunRecord
-from hpc.report.markup import Markup, tag
-from hpc.report.plots import attempt_spans, charts_of
-from hpc.report.results import test_section
-from hpc.report.write import duration, moment, number, percent, text
+from hpc.report import formats
+from hpc.report.command import flat_settings, shell_text, submit_command
+from hpc.report.formats import FILTERS, UNKNOWN, known
+from hpc.report.gather import RunRecord, labels_of
+from hpc.report.plots import attempt_spans, line_style, plots_of
 from hpc.spec import RunSpec
+from hpc.status.downtime import PARTS
+
+# Nobody reads a matrix of more classes than this, and a thousand would make a page of a million cells.
+_MOST_CLASSES, _MOST_LISTED = 30, 20
+# The CSS class of a column by its cells' kind; other kinds are numbers.
+_SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words"}
+_KINDS = {"words": "text", "best": "percent", "meter": "percent", "run": "text", "state": "text"}
+_RECOVERY = {
+    "notice": "until the failure was noticed and all processes had ended",
+    "release": "until the requeue or the new job",
+    "start": "in the queue, until the job started",
+    "stage": "staging the data",
+    "rendezvous": "until all ranks were connected",
+    "restore": "reading the checkpoint",
+    "first_step": "until the first step was done",
+}
+_RECOVERY_COLORS = {part: f"s{number}" for number, part in enumerate(PARTS, 1)}
+
+Column = tuple[str, Any, str]
+"""Title, key of the rows, kind of the cells."""
+Row = Mapping[Any, Any]
 
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
-    """The HTML of the page.
+    """The HTML of the page of a run.
 
     Args:
         record: the run.
         tables: the names of the CSV files beside the page.
         now: seconds since the epoch.
     """
-    return parts.document(
-        f"{record.run.name} · run report",
-        _header(record),
-        parts.tiles(_facts(record, now)),
-        parts.notes_of([*record.notes, *record.summary["warnings"]]),
-        _training(record),
-        _interruptions(record, now),
-        test_section(record),
-        _reproduction(record),
-        parts.section("Tables", parts.card(parts.files(tables)), intro="The numbers behind this page, as CSV."),
-        parts.footer(now),
+    spec, interruptions = record.spec, _records(record.interruptions)
+    return _render(
+        "run.html",
+        record=record,
+        tables=tables,
+        now=now,
+        seconds=record.wall_seconds(now),
+        headline=_headline(spec) if spec else (),
+        causes=[f"{cost['count']} {formats.cause(name)}" for name, cost in record.summary["recovery"].items()],
+        plots=plots_of([record]),
+        several_attempts=len(attempt_spans(record.train)) > 1,
+        interrupted_steps=bool(record.interruptions["step"].notna().any()),
+        time_spent=_time_spent(record, now),
+        lost_by_cause=_lost_time(_by_cause(record.interruptions)),
+        interruptions=[
+            {**row, "at": _first_known(row, "failed_at", "noted"), "where": _where(row)} for row in interruptions
+        ],
+        attempts=_records(record.attempts),
+        command=shell_text(submit_command(spec)) if spec else "",
+        settings=[pair for pair in flat_settings(spec).items() if pair[1]] if spec else (),
+        **_test(record),
     )
 
 
-def _header(record: RunRecord) -> Markup:
-    summary = record.summary
-    waits = tag("span", f"({summary['reason']})", class_="soft") if summary["reason"] not in {None, "None"} else None
-    # What the ranks said last is of interest if that was the end.
-    words = summary["detail"] if summary["state"] == "failed" else None
-    return tag(
-        "header",
-        tag("div", tag("h1", record.run.name), parts.pill(summary["state"]), waits, class_="title"),
-        tag("p", " · ".join(_in_short(record.spec)), class_="soft") if record.spec else None,
-        tag("p", "The run has failed. Its last words: ", tag("code", words), class_="notes") if words else None,
+def comparison_page(
+    records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
+) -> str:
+    """The HTML of the page that compares runs.
+
+    Args:
+        records: the runs.
+        links: to their own pages, for those that have one.
+        tables: the names of the CSV files beside the page.
+        now: seconds since the epoch.
+    """
+    labels = labels_of(records)
+    lost = pd.concat([record.interruptions for record in records])
+    labelled = list(zip(labels, records, strict=True))
+    specs = [(label, record.spec) for label, record in labelled if record.spec]
+    return _render(
+        "comparison.html",
+        tables=tables,
+        now=now,
+        runs=_runs(records, labels, links, now),
+        plots=plots_of(records),
+        lost_by_run=_lost_time({label: record.interruptions for label, record in labelled}),
+        lost_by_cause=_lost_time(_by_cause(lost)),
+        **_compared_classes(labelled),
+        setting_columns=[("setting", None, "text"), *((label, label, "text") for label, _ in specs)],
+        settings=_differing_settings(dict(specs)),
+        remarks=[f"{label}: {note}" for label, one in labelled for note in (*one.notes, *one.summary["warnings"])],
+        commands=[(label, shell_text(submit_command(spec))) for label, spec in specs],
     )
 
 
-def _in_short(spec: RunSpec) -> list[str]:
-    """What ran where."""
+def _render(template: str, **values: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hpc.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {**FILTERS, "side": _side, "formatted": _formatted, "with_values": _with_values}
+    environment.tests["known"] = known
+    environment.globals["recovery_legend"] = _recovery_legend
+    return environment.get_template(template).render(values)
+
+
+def _side(kind: str) -> str:
+    return _SIDES.get(kind, "number")
+
+
+def _formatted(value: object, kind: str) -> str:
+    return formats.number(value, "{:.4f}") if kind == "loss" else FILTERS[_KINDS.get(kind, kind)](value)
+
+
+def _with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
+    return [column for column in columns if any(_formatted(row[column[1]], column[2]) != UNKNOWN for row in rows)]
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [dict(zip(table.columns, row, strict=True)) for row in table.itertuples(index=False)]
+
+
+def _headline(spec: RunSpec) -> list[str]:
+    """What was trained, and on how many GPUs."""
     nodes, gpus = spec.resources.nodes, spec.resources.gpus_per_node
-    where = f"{nodes} node{'s' * (nodes != '1')} × {gpus} GPU{'s' * (gpus != 1)}"  # noqa: RUF001 - times
+    where = f"{nodes} node{'s' * (nodes != '1')} × {formats.plural(gpus, 'GPU')}"  # noqa: RUF001 - times
     if spec.train is None:
         return [" ".join(spec.script), where]
     train = spec.train
@@ -62,159 +143,130 @@ def _in_short(spec: RunSpec) -> list[str]:
     return [f"{train.model} on {train.data}", sizes, f"{train.optimizer}, lr {train.lr:g}", f"seed {train.seed}", where]
 
 
-def _facts(record: RunRecord, now: float) -> list[tuple[str, str, str | None]]:
-    summary, validations = record.summary, record.evaluations[record.evaluations["split"] == "val"]
-    of_all = f"of {summary['total_steps']:,}" if summary["total_steps"] else None
-    eta, of_best = summary["eta_seconds"], summary["best_test_accuracy"]
-    recovery = ", ".join(f"{cost['count']} {cause.replace('_', ' ')}" for cause, cost in summary["recovery"].items())
-    attempts = len(record.attempts)
-    return [
-        ("Test accuracy", percent(summary["test_accuracy"]), f"{percent(of_best)} in best/" if of_best else None),
-        ("Best validation", percent(validations["accuracy"].max()), None),
-        ("Training loss", number(summary["train_loss"], "{:.4f}"), None),
-        ("Step", number(summary["step"]), of_all),
-        ("Images/s", number(record.train["images_per_second"].median()), "median"),
-        ("Ranks", number(summary["world_size"]), None),
-        ("Goodput", number(summary["goodput"], "{:.1%}"), "of the time in steps that count"),
-        ("Duration", duration(parts.wall_seconds(record, now)), f"{duration(eta)} left" if eta is not None else None),
-        ("Interruptions", number(len(record.interruptions)), recovery or None),
-        ("Attempts", number(attempts), f"{number(summary['steps_lost'])} steps made again" if attempts else None),
-    ]
+def _first_known(row: Row, *keys: str) -> Any:
+    return next((row[key] for key in keys if known(row[key])), None)
 
 
-def _training(record: RunRecord) -> Markup | None:
-    charts = charts_of([record])
-    if not charts:
-        return None
-    marks = []
-    if len(attempt_spans(record.train)) > 1:
-        marks.append("Every other attempt is shaded.")
-    if record.interruptions["step"].notna().any():
-        marks.append(
-            "Dashed lines are interruptions, with their numbers in the table below: red ones are failures, yellow ones "
-            "came from outside."
-        )
-    return parts.section("Training", tag("div", *charts, class_="grid"), intro=" ".join(marks) or None)
+def _where(row: Row) -> str:
+    rank = [f"rank {row['rank']:.0f}"] if known(row["rank"]) else []
+    return ", ".join([*rank, *([row["node"]] if known(row["node"]) else [])])
 
 
-def _interruptions(record: RunRecord, now: float) -> Markup | None:
-    if record.attempts.empty:
-        return None
-    rows = record.interruptions
-    groups = {str(cause).replace("_", " "): same for cause, same in rows.groupby("cause", sort=False)}
-    lost = parts.lost_time(groups)
-    return parts.section(
-        "Time and interruptions",
-        _where_time_went(record, now),
-        parts.card(lost, title="Time lost, by cause") if lost else None,
-        parts.card(_interruptions_table(rows), title="Interruptions") if len(rows) else None,
-        parts.card(_attempts_table(record.attempts), title="Attempts"),
-        intro=None if len(rows) else "Nothing interrupted this run.",
-    )
-
-
-_TIMES = {
-    "steps that count": ("s3", None),
-    "start": ("s1", "until the first attempt trained"),
-    "interruptions": ("bad", "until the run was back, as far as that is known"),
-    "the rest": ("rule", "evaluation, saving, steps that were made again"),
-}
-
-
-def _where_time_went(record: RunRecord, now: float) -> Markup | None:
-    """The whole of the run's time, parted."""
-    whole, trained = parts.wall_seconds(record, now), record.train["train_seconds"].max()
+def _time_spent(record: RunRecord, now: float) -> list[tuple[str, float, str]]:
+    """The run's wall-clock time in parts: name, seconds, color; empty if it is not known."""
+    whole, trained = record.wall_seconds(now), record.train["train_seconds"].max()
     if not whole or whole <= 0 or pd.isna(trained):
-        return None
+        return []
     began = record.attempts["started"].iloc[0]
-    shares = {
-        "steps that count": float(trained),
-        "start": max(0.0, (record.trained_from or began) - began),
-        "interruptions": float(record.interruptions["total_seconds"].sum()),
+    startup = max(0.0, (record.trained_from or began) - began)
+    interrupted = float(record.interruptions["total_seconds"].sum())
+    other = max(0.0, whole - float(trained) - startup - interrupted)
+    return [
+        ("productive steps", float(trained), "s3"),
+        ("startup", startup, "s1"),
+        ("interruptions", interrupted, "bad"),
+        ("other", other, "rule"),
+    ]
+
+
+def _by_cause(interruptions: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    return {formats.cause(name): rows for name, rows in interruptions.groupby("cause", sort=False)}
+
+
+def _lost_time(groups: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    """What each group of interruptions cost, by the parts of the recovery."""
+    return [_lost(name, rows) for name, rows in groups.items() if len(rows)]
+
+
+def _lost(name: str, rows: pd.DataFrame) -> dict[str, Any]:
+    parts = [(part, float(rows[f"{part}_seconds"].sum()), _RECOVERY_COLORS[part]) for part in PARTS]
+    return {
+        "name": name,
+        "count": len(rows),
+        "seconds": float(rows["total_seconds"].sum()),
+        "unknown": int(rows["total_seconds"].isna().sum()),
+        "steps": int(rows["steps_lost"].sum()),
+        "parts": parts,
+        "measured": sum(seconds for _, seconds, _ in parts),
     }
-    shares["the rest"] = max(0.0, whole - sum(shares.values()))
-    whole = max(whole, sum(shares.values()))
-    colors = {name: color for name, (color, _) in _TIMES.items()}
-    items = [
-        (color, f"{name} {duration(shares[name])}", f"({meaning})" if meaning else None)
-        for name, (color, meaning) in _TIMES.items()
-        if shares[name] > 0
+
+
+def _recovery_legend(groups: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Color, name and meaning of the parts that took time."""
+    used = {part for group in groups for part, seconds, _ in group["parts"] if seconds > 0}
+    return [(_RECOVERY_COLORS[part], part.replace("_", " "), _RECOVERY[part]) for part in PARTS if part in used]
+
+
+def _test(record: RunRecord) -> dict[str, Any]:
+    """The test result by class, the worst first, with the confusion matrix; of many classes the worst and the pairs."""
+    classes, confusion = record.classes, record.confusion
+    few = len(classes) <= _MOST_CLASSES
+    rows = _records(classes.sort_values("accuracy").head(len(classes) if few else _MOST_LISTED))
+    for row in rows:
+        images = row["confused_images"]
+        row["confused"] = f"{row['most_often_confused_with']} ({formats.number(images)})" if images else None
+    shown = confusion if few and confusion is not None else pd.DataFrame()
+    return {
+        "classes": rows,
+        "class_count": len(classes),
+        "images": classes["images"].sum(),
+        "matrix": {"names": list(shown.index), "counts": shown.to_numpy().tolist()},
+        "pairs": None if few or confusion is None else _confused_pairs(confusion),
+    }
+
+
+def _confused_pairs(confusion: pd.DataFrame) -> list[dict[str, Any]]:
+    """The pairs of classes that were confused most often."""
+    names = list(confusion.index)
+    pairs = [
+        {"true": names[true], "predicted": names[predicted], "images": int(images)}
+        for true, row in enumerate(confusion.to_numpy())
+        for predicted, images in enumerate(row)
+        if true != predicted and images
     ]
-    return parts.card(
-        parts.bar("Where the time went", shares, colors, whole), parts.legend(items), title="Where the time went"
-    )
+    return sorted(pairs, key=lambda pair: -pair["images"])[:_MOST_LISTED]
 
 
-def _interruptions_table(rows: pd.DataFrame) -> Markup:
-    header = ("#", "when", "cause", "attempt", "step", "where", "steps lost", "time lost", "what it said")
-    cells = [
-        [
-            number(row["number"]),
-            moment(row["noted"] if pd.isna(row["failed_at"]) else row["failed_at"]),
-            text(row["cause"]).replace("_", " "),
-            number(row["attempt"]),
-            number(row["step"]),
-            " ".join([text(row["node"]), *([] if pd.isna(row["rank"]) else [f"rank {row['rank']:.0f}"])]),
-            number(row["steps_lost"]),
-            duration(row["total_seconds"]),
-            text(row["detail"]),
-        ]
-        for row in _rows(rows)
+def _runs(
+    records: Sequence[RunRecord], labels: Sequence[str], links: Sequence[str | None], now: float
+) -> list[dict[str, Any]]:
+    accuracies = [record.summary["test_accuracy"] for record in records]
+    best = max((accuracy for accuracy in accuracies if accuracy is not None), default=None)
+    return [
+        {
+            **record.summary,
+            "run": label,
+            "link": link,
+            **dict(zip(("color", "dashes"), line_style(number), strict=True)),
+            "best": best,
+            "best_validation": record.best_validation,
+            "images_per_second": record.images_per_second,
+            "interruptions": len(record.interruptions),
+            "seconds": record.wall_seconds(now),
+        }
+        for number, (record, label, link) in enumerate(zip(records, labels, links, strict=True))
     ]
-    return parts.table("Interruptions", header, cells, left=("when", "cause", "where", "what it said"), stacks=True)
 
 
-def _attempts_table(rows: pd.DataFrame) -> Markup:
-    header = ("#", "began", "lasted", "first step", "last step", "ended", "nodes", "job", "what it said")
-    cells = [
-        [
-            number(row["attempt"]),
-            moment(row["started"]),
-            duration(row["seconds"]),
-            number(row["first_step"]),
-            number(row["last_step"]),
-            text(row["cause"]).replace("_", " "),
-            text(row["nodes"]),
-            text(row["job_id"]),
-            text(row["detail"]),
-        ]
-        for row in _rows(rows)
-    ]
-    return parts.table("Attempts", header, cells, left=("began", "ended", "nodes", "job", "what it said"), stacks=True)
+def _compared_classes(labelled: Sequence[tuple[str, RunRecord]]) -> dict[str, Any]:
+    """The accuracy of each class in each run, if they have the same few classes."""
+    tested = [(label, record.classes) for label, record in labelled if len(record.classes)]
+    names = {tuple(classes["class"]) for _, classes in tested}
+    if len(names) != 1 or len(tested) < 2 or len(tested[0][1]) > _MOST_CLASSES:
+        return {"classes": [], "class_columns": []}
+    accuracies = zip(tested[0][1]["class"], *(classes["accuracy"] for _, classes in tested), strict=True)
+    return {
+        "classes": [{"class": name, "best": max(row), **dict(enumerate(row))} for name, *row in accuracies],
+        "class_columns": [
+            ("class", "class", "text"),
+            *((label, number, "best") for number, (label, _) in enumerate(tested)),
+        ],
+    }
 
 
-def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [dict(zip(table.columns, row, strict=True)) for row in table.itertuples(index=False)]
-
-
-def _reproduction(record: RunRecord) -> Markup | None:
-    spec = record.spec
-    if spec is None:
-        return None
-    settings = [(name, value) for name, value in flat_settings(spec).items() if value not in {None, ""}]
-    return parts.section(
-        "Reproduce it",
-        parts.card(
-            parts.code(for_people(submit_command(spec))),
-            tag("p", "It ran the code in ", tag("code", str(record.run.code)), ".", class_="soft"),
-            parts.details(
-                "All settings",
-                parts.table("Settings", ("setting", "value"), settings, left=("setting", "value")),
-            ),
-        ),
-        intro="Submits the same run again. Settings that are not named have their defaults.",
-    )
-
-
-def flat_settings(spec: RunSpec) -> dict[str, str]:
-    """Every setting of a run by its flag's name."""
-    fields = asdict(spec)
-    nested = {**fields.pop("resources"), **fields.pop("recovery"), **(fields.pop("train") or {})}
-    merged = {**fields, **nested, "data": nested.get("data") or fields["data"]}
-    return {name.replace("_", "-"): _setting(value) for name, value in merged.items()}
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return "" if value is None else str(value)
+def _differing_settings(specs: Mapping[str, RunSpec]) -> list[dict[Any, str]]:
+    """The settings in which the runs differ, beside their names."""
+    flat = {label: flat_settings(spec) for label, spec in specs.items()}
+    names = dict.fromkeys(name for settings in flat.values() for name in settings if name != "name")
+    rows: list[dict[Any, str]] = [{label: settings.get(name, "") for label, settings in flat.items()} for name in names]
+    return [{**row, None: name} for name, row in zip(names, rows, strict=True) if len(set(row.values())) > 1]

@@ -10,20 +10,18 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from hpc.core.outcome import Cause
-from hpc.report.gather import RunRecord
-from hpc.report.markup import Markup
-from hpc.report.svg import COLORS, SERIES, Size, figure
-from hpc.report.tables import labels_of
+from hpc.report.gather import RunRecord, labels_of
+from hpc.report.svg import COLORS, SERIES, Plot, PlotSize, draw
 
 _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
-# From outside, and free: the run did nothing wrong.
-MILD = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
-# A line of so many points shows its trend by itself; a longer one is smoothed over a part of it.
+# Causes from outside the run.
+_EXTERNAL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
+# A line with fewer points is not smoothed; a longer one is averaged over 1/40 of it.
 _PLAIN_POINTS, _SMOOTHED_PARTS = 60, 40
 
 
 def decimate(table: pd.DataFrame, column: str, most: int) -> pd.DataFrame:
-    """At most so many rows, evenly spread, but of each stretch the lowest and the highest: no extreme is lost."""
+    """At most `most` rows, evenly spread: of each stretch the lowest and the highest, so that no extreme is lost."""
     known = table[table[column].notna()].reset_index(drop=True)
     if len(known) <= most:
         return known
@@ -34,7 +32,7 @@ def decimate(table: pd.DataFrame, column: str, most: int) -> pd.DataFrame:
 
 
 def smoothed(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """The trend of a column: of many rows the mean of those around each, so that it neither lags nor leads."""
+    """The trend of a column: the centered moving average, which neither lags nor leads."""
     if len(table) <= _PLAIN_POINTS:
         return table
     return table.assign(
@@ -55,7 +53,7 @@ class Chart:
     """A value as people write it."""
 
     def table(self, record: RunRecord) -> pd.DataFrame:
-        """The rows that it shows of a run."""
+        """The rows of a run that it shows."""
         if self.split is None:
             return record.train
         return record.evaluations[record.evaluations["split"] == self.split]
@@ -67,7 +65,7 @@ SPEED = Chart(name="speed", title="Images per second", column="images_per_second
 RATE = Chart(name="rate", title="Learning rate", column="lr", unit="{:.3g}".format)
 CHARTS = (LOSS, ACCURACY, SPEED, RATE)
 _NOISY = frozenset({LOSS, SPEED})
-# A loss that falls so far is drawn on a logarithmic scale: its beginning would hide its end.
+# A loss that falls by this factor is drawn on a logarithmic scale: its beginning would hide its end.
 _LONG_FALL = 4.0
 # The part of the data, what it is called, its sign and color in the key, and how it is drawn.
 _EVALUATIONS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
@@ -76,17 +74,17 @@ _EVALUATIONS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
 )
 
 
-def charts_of(records: Sequence[RunRecord]) -> list[Markup]:
-    """The figures of one or more runs, those for which there is anything to show."""
+def plots_of(records: Sequence[RunRecord]) -> list[Plot]:
+    """The figures of one or more runs; none without data."""
     shown = [chart for chart in CHARTS if any(chart.table(record)[chart.column].notna().any() for record in records)]
-    return [_figure(chart, records) for chart in shown]
+    return [_plot(chart, records) for chart in shown]
 
 
-def _figure(chart: Chart, records: Sequence[RunRecord]) -> Markup:
+def _plot(chart: Chart, records: Sequence[RunRecord]) -> Plot:
     steps = pd.concat([table["step"] for record in records for table in (record.train, record.evaluations)])
     last = max(1.0, float(steps.max()))
 
-    def paint(axes: Axes, size: Size) -> None:
+    def paint(axes: Axes, size: PlotSize) -> None:
         if len(records) == 1:
             _paint_run(axes, size, chart, records[0])
         else:
@@ -111,16 +109,17 @@ def _figure(chart: Chart, records: Sequence[RunRecord]) -> Markup:
 
     key = _key(chart, records[0]) if len(records) == 1 else []
     key += [("", "soft", "logarithmic scale")] if _is_logarithmic(chart, records) else []
-    return figure(chart.name, chart.title, key, describe(chart, records), paint)
+    drawings = draw(chart.name, paint)
+    return Plot(title=chart.title, key=key, description=describe(chart, records), drawings=drawings)
 
 
 def _key(chart: Chart, record: RunRecord) -> list[tuple[str, str, str]]:
-    """What the signs mean, where there are several."""
+    """What the signs mean, if there are several."""
     if chart not in {LOSS, ACCURACY}:
         return []
-    there = set(record.evaluations["split"])
+    splits = set(record.evaluations["split"])
     training = [("━", "s1", "training")] if chart is LOSS else []
-    return training + [(sign, color, name) for split, name, sign, color, _ in _EVALUATIONS if split in there]
+    return training + [(sign, color, name) for split, name, sign, color, _ in _EVALUATIONS if split in splits]
 
 
 def _is_logarithmic(chart: Chart, records: Sequence[RunRecord]) -> bool:
@@ -130,11 +129,11 @@ def _is_logarithmic(chart: Chart, records: Sequence[RunRecord]) -> bool:
 
 def describe(chart: Chart, records: Sequence[RunRecord]) -> str:
     """A figure in words."""
-    told = [_told(chart, record, label) for record, label in zip(records, labels_of(records), strict=True)]
-    return f"{chart.title} by step. {' '.join(told)}"
+    described = [_described(chart, record, label) for record, label in zip(records, labels_of(records), strict=True)]
+    return f"{chart.title} by step. {' '.join(described)}"
 
 
-def _told(chart: Chart, record: RunRecord, label: str) -> str:
+def _described(chart: Chart, record: RunRecord, label: str) -> str:
     table = chart.table(record)
     table = table[table[chart.column].notna()]
     if table.empty:
@@ -146,8 +145,8 @@ def _told(chart: Chart, record: RunRecord, label: str) -> str:
     )
 
 
-def _paint_run(axes: Axes, size: Size, chart: Chart, record: RunRecord) -> None:
-    """One run: the raw line faint behind its trend, the evaluations, and what happened meanwhile."""
+def _paint_run(axes: Axes, size: PlotSize, chart: Chart, record: RunRecord) -> None:
+    """One run: the raw line faint behind its trend, the evaluations, the attempts and the interruptions."""
     color = COLORS["s1"]
     if chart.split is None:
         trend = smoothed(record.train, chart.column) if chart in _NOISY else record.train
@@ -160,19 +159,19 @@ def _paint_run(axes: Axes, size: Size, chart: Chart, record: RunRecord) -> None:
     _paint_interruptions(axes, record.interruptions, record.train["step"].max())
 
 
-def _paint_evaluations(axes: Axes, size: Size, column: str, evaluations: pd.DataFrame) -> None:
-    for split, _, _, color, look in _EVALUATIONS:
+def _paint_evaluations(axes: Axes, size: PlotSize, column: str, evaluations: pd.DataFrame) -> None:
+    for split, _, _, color, style in _EVALUATIONS:
         rows = decimate(evaluations[evaluations["split"] == split], column, size.points // 4)
         if not rows.empty:
-            axes.plot(rows["step"], rows[column], color=COLORS[color], zorder=3, clip_on=False, **look)
+            axes.plot(rows["step"], rows[column], color=COLORS[color], zorder=3, clip_on=False, **style)
 
 
-def _line(axes: Axes, rows: pd.DataFrame, chart: Chart, **look: Any) -> None:
-    axes.plot(rows["step"].to_numpy(), rows[chart.column].to_numpy(), **look)
+def _line(axes: Axes, rows: pd.DataFrame, chart: Chart, **style: Any) -> None:
+    axes.plot(rows["step"].to_numpy(), rows[chart.column].to_numpy(), **style)
 
 
 def attempt_spans(train: pd.DataFrame) -> list[tuple[int, float, float]]:
-    """For each attempt that made steps which counted: its number, and its first and last step."""
+    """For each attempt with productive steps: its number, its first and its last step."""
     lasts = train.groupby("attempt")["step"].max()
     starts = [float(train["step"].min()), *lasts.tolist()]
     return [(int(attempt), start, last) for (attempt, last), start in zip(lasts.items(), starts, strict=False)]
@@ -183,11 +182,11 @@ def _paint_attempts(axes: Axes, train: pd.DataFrame) -> None:
     spans = attempt_spans(train)
     if len(spans) < 2:
         return
-    whole = spans[-1][2] - spans[0][1]
-    for place, (attempt, start, end) in enumerate(spans):
-        if place % 2:
+    total = spans[-1][2] - spans[0][1]
+    for number, (attempt, start, end) in enumerate(spans):
+        if number % 2:
             axes.axvspan(start, end, color=COLORS["band"], linewidth=0, zorder=0)
-        if end - start > whole / 6:
+        if end - start > total / 6:
             _write_above(axes, (start + end) / 2, 13, f"attempt {attempt}", color=COLORS["soft"])
 
 
@@ -196,7 +195,7 @@ def _paint_interruptions(axes: Axes, interruptions: pd.DataFrame, last: float) -
     marks = interruptions[interruptions["step"].notna()].sort_values("step")
     numbered, gap = -np.inf, last / 25
     for number, step, cause in zip(marks["number"], marks["step"], marks["cause"], strict=True):
-        color = COLORS["mild" if cause in MILD else "bad"]
+        color = COLORS["mild" if cause in _EXTERNAL else "bad"]
         axes.axvline(step, color=color, linewidth=1.1, linestyle=(0, (3, 2)), zorder=1)
         if step - numbered > gap:
             numbered = step
@@ -204,7 +203,7 @@ def _paint_interruptions(axes: Axes, interruptions: pd.DataFrame, last: float) -
 
 
 def _write_above(axes: Axes, step: float, points: float, content: str, color: str) -> None:
-    """A word so many points above the frame."""
+    """Text above the frame, at a distance in points."""
     top = axes.get_xaxis_transform()
     axes.annotate(
         content,
@@ -219,16 +218,16 @@ def _write_above(axes: Axes, step: float, points: float, content: str, color: st
     )
 
 
-def look_of(place: int) -> tuple[str, int]:
-    """The color and the dashes of a run in a comparison, by its place: every pair is used before one comes again."""
-    return f"s{place % SERIES + 1}", place // SERIES % len(_DASHES)
+def line_style(number: int) -> tuple[str, int]:
+    """The color and the dashes of a run in a comparison, by its number: every pair is used before one repeats."""
+    return f"s{number % SERIES + 1}", number // SERIES % len(_DASHES)
 
 
-def _paint_runs(axes: Axes, size: Size, chart: Chart, records: Sequence[RunRecord]) -> None:
-    """Several runs, one line each. All of them together have the points of a few."""
+def _paint_runs(axes: Axes, size: PlotSize, chart: Chart, records: Sequence[RunRecord]) -> None:
+    """Several runs, one line each; together they have the points of a few."""
     most = max(100, 4 * size.points // len(records))
-    for place, record in enumerate(records):
-        color, dashes = look_of(place)
+    for number, record in enumerate(records):
+        color, dashes = line_style(number)
         table = chart.table(record)
         rows = decimate(smoothed(table, chart.column) if chart in _NOISY else table, chart.column, most)
         dots = {"marker": "o", "markersize": 3.5} if chart.split and len(rows) < 40 else {}

@@ -1,23 +1,22 @@
-"""Figures as inlined SVG that take their colors from the page, so that they follow dark and light.
+"""Figures as inlined SVG that take their colors from the page, so that they follow dark and light mode.
 
-Runs on the login node. matplotlib draws with stand-ins for colors, which become the page's CSS variables. Text stays
+Runs on the login node. matplotlib draws with placeholder colors, which become the page's CSS variables. Text stays
 text, in the page's font.
 """
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hpc.report.markup import Markup, join, tag
-
 SERIES = 8
-# Stand-ins: no two alike, and none that matplotlib would use by itself.
+# Placeholders: no two alike, and none that matplotlib would use by itself.
 COLORS = {
     name: f"#0101{number:02x}"
     for number, name in enumerate(
@@ -26,7 +25,7 @@ COLORS = {
 }
 _STYLE: Any = {
     "svg.fonttype": "none",
-    # Names of clip paths and markers follow from their content, so a page is the same each time.
+    # Ids of clip paths and markers then follow from their content: the same run makes the same page.
     "svg.hashsalt": "torchrelay",
     "font.size": 11.0,
     "axes.edgecolor": COLORS["rule"],
@@ -52,64 +51,69 @@ _STYLE: Any = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
-    """One rendering of a figure: a phone gets its own, or its text would be too small to read."""
+class PlotSize:
+    """The size of a drawing: a phone gets its own, because text that is scaled down is too small to read."""
 
     name: str
     width: float
     """In CSS pixels, which are also points."""
     height: float
     points: int
-    """The most points that a line is drawn with."""
+    """The maximum number of points of a line."""
 
 
-SIZES = (Size(name="wide", width=540, height=280, points=2000), Size(name="narrow", width=330, height=230, points=700))
+SIZES = (
+    PlotSize(name="wide", width=540, height=280, points=2000),
+    PlotSize(name="narrow", width=330, height=230, points=700),
+)
 
 
-def figure(
-    name: str, title: str, key: Sequence[tuple[str, str, str]], description: str, paint: Callable[[Axes, Size], None]
-) -> Markup:
-    """A figure with its heading, drawn once for each size; the style sheet shows the one that fits.
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A figure, drawn once for each size; the style sheet shows the one that fits."""
+
+    title: str
+    key: Sequence[tuple[str, str, str]]
+    """What is drawn how: a sign, its color's name, and what it stands for."""
+    description: str
+    """For those who cannot see it."""
+    drawings: Mapping[PlotSize, Markup]
+    """The content of an SVG element."""
+
+
+def draw(name: str, paint: Callable[[Axes, PlotSize], None]) -> dict[PlotSize, Markup]:
+    """Draw a figure in each size.
 
     Args:
         name: unique on the page, for ids.
-        title: the heading.
-        key: what is drawn how, each with a sign, its color's name, and what it stands for.
-        description: for those who cannot see it.
         paint: draws on axes, with `COLORS` only.
     """
-    drawn = [tag("div", _svg(f"{name}-{size.name}", description, paint, size), class_=size.name) for size in SIZES]
-    signs = [
-        tag("span", tag("span", sign, style=f"color:var(--{color})"), f" {meaning}") for sign, color, meaning in key
-    ]
-    caption = tag("figcaption", tag("h3", title), tag("div", *signs, class_="key"))
-    return tag("figure", caption, join(drawn), class_="card")
+    return {size: _drawing(f"{name}-{size.name}", paint, size) for size in SIZES}
 
 
-def _svg(name: str, description: str, paint: Callable[[Axes, Size], None], size: Size) -> Markup:
+def _drawing(name: str, paint: Callable[[Axes, PlotSize], None], size: PlotSize) -> Markup:
     with rc_context(_STYLE):
-        drawing = Figure(figsize=(size.width / 72, size.height / 72), layout="constrained")
-        axes = drawing.subplots()
+        figure = Figure(figsize=(size.width / 72, size.height / 72), layout="constrained")
+        axes = figure.subplots()
         axes.grid(visible=False, axis="x")
         paint(axes, size)
         buffer = io.StringIO()
-        drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    opened = tag("svg", viewBox=f"0 0 {size.width:g} {size.height:g}", role="img", aria_label=description)
-    return Markup(opened.replace("</svg>", _inlined(buffer.getvalue(), name)))
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    # matplotlib has escaped the text in it.
+    return Markup(_inlined(buffer.getvalue(), name).removesuffix("</svg>\n"))  # noqa: S704
 
 
 def _inlined(document: str, name: str) -> str:
-    """What is inside an SVG document, with ids of its own, colors of the page, and no needless digits."""
+    """The content of an SVG document, with unique ids, the page's colors, and coordinates to a tenth of a pixel."""
     inside = document[document.index('<g id="figure_1">') :]
     inside = re.sub(r'<g id="[^"]*">', "<g>", inside)
     inside = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", inside).replace("xlink:href", "href")
     inside = re.sub(r" font-family: [^;]*;", "", inside)
-    inside = re.sub(r'(?<= d=")[^"]*', lambda path: _shortened(path[0]), inside)
-    for color, stand_in in COLORS.items():
-        inside = inside.replace(stand_in, f"var(--{color})")
+    inside = re.sub(r'(?<= d=")[^"]*', lambda path: _rounded(path[0]), inside)
+    for color, placeholder in COLORS.items():
+        inside = inside.replace(placeholder, f"var(--{color})")
     return re.sub(r"\n\s*", "\n", inside)
 
 
-def _shortened(path: str) -> str:
-    """A path to the tenth of a pixel. One that is drawn at another scale would be spoiled, and there is none."""
+def _rounded(path: str) -> str:
     return re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), path)

@@ -11,9 +11,9 @@ from report_rig import CLASSES, HOSTILE, STEPS, completed_run, pending_run, repo
 
 from hpc import cli
 from hpc.core.rundir import RunDir
-from hpc.report import write
+from hpc.report import formats
 from hpc.report.__main__ import main
-from hpc.report.command import for_people, submit_command
+from hpc.report.command import shell_text, submit_command
 from hpc.report.gather import RunRecord, gather
 from hpc.report.plots import CHARTS, attempt_spans, decimate
 from hpc.spec import Recovery, Resources, RunSpec
@@ -37,13 +37,13 @@ def test_page_of_a_run_has_everything_and_loads_nothing(tmp_path: Path, capsys: 
     wanted = [
         *("r", "Training", "Loss", "Accuracy", "Images per second", "Learning rate"),
         *("Time and interruptions", "Where the time went", "Time lost, by cause", "Interruptions", "Attempts"),
-        *("Test", "Accuracy by class", "Confusion matrix", "An even sample", "The surest mistakes"),
+        *("Test", "Accuracy by class", "Confusion matrix", "Sample of the test set", "Most confident errors"),
         *("Reproduce it", "Tables"),
     ]
     assert headings(html) == wanted
     assert "85.00%" in html
     assert "87.50% in best/" in html
-    assert "2 steps made again" in html
+    assert "2 steps recomputed" in html
     addresses = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)', html)
     outside = [found for pair in addresses for found in pair if found and not found.startswith(("#", "data:image/png"))]
     assert outside == ["train.csv", "eval.csv", "attempts.csv", "interruptions.csv", "classes.csv"]
@@ -56,7 +56,7 @@ def test_text_from_files_is_escaped(tmp_path: Path, capsys: Capture) -> None:
         assert "&lt;script&gt;alert(1)" in html
         assert "<script" not in html
         assert "<img src=x" not in html
-        assert "&amp;amp;" in html, "nothing is taken for escaped already"
+        assert "&amp;amp;" in html, "text is escaped that looks escaped already"
 
 
 def test_tables_read_back_with_pandas(tmp_path: Path, capsys: Capture) -> None:
@@ -75,7 +75,7 @@ def test_tables_read_back_with_pandas(tmp_path: Path, capsys: Capture) -> None:
     classes = tables["classes.csv"]
     assert classes["class"].tolist() == list(CLASSES)
     assert classes["accuracy"].tolist() == [0.9, 0.95, 0.7]
-    assert classes["mostly_taken_for"].tolist() == ["dog", "cat", "dog"]
+    assert classes["most_often_confused_with"].tolist() == ["dog", "cat", "dog"]
     assert all((table["run"] == "r").all() for table in tables.values())
 
 
@@ -86,7 +86,7 @@ def test_several_runs_are_compared_beside_their_directories(tmp_path: Path, caps
     assert written.path == tmp_path / "runs" / "report" / "index.html"
     assert headings(written.html)[:3] == ["2 runs compared", "Runs", "Training"]
     assert 'href="../first/report/index.html"' in written.html
-    assert "second/report" not in written.html, "it has no page of its own yet"
+    assert "second/report" not in written.html, "it has no own page yet"
     assert "The runs have the same settings." in written.html
     train = pd.read_csv(written.tables[0])
     assert train.groupby("run").size().to_dict() == {"first": 200, "second": 200}
@@ -101,28 +101,28 @@ def test_settings_that_differ_are_shown(tmp_path: Path, capsys: Capture) -> None
     assert "0.25" in table
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
+def test_runs_of_the_same_name_are_labelled_by_directory(tmp_path: Path, capsys: Capture) -> None:
     runs = [running_run(tmp_path / place / "r") for place in ("x", "y")]
     written = report(capsys, *[run.path for run in runs], "--output", tmp_path / "out")
     assert written.path == tmp_path / "out" / "index.html"
     assert set(pd.read_csv(written.tables[0])["run"]) == {str(run.path) for run in runs}
 
 
-def test_run_that_waits_says_what_is_missing(tmp_path: Path, capsys: Capture) -> None:
+def test_pending_run_lists_what_is_missing(tmp_path: Path, capsys: Capture) -> None:
     html = report(capsys, pending_run(tmp_path / "r").path).html
-    assert "No attempt has begun." in html
-    assert "There are no metrics" in html
+    assert "No attempt has started." in html
+    assert "No metrics: the first are logged after --log-every steps." in html
     assert headings(html) == ["r", "Reproduce it", "Tables"]
 
 
-def test_run_that_has_not_ended_shows_what_there_is(tmp_path: Path, capsys: Capture) -> None:
+def test_page_of_a_running_run(tmp_path: Path, capsys: Capture) -> None:
     html = report(capsys, running_run(tmp_path / "r").path).html
-    assert "The test comes at the end of the training" in html
+    assert "No test result yet: the test runs at the end of the training." in html
     assert "Confusion matrix" not in html
     assert {"Loss", "Accuracy", "Attempts"} <= set(headings(html))
 
 
-def test_failed_run_shows_its_last_words(tmp_path: Path, capsys: Capture) -> None:
+def test_failed_run_shows_its_last_message(tmp_path: Path, capsys: Capture) -> None:
     run = pending_run(tmp_path / "r")
     events = [
         {"event": "submitted", "job_id": "7", "cluster": "local", "started": 0.0},
@@ -132,19 +132,19 @@ def test_failed_run_shows_its_last_words(tmp_path: Path, capsys: Capture) -> Non
     lines = [json.dumps({"time": 1_700_000_001.0 + at, "attempt": 1, **event}) for at, event in enumerate(events)]
     (run.events / "agent.jsonl").write_text("\n".join(lines) + "\n")
     html = report(capsys, run.path).html
-    assert "The run has failed. Its last words: <code>error: --lr is 9 &amp; diverged</code>" in html
+    assert "The run failed. Last message: <code>error: --lr is 9 &amp; diverged</code>" in html
     assert "Nothing interrupted this run." in html
-    assert "There is no test result: the training did not come to its end." in html
+    assert "No test result: the training did not finish." in html
 
 
-def test_script_of_ones_own_has_attempts_and_its_command(tmp_path: Path, capsys: Capture) -> None:
+def test_custom_script_has_attempts_and_its_command(tmp_path: Path, capsys: Capture) -> None:
     spec = RunSpec(
         name="own", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py", "a b", "--x")
     )
     html = report(capsys, pending_run(tmp_path / "own", spec).path).html
-    assert "A script of your own ran" in html
-    assert "The test comes at the end" not in html
-    assert "python -m hpc.submit --cluster=local \\\n  -- my.py &#x27;a b&#x27; --x" in html
+    assert "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl" in html
+    assert "No test result" not in html
+    assert "python -m hpc.submit --cluster=local \\\n  -- my.py &#39;a b&#39; --x" in html
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_sample_that_is_no_image_is_not_shown(tmp_path: Path, capsys: Capture) -
     assert "final/samples.json cannot be read: an image is damaged." in html
 
 
-def test_many_classes_are_summed_up(tmp_path: Path, capsys: Capture) -> None:
+def test_many_classes_are_summarized(tmp_path: Path, capsys: Capture) -> None:
     run = completed_run(tmp_path / "r")
     names = [f"class {number}" for number in range(40)]
     rows = [[9 if row == column else int(column == (row + 1) % 40) for column in range(40)] for row in range(40)]
@@ -189,7 +189,7 @@ def test_many_classes_are_summed_up(tmp_path: Path, capsys: Capture) -> None:
     run.confusion.write_text("\n".join(lines) + "\n")
     html = report(capsys, run.path).html
     assert "The 20 classes with the lowest accuracy" in headings(html)
-    assert "The pairs that were confused most often" in headings(html)
+    assert "Most frequent confusions" in headings(html)
     assert 'class="matrix"' not in html
 
 
@@ -201,11 +201,11 @@ def test_ids_are_unique_and_every_reference_has_one(tmp_path: Path, capsys: Capt
         assert {a or b for a, b in re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', html)} <= ids.keys()
 
 
-def test_plots_have_words_for_those_who_cannot_see_them(tmp_path: Path, capsys: Capture) -> None:
+def test_plots_have_descriptions_for_screen_readers(tmp_path: Path, capsys: Capture) -> None:
     html = report(capsys, completed_run(tmp_path / "r").path).html
-    told = re.findall(r'<svg [^>]*role="img" aria-label="([^"]*)"', html)
-    assert len(told) == 2 * len(CHARTS)
-    assert any("r: from 60.00% at step 100 to 90.00% at step 400" in words for words in told)
+    labels = re.findall(r'<svg [^>]*role="img" aria-label="([^"]*)"', html)
+    assert len(labels) == 2 * len(CHARTS)
+    assert any("r: from 60.00% at step 100 to 90.00% at step 400" in words for words in labels)
     assert all('alt="' in image for image in re.findall(r"<img [^>]*>", html))
 
 
@@ -227,16 +227,16 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path, capsys: Capture) -> None:
     ("arguments", "message"),
     [((), "no run"), (("nothing",), "no run 'nothing'"), (("r", "--output", "file/below"), "use another --output")],
 )
-def test_mistakes_are_told_in_a_line(
+def test_mistakes_are_reported_in_one_line(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     pending_run(tmp_path / "runs" / "r")
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_command_submits_the_same_run_again() -> None:
@@ -257,7 +257,7 @@ def test_command_submits_the_same_run_again() -> None:
     parsed = cli.parse(submit.SubmitTraining, words[3:], "hpc submit")
     assert (parsed.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
     assert (parsed.cluster, str(parsed.stage_dir)) == ("slurm", "/scratch")
-    assert "--data='/d a'" in for_people(words) or "'--data=/d a'" in for_people(words)
+    assert "--data='/d a'" in shell_text(words) or "'--data=/d a'" in shell_text(words)
 
 
 def test_decimation_keeps_the_ends_and_every_extreme() -> None:
@@ -276,7 +276,7 @@ def test_attempts_share_the_steps_without_a_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "text"),
     [
         (0.04, "0.0 s"),
         (9.94, "9.9 s"),
@@ -284,8 +284,8 @@ def test_attempts_share_the_steps_without_a_gap(tmp_path: Path) -> None:
         (200, "3 min 20 s"),
         (7205, "2 h"),
         (90_061, "1 d 1 h"),
-        (None, write.UNKNOWN),
+        (None, formats.UNKNOWN),
     ],
 )
-def test_durations_read_well(seconds: float | None, told: str) -> None:
-    assert write.duration(seconds) == told
+def test_durations_read_well(seconds: float | None, text: str) -> None:
+    assert formats.duration(seconds) == text

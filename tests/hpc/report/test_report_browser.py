@@ -66,14 +66,14 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(params=[("light", DESK), ("dark", DESK), ("light", PHONE), ("dark", PHONE)], ids=str)
 def window(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """A window that remembers what was asked for and what was complained about."""
+    """A page that records its requests and its errors."""
     scheme, width = request.param
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
-    page.complaints, page.requests = [], []  # type: ignore[attr-defined]
-    page.on("console", lambda message: page.complaints.append(message.text))
-    page.on("pageerror", lambda error: page.complaints.append(str(error)))
-    page.on("request", lambda asked: page.requests.append(asked.url))
+    page.errors, page.requests = [], []  # type: ignore[attr-defined]
+    page.on("console", lambda message: page.errors.append(message.text))
+    page.on("pageerror", lambda error: page.errors.append(str(error)))
+    page.on("request", lambda request: page.requests.append(request.url))
     yield page
     context.close()
 
@@ -81,7 +81,7 @@ def window(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
 def look(page: Any, path: Path) -> list[dict[str, Any]]:
     """Open a page, assert what holds for each, and return its plots."""
     page.goto(path.as_uri())
-    assert page.complaints == []
+    assert page.errors == []
     assert [url for url in page.requests if not url.startswith("data:")] == [path.as_uri()]
     width = page.viewport_size["width"]
     assert page.evaluate("document.documentElement.scrollWidth") == width, "it scrolls sideways"
@@ -108,7 +108,7 @@ def test_page_of_a_run(window: Page, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(images)
 
 
-def test_page_of_a_run_that_waits(window: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_of_a_pending_run(window: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert look(window, report(capsys, pending_run(tmp_path / ("r" * 100)).path).path) == []
 
 

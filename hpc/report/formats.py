@@ -1,0 +1,68 @@
+"""Numbers, times and text as the page prints them: the filters of the templates. Pure; runs on the login node."""
+
+from collections.abc import Callable
+from datetime import datetime
+from math import isfinite
+
+import pandas as pd
+
+UNKNOWN = "–"  # noqa: RUF001 - a dash, as in any printed table
+
+
+def known(value: object) -> bool:
+    """Whether there is a value: not None, NA, NaN, infinite or empty."""
+    return (
+        value is not None
+        and value is not pd.NA
+        and value != ""
+        and not (isinstance(value, float) and not isfinite(value))
+    )
+
+
+def number(value: object, form: str = "{:,.0f}") -> str:
+    """A number."""
+    return form.format(value) if known(value) else UNKNOWN
+
+
+def percent(value: object, digits: int = 2) -> str:
+    """A share, such as 91.25%."""
+    return number(value, f"{{:.{digits}%}}")
+
+
+def text(value: object) -> str:
+    """A text."""
+    return str(value) if known(value) else UNKNOWN
+
+
+def cause(value: object) -> str:
+    """A cause, such as time limit."""
+    return text(value).replace("_", " ")
+
+
+def moment(seconds: object) -> str:
+    """A time in seconds since the epoch, by the clock of this machine."""
+    if not isinstance(seconds, int | float) or not isfinite(seconds):
+        return UNKNOWN
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def duration(seconds: object) -> str:
+    """A duration: 0.4 s, 12 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    if not isinstance(seconds, int | float) or not isfinite(seconds):
+        return UNKNOWN
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    counts = ((whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s"))
+    largest = next(i for i, (count, _) in enumerate(counts) if count)
+    return " ".join(f"{count} {unit}" for count, unit in counts[largest : largest + 2] if count)
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: 1 step, 2 steps."""
+    return f"{number(count)} {noun}{'s' * (count != 1)}"
+
+
+FILTERS: dict[str, Callable[..., str]] = {
+    one.__name__: one for one in (number, percent, text, cause, moment, duration, plural)
+}
