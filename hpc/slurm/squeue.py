@@ -99,7 +99,7 @@ _REASONS = {
     "WaitingForScheduling": "",
     "Priority": "jobs of higher priority come first",
     "Resources": "no nodes are free",
-    "BeginTime": "its time has not come: after a requeue Slurm waits two minutes",
+    "BeginTime": "held by Slurm (requeue delay or --begin)",
     "Cleaning": "its last start is being cleaned up",
     "Prolog": "its nodes are being prepared",
     "Dependency": "another job has to end first",

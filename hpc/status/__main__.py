@@ -1,4 +1,4 @@
-"""`hpc status`: a table of runs; of a single one also what interrupted it. Runs on the login node."""
+"""`hpc status`: a table of runs; of a single run also its interruptions. Runs on the login node."""
 
 import sys
 import time
@@ -16,10 +16,10 @@ from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.status.run_view import Summary
 from hpc.status.status_cache import StatusCache
-from hpc.status.table import fitting, interruption_table, view
+from hpc.status.table import interruption_table, view, watch_view
 
 _WATCH_SECONDS = 2.0
-# The share of a core that watching takes at most: login nodes belong to everybody.
+# The share of a core that --watch takes at most: users share login nodes.
 _WATCH_SHARE = 0.1
 _PIPE_WIDTH = 160
 
@@ -60,14 +60,15 @@ def _runs(options: StatusOptions) -> list[RunDir]:
 
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
-    """Print the table; into a file or pipe as wide as it needs to be."""
+    """Print the table; into a file or pipe with all its columns."""
     console = _console()
-    console.print(view(rows, console.width, details=details))
+    console.print(view(console, rows, details=details))
 
 
 def print_interruptions(interruptions: list[dict[str, Any]]) -> None:
-    """Print what interrupted a run, and what each cost."""
-    _console().print(interruption_table(interruptions))
+    """Print the interruptions of a run, and what each cost."""
+    console = _console()
+    console.print(interruption_table(console, interruptions))
 
 
 def _console() -> Console:
@@ -77,7 +78,7 @@ def _console() -> Console:
 
 
 def summaries(runs: Sequence[RunDir]) -> list[Summary]:
-    """One summary per run, with one call of squeue for all; says on stderr if Slurm does not answer."""
+    """One summary per run, with one call of squeue for all; a warning on stderr if Slurm does not answer."""
     cache = StatusCache()
     rows = cache.summaries(runs)
     if cache.problem:
@@ -86,19 +87,20 @@ def summaries(runs: Sequence[RunDir]) -> list[Summary]:
 
 
 def _watch(options: StatusOptions) -> None:
-    """Draw the table again and again, until Ctrl-C.
+    """Redraw the table until Ctrl-C.
 
     Raises:
         UserError: there is no terminal to draw on.
     """
     console, cache = Console(), StatusCache()
     if not console.is_terminal:
-        raise UserError("--watch draws on a terminal, and this is none: leave it out, or use --json")
+        raise UserError("--watch needs a terminal, and stdout is none: leave it out, or use --json")
     with Live(console=console, auto_refresh=False) as live:
         while True:
             began = time.process_time()
             rows = cache.summaries(_runs(options))
-            live.update(fitting(console, rows, details=bool(options.run), problem=cache.problem), refresh=True)
+            drawn = watch_view(console, rows, details=bool(options.run), problem=cache.problem)
+            live.update(drawn, refresh=True)
             time.sleep(max(_WATCH_SECONDS, (time.process_time() - began) / _WATCH_SHARE))
 
 

@@ -1,21 +1,21 @@
 """What the interruptions of a run cost: time, by its parts, and steps. Pure; runs on the login node.
 
 An interruption is an `interruption` event, which its attempt survived, or the end of an attempt that another one
-follows or should follow. The way back is cut into parts by the times that events record:
+follows or should follow. The time of its recovery is divided by the times of events:
 
 | part | from | to |
 |---|---|---|
-| notice | the failure: `failed_at`; else when the lost node was last heard of, or the signal to stop came | the event |
+| notice | the failure: `failed_at`, else the lost node's last heartbeat, or the stop signal | the event |
 | release | the event | `requeued` or `relaunched`; 0 where Slurm requeues by itself |
 | start | that | `claimed` by the next attempt: the wait in the queue and Slurm's start of the job |
 | stage | `claimed` | the last `staged` before the training |
-| rendezvous | `staged`, or the event inside an attempt | all ranks connected: they have started and imported torch |
-| restore | connected | `train_started`: the state is back |
+| rendezvous | `staged`, or the event inside an attempt | all ranks have started, imported torch and connected |
+| restore | connected | `train_started`: the state is restored |
 | first_step | `train_started` | `first_step`: the loaders have started, the kernels are chosen |
 
-Inside an attempt nothing is released, started or staged: these parts are 0. An attempt that left no word is noticed by
-the next one, when it claims: what Slurm and the queue took is then in `notice`. A part is None where a time is missing,
-and so is the total of an interruption after which the next one came before the training.
+Inside an attempt nothing is released, started or staged: these parts are 0. An attempt that ended without reporting is
+noticed by the next one, when it claims: `notice` then includes Slurm's time and the queue's. A part is None where a
+time is missing, and so is the total of an interruption that is followed by another one before the training started.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ class Interruption:
     seconds: Mapping[str, float | None]
     """By part, and `total`: from the failure to the first step, or to `train_started` where that is not recorded."""
     steps_lost: int
-    """Steps that had to be made again."""
+    """Steps that had to be recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +66,18 @@ class TimeSpan:
 
     @property
     def end(self) -> Event | None:
-        """The event that says why it ended, if it has."""
+        """The event that records its end, if it has ended."""
         return self.last("interruption", "attempt_ended")
 
 
 def interruptions_of(events: Sequence[Event]) -> list[Interruption]:
     """All interruptions of a run, from its events in the order of their times."""
     found, done = list[Interruption](), 0
-    for before, after in pairwise([*_stretches(events), None]):
+    for before, after in pairwise([*_time_spans(events), None]):
         end = before.end if before else None
         if before is None or end is None or (after is None and not _should_go_on(events, end)):
             continue
-        # Where an interruption follows another one before the ranks have started, the later one loses both's steps.
+        # Of two interruptions without a start of the ranks in between, the later one has the lost steps of both.
         done = max(done, end.get("step") or 0)
         if after and _is_the_end_of(end, after):
             continue
@@ -88,23 +88,23 @@ def interruptions_of(events: Sequence[Event]) -> list[Interruption]:
     return found
 
 
-def _stretches(events: Iterable[Event]) -> list[TimeSpan]:
-    """The attempts, cut after each interruption."""
+def _time_spans(events: Iterable[Event]) -> list[TimeSpan]:
+    """The attempts, divided after each interruption."""
     claimed = {event["attempt"] for event in events if event["event"] == "claimed"}
     own = sorted((event for event in events if event.get("attempt") in claimed), key=lambda event: event["attempt"])
-    stretches = []
+    spans = []
     for _, group in groupby(own, key=lambda event: event["attempt"]):
         pieces: list[list[Event]] = [[]]
         for event in group:
             pieces[-1].append(event)
             if event["event"] == "interruption":
                 pieces.append([])
-        stretches += [TimeSpan(events=piece) for piece in pieces]
-    return stretches
+        spans += [TimeSpan(events=piece) for piece in pieces]
+    return spans
 
 
 def _is_the_end_of(interruption: Event, after: TimeSpan) -> bool:
-    """Whether an attempt ended of an interruption which it was to survive: then that is one interruption."""
+    """Whether the attempt ended because of this very interruption, which it was to survive: they are one."""
     end, failed_at = after.end or {}, interruption.get("failed_at")
     return failed_at is not None and end.get("event") == "attempt_ended" and end.get("failed_at") == failed_at
 
@@ -131,15 +131,15 @@ def _interruption(before: TimeSpan, end: Event, after: TimeSpan | None, steps_lo
 
 
 def _failed_at(before: TimeSpan, end: Event) -> float | None:
-    """When the training was interrupted, as well as the events tell it."""
+    """When the training was interrupted, as far as events record it."""
     lost, stopped = before.last("node_lost") or {}, before.last("train_stopped") or {}
-    told = stopped["time"] - stopped["seconds"] if "seconds" in stopped else None
-    known = (end.get("failed_at"), end.get("last_heard"), lost.get("last_heard"), told)
+    signalled = stopped["time"] - stopped["seconds"] if "seconds" in stopped else None
+    known = (end.get("failed_at"), end.get("last_heard"), lost.get("last_heard"), signalled)
     return next((seconds for seconds in known if seconds is not None), None)
 
 
 def _parts(failed_at: float | None, before: TimeSpan, end: Event, after: TimeSpan) -> dict[str, float | None]:
-    """The parts of the way back, in seconds, and their total."""
+    """The parts of the recovery, in seconds, and their total."""
     started = after.first("train_started")
     inside = end["event"] == "interruption"
     released: float = end["time"]
@@ -161,10 +161,10 @@ def _time(event: Event | None) -> float | None:
 
 
 def _differences(marks: Sequence[float | None]) -> dict[str, float | None]:
-    """What lies between the times, one more than there are parts, and between the first and the last known one."""
+    """Durations between n + 1 timestamps, and their total."""
     ordered, latest = list[float | None](), inf
     for mark in reversed(marks):
-        # What the next attempt writes about a dead one comes after the mark that follows it, and clocks differ.
+        # The next attempt records a dead one's end after its own claim, and clocks differ.
         latest = latest if mark is None else min(mark, latest)
         ordered.insert(0, None if mark is None else latest)
     parts = dict(zip(PARTS, starmap(_difference, pairwise(ordered)), strict=True))
@@ -177,7 +177,7 @@ def _difference(begin: float | None, end: float | None) -> float | None:
 
 
 def recovery_by_cause(interruptions: Iterable[Interruption]) -> dict[str, dict[str, float | None]]:
-    """For each cause: how many interruptions, the median of their known totals in seconds, the steps lost."""
+    """For each cause: the number of interruptions, the median of their known totals in seconds, the steps lost."""
     found: dict[str, list[Interruption]] = {}
     for interruption in interruptions:
         found.setdefault(interruption.cause, []).append(interruption)
@@ -195,10 +195,10 @@ def _recovery(interruptions: Sequence[Interruption]) -> dict[str, float | None]:
 
 
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:
-    """The share of a run's time that went into steps which counted.
+    """The share of a run's time that went into productive steps.
 
     Args:
-        train_seconds: the time in steps that counted; None where it is not recorded.
+        train_seconds: the time in productive steps; None where it is not recorded.
         began: when the first attempt was claimed.
         ended: when the run ended, or now.
     """

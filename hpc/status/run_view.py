@@ -1,6 +1,6 @@
-"""One run at a glance: the contract's `status --json` entry, from the run directory and what squeue said.
+"""The summary of one run: its entry in `status --json`, from the run directory and squeue.
 
-Runs on the login node. Reads the tails of files, so it is quick for long runs.
+Runs on the login node. Reads only the ends of the metrics, so that long runs take no longer.
 """
 
 import json
@@ -28,7 +28,7 @@ TERMINAL = frozenset({"completed", "failed", "cancelled"})
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """What the files of a run hold, as far as the views need it."""
+    """What a summary needs of the files of a run."""
 
     events: Sequence[Event] = ()
     train: Mapping[str, Any] = field(default_factory=dict)
@@ -37,21 +37,21 @@ class RunRecords:
     final: Mapping[str, Any] | None = None
     """The test result; None before there is a final model."""
     problem: str | None = None
-    """Why there may be more than this."""
+    """Why the files could not be read."""
 
 
 def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None) -> Summary:
-    """Everything that is known of a run; None for what is not.
+    """The summary of a run; None for what is not known.
 
     Args:
-        run: the run. What is damaged in its directory is a warning, not an error: it must not hide the other runs.
-        jobs: its own in the queue (`jobs_by_run`); None when Slurm does not answer.
+        run: the run. Damage in its directory is a warning, not an error: it must not hide the other runs.
+        jobs: the run's jobs in the queue (`jobs_by_run`); None when Slurm does not answer.
     """
     try:
-        return _told(run, _read(run), jobs)
+        return _summary(run, _read(run), jobs)
     except (LookupError, OSError, TypeError, ValueError) as error:
-        problem = f"what is recorded in {run.path} cannot be read: {type(error).__name__}: {error}"
-        return _told(run, RunRecords(problem=problem), jobs)
+        problem = f"cannot read the records in {run.path}: {type(error).__name__}: {error}"
+        return _summary(run, RunRecords(problem=problem), jobs)
 
 
 def _read(run: RunDir) -> RunRecords:
@@ -64,12 +64,12 @@ def _read(run: RunDir) -> RunRecords:
     )
 
 
-def _told(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) -> Summary:
+def _summary(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) -> Summary:
     events, train = records.events, records.train
     attempts = attempts_of(events)
     interruptions = interruptions_of(events)
     job = next(iter(jobs or ()), None)
-    waiting = job if job and job.state is JobState.PENDING else None
+    pending = job if job and job.state is JobState.PENDING else None
     state = state_of(records, attempts, job, slurm_answers=jobs is not None)
     started = [event for event in events if event["event"] == "train_started"]
     return {
@@ -87,24 +87,24 @@ def _told(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) -> 
         "train_loss": train.get("loss"),
         "val_accuracy": records.val_accuracy,
         "test_accuracy": (records.final or {}).get("test_accuracy"),
-        "best_test_accuracy": _of_best(records.final or {}),
+        "best_test_accuracy": _best_test_accuracy(records.final or {}),
         "steps_lost": sum(interruption.steps_lost for interruption in interruptions) if attempts else None,
         "goodput": _goodput(events, attempts, train, state),
         "interruptions": [dict(vars(interruption)) for interruption in interruptions],
         "recovery": recovery_by_cause(interruptions),
         "warnings": [*warnings_of(events), *filter(None, [records.problem])],
         "staging": _staging(events) if state == "running" else None,
-        "reason": waiting.reason if waiting else None,
-        "starts_at": waiting.started if waiting else None,
+        "reason": pending.reason if pending else None,
+        "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
         "detail": attempts[-1].detail if attempts else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
     }
 
 
 def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:
-    """The jobs in the queue of each run, by its directory, also those that were submitted by hand.
+    """The jobs in the queue of each run, by its directory, also those submitted by hand.
 
-    One that runs comes first. A job in a state that we do not know may be alive.
+    A running job comes first. A job in an unknown state may be alive.
     """
     scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
     found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
@@ -119,9 +119,9 @@ def jobs_of(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
 def state_of(records: RunRecords, attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
     """One of pending, running, completed, failed, cancelled."""
     causes = [attempt.cause for attempt in attempts]
-    # Between the final model and the agent's last word the job still runs: whoever waits would look too early.
-    last_word_due = causes[-1:] == [None] and job is not None
-    if causes[-1:] == [Cause.COMPLETED] or (records.final is not None and not last_word_due):
+    # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
+    agent_still_works = causes[-1:] == [None] and job is not None
+    if causes[-1:] == [Cause.COMPLETED] or (records.final is not None and not agent_still_works):
         return "completed"
     if any(event["event"] == "cancelled" for event in records.events):
         return "cancelled"
@@ -138,23 +138,23 @@ def state_of(records: RunRecords, attempts: Sequence[Attempt], job: SlurmJob | N
 
 
 def _may_go_on(attempts: Sequence[Attempt]) -> bool:
-    """Whether the ledger leaves it open: no attempt yet, one that has not ended, or one that another follows."""
+    """Whether the ledger leaves it open: no attempt yet, one that has not ended, or one that another will follow."""
     cause = attempts[-1].cause if attempts else None
     return cause is None or may_restart(cause, failures_in_a_row(attempts))
 
 
 def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
-    """How far the slowest copy of the data is; None if no node copies."""
+    """The progress of the slowest node that stages data; None if no node does."""
     last: dict[str, Event] = {}
     for event in events:
         if event["event"] == "claimed":
             last = {}
         elif event["event"] in {"staging", "staged", "environment", "node_failed"}:
             last[event["node"]] = event
-    under_way = [event for event in last.values() if event["event"] == "staging"]
-    if not under_way:
+    copying = [event for event in last.values() if event["event"] == "staging"]
+    if not copying:
         return None
-    slowest = max(under_way, key=lambda event: event["eta_seconds"] or 0.0)
+    slowest = max(copying, key=lambda event: event["eta_seconds"] or 0.0)
     wanted = ("node", "activity", "bytes_done", "bytes_total", "bytes_per_second", "eta_seconds")
     return {key: slowest[key] for key in wanted}
 
@@ -180,12 +180,12 @@ def _final_result(run: RunDir) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        result = None  # damaged, but there: the run is complete
+        result = None  # damaged, but it exists: the run is complete
     return result if isinstance(result, dict) else {}
 
 
-def _of_best(final: Mapping[str, Any]) -> float | None:
-    """The test accuracy of the model that did best in validation, if there is one."""
+def _best_test_accuracy(final: Mapping[str, Any]) -> float | None:
+    """The test accuracy of the model with the best validation accuracy; None if it was not tested."""
     best = final.get("best")
     return best.get("test_accuracy") if isinstance(best, dict) else None
 

@@ -14,7 +14,7 @@ from hpc.status.run_view import summarize
 
 
 def interruptions(directory: Path, *events: dict[str, Any]) -> list[Interruption]:
-    """What the accounting makes of these events, written by two writers."""
+    """The interruptions in these events, written by two writers."""
     for number, event in enumerate(events):
         append_json_line(directory / f"writer-{number % 2}.jsonl", event)
     return interruptions_of(ledger.read(directory))
@@ -86,14 +86,14 @@ def test_preempted_attempt_that_was_requeued(tmp_path: Path) -> None:
         started(166.0, step=60, attempt=2),
         happened(167.0, "first_step", 2, step=61),
     )
-    assert interruption.failed_at == 31.0, "when it was told to stop"
+    assert interruption.failed_at == 31.0, "the stop signal"
     assert interruption.steps_lost == 0
     assert interruption.seconds == seconds(
         notice=3.0, release=1.0, start=120.0, stage=3.0, rendezvous=6.0, restore=2.0, first_step=1.0, total=136.0
     )
 
 
-def test_attempt_that_left_no_word_is_noticed_by_the_next(tmp_path: Path) -> None:
+def test_attempt_that_ended_without_reporting_is_noticed_by_the_next(tmp_path: Path) -> None:
     (interruption,) = interruptions(
         tmp_path,
         *FIRST,
@@ -186,7 +186,7 @@ def test_goodput_is_unknown_where_the_time_is_not_recorded() -> None:
     assert goodput(6.0, 2.0, 10.0) == 0.75
 
 
-def test_summary_has_the_accounting(tmp_path: Path) -> None:
+def test_summary_has_the_interruptions(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for directory in (run.events, run.train_metrics.parent):
         directory.mkdir()

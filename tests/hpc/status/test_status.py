@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
 from hpc.status import __main__ as status
 from hpc.status import table
+from hpc.status.run_view import summarize
 
 CRASH = {"cause": "crashed", "rank": 3, "node": "gpu02", "detail": "KeyError: '[x]'", "round": 1}
 EVENTS = (
@@ -43,28 +45,27 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_run_that_is_named_shows_what_interrupted_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    title, row, _, head, first, second, third, warning = printed(capsys, str(run.path)).splitlines()
-    assert "restarts" in title
+def test_run_that_is_named_shows_its_interruptions(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    title, row, warning, _, head, third, second, first = printed(capsys, str(run.path)).splitlines()
+    assert "interruptions" in title
     assert "2 crashed, 1 preempted" in row
-    assert head.split() == [
-        "interrupted",
-        "cause",
-        "where",
-        "steps",
-        "lost",
-        "seconds",
-        "of",
-        "which",
-        "what",
-        "it",
-        "said",
-    ]
-    cells = ["crashed", "gpu02", "rank", "3", "2", "9.0", "notice", "1.0", "KeyError:", "'[x]'"]
+    titles = "time cause rank, node steps lost seconds lost message longest parts"
+    assert head.split() == titles.split()
+    cells = ["crashed", "rank", "3,", "gpu02", "2", "9.0", "KeyError:", "'[x]'", "notice", "1.0"]
     assert first.split()[2:] == cells
     assert second.split()[6:8] == ["1", "13.5"]
-    assert third.split()[2:] == ["preempted", "-", "0", "-", "notice", "29.0", "-"], "it waits for its next attempt"
+    assert third.split()[2:] == ["preempted", "-", "0", "-", "-", "notice", "29.0"], "it waits for its next attempt"
     assert warning.startswith("warning: saving took 28.0 s")
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [(160, "run state step loss accuracy ETA attempt img/s interruptions epoch nodes"), (30, "run state step loss accuracy"),
+     (1, "run state")],
+)  # fmt: skip
+def test_narrow_table_has_the_most_important_columns(run: RunDir, width: int, titles: str) -> None:
+    drawn = table.table(Console(width=width), [summarize(run, None)])
+    assert [column.header for column in drawn.columns] == titles.split()
 
 
 def test_table_of_all_runs_is_the_table_alone(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""States told from squeue and from the run directory: a real executable prints what Slurm printed, or fails like it."""
+"""States from squeue and from the run directory: a real executable prints what Slurm printed, or fails like it."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from hpc.slurm.squeue import parse_jobs
 from hpc.status import __main__ as status
 from hpc.status.run_view import jobs_by_run
 from hpc.status.status_cache import StatusCache
-from hpc.status.table import waiting
+from hpc.status.table import wait_reason
 
 Squeue = Callable[[str], None]
 CLAIMED = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["gpu01"]}
@@ -84,7 +84,7 @@ AWAY = {
         ([CLAIMED, {"event": "cancelled"}], "cancelled"),
     ],
 )
-def test_without_slurm_the_ledger_tells_the_state(
+def test_without_slurm_the_state_comes_from_the_ledger(
     how: str, events: list[dict[str, Any]], state: str, tmp_path: Path, squeue: Squeue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path, *events)
@@ -138,16 +138,25 @@ def test_line_that_cannot_be_read_hides_no_other(tmp_path: Path, squeue: Squeue)
     assert StatusCache().summary(run)["state"] == "pending"
 
 
-def test_pending_run_says_why_and_when(tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pending_run_has_its_reason_and_start(
+    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
+) -> None:
     soon = datetime.fromtimestamp(time.time() + 1800)  # noqa: DTZ006 - Slurm prints local times
     run = make_run(tmp_path)
     squeue(printing(tmp_path, alive(run, reason="QOSMaxJobsPerUserLimit", start=f"{soon:%Y-%m-%dT%H:%M:%S}")))
     row = StatusCache().summary(run)
     assert (row["reason"], row["starts_at"]) == ("QOSMaxJobsPerUserLimit", int(soon.timestamp()))
     assert status.main([str(run.path)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "its user has reached a limit of the quality of service" in told
-    assert f"may start {soon:%H:%M}" in told
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "its user has reached a limit of the quality of service" in shown
+    assert f"may start {soon:%H:%M}" in shown
+
+
+def test_requeued_run_shows_until_when_slurm_holds_it(tmp_path: Path, squeue: Squeue) -> None:
+    soon = datetime.fromtimestamp(time.time() + 100)  # noqa: DTZ006 - Slurm prints local times
+    run = make_run(tmp_path)
+    squeue(printing(tmp_path, f"7|PENDING|BeginTime||1|{soon:%Y-%m-%dT%H:%M:%S}|N/A|{run.script}|"))
+    assert wait_reason(StatusCache().summary(run)) == f"held by Slurm until {soon:%H:%M} (requeue delay or --begin)"
 
 
 def test_reason_with_brackets_is_shown_as_it_is(
@@ -202,13 +211,13 @@ def test_damage_that_hides_nothing(how: str, tmp_path: Path, squeue: Squeue) -> 
 
 
 @pytest.mark.parametrize("how", CLOSED)
-def test_damaged_run_is_told_by_slurm_and_hides_no_other(how: str, tmp_path: Path, squeue: Squeue) -> None:
+def test_damaged_run_has_slurms_state_and_hides_no_other(how: str, tmp_path: Path, squeue: Squeue) -> None:
     run, sound = make_run(tmp_path, CLAIMED), make_run(tmp_path, CLAIMED, name="s")
     CLOSED[how](run)
     squeue(printing(tmp_path, alive(run, "RUNNING"), alive(sound, "RUNNING").replace("7|", "8|", 1)))
     damaged, other = StatusCache().summaries([run, sound])
     assert (damaged["state"], damaged["job_id"], damaged["attempt"]) == ("running", "7", None)
-    assert damaged["warnings"][0].startswith(f"what is recorded in {run.path} cannot be read")
+    assert damaged["warnings"][0].startswith(f"cannot read the records in {run.path}: ")
     assert (other["attempt"], other["warnings"]) == (1, [])
 
 
@@ -251,7 +260,7 @@ def test_run_that_is_deleted_while_it_is_read_is_left_out(tmp_path: Path) -> Non
     assert [row["run"] for row in StatusCache().summaries([run, sound])] == ["s"]
 
 
-def test_later_look_sees_what_has_changed(tmp_path: Path) -> None:
+def test_later_summary_has_what_changed(tmp_path: Path) -> None:
     run, failed = make_run(tmp_path, CLAIMED), make_run(tmp_path, name="failed")
     cache = StatusCache()
     assert [row["step"] for row in cache.summaries([run, failed])] == [None, None]
@@ -265,7 +274,7 @@ def test_later_look_sees_what_has_changed(tmp_path: Path) -> None:
     assert [row["attempt"] for row in cache.summaries([run, failed])] == [1, 1]
 
 
-def test_looks_in_quick_succession_ask_slurm_once(tmp_path: Path, squeue: Squeue) -> None:
+def test_calls_in_quick_succession_query_slurm_once(tmp_path: Path, squeue: Squeue) -> None:
     run = make_run(tmp_path, CLAIMED)
     squeue(f"echo asked >> {tmp_path}/asked; {printing(tmp_path, alive(run, 'RUNNING'))}")
     cache = StatusCache()
@@ -293,7 +302,7 @@ def test_copy_that_takes_long_is_no_hang(tmp_path: Path, squeue: Squeue) -> None
     squeue(printing(tmp_path, alive(run, "RUNNING")))
     row = StatusCache().summary(run)
     assert (row["staging"]["node"], row["staging"]["bytes_done"]) == ("gpu02", 50_000_000), "the slowest"
-    assert waiting(row) == "copying data, 25%, 10 MB/s, 2:15 left"
+    assert wait_reason(row) == "copying data, 25%, 10 MB/s, 2:15 left"
     done = [{"event": "staged", "attempt": 1, "node": node, "in_place": None} for node in ("gpu01", "gpu02")]
     other = make_run(tmp_path, claim, *copies, *done, name="other")
     squeue(printing(tmp_path, alive(other, "RUNNING")))

@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60
 
 
 class Terminal:
-    """A terminal in which a command runs."""
+    """A terminal that runs a command."""
 
     def __init__(self, pid: int, descriptor: int, lines: int, columns: int) -> None:
         self.pid, self._descriptor = pid, descriptor
@@ -52,7 +52,7 @@ class Terminal:
 
     @property
     def scrolled(self) -> int:
-        """Lines that have left the screen at the top."""
+        """Lines that were scrolled off the top of the screen."""
         return len(self._screen.history.top)
 
     @property
@@ -89,7 +89,7 @@ def watching(*arguments: str, lines: int = 24, columns: int = 120) -> Iterator[T
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         except (ChildProcessError, ProcessLookupError):
-            pass  # it has ended, and its end has been seen
+            pass  # it has ended and was waited for
         os.close(descriptor)
 
 
@@ -159,7 +159,7 @@ def test_watch_survives_slurm_being_away(tmp_path: Path, squeue: Callable[[str],
 
 
 @pytest.mark.parametrize(("lines", "columns"), [(12, 120), (8, 60), (6, 40)])
-def test_long_table_is_cut_to_what_has_not_ended(
+def test_long_table_is_cut_and_begins_with_runs_that_have_not_ended(
     lines: int, columns: int, tmp_path: Path, squeue: Callable[[str], None]
 ) -> None:
     squeue("exit 0")
@@ -170,7 +170,7 @@ def test_long_table_is_cut_to_what_has_not_ended(
     with watching("--runs-dir", str(tmp_path), lines=lines, columns=columns) as terminal:
         for i in range(3):
             append_json_line(waits.train_metrics, {"step": i, "epoch": 1})
-            shown = terminal.wait(lambda text: "waits" in text and "more" in text)
+            shown = terminal.wait(lambda text: "waits" in text and "..." in text)
             assert shown.startswith("run ")
         for _ in range(10):
             terminal.read()
@@ -182,4 +182,4 @@ def test_watch_needs_a_terminal(tmp_path: Path) -> None:
     make_run(tmp_path, "r").script.unlink()
     done = hpc("status", "--watch", "--runs-dir", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--watch draws on a terminal" in done.stderr
+    assert "--watch needs a terminal" in done.stderr

@@ -29,7 +29,7 @@ def test_longest_save_counts() -> None:
     [(7.0, []), (9.0, ["GraceTime=22"]), (17.0, ["--stop-lead 1m", "GraceTime=32"]),
      (25.0, ["--stop-lead 1m", "GraceTime=42"]), (100.0, ["--stop-lead 4m", "GraceTime=135"])],
 )  # fmt: skip
-def test_save_that_hardly_fits_is_said_with_the_flag_to_change(seconds: float, flags: list[str]) -> None:
+def test_slow_save_is_warned_of_with_the_flag_to_change(seconds: float, flags: list[str]) -> None:
     warnings = warnings_of([SUBMITTED, stopped(seconds)])
     assert len(warnings) == len(flags)
     for warning, flag in zip(warnings, flags, strict=True):
@@ -40,8 +40,8 @@ def test_save_that_hardly_fits_is_said_with_the_flag_to_change(seconds: float, f
 def test_without_a_known_grace_there_is_nothing_to_compare_with() -> None:
     (warning,) = warnings_of([{**SUBMITTED, "grace_seconds": None}, stopped(25.0)])
     assert warning == (
-        "saving took 25.0 s, and the run is told to 30 s before the time limit, the last 10 s of which are for the "
-        "requeue: submit with --stop-lead 1m"
+        "saving took 25.0 s; the stop signal comes 30 s before the time limit, and the requeue needs the last 10 s: "
+        "submit with --stop-lead 1m"
     )
     assert warnings_of([{"time": 0.0, "event": "submitted", "job_id": "7"}, stopped(25.0)]) == []
 
@@ -52,25 +52,27 @@ def test_slow_rank_of_this_attempt_is_named() -> None:
         "median_seconds": 0.1,
     }  # fmt: skip
     (warning,) = warnings_of([claimed(1), slow])
-    assert warning.startswith("rank 3 on gpu02 needs 0.25 s for its part of a step, the others 0.1 s")
+    assert warning.startswith("rank 3 on gpu02 needs 0.25 s per step, the others 0.1 s")
     assert warnings_of([claimed(1), slow, claimed(2)]) == [], "another attempt has other nodes"
 
 
-def test_run_without_snapshots_says_why() -> None:
+def test_run_without_snapshots_has_the_reason() -> None:
     off = {"time": 5.0, "event": "snapshot_off", "attempt": 1, "reason": "/dev/shm has 60 MB free"}
-    assert warnings_of([claimed(1), off]) == ["no snapshots are taken: /dev/shm has 60 MB free"]
+    assert warnings_of([claimed(1), off]) == ["snapshots are off: /dev/shm has 60 MB free"]
 
 
-@pytest.mark.parametrize(("cause", "said"), [("no_space", "make room"), ("bad_input", "new name"), ("preempted", None)])
-def test_run_that_only_a_person_can_mend_says_what_to_do(cause: str, said: str | None) -> None:
+@pytest.mark.parametrize(
+    ("cause", "advice"), [("no_space", "make room"), ("bad_input", "new name"), ("preempted", None)]
+)
+def test_failure_that_needs_a_person_has_advice(cause: str, advice: str | None) -> None:
     ended = {"time": 5.0, "event": "attempt_ended", "attempt": 1, "cause": cause}
     warnings = warnings_of([claimed(1), ended])
-    assert len(warnings) == (said is not None)
-    assert all(str(said) in warning for warning in warnings)
+    assert len(warnings) == (advice is not None)
+    assert all(str(advice) in warning for warning in warnings)
     assert warnings_of([claimed(1), ended, claimed(2)]) == []
 
 
-def test_data_that_are_not_on_the_nodes_own_disk_are_said() -> None:
+def test_data_that_are_not_on_the_nodes_disk_are_warned_of() -> None:
     def staged(**fields: Any) -> dict[str, Any]:
         return {
             "time": 2.0,
@@ -84,8 +86,8 @@ def test_data_that_are_not_on_the_nodes_own_disk_are_said() -> None:
 
     assert warnings_of([SUBMITTED, claimed(1), staged()]) == []
     [warning] = warnings_of([SUBMITTED, claimed(1), staged(), staged(in_place="no room"), staged()])
-    assert warning.startswith("gpu01 reads /photos in place, all the time: no room; use --stage-dir")
+    assert warning.startswith("gpu01 reads /photos in place, without a copy: no room; set --stage-dir")
     [warning] = warnings_of([SUBMITTED, claimed(1), staged(in_memory=True)])
-    assert "is in memory" in warning
+    assert "is RAM-backed" in warning
     assert "--mem" in warning
     assert warnings_of([SUBMITTED, claimed(1), staged(in_place="no room"), claimed(2)]) == []
