@@ -10,7 +10,7 @@ which a failure has those that are known:
 | claimed | the head node's agent, as its file's first line | job_id restart nonce port nodes |
 | refused | the head node's agent | job_id restart detail |
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
-| staging | every agent whose copy takes longer | node source activity bytes_done bytes_total bytes_per_second eta_seconds |
+| staging | an agent with a long copy | node source activity bytes_done bytes_total bytes_per_second eta_seconds |
 | staged | every agent | node source and what hpc.staging.Staged has |
 | packed | every agent, with --pack | node path seconds |
 | environment | every agent of a run with --stage-env | node python seconds fallback (why it is the shared one) |

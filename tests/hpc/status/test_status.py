@@ -60,8 +60,8 @@ def test_run_that_is_named_shows_its_interruptions(run: RunDir, capsys: pytest.C
 
 @pytest.mark.parametrize(
     ("width", "titles"),
-    [(160, "run state step loss accuracy ETA attempt img/s interruptions epoch nodes"), (30, "run state step loss accuracy"),
-     (1, "run state")],
+    [(160, "run state step loss accuracy ETA attempt img/s interruptions epoch nodes"),
+     (30, "run state step loss accuracy"), (1, "run state")],
 )  # fmt: skip
 def test_narrow_table_has_the_most_important_columns(run: RunDir, width: int, titles: str) -> None:
     drawn = table.table(Console(width=width), [summarize(run, None)])
