@@ -55,7 +55,7 @@ NORMALISED = ("--model=resnet20", "--memory-format=contiguous")
     ("world_size", "options"),
     [
         (1, ()),
-        (2, (*NORMALISED, "--clip-grad-norm=0.5", "--grad-accum-steps=2")),
+        (2, (*NORMALISED, "--nesterov", "--clip-grad-norm=0.5", "--grad-accum-steps=2")),
         (3, ("--optimizer=adamw", "--lr=0.002", "--grad-accum-steps=2", "--clip-grad-norm=0.5", "--mixup=0.2")),
         (2, ("--amp=bf16",)),
     ],
