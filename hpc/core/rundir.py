@@ -8,7 +8,7 @@ from pathlib import Path
 
 # In `final/`.
 CONFUSION, SAMPLES = "confusion.csv", "samples.json"
-CLASSES, CONFUSION_PICTURE, HISTORY = "classes.csv", "confusion.png", "history.csv"
+CLASSES, HISTORY = "classes.csv", "history.csv"
 # In `best/` too.
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 

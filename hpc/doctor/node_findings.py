@@ -226,7 +226,7 @@ def _preflight(machine: NodeInfo) -> Verdict | None:
     said = machine.job.preflight
     if not machine.job.passed:
         return costs(said, "no run can train on these nodes", "hpc submit --exclude, and tell the administrators")
-    if " on cpu" in said:
+    if " on CPU" in said:
         return costs(
             said,
             "GPUs were asked for, and torch found none: ranks would train on the CPU",

@@ -117,7 +117,7 @@ def main(run_dir: str, attempt: str) -> int:
     if rank_info.is_rank_zero:
         speed = report.allreduce_gb_per_second
         told = f", all-reduce {speed} GB/s" if speed is not None else ""
-        print(f"preflight: {report.world_size} ranks on {group.device.type}{told}, {report.seconds} s", flush=True)
+        print(f"preflight: {group.description}{told}, {report.seconds} s", flush=True)
         logger = RunLogger(RunDir(Path(run_dir)), int(attempt), Console(enabled=True), writes=True)
         logger.event("preflight", **asdict(report))
     disconnect()

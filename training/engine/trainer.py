@@ -17,8 +17,8 @@ from training.checkpoint.restore import restore
 from training.checkpoint.snapshot_writer import SnapshotWriter
 from training.checkpoint.state import TrainState, identity
 from training.config.rules import without_effect
-from training.config.train_config import samples_per_group
-from training.data.batch_schedule import make_schedule
+from training.config.train_config import TrainConfig, samples_per_group
+from training.data.batch_schedule import BatchSchedule, make_schedule
 from training.data.dataset import Batch, Data, load_device_batches
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
@@ -28,7 +28,6 @@ from training.engine.optim import make_optimizer, rate_of
 from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator
-from training.evaluation.result import greeting
 from training.evaluation.validation import Validator
 from training.models.ema import Ema
 from training.models.factory import Preprocess
@@ -161,7 +160,7 @@ class Trainer:
             connect_seconds=round(self.group.connected_at - self.context.started, 3),
         )
         begin = f"resuming from {restored.source} {restored.name}" if restored else "starting"
-        self.console.print(f"{begin}: {greeting(self.config, self.data, self.schedule, self.group, self.state.model)}")
+        self.console.print(f"{begin}: {describe(self.config, self.data, self.schedule, self.group, self.state.model)}")
         for told in without_effect(self.config):
             self.console.warn(told)
         self.console.start(progress.step, self.schedule.total_steps)
@@ -309,3 +308,13 @@ class Trainer:
             self.snapshot_writer.end()
             raise
         self.snapshot_writer.end()
+
+
+def describe(config: TrainConfig, data: Data, schedule: BatchSchedule, group: ProcessGroup, model: nn.Module) -> str:
+    """What will be trained, in one line."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    on_device = ", images in its memory" if data.on_device else ""
+    return (
+        f"{config.model} ({parameters:,} parameters) on {len(data.train):,} images of {len(data.classes)} classes, "
+        f"{schedule.total_steps} steps of {schedule.batch_size} images, {group.description}{on_device}"
+    )

@@ -1,1 +1,1 @@
-"""Validation and test, and the files that they leave. Runs on every rank."""
+"""Validation and test, and the files that describe a trained model. Runs on every rank."""

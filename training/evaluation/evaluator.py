@@ -1,7 +1,7 @@
-"""Exact evaluation: every sample counts once, and the result is the same to the last digit for any number of ranks.
+"""Exact evaluation: every sample counts once, and the result is bit-identical for any number of ranks.
 
-Runs on every rank. The batches are the same whoever evaluates them, the ranks exchange whole numbers, each batch's loss
-and each image's probability, never averages, and the total must be the size of the data set.
+Runs on every rank. The batches do not depend on the number of ranks. The ranks exchange counts, the loss of each batch
+and the prediction of each image, never averages; the total must be the size of the data set.
 """
 
 import math
@@ -21,7 +21,7 @@ from training.models.precision import autocast
 from training.runtime.process_group import ProcessGroup
 
 _BATCH = 256
-_BEST = 5
+_TOP_K = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,35 +30,35 @@ class Evaluation:
 
     loss: float
     confusion: Tensor
-    """int64 [classes, classes]: images of the class of the row that were taken for that of the column."""
+    """int64 [classes, classes]: images by true class (row) and predicted class (column)."""
     corrupt: tuple[int, ...]
-    """Places of the images that could not be read; others took their place."""
+    """Indices of images that cannot be read; other images replaced them."""
     predicted: Tensor
-    """int64 [n]: the class that each image was taken for."""
+    """int64 [n]: predicted class of each image."""
     probability: Tensor
-    """float32 [n]: that the model gave to this class."""
-    among_best: int
-    """Images whose class was among the five that the model found the likeliest."""
+    """float32 [n]: probability of the predicted class."""
+    top5_correct: int
+    """Images whose true class is among the five most likely."""
 
     @property
     def correct(self) -> int:
-        """Images whose class was recognised."""
+        """Images predicted correctly."""
         return int(self.confusion.trace())
 
     @property
     def total(self) -> int:
-        """Images."""
+        """Number of images."""
         return int(self.confusion.sum())
 
     @property
     def accuracy(self) -> float:
-        """From 0 to 1."""
+        """Top-1 accuracy, 0 to 1."""
         return self.correct / self.total
 
     @property
     def top5_accuracy(self) -> float:
-        """The share of the images whose class was among the five likeliest, from 0 to 1."""
-        return self.among_best / self.total
+        """Top-5 accuracy, 0 to 1."""
+        return self.top5_correct / self.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,35 +77,36 @@ class Evaluator:
 
         Args:
             source: the samples.
-            before_batch: is called before every batch, the same number of times on every rank; what it raises ends
-                the evaluation.
+            before_batch: called before every batch, equally often on every rank; its exceptions end the evaluation.
         """
-        self._share_buffers()
+        # All ranks evaluate rank 0's batch statistics: between steps each rank has its own.
+        for buffer in self.model.buffers():
+            torch.distributed.broadcast(buffer, 0)
         self.model.eval()
         rank, world_size, device = self.group.rank, self.group.world_size, self.group.device
         losses = torch.zeros(-(-len(source) // _BATCH), dtype=torch.float64, device=device)
         confusion = torch.zeros(self.classes**2, dtype=torch.int64, device=device)
         predicted = torch.zeros(len(source), dtype=torch.int64, device=device)
         probability = torch.zeros(len(source), dtype=torch.float32, device=device)
-        among_best = torch.zeros((), dtype=torch.int64, device=device)
+        top5_correct = torch.zeros((), dtype=torch.int64, device=device)
         corrupt: set[int] = set()
         requests = evaluation_requests(len(source), _BATCH, rank, world_size)
         with load_device_batches(device, source, requests, self.workers) as batches:
-            for turn, batch in enumerate(batches):
+            for number, batch in enumerate(batches):
                 before_batch()
                 if len(batch.labels):
-                    places = batch.indices.to(device, non_blocking=True)
-                    answers = self._count(batch, confusion, among_best)
-                    losses[turn * world_size + rank], predicted[places], probability[places] = answers
+                    indices = batch.indices.to(device, non_blocking=True)
+                    results = self._evaluate_batch(batch, confusion, top5_correct)
+                    losses[number * world_size + rank], predicted[indices], probability[indices] = results
                     corrupt.update(batch.corrupt.tolist())
                 elif self.config.strategy == "fsdp":
-                    self._keep_company(batch)
-        return self._summed(losses, confusion, corrupt, (predicted, probability, among_best))
+                    self._run_dummy_batch(batch)
+        return self._reduce(losses, confusion, corrupt, (predicted, probability, top5_correct))
 
-    def evaluate_other(
+    def evaluate_weights(
         self, weights: Mapping[str, Tensor], source: ImageSource, before_batch: Callable[[], object]
     ) -> Evaluation:
-        """As `evaluate`, with other weights, which the model has for that long."""
+        """Evaluate other weights; afterwards the model has its own again."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         load_full_state_dict(self.model, weights, sharded=self.config.strategy == "fsdp")
         try:
@@ -114,43 +115,38 @@ class Evaluator:
             self.model.load_state_dict(own)
 
     @torch.inference_mode()
-    def _count(self, batch: Batch, confusion: Tensor, among_best: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a batch to the counts, and return its loss, and for each image the class and its probability."""
+    def _evaluate_batch(self, batch: Batch, confusion: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a batch to the counts, and return its loss, the predicted classes and their probabilities."""
         labels = batch.labels.to(self.group.device, non_blocking=True)
         with autocast(self.config, self.group.device):
             logits = self.model(self.preprocess(batch.images)).float()
         predicted = logits.argmax(1)
         confusion += torch.bincount(labels * self.classes + predicted, minlength=self.classes**2)
-        likelier = (logits > logits.gather(1, labels[:, None])).sum(1)
-        among_best += (likelier < _BEST).sum()
+        more_likely = (logits > logits.gather(1, labels[:, None])).sum(1)
+        top5_correct += (more_likely < _TOP_K).sum()
         return functional.cross_entropy(logits, labels, reduction="sum"), predicted, logits.softmax(1).amax(1)
 
     @torch.inference_mode()
-    def _keep_company(self, batch: Batch) -> None:
-        """Make a pass with nothing to evaluate: the others need this rank's part of the model for theirs."""
+    def _run_dummy_batch(self, batch: Batch) -> None:
+        """A forward pass without a result: other ranks need this rank's shard of the model for theirs."""
         self.model(self.preprocess(batch.images.new_zeros(1, *batch.images.shape[1:])))
 
-    def _share_buffers(self) -> None:
-        """All ranks evaluate rank 0's batch statistics; between steps, each rank's are its own."""
-        for buffer in self.model.buffers():
-            torch.distributed.broadcast(buffer, 0)
-
-    def _summed(
-        self, losses: Tensor, confusion: Tensor, corrupt: set[int], answers: tuple[Tensor, Tensor, Tensor]
+    def _reduce(
+        self, losses: Tensor, confusion: Tensor, corrupt: set[int], predictions: tuple[Tensor, Tensor, Tensor]
     ) -> Evaluation:
-        samples = len(answers[0])
+        samples = len(predictions[0])
         counts = self.group.all_reduce(confusion).reshape(self.classes, self.classes)
-        # Each batch's loss and each image's answer come from one rank and zeros from the others: nothing is rounded.
+        # Of each batch's loss and each image's prediction one rank has the value and the others zero: no rounding.
         loss = math.fsum(self.group.all_reduce(losses).tolist()) / samples
-        everybodys = sorted(set().union(*self.group.all_gather_object(corrupt)))
-        predicted, probability, among_best = map(self.group.all_reduce, answers)
+        all_corrupt = sorted(set().union(*self.group.all_gather_object(corrupt)))
+        predicted, probability, top5_correct = map(self.group.all_reduce, predictions)
         result = Evaluation(
             loss=loss,
             confusion=counts,
-            corrupt=tuple(everybodys),
+            corrupt=tuple(all_corrupt),
             predicted=predicted,
             probability=probability,
-            among_best=int(among_best),
+            top5_correct=int(top5_correct),
         )
         if result.total != samples:
             raise AssertionError(f"{result.total} of {samples} samples were counted")

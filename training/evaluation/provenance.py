@@ -1,4 +1,4 @@
-"""What a model was made from: flags, data, versions, the user's code. Runs on rank 0, once a training."""
+"""What a model was made from: flags, data, code and versions, for `made_from` in `model.json`. Runs on rank 0."""
 
 import importlib.metadata
 import json
@@ -22,19 +22,19 @@ _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 
 
 def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
-    """All of it, ready for JSON; null for what is not known."""
+    """Everything that the model depends on, ready for JSON; null for what is unknown."""
     spec = _spec(context.run_dir)
-    sizes = {name: len(part) for name in ("train", "val", "test") if (part := getattr(data, name)) is not None}
+    splits = {"train": data.train, "val": data.val, "test": data.test}
     return {
         "run": context.run_dir.name,
         "recipe": spec.get("recipe") or context.recipe,
         "config": asdict(context.config),
         "spec": spec or None,
-        # Nodes train from copies: what the user named is in the spec.
         "data": {
+            # Nodes train from copies: the spec has the path that the user gave.
             "path": None if context.config.synthetic else spec.get("data") or context.config.data,
             "fingerprint": data.fingerprint,
-            "images": sizes,
+            "images": {name: len(split) for name, split in splits.items() if split is not None},
         },
         "code": {"revision": _revision(context.run_dir)},
         "versions": versions(),
@@ -44,13 +44,14 @@ def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str,
 
 
 def versions() -> dict[str, str | None]:
-    """Of what a model's numbers can depend on."""
-    packages = {name: _installed(name) for name in _PACKAGES}
-    return packages | {
+    """Versions of the software that can change a model's numbers."""
+    cuda = torch.cuda.is_available()
+    cudnn = torch.backends.cudnn.version() if cuda else None  # type: ignore[no-untyped-call]
+    return {name: _installed(name) for name in _PACKAGES} | {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "cudnn": _cudnn(),
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": None if cudnn is None else str(cudnn),
         "driver": _driver(),
     }
 
@@ -59,11 +60,6 @@ def _installed(name: str) -> str | None:
     with suppress(importlib.metadata.PackageNotFoundError):
         return str(importlib.metadata.version(name))
     return None
-
-
-def _cudnn() -> str | None:
-    number = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
-    return None if number is None else str(number)
 
 
 def _driver() -> str | None:
@@ -79,15 +75,14 @@ def _device(group: ProcessGroup) -> str:
 
 
 def _spec(run_dir: RunDir) -> dict[str, Any]:
-    """What was submitted; nothing if the training was started by hand."""
+    """The submitted spec; empty for a training that was started by hand."""
     with suppress(OSError, ValueError):
-        spec: dict[str, Any] = json.loads(run_dir.spec.read_bytes())
-        return spec
+        return dict(json.loads(run_dir.spec.read_bytes()))
     return {}
 
 
 def _revision(run_dir: RunDir) -> str | None:
-    """The revision of the code that was submitted, or that a training by hand runs in."""
+    """The git revision of the submitted code, or of the working directory for a training that was started by hand."""
     with suppress(OSError):
         return run_dir.revision.read_text().strip()
     return None if run_dir.spec.exists() else git_revision(Path.cwd())

@@ -1,11 +1,11 @@
-"""What the model is worth: the validation after each epoch, the test at the end, and what is written of both.
+"""Validation after each epoch, the test at the end, and the content of `best/` and `final/`.
 
 Runs on every rank; rank 0 writes.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,28 +14,26 @@ from torch import Tensor
 
 from hpc.core.errors import UserError
 from hpc.core.files import read_json_lines
-from hpc.core.rundir import CLASSES, CONFUSION, CONFUSION_PICTURE, HISTORY, MODEL_CARD, SAMPLES
+from hpc.core.rundir import CLASSES, CONFUSION, HISTORY, MODEL_CARD, SAMPLES
 from training.checkpoint.state import TrainState
 from training.data.dataset import Data, ImageSource, check_corrupt_limit
-from training.evaluation.class_tables import classes_csv, confusion_csv
 from training.evaluation.evaluator import Evaluation, Evaluator
-from training.evaluation.history import history_csv
-from training.evaluation.picture import confusion_png
 from training.evaluation.provenance import made_from
-from training.evaluation.result import describe, describe_test
 from training.evaluation.samples import samples_json
+from training.evaluation.tables import classes_csv, confusion_csv, history_csv
 from training.inference.model_card import make_card
 from training.models.parallel import full_state_dict
 from training.monitoring.run_logger import RunLogger
 from training.runtime.run_context import RunContext
 
-# What is told of the best model beside its test.
-_OF_BEST = ("step", "epoch", "val_accuracy", "val_loss")
+# Of the best model, in the result of the final one.
+_BEST_FIELDS = ("step", "epoch", "val_accuracy", "val_loss")
+_TEST_FIELDS = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validator:
-    """Examines the model of a training, and keeps the best one and the last one."""
+    """Evaluates the model of a training, and writes the best and the final one."""
 
     context: RunContext
     evaluator: Evaluator
@@ -44,24 +42,33 @@ class Validator:
     logger: RunLogger
 
     def evaluate(self, source: ImageSource, split: str, before_batch: Callable[[], object]) -> Evaluation:
-        """Evaluate and record it."""
+        """Evaluate, log and print."""
         began, console = time.monotonic(), self.logger.console
         progress = self.state.progress
         result = self.evaluator.evaluate(source, before_batch)
         if result.corrupt:
             check_corrupt_limit(source, result.corrupt, self.context.config.max_corrupt_images)
             names = ", ".join(map(source.name, result.corrupt))
-            console.warn(f"others take the place of {len(result.corrupt)} unreadable images in {split}: {names}")
-        numbers = {"loss": round(result.loss, 6), "accuracy": result.accuracy, "top5_accuracy": result.top5_accuracy}
-        counts = {"correct": result.correct, "total": result.total, "corrupt": len(result.corrupt)}
-        seconds = time.monotonic() - began
-        place = {"step": progress.step, "epoch": progress.epoch, "split": split}
-        self.logger.log_evaluation(place | numbers | counts | {"seconds": round(seconds, 3)})
+            console.warn(f"{split}: other images replace {len(result.corrupt)} that cannot be read: {names}")
+        self.logger.log_evaluation(
+            {
+                "step": progress.step,
+                "epoch": progress.epoch,
+                "split": split,
+                "loss": round(result.loss, 6),
+                "accuracy": result.accuracy,
+                "top5_accuracy": result.top5_accuracy,
+                "correct": result.correct,
+                "total": result.total,
+                "corrupt": len(result.corrupt),
+                "seconds": round(time.monotonic() - began, 3),
+            }
+        )
         console.print(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
         return result
 
     def validate_if_due(self, before_batch: Callable[[], object]) -> Evaluation | None:
-        """After an epoch, validate, and keep the model if it is the best so far. None: nothing was to be validated."""
+        """After an epoch, validate, and write `best/` if no model was better. None: no validation was due."""
         progress = self.state.progress
         if progress.evaluated_epochs == progress.epoch or self.data.val is None:
             return None
@@ -69,99 +76,109 @@ class Validator:
         progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
             progress.best_accuracy, progress.best_epoch = result.accuracy, progress.epoch
-            self.logger.save_best(self.weights(), self.result(), self.card())
+            self.logger.save_best(self._weights(), self._result(), self._card())
         progress.evaluated_epochs = progress.epoch
         return result
 
-    def weights(self) -> dict[str, Tensor]:
-        """On rank 0 a copy of the model's weights in the host's memory, under the names of the model's own code.
-
-        All ranks must call this.
-        """
-        tensors = full_state_dict(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
-        # A file holds tensors whose numbers lie in the order of their dimensions.
-        return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
-
-    def result(self) -> dict[str, Any]:
-        """What is known of the model as it is now."""
-        evaluator, world_size = self.evaluator, self.evaluator.group.world_size
-        return describe(self.context, self.data, evaluator.preprocess, self.state.progress, world_size)
-
     def complete(self, before_batch: Callable[[], object], ended: str | None) -> None:
-        """Test the model as it is after the last step, and write `final/`.
+        """Test the model after the last step, and write `final/`.
 
         Args:
-            before_batch: is called before every batch.
-            ended: why that was before the last epoch's end; None: it was not.
+            before_batch: called before every batch.
+            ended: why the training ended before its last epoch; None: it did not.
         """
+        progress = self.state.progress
         test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
-        best = self.test_best(test, before_batch)
-        result = {**describe_test(test), "best": best, "ended": ended, **self.result()}
+        best = self._test_best(test, before_batch)
         self.context.heartbeat.beat("end")
-        files = self.card() | self.history() | (self.told(test) if test else {})
-        self.logger.save_final(self.weights(), result, files)
-        self.logger.event("train_completed", step=self.state.progress.step, ended=ended)
-        known = f"test accuracy {test.accuracy:.2%}" if test else "there is no test set"
-        if test and best and best["step"] != self.state.progress.step:
-            known += f", and {best['test_accuracy']:.2%} of the best model, that of epoch {best['epoch']}"
-        self.logger.console.print(f"complete after {self.state.progress.step} steps: {known}")
+        result = {**_test_numbers(test), "best": best, "ended": ended, **self._result()}
+        self.logger.save_final(self._weights(), result, self._card() | self.final_files(test))
+        self.logger.event("train_completed", step=progress.step, ended=ended)
+        outcome = f"test accuracy {test.accuracy:.2%}" if test else "no test set"
+        if test and best and best["step"] != progress.step:
+            outcome += f"; best model (epoch {best['epoch']}): {best['test_accuracy']:.2%}"
+        self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
-    def test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
-        """Test the model that did best in validation, and add that to `best/`.
+    def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
+        """Test the best model, and add that to `best/`.
 
         Args:
             last: the test of the model after the last step, which may be the best one.
-            before_batch: is called before every batch.
+            before_batch: called before every batch.
 
         Returns:
-            Which one it is, and its test; None: there is none.
+            The best model's step, epoch, validation and test; None: there is none.
         """
-        progress, ranks = self.state.progress, self.evaluator.group
+        progress, group = self.state.progress, self.evaluator.group
         if progress.best_accuracy is None:
             return None
-        weights, known = self.logger.load_best() or ({}, None)
-        best = ranks.all_gather_object({name: known[name] for name in _OF_BEST} if known else None)[0]
+        weights, saved = self.logger.load_best() or ({}, None)
+        best = group.all_gather_object({name: saved[name] for name in _BEST_FIELDS} if saved else None)[0]
         if best is None:
             return None
         test = last
         if self.data.test is not None and best["step"] != progress.step:
-            weights = load(ranks.broadcast_bytes(save(weights) if ranks.is_rank_zero else None))
+            weights = load(group.broadcast_bytes(save(weights) if group.is_rank_zero else None))
             self.state.wait_for_copies()
-            test = self.evaluator.evaluate_other(weights, self.data.test, before_batch)
-        self.logger.add_best_test(describe_test(test))
-        return {**best, **describe_test(test)}
+            test = self.evaluator.evaluate_weights(weights, self.data.test, before_batch)
+        self.logger.add_best_test(_test_numbers(test))
+        return {**best, **_test_numbers(test)}
+
+    # --- what is written ---
+
+    def _weights(self) -> dict[str, Tensor]:
+        """On rank 0 a copy of the model's weights on the CPU; empty elsewhere. All ranks must call this."""
+        tensors = full_state_dict(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
+        # safetensors writes contiguous tensors only.
+        return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
+
+    def _result(self) -> dict[str, Any]:
+        """The content of `result.json` beside the test."""
+        config, progress, preprocess = self.context.config, self.state.progress, self.evaluator.preprocess
+        size = {"channels": preprocess.channels, "size": preprocess.size}
+        return {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "val_accuracy": progress.val_accuracy,
+            "val_loss": progress.val_loss,
+            "best_val_accuracy": progress.best_accuracy,
+            "weights": "moving average" if config.ema_decay else "last",
+            "corrupt_images": [self.data.train.name(index) for index in progress.corrupt],
+            "classes": list(self.data.classes),
+            "input": {**size, "mean": self.data.mean, "std": self.data.std},
+            "config": asdict(config),
+            "world_size": self.evaluator.group.world_size,
+            "attempt": self.context.attempt,
+        }
 
     @cached_property
-    def _origin(self) -> dict[str, Any]:
+    def _made_from(self) -> dict[str, Any]:
         return made_from(self.context, self.data, self.evaluator.group)
 
-    def card(self) -> dict[str, bytes]:
-        """The file that says how to build the model and how to make images ready for it, by its name."""
+    def _card(self) -> dict[str, bytes]:
+        """On rank 0 the content of `model.json`, by its name."""
         if not self.evaluator.group.is_rank_zero:
             return {}
-        card = make_card(self.context.config, self.data, self.evaluator.preprocess, self._origin)
+        card = make_card(self.context.config, self.data, self.evaluator.preprocess, self._made_from)
         return {MODEL_CARD: card.to_json().encode()}
 
-    def history(self) -> dict[str, bytes]:
-        """The file with a line for each epoch, by its name."""
+    def final_files(self, test: Evaluation | None) -> dict[str, bytes]:
+        """On rank 0 the tables and samples of `final/`, by their names."""
         if not self.evaluator.group.is_rank_zero:
             return {}
-        run = self.context.run_dir
-        return {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics))).encode()}
+        run, classes = self.context.run_dir, self.data.classes
+        texts = {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics)))}
+        if test and self.data.test is not None:
+            texts[CONFUSION] = confusion_csv(test.confusion, classes)
+            texts[CLASSES] = classes_csv(test.confusion, classes)
+            try:
+                texts[SAMPLES] = samples_json(self.data.test, test, classes)
+            except UserError as error:
+                # Another rank could read the image. A missing sample must not cost the result of the training.
+                self.logger.console.warn(f"{SAMPLES} is missing: {error}")
+        return {name: text.encode() for name, text in texts.items()}
 
-    def told(self, test: Evaluation) -> dict[str, bytes]:
-        """The files that tell more of a test, by their names."""
-        if self.data.test is None or not self.evaluator.group.is_rank_zero:
-            return {}
-        classes = self.data.classes
-        tables = {
-            CONFUSION: confusion_csv(test.confusion, classes).encode(),
-            CLASSES: classes_csv(test.confusion, classes).encode(),
-            CONFUSION_PICTURE: confusion_png(test.confusion, classes),
-        }
-        try:
-            return {**tables, SAMPLES: samples_json(self.data.test, test, classes).encode()}
-        except UserError as error:
-            # Another rank had read it. A finished training is worth more than its pictures.
-            self.logger.console.warn(f"there will be no sample predictions: {error}")
-            return tables
+
+def _test_numbers(test: Evaluation | None) -> dict[str, Any]:
+    """The numbers of a test; null without one."""
+    return {f"test_{name}": getattr(test, name, None) for name in _TEST_FIELDS}

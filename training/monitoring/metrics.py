@@ -1,7 +1,7 @@
-"""Metrics: JSON lines and TensorBoard. Runs on rank 0.
+"""Metrics as JSON lines and for TensorBoard. Runs on rank 0.
 
-A resumed run first takes back what was written after the state that it resumes, so the files have neither gaps nor
-repetitions. A full disk costs no lines: they are kept and written when there is room.
+A resumed run first removes the lines of steps after the restored one, so the files have neither gaps nor repetitions.
+While the disk is full, lines wait in memory.
 """
 
 import time
@@ -22,14 +22,14 @@ Record = dict[str, Any]
 
 
 def keep_only(path: Path, wanted: Callable[[Record], bool]) -> None:
-    """Rewrite a file of JSON lines, whole, without the unwanted and the torn lines."""
+    """Rewrite a file of JSON lines without unwanted and torn lines."""
     kept = "".join(json_line(record) for record in read_json_lines(path) if wanted(record))
     if path.exists() and kept.encode() != path.read_bytes():
         write_atomic(path, kept)
 
 
 class JsonLines:
-    """A file of JSON lines that outlives a full disk."""
+    """Appends to a file of JSON lines. Lines that a full disk refuses are written later."""
 
     def __init__(self, path: Path, console: Console) -> None:
         self._path = path
@@ -45,11 +45,11 @@ class JsonLines:
                 append_json_line(self._path, self._waiting[0])
                 self._waiting.pop(0)
         except OSError as error:
-            self._console.warn(f"{self._path} cannot be written ({error}): free some space; its lines are kept")
+            self._console.warn(f"{self._path} cannot be written ({error}): free some space; its lines wait in memory")
 
 
 class Metrics:
-    """All metrics of a run, from the state on that it resumes."""
+    """All metrics of a run, written from the restored step on."""
 
     def __init__(self, run_dir: RunDir, attempt: int, progress: Progress, console: Console) -> None:
         keep_only(run_dir.train_metrics, lambda record: record["step"] <= progress.step)
@@ -58,47 +58,47 @@ class Metrics:
         self._console = console
         self._train = JsonLines(run_dir.train_metrics, console)
         self._evaluations = JsonLines(run_dir.eval_metrics, console)
-        self._directory, self._first = run_dir.tensorboard, progress.step + 1
-        self._board: SummaryWriter | None = None
-        self._draws = True
+        self._directory, self._first_step = run_dir.tensorboard, progress.step + 1
+        self._tensorboard: SummaryWriter | None = None
+        self._tensorboard_works = True
 
-    def train(self, record: Record) -> None:
-        """Record a logged step."""
+    def log_train(self, record: Record) -> None:
+        """Write the metrics of a logged step."""
         self._train.append({**record, "attempt": self._attempt, "time": time.time()})
-        self._draw("train", record["step"], {name: record[name] for name in ("loss", "lr", "images_per_second")})
+        self._add_scalars("train", record, ("loss", "lr", "images_per_second"))
 
-    def evaluation(self, record: Record) -> None:
-        """Record an evaluation."""
+    def log_evaluation(self, record: Record) -> None:
+        """Write the metrics of an evaluation."""
         self._evaluations.append({**record, "attempt": self._attempt, "time": time.time()})
-        self._draw(record["split"], record["step"], {name: record[name] for name in ("loss", "accuracy")})
+        self._add_scalars(record["split"], record, ("loss", "accuracy"))
 
-    def _draw(self, group: str, step: int, values: dict[str, float]) -> None:
-        if not self._draws:
+    def _add_scalars(self, group: str, record: Record, names: tuple[str, ...]) -> None:
+        if not self._tensorboard_works:
             return
         try:
-            # Not before there is something to draw: all ranks would wait for the import before their first step.
-            self._board = self._board or _open_board(self._directory, self._first)
-            for name, value in values.items():
-                self._board.add_scalar(f"{group}/{name}", value, step)
-            self._board.flush()
+            # Opened at the first metrics: all ranks would wait for the import before their first step.
+            self._tensorboard = self._tensorboard or _open_tensorboard(self._directory, self._first_step)
+            for name in names:
+                self._tensorboard.add_scalar(f"{group}/{name}", record[name], record["step"])
+            self._tensorboard.flush()
         except OSError as error:
-            self._console.warn(f"TensorBoard's file cannot be written ({error}): it ends here, the training goes on")
-            self._draws = False
+            self._console.warn(f"TensorBoard's file cannot be written ({error}): the training continues without it")
+            self._tensorboard_works = False
 
     def close(self) -> None:
-        """Flush what is buffered."""
-        if self._board and self._draws:
+        """Flush buffers."""
+        if self._tensorboard and self._tensorboard_works:
             with suppress(OSError):
-                self._board.close()
+                self._tensorboard.close()
 
 
-def _open_board(directory: Path, first: int) -> "SummaryWriter":
-    """The writer of TensorBoard's files. Events from the first step on were of a future that did not come about."""
+def _open_tensorboard(directory: Path, first_step: int) -> "SummaryWriter":
+    """The writer of TensorBoard's files. TensorBoard hides what an earlier attempt wrote from `first_step` on."""
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # half a second, and only for rank 0
 
-    return SummaryWriter(str(directory), purge_step=first)
+    return SummaryWriter(str(directory), purge_step=first_step)
 
 
 def _is_evaluated(record: Record, progress: Progress) -> bool:
-    """Validations count until the last one that the state knows of; a test is repeated until `final/` exists."""
+    """Whether the restored state includes this validation; a test is repeated until `final/` exists."""
     return bool(record["split"] == "val" and record["epoch"] <= progress.evaluated_epochs)

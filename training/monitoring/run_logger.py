@@ -1,4 +1,4 @@
-"""Everything that a run writes for others to read: events, metrics, results. Rank 0 writes, the other ranks do not."""
+"""Writes events, metrics, `best/` and `final/`. Rank 0 writes; on other ranks every call does nothing."""
 
 import errno
 import json
@@ -29,13 +29,13 @@ Files = Mapping[str, bytes]
 
 
 class NoSpaceError(TorchrelayError):
-    """There is no room for the result of the run."""
+    """The disk has no space for the result of the run."""
 
     exit_code = EXIT_NO_SPACE
 
 
 class RunLogger:
-    """Writes on rank 0; does nothing elsewhere.
+    """Writes what people and other programs read of a run.
 
     Raises:
         UserError: the run directory cannot be made.
@@ -55,34 +55,36 @@ class RunLogger:
                 remove_temporaries(run_dir.path, run_dir.best.name)
                 remove_temporaries(run_dir.path, run_dir.final.name)
             except OSError as error:
-                raise UserError(f"--run-dir is {run_dir.path}, which does not work ({error}): use another") from error
+                raise UserError(
+                    f"--run-dir is {run_dir.path}, which cannot be made ({error}): use another directory"
+                ) from error
 
     def resume(self, progress: Progress) -> None:
-        """Take back the metrics of steps that the restored state does not know of, and write on from there."""
+        """Remove the metrics of steps after the restored one, and append from there."""
         if self._writes:
             self._metrics = Metrics(self._run_dir, self._attempt, progress, self.console)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Record an event in the ledger."""
+        """Append an event to the ledger."""
         if not self._writes:
             return
         try:
             self._ledger.append(name, attempt=self._attempt, **fields)
         except OSError as error:
-            self.console.warn(f"{self._ledger.path} cannot be written ({error}): it lacks {name!r}")
+            self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {name!r} is lost")
 
     def log_train(self, record: dict[str, Any]) -> None:
-        """Record a logged step."""
+        """Write the metrics of a logged step."""
         if self._metrics:
-            self._metrics.train(record)
+            self._metrics.log_train(record)
 
     def log_evaluation(self, record: dict[str, Any]) -> None:
-        """Record an evaluation."""
+        """Write the metrics of an evaluation."""
         if self._metrics:
-            self._metrics.evaluation(record)
+            self._metrics.log_evaluation(record)
 
     def record_divergence(self, step: int, loss: float, indices: list[int], source: ImageSource) -> None:
-        """Write down the first step whose loss is not finite, and its images."""
+        """Write the first step whose loss is not finite, and its images, to `diverged.json`."""
         if not self._writes:
             return
         self.event("diverged", step=step, loss=str(loss))
@@ -95,12 +97,12 @@ class RunLogger:
             self.console.print(f"the {len(indices)} images of step {step} are in {self._run_dir.diverged}")
 
     def save_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
-        """Begin to replace `best/`. A full disk costs only this, unless there is room at the end.
+        """Start replacing `best/` in the background. If the disk is full, `close` tries again.
 
         Args:
-            weights: by name, in memory that does not change any more.
-            result: what is known of the model.
-            files: more files, by their names.
+            weights: by name, in memory that nobody changes.
+            result: the content of `result.json`.
+            files: the content of more files, by name.
         """
         if self._writes:
             self._best.start(partial(self._publish_best, weights, result, files))
@@ -111,10 +113,10 @@ class RunLogger:
             publish_directory(self._run_dir.best, partial(_write_model, weights, result, files))
         except OSError as error:
             self._unpublished = (weights, result, files)
-            self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training goes on without")
+            self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training continues without it")
 
     def load_best(self) -> tuple[Weights, dict[str, Any]] | None:
-        """The weights in `best/` and what is known of them; None: there are none, or another rank has them."""
+        """The weights and the result in `best/`; None: they cannot be read, or this is not rank 0."""
         if not self._writes:
             return None
         self.wait()
@@ -127,7 +129,7 @@ class RunLogger:
             return None
 
     def add_best_test(self, test: dict[str, Any]) -> None:
-        """Add its test to what is known of the best model."""
+        """Add the test of the best model to its result."""
         if not self._writes:
             return
         try:
@@ -137,23 +139,20 @@ class RunLogger:
             else:
                 write_json(self._best_result, json.loads(self._best_result.read_bytes()) | test)
         except OSError as error:
-            self.console.warn(f"{self._best_result} cannot be written ({error}): it lacks the test")
+            self.console.warn(
+                f"{self._best_result} cannot be written ({error}): the test of the best model is missing there"
+            )
 
     @property
     def _best_result(self) -> Path:
         return self._run_dir.best / _RESULT
 
     def save_final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
-        """Write `final/`: from now on the run is complete.
-
-        Args:
-            weights: by name.
-            result: what is known of the model.
-            files: more files, by their names.
+        """Write `final/`, which marks the run as complete; the arguments are those of `save_best`.
 
         Raises:
-            NoSpaceError: the disk is full. The newest checkpoint is the end of the training.
-            TorchrelayError: it could not be written for another reason.
+            NoSpaceError: the disk is full. The newest checkpoint has the last step.
+            TorchrelayError: it cannot be written for another reason.
         """
         if not self._writes:
             return
@@ -168,15 +167,15 @@ class RunLogger:
 
     @property
     def busy(self) -> bool:
-        """Whether `best/` is being written: it is not yet what the training thinks it is."""
+        """Whether `best/` is being written."""
         return self._best.busy
 
     def wait(self) -> None:
-        """Until `best/` is what the training thinks it is."""
+        """Wait until `best/` is written."""
         self._best.wait()
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish all writing."""
         self.wait()
         if self._unpublished:
             self._publish_best(*self._unpublished)
@@ -185,12 +184,12 @@ class RunLogger:
 
 
 def _write_model(weights: Weights, result: dict[str, Any], files: Files, directory: Path) -> None:
-    """The files of a model and its result.
+    """Write the files of a model.
 
     Raises:
         OSError: the disk is full, for example.
     """
-    # In memory first: what safetensors says of a full disk is no OSError.
+    # Serialized in memory first: on a full disk safetensors raises no OSError.
     (directory / MODEL_WEIGHTS).write_bytes(save(weights, {"format": "pt"}))
     (directory / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
     for name, content in files.items():

@@ -66,6 +66,12 @@ class ProcessGroup:
         return self.rank_info.is_rank_zero
 
     @property
+    def description(self) -> str:
+        """Ranks and kind of device, such as `2 ranks on CPU`."""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"{ranks} on {'GPU' if self.device.type == 'cuda' else 'CPU'}"
+
+    @property
     def used_memory(self) -> int:
         """Bytes: the peak that torch reserved on this rank's GPU; on a CPU, this process's resident memory now."""
         if self.device.type == "cuda":

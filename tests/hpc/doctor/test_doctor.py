@@ -163,7 +163,7 @@ def test_reports_of_tasks_that_print_at_the_same_time() -> None:
 @pytest.mark.parametrize(
     ("output", "exit_code", "words"),
     [
-        ("preflight: 2 ranks on cuda, 0.1 s\n", 0, "preflight: 2 ranks on cuda, 0.1 s"),
+        ("preflight: 2 ranks on GPU, 0.1 s\n", 0, "preflight: 2 ranks on GPU, 0.1 s"),
         ("", 0, "passed"),
         ("error: this rank passed, but x\nerror: rank 1 computes wrongly\nnoise\n", 1, "rank 1 computes wrongly"),
         ("Traceback\nRuntimeError: no route\n\n", 1, "RuntimeError: no route"),
@@ -191,7 +191,7 @@ def test_node_looks_at_itself(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["name"] == "localhost"
     assert report["job"]["sees_runs"] is True
-    assert report["job"]["preflight"].startswith("preflight: 1 ranks on cpu")
+    assert report["job"]["preflight"].startswith("preflight: 1 rank on CPU")
     assert report["job"]["slurm"] == "sbatch: not on the PATH"
 
 
@@ -207,7 +207,7 @@ def test_nodes_of_the_testbed(site: Site) -> None:
     assert found["stage directory", both]["severity"] == "note", "a node of the testbed has its /tmp in memory"
     assert found["network interface", both]["severity"] == "ok"
     (told,) = [finding for (check, _), finding in found.items() if check == "preflight" and finding["cost"]]
-    assert told["value"].startswith("preflight: 4 ranks on cpu, all-reduce")
+    assert told["value"].startswith("preflight: 4 ranks on CPU, all-reduce")
     assert found["runs directory", "login"]["severity"] == "ok", "the nodes have seen it"
     assert [path.name for path in site.path.iterdir() if path.name.startswith(".doctor")] == []
 

@@ -219,7 +219,7 @@ def test_symptom_of_the_login_node(check: str, changes: dict[str, Any], severity
 
 JOB = JobNodeInfo(
     sees_runs=True, slurm="", interface="eth0", asked_interfaces="", passed=True,
-    preflight="preflight: 2 ranks on cuda, all-reduce 9.1 GB/s, 0.4 s",
+    preflight="preflight: 2 ranks on GPU, all-reduce 9.1 GB/s, 0.4 s",
 )  # fmt: skip
 NODE = NodeInfo(
     name="gpu01", stage_dir="/tmp", stage_type="xfs", stage_free_bytes=10**12, memory_free_bytes=10**11,
@@ -245,7 +245,7 @@ NODE = NodeInfo(
         ("network interface", {"interfaces": ("lo", "eth0", "ib0")}, {}, "ok", ""),
         ("network interface", {}, {"asked_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
         ("preflight", {}, {"passed": False, "preflight": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
-        ("preflight", {}, {"preflight": "preflight: 2 ranks on cpu, 0.1 s"}, "cost", "nvidia-smi"),
+        ("preflight", {}, {"preflight": "preflight: 2 ranks on CPU, 0.1 s"}, "cost", "nvidia-smi"),
     ],
 )  # fmt: skip
 def test_symptom_of_a_node(

@@ -97,6 +97,6 @@ def test_the_check_is_a_program_of_its_own(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
     [line] = done.stdout.splitlines()
-    assert line.startswith("preflight: 2 ranks on cpu, all-reduce ")
+    assert line.startswith("preflight: 2 ranks on CPU, all-reduce ")
     [preflight] = events(tmp_path / "run", "preflight")
     assert (preflight["attempt"], preflight["world_size"]) == (3, 2)

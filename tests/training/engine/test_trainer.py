@@ -181,7 +181,7 @@ def test_unreadable_images_are_replaced_counted_and_listed(start: Starter, corru
         assert result(training.run_dir)["corrupt_images"] == corrupt
         assert all(training.output().count(f"warning: {path} cannot be read") == 1 for path in corrupt)
         assert lines(training.run_dir / "metrics" / "eval.jsonl")[-1]["corrupt"] == 1
-        assert f"1 unreadable images in test: {corrupt_data}/test/blue sky/0.jpg" in training.output()
+        assert f"test: other images replace 1 that cannot be read: {corrupt_data}/test/blue sky/0.jpg" in training.output()
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     assert all(torch.allclose(value, weights[2][name], atol=1e-3) for name, value in weights[0].items())
 
@@ -292,7 +292,7 @@ def test_fewer_images_than_parts_of_a_batch_are_refused(
 def test_a_run_directory_that_cannot_be_made_is_said_in_one_line(start: Starter) -> None:
     (start.directory / "run").write_text("a file")
     message = refused(start(*SHORT, world_size=2), 2)
-    assert message.startswith(f"error: rank 0: --run-dir is {start.directory}/run, which does not work (")
+    assert message.startswith(f"error: rank 0: --run-dir is {start.directory}/run, which cannot be made (")
     assert message.endswith("): use another")
 
 

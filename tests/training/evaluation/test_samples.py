@@ -35,16 +35,16 @@ def test_samples_are_images_of_the_test_set_with_their_classes(start: Starter) -
         assert 1 / 3 <= sample["probability"] <= 1, "of the class that it was taken for, the likeliest of three"
 
 
-def test_mistakes_are_mistakes_the_surest_first(start: Starter) -> None:
+def test_errors_are_errors_the_surest_first(start: Starter) -> None:
     run = start.complete(*SHORT).run_dir
-    mistakes = [sample for sample in samples(run) if sample["kind"] == "mistake"]
-    assert all(sample["true"] != sample["predicted"] for sample in mistakes)
-    sure = [sample["probability"] for sample in mistakes]
+    errors = [sample for sample in samples(run) if sample["kind"] == "mistake"]
+    assert all(sample["true"] != sample["predicted"] for sample in errors)
+    sure = [sample["probability"] for sample in errors]
     assert sure == sorted(sure, reverse=True)
     with (run / "final" / "confusion.csv").open(newline="") as file:
         confusion = {row["true class"]: row for row in csv.DictReader(file)}
     wrong = sum(int(confusion[one][other]) for one in "012" for other in "012" if one != other)
-    assert len(mistakes) == min(12, wrong)
+    assert len(errors) == min(12, wrong)
 
 
 def test_samples_are_the_same_for_any_number_of_ranks(start: Starter) -> None:

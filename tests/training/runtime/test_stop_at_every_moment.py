@@ -31,7 +31,7 @@ MOMENTS = {
     "taking a snapshot": "training.checkpoint.snapshot_writer:SnapshotWriter.take",
     "an evaluation": "training.evaluation.evaluator:Evaluator._count",
     "keeping the best model": "training.monitoring.run_logger:RunLogger.save_best",
-    "the test": "training.evaluation.validation:Validator.told",
+    "the test": "training.evaluation.validation:Validator.final_files",
     "writing the result": "training.monitoring.run_logger:RunLogger.save_final",
     "the end of the writing": "training.monitoring.run_logger:RunLogger.close",
     "leaving the other ranks": "training.engine.launch:disconnect",
