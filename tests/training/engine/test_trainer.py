@@ -181,7 +181,9 @@ def test_unreadable_images_are_replaced_counted_and_listed(start: Starter, corru
         assert result(training.run_dir)["corrupt_images"] == corrupt
         assert all(training.output().count(f"warning: {path} cannot be read") == 1 for path in corrupt)
         assert lines(training.run_dir / "metrics" / "eval.jsonl")[-1]["corrupt"] == 1
-        assert f"test: other images replace 1 that cannot be read: {corrupt_data}/test/blue sky/0.jpg" in training.output()
+        assert (
+            f"test: other images replace 1 that cannot be read: {corrupt_data}/test/blue sky/0.jpg" in training.output()
+        )
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     assert all(torch.allclose(value, weights[2][name], atol=1e-3) for name, value in weights[0].items())
 
