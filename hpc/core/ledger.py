@@ -39,8 +39,8 @@ which a failure has those that are known:
 | excluded | who changed which nodes a waiting job keeps away from: an agent, the supervisor | job_id excluded |
 | released | the supervisor: Slurm's wait, or its hold, is ended | attempt job_id |
 | relaunching | the agent, or supervisor, that is about to submit a new job | attempt host pid started |
-| dropped | the supervisor: somebody cancelled the last job with scancel | attempt job_id |
-| told | the supervisor, before it calls --on-end | state |
+| scancelled | the supervisor: the user cancelled the last job with scancel | attempt job_id |
+| notified | the supervisor, before it calls --on-end | state |
 | cancelled | cancel | by |
 
 `step` of a failure is the last that any rank had done; `failed_at` and `last_heard` are seconds since the epoch.

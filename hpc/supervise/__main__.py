@@ -1,8 +1,8 @@
-"""`hpc supervise`: watch squeue, and see that runs go on. Runs on the login node, as a daemon or from cron.
+"""`hpc supervise`: watch squeue and keep runs going. Runs on the login node, as a daemon or from cron.
 
-It keeps no state of its own: what it does follows from the queue and the run directories (`hpc.supervise.decide`),
-so it may be
-killed at any moment and started again. Two of them do no harm: a new job is submitted by who creates a file first.
+It keeps no state of its own: `observe` reads the queue and the run directories, `decide` chooses an action, `perform`
+does it. It may be killed at any moment and restarted. Two supervisors do no harm: the first to create a file submits
+the next job.
 """
 
 import json
@@ -25,36 +25,37 @@ from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
-from hpc.supervise.decide import decide
-from hpc.supervise.decision import STARTS, Action, Decision
-from hpc.supervise.observe import ObservedRun, look, modified, storage_time
+from hpc.supervise.decide import STARTS, Action, Decision, decide
+from hpc.supervise.observe import ObservedRun, modified, observe, storage_time
 from hpc.supervise.perform import perform
 
-_MOST_BACK_OFF_SECONDS = 300.0
-# Runs that ended longer ago, before anybody was to be told, are no news.
+_MOST_POLL_SECONDS = 300.0
+# --on-end is not called for runs that ended longer ago, before it was given.
 _NEWS_SECONDS = 3600.0
-_TELL_SECONDS = 60
-# Two signs of life of an agent, and a little more.
-_SURE_SECONDS = 12.0
+_ON_END_TIMEOUT_SECONDS = 60
+# Two heartbeats of an agent, and a margin.
+_CONFIRM_SECONDS = 12.0
+
+Line = dict[str, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuperviseOptions(cli.Common):
-    """Watch squeue, and see that runs go on: end Slurm's waits, submit lost runs anew, take over from dead nodes."""
+    """Watch squeue and keep runs going: end requeue delays, resubmit lost runs, take over from dead nodes."""
 
     runs_dir: Path = Path("runs")
     """Directory of the runs."""
     once: bool = False
-    """Look once, and leave: for cron."""
+    """Check all runs once and exit: for cron."""
     interval: str = "10s"
-    """Time between two looks."""
+    """Time between two checks."""
     dry_run: bool = False
-    """Say what would be done with each run, and why, and do nothing."""
+    """Print what would be done with each run, and why; do nothing."""
     max_parallel_requeues: int = 20
-    """Start no more runs than this in one look: each stages its data."""
+    """Start at most this many runs per check: each stages its data."""
     on_end: str = ""
-    """A command to call once when a run is complete, or is given up. It finds TORCHRELAY_RUN_DIR, TORCHRELAY_STATE and
-    TORCHRELAY_REASON in its environment."""
+    """A command to call once when a run is complete or given up. Its environment has TORCHRELAY_RUN_DIR,
+    TORCHRELAY_STATE and TORCHRELAY_REASON."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,52 +64,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def supervise(options: SuperviseOptions) -> int:
-    """Look and act until Ctrl-C; or once."""
+    """Check all runs and act, once or until Ctrl-C."""
     interval = duration_seconds("--interval", options.interval)
     if interval < 1 or options.max_parallel_requeues < 1:
         raise UserError("--interval is 1s or more, --max-parallel-requeues 1 or more")
-    _command(options.on_end)
-    wait = float(interval)
+    _on_end_command(options)
+    wait, once = float(interval), options.once or options.dry_run
     while True:
         try:
-            told = [_told(watched, decision, problem) for watched, decision, problem in _look_and_act(options)]
+            lines = list(_check(options))
             wait = float(interval)
         except (TorchrelayError, OSError) as error:
-            if options.once or options.dry_run:
+            if once:
                 raise
-            wait = min(wait * 2, _MOST_BACK_OFF_SECONDS)
-            told = []
-            print(f"hpc supervise: looking again in {wait:.0f} s: {error}", file=sys.stderr, flush=True)
-        _print(told, options)
-        if options.once or options.dry_run:
-            return int(any(line["problem"] for line in told))
+            wait, lines = min(wait * 2, _MOST_POLL_SECONDS), []
+            print(f"hpc supervise: next check in {wait:.0f} s: {error}", file=sys.stderr, flush=True)
+        _print(lines, options)
+        if once:
+            return int(any(line["problem"] for line in lines))
         time.sleep(wait)
 
 
-def _command(text: str) -> list[str]:
+def _on_end_command(options: SuperviseOptions) -> list[str]:
     try:
-        return shlex.split(text)
+        return shlex.split(options.on_end)
     except ValueError as error:
-        raise UserError(f"--on-end is {text!r}: {error}") from error
+        raise UserError(f"--on-end {options.on_end!r} is no command: {error}") from error
 
 
-def _told(watched: ObservedRun, decision: Decision, problem: str | None) -> dict[str, str | None]:
-    return {
-        "run": watched.run.name,
-        "run_dir": str(watched.run.path),
-        "action": decision.action,
-        "reason": decision.reason,
-        "job_id": decision.job_id,
-        "problem": problem,
-    }
-
-
-def _print(told: list[dict[str, str | None]], options: SuperviseOptions) -> None:
-    """What was done; with --dry-run what would be, and why nothing is done with the others."""
+def _print(lines: list[Line], options: SuperviseOptions) -> None:
+    """Print the actions; with --dry-run also the runs that are left alone, and why."""
     if options.json and (options.once or options.dry_run):
-        cli.print_json(told)
+        cli.print_json(lines)
         return
-    for line in told:
+    for line in lines:
         if line["action"] == Action.KEEP and not line["problem"] and not options.dry_run:
             continue
         problem = f": {line['problem']}" if line["problem"] else ""
@@ -116,94 +105,108 @@ def _print(told: list[dict[str, str | None]], options: SuperviseOptions) -> None
         print(json.dumps(line) if options.json else text, flush=True)
 
 
-def _look_and_act(options: SuperviseOptions) -> Iterator[tuple[ObservedRun, Decision, str | None]]:
-    """Every run, what was decided about it, and what went wrong.
+def _check(options: SuperviseOptions) -> Iterator[Line]:
+    """Decide about every run, and act; one line of --json for each.
 
     Raises:
         TorchrelayError: squeue does not answer.
     """
     started = 0
-    for watched, decision in _decided(options):
-        starts, problem = decision.action in STARTS, None
+    for one, decision in _decisions(options):
+        starts = decision.action in STARTS
         if starts and started >= options.max_parallel_requeues:
-            decision = Decision(reason=f"{started} runs start at once: next time")  # noqa: PLW2901 - in its place
-        elif not options.dry_run:
-            problem = _act(watched, decision, options.on_end)
+            yield _line(one, Decision(reason=f"{started} runs start at once: retried at the next check"), None)
+            continue
+        problem = None if options.dry_run else _act(one, decision, options)
         started += starts and problem is None
-        yield watched, decision, problem
+        yield _line(one, decision, problem)
 
 
-def _decided(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
-    """What to do about every run. Those that seem dead get the time to give another sign of life."""
-    found = [(one, decide(one.view)) for one in _watched(options.runs_dir)]
+def _line(one: ObservedRun, decision: Decision, problem: str | None) -> Line:
+    return {
+        "run": one.run.name,
+        "run_dir": str(one.run.path),
+        "action": decision.action,
+        "reason": decision.reason,
+        "job_id": decision.job_id,
+        "problem": problem,
+    }
+
+
+def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
+    """The decision about every run. Silent ones get the time for another heartbeat."""
+    found = [(one, decide(one.known)) for one in _observed(options.runs_dir)]
     silent = {one.run for one, decision in found if decision.action is Action.RELAUNCH and decision.job_id}
     if silent and not options.dry_run:
-        # A clock may be wrong, and storage that comes back is back for this machine first.
-        time.sleep(_SURE_SECONDS)
-    spoke = {one.run for one, _ in found if one.run in silent and modified(one.run.alive) != one.touched}
-    again = Decision(reason="its agents give signs of life again")
-    return [(one, again if one.run in spoke else decision) for one, decision in found]
+        # A clock may be wrong, and storage that recovers may be back for this machine first.
+        time.sleep(_CONFIRM_SECONDS)
+    alive = {one.run for one, _ in found if one.run in silent and modified(one.run.alive) != one.heartbeat_mtime}
+    keep = Decision(reason="its agents send heartbeats again")
+    return [(one, keep if one.run in alive else decision) for one, decision in found]
 
 
-def _watched(runs_dir: Path) -> list[ObservedRun]:
+def _observed(runs_dir: Path) -> list[ObservedRun]:
     """All runs of Slurm's below a directory."""
     jobs = jobs_by_script(slurm.jobs().values())
-    clock = storage_time(runs_dir.expanduser())
+    storage_now = storage_time(runs_dir.expanduser())
     found = []
     for run in cli.all_runs(runs_dir):
         try:
-            if run.script.exists():  # a run without is this machine's alone
-                found.append(look(run, jobs, clock))
-        except Exception as error:  # noqa: BLE001 - a run that is damaged, in whatever way, is no reason to leave others
+            if run.script.exists():  # a run without a script is not Slurm's
+                found.append(observe(run, jobs, storage_now))
+        except Exception as error:  # noqa: BLE001 - a damaged run, in whatever way, must not stop the others
             print(f"hpc supervise: {run.path}: {error!r}", file=sys.stderr, flush=True)
-    return [_with_affordable(one) for one in _with_fates(found)]
+    return [_with_excludable(one) for one in _with_final_states(found)]
 
 
-def _with_affordable(one: ObservedRun) -> ObservedRun:
-    """Add which nodes a waiting job could do without: they get fewer when others go down."""
-    waits = any(job.state is JobState.PENDING for job in one.view.jobs)
-    if not one.view.excluded or not waits:
+def _with_excludable(one: ObservedRun) -> ObservedRun:
+    """Add which nodes a pending job can still do without: fewer when others go down."""
+    pending = any(job.state is JobState.PENDING for job in one.known.jobs)
+    if not one.known.excluded or not pending:
         return one
-    affordable = relaunch.nodes_to_exclude(RunSpec.load(one.run), one.events)
-    return replace(one, view=replace(one.view, affordable=affordable))
+    excludable = relaunch.nodes_to_exclude(RunSpec.load(one.run), one.events)
+    return replace(one, known=replace(one.known, excludable=excludable))
 
 
-def _with_fates(found: list[ObservedRun]) -> list[ObservedRun]:
-    """Add what Slurm's accounting knows of jobs that squeue has forgotten."""
-    asked = {one.run: job_id for one in found if not one.view.over and (job_id := one.forgotten_job_id)}
+def _with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
+    """Add the states, from Slurm's accounting, of jobs that squeue no longer lists."""
+    unlisted = {one.run: job_id for one in found if not one.known.over and (job_id := one.unlisted_job_id)}
     try:
-        known = slurm.final_states(list(asked.values())) if asked else {}
+        states = slurm.final_states(list(unlisted.values())) if unlisted else {}
     except TorchrelayError:
         return found  # a cluster without accounting
-    fates = {run: known[job_id] for run, job_id in asked.items() if job_id in known}
-    return [replace(one, view=replace(one.view, fate=fates.get(one.run, one.view.fate))) for one in found]
+    return [_with_last_job_state(one, states.get(unlisted.get(one.run, ""))) for one in found]
 
 
-def _act(watched: ObservedRun, decision: Decision, on_end: str) -> str | None:
-    """Do it; what went wrong, if something did."""
+def _with_last_job_state(one: ObservedRun, state: JobState | None) -> ObservedRun:
+    return one if state is None else replace(one, known=replace(one.known, last_job_state=state))
+
+
+def _act(one: ObservedRun, decision: Decision, options: SuperviseOptions) -> str | None:
+    """Perform a decision; the error's message, or None."""
     try:
         if decision.action is not Action.KEEP:
-            perform(watched, decision)
-        elif on_end and decision.news:
-            _tell(watched, decision.news, decision.reason, _command(on_end))
+            perform(one, decision)
+        elif options.on_end and decision.final_state:
+            _notify(one, decision.final_state, decision.reason, _on_end_command(options))
     except (TorchrelayError, OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None
 
 
-def _tell(watched: ObservedRun, state: str, reason: str, command: list[str]) -> None:
+def _notify(one: ObservedRun, state: str, reason: str, command: list[str]) -> None:
     """Call the user's command, once, for a run that has just ended."""
-    last, run = watched.view.last, watched.run
-    ended = run.final_result.stat().st_mtime if watched.view.finished else (last.ended if last else None)
-    marker = run.events / f"told-{state}-{last.attempt if last else 0:03d}.jsonl"
+    last, run = one.known.last, one.run
+    ended = run.final_result.stat().st_mtime if one.known.complete else (last.ended if last else None)
+    marker = run.events / f"notified-{state}-{one.known.attempt:03d}.jsonl"
     if (ended is not None and time.time() - ended > _NEWS_SECONDS) or marker.exists():
         return
-    told = {"TORCHRELAY_RUN_DIR": str(run.path), "TORCHRELAY_STATE": state, "TORCHRELAY_REASON": reason}
-    if write_exclusive(marker, json_line(record("told", state=state))):
+    variables = {"TORCHRELAY_RUN_DIR": str(run.path), "TORCHRELAY_STATE": state, "TORCHRELAY_REASON": reason}
+    if write_exclusive(marker, json_line(record("notified", state=state))):
         try:
-            subprocess.run(command, env={**os.environ, **told}, check=True, timeout=_TELL_SECONDS)
+            subprocess.run(command, env={**os.environ, **variables}, check=True, timeout=_ON_END_TIMEOUT_SECONDS)
         except (OSError, subprocess.SubprocessError):
-            marker.unlink()  # nobody was told
+            marker.unlink()  # the next check calls it again
             raise
 
 

@@ -1,4 +1,4 @@
-"""What the supervisor sees of each run: its directory, its jobs, the signs of life of its agents. On the login node."""
+"""What the supervisor knows of each run: its directory, its jobs, the heartbeats of its agents. On the login node."""
 
 import os
 import socket
@@ -9,89 +9,173 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc.core import ledger
-from hpc.core.attempts import attempts_of, last_job_id
+from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id, may_restart_after
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
 from hpc.core.outcome import JobState
 from hpc.core.rundir import RunDir
 from hpc.slurm.squeue import SlurmJob
-from hpc.supervise.decide import BUSY_SECONDS
-from hpc.supervise.decision import RunObservation
+
+# A handover, by an agent or a supervisor, takes at most three calls of Slurm's clients, with their timeouts.
+HANDOVER_SECONDS = 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunObservation:
+    """What `decide` needs to know of a run: plain data. Times are seconds since the epoch."""
+
+    complete: bool = False
+    cancelled: bool = False
+    """By `hpc cancel`."""
+    scancelled: bool = False
+    """Its last job was cancelled with scancel, and the ledger has it."""
+    attempts: Sequence[Attempt] = ()
+    jobs: Sequence[SlurmJob] = ()
+    """Those that squeue lists, also ended ones, the oldest first."""
+    last_job_state: JobState = JobState.UNKNOWN
+    """From squeue or, if that does not list the job any longer, from Slurm's accounting."""
+    heartbeat_at: float | None = None
+    """The last heartbeat of the head node's agent."""
+    queued_jobs: int = 0
+    """Jobs that were queued since the last attempt."""
+    handed_over_at: float | None = None
+    """When the last of them was."""
+    handover_unfinished: bool = False
+    """A process began to submit the next job, may have ended the old one, and did not record the new one."""
+    handover_deadline: float = 0.0
+    """Until then that process should be left to finish; 0 if it died."""
+    excluded: Sequence[str] = ()
+    """Nodes that the last job avoids, because they failed the run."""
+    excludable: Sequence[str] = ()
+    """Those of them that its partition can do without now."""
+    now: float
+
+    @property
+    def last(self) -> Attempt | None:
+        """The last attempt."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def attempt(self) -> int:
+        """The number of the last attempt; 0 before the first."""
+        return self.last.attempt if self.last else 0
+
+    @property
+    def end_missing(self) -> bool:
+        """Whether the ledger lacks the end of the last attempt."""
+        return self.last is not None and self.last.ended is None
+
+    @property
+    def over(self) -> bool:
+        """Whether no attempt will follow."""
+        given_up = not self.end_missing and not may_restart_after(self.attempts)
+        return self.complete or self.cancelled or given_up
+
+    @property
+    def failures(self) -> int:
+        """Failures in a row, without a step in between."""
+        return failures_in_a_row(self.attempts)
+
+    @property
+    def alive_jobs(self) -> list[SlurmJob]:
+        """Jobs that are pending, running or ending."""
+        return [job for job in self.jobs if job.state.alive]
+
+    @property
+    def running_jobs(self) -> list[SlurmJob]:
+        """Jobs that hold nodes, that of the last attempt last."""
+        return sorted((job for job in self.jobs if job.state is JobState.RUNNING), key=self.made_last_attempt)
+
+    @property
+    def pending_job(self) -> SlurmJob | None:
+        """The job that waits for nodes, if none holds some."""
+        pending = [job for job in self.jobs if job.state is JobState.PENDING]
+        return pending[-1] if pending and not self.running_jobs else None
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the last heartbeat of the last attempt's agents."""
+        started = self.last.started if self.last else self.now
+        return self.now - (started if self.heartbeat_at is None else self.heartbeat_at)
+
+    def made_last_attempt(self, job: SlurmJob) -> bool:
+        """Whether this start of a job, by its number of restarts, made the last attempt."""
+        return self.last is not None and (self.last.job_id, self.last.restart) == (job.job_id, job.restarts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedRun:
-    """A run as it is at one moment."""
+    """A run at one moment."""
 
     run: RunDir
-    view: RunObservation
+    known: RunObservation
     events: Sequence[Event]
-    touched: float | None
-    """When `alive` was changed, by its storage's clock."""
+    heartbeat_mtime: float | None
+    """Of the file `alive`, by its storage's clock."""
 
     @property
-    def forgotten_job_id(self) -> str | None:
-        """The job that Slurm was given last, if squeue does not tell of it."""
+    def unlisted_job_id(self) -> str | None:
+        """The run's last job, if squeue does not list it."""
         job_id = last_job_id(self.events)
-        return None if any(job.job_id == job_id for job in self.view.jobs) else job_id
+        return None if any(job.job_id == job_id for job in self.known.jobs) else job_id
 
 
-def look(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_time: float) -> ObservedRun:
-    """See how a run is.
+def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:
+    """Read the state of a run.
 
     Args:
         run: the run.
         jobs: by script, as `hpc.slurm.squeue.jobs_by_script` returns them.
-        storage_time: `storage_time` of the directory of the runs.
+        storage_now: `storage_time` of the directory of the runs.
 
     Raises:
-        OSError: its directory is gone, or closed.
+        OSError: its directory was deleted, or is closed to this user.
     """
-    now, touched = time.time(), modified(run.alive)
-    own = jobs.get(os.path.realpath(run.script), ())
-    alive_at = None if touched is None else now - (storage_time - touched)
-    if run.final_result.exists():
-        view = RunObservation(finished=True, jobs=own, alive_at=alive_at, now=now)
-        return ObservedRun(run=run, events=(), view=view, touched=touched)
-    events = ledger.read(run.events)
-    view = _view(events, RunObservation(jobs=own, alive_at=alive_at, now=now))
-    return ObservedRun(run=run, events=events, view=view, touched=touched)
+    now, mtime = time.time(), modified(run.alive)
+    known = RunObservation(
+        jobs=jobs.get(os.path.realpath(run.script), ()),
+        heartbeat_at=None if mtime is None else now - (storage_now - mtime),
+        complete=run.final_result.exists(),
+        now=now,
+    )
+    events = () if known.complete else ledger.read(run.events)
+    return ObservedRun(run=run, events=events, known=_with_events(known, events), heartbeat_mtime=mtime)
 
 
-def _view(events: Sequence[Event], known: RunObservation) -> RunObservation:
-    """What the ledger tells, beside what is known already."""
+def _with_events(known: RunObservation, events: Sequence[Event]) -> RunObservation:
+    """Add what the ledger records."""
     attempts = attempts_of(events)
     own = [event for event in events if event.get("attempt") == (attempts[-1].attempt if attempts else 0)]
     queued = [event["time"] for event in own if event["event"] in {"requeued", "relaunched"}]
-    handed_over = [*queued, *(event["time"] for event in own if event["event"] == "released")]
+    released = [event["time"] for event in own if event["event"] == "released"]
     claims = [event for event in own if event["event"] == "relaunching"]
-    half_done = bool(claims) and claims[-1]["time"] > max(queued, default=0.0)
+    unfinished = bool(claims) and claims[-1]["time"] > max(queued, default=0.0)
     excluded = [event["excluded"] for event in events if event["event"] in {"relaunched", "excluded"}]
     job_id = last_job_id(events)
     return replace(
         known,
         cancelled=any(event["event"] == "cancelled" for event in events),
-        dropped=any(event["event"] == "dropped" and event["job_id"] == job_id for event in events),
+        scancelled=any(event["event"] == "scancelled" and event["job_id"] == job_id for event in events),
         attempts=attempts,
-        fate=next((job.state for job in known.jobs if job.job_id == job_id), JobState.UNKNOWN),
-        launches=len(queued),
-        handed_over_at=max(handed_over, default=None),
-        half_done=half_done,
-        busy_until=_busy_until(claims[-1]) if half_done else 0.0,
+        last_job_state=next((job.state for job in known.jobs if job.job_id == job_id), JobState.UNKNOWN),
+        queued_jobs=len(queued),
+        handed_over_at=max([*queued, *released], default=None),
+        handover_unfinished=unfinished,
+        handover_deadline=_handover_deadline(claims[-1]) if unfinished else 0.0,
         excluded=excluded[-1] if excluded else (),
     )
 
 
-def _busy_until(claim: Event) -> float:
-    """Until when who claimed the next job should be left to submit it; 0: that process is no more."""
+def _handover_deadline(claim: Event) -> float:
+    """Deadline for the process that claimed the next job to submit it; 0 if it died."""
     here = claim["host"] == socket.gethostname()
     if here and not is_alive(claim["pid"], claim["started"]):
         return 0.0
-    return float(claim["time"] + BUSY_SECONDS)
+    return float(claim["time"] + HANDOVER_SECONDS)
 
 
 def modified(path: Path) -> float | None:
-    """When a file was changed, by its storage's clock. NFS knows it for sure only after an open."""
+    """A file's modification time, by its storage's clock; NFS is sure of it only after an open. None if missing."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -100,7 +184,7 @@ def modified(path: Path) -> float | None:
 
 
 def storage_time(directory: Path) -> float:
-    """What time it is by the clock of a directory's storage, which may not be this machine's."""
+    """The time by the clock of a directory's storage, which may differ from this machine's."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b".")

@@ -1,4 +1,4 @@
-"""What the supervisor decides, as a table: what is known of a run, and the one thing to do about it."""
+"""What the supervisor decides, as a table: what is known of a run, and the one action."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,8 +9,8 @@ import pytest
 from hpc.core.attempts import Attempt
 from hpc.core.outcome import Cause, JobState
 from hpc.slurm.squeue import SlurmJob
-from hpc.supervise.decide import decide
-from hpc.supervise.decision import Action, Decision, RunObservation
+from hpc.supervise.decide import Action, Decision, decide
+from hpc.supervise.observe import RunObservation
 
 NOW = 1_000_000.0
 
@@ -20,7 +20,7 @@ def job(state: JobState, job_id: str = "7", **fields: Any) -> SlurmJob:
 
 
 def attempt(cause: Cause | None = None, **fields: Any) -> Attempt:
-    """One that began a quarter of an hour ago, and ended just now if it has a cause."""
+    """One that started a quarter of an hour ago, and ended just now if it has a cause."""
     usual = {
         "attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": ("gpu01", "gpu02"),
         "started": NOW - 900, "cause": cause, "ended": NOW - 1 if cause else None, "last_step": 50 if cause else None,
@@ -36,11 +36,12 @@ DEATHS = [attempt(Cause.NODE_FAILURE, attempt=n, last_step=0, ended=NOW - 10) fo
 
 TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     # A run that is over is left alone.
-    ("complete", {"finished": True}, Action.KEEP, "complete"),
-    ("complete, its job still ends", {"finished": True, "jobs": [RUNNING], "alive_at": NOW}, Action.KEEP, "complete"),
-    ("complete, but not its job", {"finished": True, "jobs": [RUNNING], "alive_at": NOW - 200},
+    ("complete", {"complete": True}, Action.KEEP, "complete"),
+    ("complete, its job still ends", {"complete": True, "jobs": [RUNNING], "heartbeat_at": NOW},
+     Action.KEEP, "complete"),
+    ("complete, but not its job", {"complete": True, "jobs": [RUNNING], "heartbeat_at": NOW - 200},
      Action.CANCEL, "complete"),
-    ("complete, and another job waits", {"finished": True, "jobs": [BEGIN_TIME]}, Action.CANCEL, "complete"),
+    ("complete, and another job waits", {"complete": True, "jobs": [BEGIN_TIME]}, Action.CANCEL, "complete"),
     ("a script that is complete", {"attempts": [attempt(Cause.COMPLETED)]}, Action.KEEP, "complete"),
     ("cancelled, and still runs", {"cancelled": True, "jobs": [RUNNING]}, Action.CANCEL, "cancelled"),
     ("cancelled", {"cancelled": True, "attempts": [attempt()]}, Action.KEEP, "cancelled"),
@@ -49,24 +50,24 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("given up", {"attempts": CRASHES}, Action.KEEP, "given up: crashed"),
     ("bad input", {"attempts": [attempt(Cause.BAD_INPUT)]}, Action.KEEP, "given up: bad_input"),
     ("scancelled while it ran", {"attempts": [attempt(Cause.CANCELLED)]}, Action.KEEP, "cancelled"),
-    # Jobs that are well.
-    ("waits for its turn", {"jobs": [job(JobState.PENDING, reason="Priority")]}, Action.KEEP, "waits (Priority)"),
-    ("begins", {"jobs": [job(JobState.RUNNING, started=NOW - 5)]}, Action.KEEP, "starts"),
-    ("runs", {"jobs": [RUNNING], "attempts": [attempt()], "alive_at": NOW - 4}, Action.KEEP, "runs"),
-    ("began a moment ago", {"jobs": [RUNNING], "attempts": [attempt(started=NOW - 3)]}, Action.KEEP, "runs"),
+    # Jobs that need nothing.
+    ("waits for its turn", {"jobs": [job(JobState.PENDING, reason="Priority")]}, Action.KEEP, "is pending (Priority)"),
+    ("starts", {"jobs": [job(JobState.RUNNING, started=NOW - 5)]}, Action.KEEP, "is starting"),
+    ("runs", {"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW - 4}, Action.KEEP, "is running"),
+    ("began a moment ago", {"jobs": [RUNNING], "attempts": [attempt(started=NOW - 3)]}, Action.KEEP, "is running"),
     ("hands over", {"jobs": [RUNNING], "attempts": [attempt(Cause.NODE_FAILURE)]}, Action.KEEP, "ending"),
     ("ends", {"jobs": [ENDING], "attempts": [attempt(Cause.PREEMPTED)]}, Action.KEEP, "ending"),
-    ("in no known state", {"jobs": [job(JobState.UNKNOWN)]}, Action.KEEP, "does not know"),
-    # Slurm's waits.
+    ("in no known state", {"jobs": [job(JobState.UNKNOWN)]}, Action.KEEP, "unknown state"),
+    # Slurm's delays and holds.
     ("requeued", {"jobs": [BEGIN_TIME], "attempts": [attempt(Cause.PREEMPTED)]}, Action.RELEASE, "requeued"),
     ("requeued by Slurm, without a word", {"jobs": [BEGIN_TIME], "attempts": [attempt()]}, Action.RELEASE, "requeued"),
-    ("released before", {"jobs": [replace(BEGIN_TIME, eligible=NOW + 2)]}, Action.KEEP, "waits (BeginTime)"),
+    ("released before", {"jobs": [replace(BEGIN_TIME, eligible=NOW + 2)]}, Action.KEEP, "is pending (BeginTime)"),
     ("to begin tomorrow, as its user wants after a requeue",
-     {"jobs": [replace(BEGIN_TIME, eligible=NOW + 86400)]}, Action.KEEP, "waits"),
-    ("to begin later, as its user wants", {"jobs": [replace(BEGIN_TIME, restarts=0)]}, Action.KEEP, "waits"),
+     {"jobs": [replace(BEGIN_TIME, eligible=NOW + 86400)]}, Action.KEEP, "is pending"),
+    ("to begin later, as its user wants", {"jobs": [replace(BEGIN_TIME, restarts=0)]}, Action.KEEP, "is pending"),
     ("failed for the first time", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:1]}, Action.RELEASE, "requeued"),
-    ("failed twice", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:2]}, Action.KEEP, "another try in 20 s"),
-    ("failed three times", {"jobs": [BEGIN_TIME], "attempts": DEATHS}, Action.KEEP, "another try in 50 s"),
+    ("failed twice", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:2]}, Action.KEEP, "next attempt in 20 s"),
+    ("failed three times", {"jobs": [BEGIN_TIME], "attempts": DEATHS}, Action.KEEP, "next attempt in 50 s"),
     ("could not be started", {"jobs": [HELD]}, Action.UNHOLD, "could not start"),
     ("could never be started", {"jobs": [replace(HELD, restarts=5)]}, Action.KEEP, "scontrol release 7"),
     ("could not be started after preemptions", {"jobs": [replace(HELD, restarts=6)], "attempts": [attempt(restart=4)]},
@@ -74,47 +75,50 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("suspended", {"jobs": [job(JobState.SUSPENDED)], "attempts": [attempt()]}, Action.KEEP, "suspended"),
     ("held by its user", {"jobs": [job(JobState.PENDING, reason="JobHeldUser")]}, Action.KEEP, "JobHeldUser"),
     ("keeps away from too many nodes", {"jobs": [job(JobState.PENDING, reason="ReqNodeNotAvail")],
-      "excluded": ["gpu03", "gpu04"], "affordable": ["gpu03"]}, Action.ADMIT, "too few nodes without gpu04"),
+      "excluded": ["gpu03", "gpu04"], "excludable": ["gpu03"]}, Action.ADMIT, "too few nodes are left without gpu04"),
     ("keeps away from what it can", {"jobs": [job(JobState.PENDING, reason="Priority")],
-      "excluded": ["gpu03"], "affordable": ["gpu03", "gpu02"]}, Action.KEEP, "waits (Priority)"),
-    # Nobody works in the job's nodes any more.
-    ("silent", {"jobs": [RUNNING], "attempts": [attempt()], "alive_at": NOW - 75}, Action.RELAUNCH, "75 s"),
+      "excluded": ["gpu03"], "excludable": ["gpu03", "gpu02"]}, Action.KEEP, "is pending (Priority)"),
+    # Nothing works in the job's nodes.
+    ("silent", {"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW - 75}, Action.RELAUNCH, "75 s"),
     ("silent from the first moment", {"jobs": [RUNNING], "attempts": [attempt()]}, Action.RELAUNCH, "900 s"),
-    ("its agents never came", {"jobs": [RUNNING]}, Action.RELAUNCH, "not begun in 900 s"),
+    ("its agents never came", {"jobs": [RUNNING]}, Action.RELAUNCH, "not started within 900 s"),
     ("a restart whose agents never came", {"jobs": [replace(RUNNING, restarts=1)], "attempts": [attempt(Cause.LOST)]},
-     Action.RELAUNCH, "not begun"),
+     Action.RELAUNCH, "not started"),
     ("its agents died when they handed over", {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST, ended=NOW - 101)]},
-     Action.RELAUNCH, "nobody saw to the next one"),
+     Action.RELAUNCH, "queued no next one"),
     ("ended for good, but not its job", {"jobs": [RUNNING], "attempts": [attempt(Cause.BAD_INPUT, ended=NOW - 101)]},
-     Action.CANCEL, "nobody ended its job"),
-    ("an old listing of a job that began anew", {"jobs": [RUNNING], "attempts": [attempt(restart=1)], "alive_at": NOW},
-     Action.KEEP, "starts"),
+     Action.CANCEL, "its job still runs"),
+    ("an old listing of a job that began anew",
+     {"jobs": [RUNNING], "attempts": [attempt(restart=1)], "heartbeat_at": NOW},
+     Action.KEEP, "is starting"),
     ("ended, and its agents still ask Slurm", {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST, ended=NOW - 101)],
-      "alive_at": NOW - 1}, Action.KEEP, "ending"),
-    ("never began, and another job is there", {"jobs": [RUNNING, job(JobState.PENDING, "8")]}, Action.CANCEL, "place"),
+      "heartbeat_at": NOW - 1}, Action.KEEP, "ending"),
+    ("never began, and another job is there", {"jobs": [RUNNING, job(JobState.PENDING, "8")]},
+     Action.CANCEL, "replaced it"),
     ("never began, and another one trains", {"jobs": [RUNNING, job(JobState.RUNNING, "8")],
-      "attempts": [attempt(job_id="8")], "alive_at": NOW}, Action.CANCEL, "place"),
+      "attempts": [attempt(job_id="8")], "heartbeat_at": NOW}, Action.CANCEL, "replaced it"),
     ("an old one is ending, and the new one is silent", {"jobs": [ENDING, job(JobState.RUNNING, "8")],
-      "attempts": [attempt(attempt=2, job_id="8")]}, Action.RELAUNCH, "no sign of life"),
+      "attempts": [attempt(attempt=2, job_id="8")]}, Action.RELAUNCH, "no heartbeat"),
     ("ends for hours", {"jobs": [ENDING], "attempts": [attempt(Cause.LOST, ended=NOW - 700)]}, Action.RELAUNCH, "gone"),
     ("its place is taken", {"jobs": [RUNNING, job(JobState.PENDING, "8")], "attempts": [attempt(Cause.LOST)]},
-     Action.CANCEL, "taken its place"),
+     Action.CANCEL, "replaced it"),
     ("its successor runs", {"jobs": [RUNNING, job(JobState.RUNNING, "8")],
-      "attempts": [attempt(Cause.LOST), attempt(attempt=2, job_id="8")]}, Action.CANCEL, "taken its place"),
+      "attempts": [attempt(Cause.LOST), attempt(attempt=2, job_id="8")]}, Action.CANCEL, "replaced it"),
     # There is no job.
-    ("another supervisor submits one", {"attempts": [attempt()], "busy_until": NOW + 9}, Action.KEEP, "another"),
-    ("another supervisor died at it", {"attempts": [attempt()], "busy_until": NOW - 9}, Action.RELAUNCH, "gone"),
+    ("another supervisor submits one", {"attempts": [attempt()], "handover_deadline": NOW + 9}, Action.KEEP, "another"),
+    ("another supervisor died at it", {"attempts": [attempt()], "handover_deadline": NOW - 9}, Action.RELAUNCH, "gone"),
     ("gone without a word", {"attempts": [attempt()]}, Action.RELAUNCH, "gone"),
-    ("gone a moment ago", {"attempts": [attempt()], "alive_at": NOW - 9}, Action.KEEP, "just ended"),
+    ("gone a moment ago", {"attempts": [attempt()], "heartbeat_at": NOW - 9}, Action.KEEP, "just ended"),
     ("gone, and its requeue was refused", {"attempts": [attempt(Cause.CRASHED)]}, Action.RELAUNCH, "gone"),
     ("gone while it waited", {"attempts": [attempt(Cause.CRASHED)], "handed_over_at": NOW - 300},
      Action.KEEP, "sbatch submit.sbatch"),
     ("never began", {}, Action.KEEP, "sbatch submit.sbatch"),
     ("failed before it began", {"jobs": [job(JobState.FAILED)]}, Action.KEEP, "(failed)"),
     ("its node failed before it began", {"jobs": [job(JobState.NODE_FAIL)]}, Action.REQUEUE, "a node failed"),
-    ("its nodes fail before it begins", {"jobs": [job(JobState.NODE_FAIL, restarts=5)]}, Action.KEEP, "5 times before"),
+    ("its nodes fail before it begins", {"jobs": [job(JobState.NODE_FAIL, restarts=5)]},
+     Action.KEEP, "5 times before it started"),
     ("its node failed", {"jobs": [job(JobState.NODE_FAIL)], "attempts": [attempt()]}, Action.REQUEUE, "a node failed"),
-    ("its node failed, accounting says", {"attempts": [attempt()], "fate": JobState.NODE_FAIL},
+    ("its node failed, accounting says", {"attempts": [attempt()], "last_job_state": JobState.NODE_FAIL},
      Action.RELAUNCH, "node_fail"),
     ("ran out of time without a word", {"jobs": [job(JobState.TIMEOUT)], "attempts": [attempt()]},
      Action.RELAUNCH, "timeout"),
@@ -124,26 +128,31 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
      Action.RECORD, "scancel"),
     ("scancelled while it waited", {"jobs": [job(JobState.CANCELLED)], "attempts": [attempt(Cause.PREEMPTED)],
       "handed_over_at": NOW - 9}, Action.RECORD, "scancel"),
-    ("scancelled while it waited, for good", {"dropped": True, "attempts": [attempt(Cause.PREEMPTED)]},
+    ("scancelled while it waited, for good", {"scancelled": True, "attempts": [attempt(Cause.PREEMPTED)]},
      Action.KEEP, "scancel"),
-    ("scancelled by who could not submit the next one", {"fate": JobState.CANCELLED, "half_done": True,
+    ("scancelled by who could not submit the next one",
+     {"last_job_state": JobState.CANCELLED, "handover_unfinished": True,
       "attempts": [attempt(Cause.LOST)]}, Action.RELAUNCH, "cancelled"),
-    ("squeue leaves it out", {"fate": JobState.RUNNING, "attempts": [attempt()]}, Action.KEEP, "accounting does"),
-    ("its jobs end before they begin", {"attempts": [attempt(Cause.LOST)], "fate": JobState.FAILED, "launches": 5},
-     Action.KEEP, "ended 5 times before it began"),
-    ("its job ended before it began", {"attempts": [attempt(Cause.LOST, ended=NOW - 20)], "fate": JobState.FAILED,
-      "launches": 1, "handed_over_at": NOW - 10}, Action.KEEP, "another try in 20 s"),
-    ("its node failed before it began, accounting says", {"fate": JobState.NODE_FAIL}, Action.RELAUNCH, "node_fail"),
-    ("scancelled while it waited, accounting says", {"fate": JobState.CANCELLED,
+    ("squeue leaves it out", {"last_job_state": JobState.RUNNING, "attempts": [attempt()]},
+     Action.KEEP, "accounting does"),
+    ("its jobs end before they begin",
+     {"attempts": [attempt(Cause.LOST)], "last_job_state": JobState.FAILED, "queued_jobs": 5},
+     Action.KEEP, "ended 5 times before it started"),
+    ("its job ended before it began",
+     {"attempts": [attempt(Cause.LOST, ended=NOW - 20)], "last_job_state": JobState.FAILED,
+      "queued_jobs": 1, "handed_over_at": NOW - 10}, Action.KEEP, "next attempt in 20 s"),
+    ("its node failed before it began, accounting says", {"last_job_state": JobState.NODE_FAIL},
+     Action.RELAUNCH, "node_fail"),
+    ("scancelled while it waited, accounting says", {"last_job_state": JobState.CANCELLED,
       "attempts": [attempt(Cause.PREEMPTED)], "handed_over_at": NOW - 900}, Action.RECORD, "scancel"),
-    ("gone after two deaths", {"attempts": DEATHS[:2]}, Action.KEEP, "another try in 20 s"),
+    ("gone after two deaths", {"attempts": DEATHS[:2]}, Action.KEEP, "next attempt in 20 s"),
 ]  # fmt: skip
 
 
 def view(**known: Any) -> RunObservation:
-    """What is known; the last job is the last that Slurm tells of."""
-    told = {"fate": known["jobs"][-1].state} if known.get("jobs") else {}
-    return RunObservation(now=NOW, **{**told, **known})
+    """What is known; the last job is the last that squeue lists."""
+    listed = {"last_job_state": known["jobs"][-1].state} if known.get("jobs") else {}
+    return RunObservation(now=NOW, **{**listed, **known})
 
 
 @pytest.mark.parametrize(("known", "action", "reason"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
@@ -154,31 +163,31 @@ def test_decision(known: dict[str, Any], action: Action, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("jobs", "fate", "cause"),
+    ("jobs", "state", "cause"),
     [([RUNNING], JobState.RUNNING, Cause.LOST), ([], JobState.UNKNOWN, Cause.LOST),
      ([job(JobState.TIMEOUT)], JobState.TIMEOUT, Cause.TIME_LIMIT), ([], JobState.PREEMPTED, Cause.PREEMPTED),
      ([job(JobState.NODE_FAIL)], JobState.NODE_FAIL, Cause.NODE_FAILURE),
      ([], JobState.NODE_FAIL, Cause.NODE_FAILURE)],
 )  # fmt: skip
-def test_cause_of_an_end_without_a_word(jobs: Sequence[SlurmJob], fate: JobState, cause: Cause) -> None:
-    assert decide(view(jobs=jobs, fate=fate, attempts=[attempt()])).cause is cause
+def test_cause_of_an_end_that_was_not_recorded(jobs: Sequence[SlurmJob], state: JobState, cause: Cause) -> None:
+    assert decide(view(jobs=jobs, last_job_state=state, attempts=[attempt()])).cause is cause
 
 
-def test_an_end_that_is_known_is_not_written_again() -> None:
+def test_an_end_that_is_known_is_not_recorded_again() -> None:
     decision = decide(view(attempts=[attempt(Cause.CRASHED)]))
     assert decision == Decision(action=Action.RELAUNCH, reason="its job is gone (unknown)", cause=None)
 
 
-def test_another_job_that_never_began_says_nothing_of_the_end_of_the_last_attempt() -> None:
+def test_job_that_never_started_is_no_cause_of_the_end_of_the_last_attempt() -> None:
     decision = decide(view(jobs=[replace(RUNNING, restarts=1)], attempts=[attempt()]))
     assert (decision.action, decision.cause) == (Action.RELAUNCH, None)
 
 
 @pytest.mark.parametrize(
-    ("known", "news"),
-    [({"finished": True}, "completed"), ({"attempts": [attempt(Cause.COMPLETED)]}, "completed"),
+    ("known", "final_state"),
+    [({"complete": True}, "completed"), ({"attempts": [attempt(Cause.COMPLETED)]}, "completed"),
      ({"attempts": CRASHES}, "failed"), ({"attempts": [attempt(Cause.CANCELLED)]}, None), ({"cancelled": True}, None),
-     ({"jobs": [RUNNING], "attempts": [attempt()], "alive_at": NOW}, None)],
+     ({"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW}, None)],
 )  # fmt: skip
-def test_news_are_ends(known: dict[str, Any], news: str | None) -> None:
-    assert decide(view(**known)).news == news
+def test_only_ends_have_a_final_state(known: dict[str, Any], final_state: str | None) -> None:
+    assert decide(view(**known)).final_state == final_state

@@ -1,4 +1,4 @@
-"""The supervisor on a real Slurm: what it mends, what it leaves alone, and that it never starts a run twice."""
+"""The supervisor on a real Slurm: what it does, what it leaves alone, and that it never starts a run twice."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def program(directory: Path, name: str, text: str) -> str:
 
 
 def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs") -> Run:
-    """A run that trained a quarter of an hour ago, and of which nobody has heard since.
+    """A run that started a quarter of an hour ago and has sent no heartbeat since.
 
     Its job holds nodes in which nothing works any more, or Slurm has lost it. The next one only sleeps.
     """
@@ -55,7 +55,7 @@ def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs"
 
 
 def supervise(site: Site, *flags: str, **environment: str) -> list[dict[str, Any]]:
-    """Look once, which has to go well."""
+    """Check once, which has to succeed."""
     done = site.hpc("supervise", "--once", "--json", *flags, **environment)
     assert done.returncode == 0, done.stderr + done.stdout
     return list(json.loads(done.stdout))
@@ -73,7 +73,7 @@ def live_jobs(run: Run) -> list[str]:
 def assert_one_new_job(run: Run) -> None:
     [job_id] = live_jobs(run)
     assert job_id != run.job_id
-    assert [event["job_id"] for event in run.events("relaunched")] in ([job_id], []), "killed before it was noted"
+    assert [event["job_id"] for event in run.events("relaunched")] in ([job_id], []), "killed before it was recorded"
     [ended] = run.events("attempt_ended")
     assert ended["cause"] == "lost"
 
@@ -113,12 +113,12 @@ def test_several_at_once_start_each_run_once(site: Site) -> None:
         assert_one_new_job(run)
 
 
-def test_dry_run_says_what_it_would_do_and_does_nothing(site: Site) -> None:
+def test_dry_run_prints_decisions_and_does_nothing(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=True)
     before = sorted(path.name for path in run.directory.events.iterdir())
     [line] = supervise(site, "--dry-run")
     assert (line["action"], line["job_id"]) == ("relaunch", run.job_id)
-    assert "no sign of life" in line["reason"]
+    assert "no heartbeat" in line["reason"]
     assert live_jobs(run) == [run.job_id]
     assert sorted(path.name for path in run.directory.events.iterdir()) == before
 
@@ -183,7 +183,7 @@ def test_answer_of_sbatch_that_was_lost_costs_no_second_job(site: Site) -> None:
     code = (
         "import sys; from pathlib import Path; from hpc.slurm import relaunch; from hpc.core.rundir import RunDir; "
         "from hpc.spec import RunSpec; run = RunDir(Path(sys.argv[1])); "
-        "print(relaunch.next_job(run, RunSpec.load(run), [], {'999999'}))"
+        "print(relaunch.submit_next_job(run, RunSpec.load(run), [], {'999999'}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(run.directory.path)], env=taken, cwd=ROOT, capture_output=True, text=True,
@@ -204,13 +204,15 @@ def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
     assert not live_jobs(run) + live_jobs(silent)
 
 
-def test_the_user_is_told_once_of_an_end(site: Site) -> None:
+def test_on_end_is_called_once(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
     EventWriter(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="bad_input", step=0)
-    tell = program(site.path / "tell", "tell", f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {site.path}/told')
+    tell = program(
+        site.path / "tell", "tell", f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {site.path}/notified'
+    )
     for _ in range(2):
         assert actions(site, "--on-end=tell Ada", PATH=tell) == {"run": "keep"}
-    assert (site.path / "told").read_text() == "Ada failed: given up: bad_input\n"
+    assert (site.path / "notified").read_text() == "Ada failed: given up: bad_input\n"
 
 
 def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site, ordinary_user: Site) -> None:
@@ -230,8 +232,8 @@ def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site,
             status = run.wait_for_state("completed")
             zombie.wait("the next attempt's steps", lambda: zombie.attempts_logged()[-1] == 2)
         watching.terminate()
-        said, _ = watching.communicate()
-    assert "one: release" in said
+        output, _ = watching.communicate()
+    assert "one: release" in output
     run.assert_no_gap()
     assert [attempt["cause"] for attempt in status["attempts"]] == ["node_failure", "completed"]
     assert node not in status["attempts"][1]["nodes"]
@@ -274,7 +276,7 @@ def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
     try:
         with site.supervised() as watching:
             assert watching.stdout is not None
-            said = watching.stdout.readline()
+            line = watching.stdout.readline()
             start_slurmctld(PLACES)
             run.wait("the new job", lambda: len(live_jobs(run)) == 1)
     finally:
@@ -282,7 +284,7 @@ def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
             start_slurmctld(PLACES)
         # It has forgotten which nodes answer.
         run.wait("all nodes", lambda: set(node_states(PLACES).values()) <= USABLE_STATES)
-    assert "looking again in 2 s: slurm_load_jobs error: Unable to contact" in said
+    assert "next check in 2 s: slurm_load_jobs error: Unable to contact" in line
     assert_one_new_job(run)
 
 
