@@ -40,8 +40,8 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.build import load_data
-from training.data.dataset import Batch, ImageSource, load_batches, load_device_batches
 from training.data.device_dataset import move_to_device
+from training.data.loader import Batch, ImageSource, load_batches, load_device_batches
 from training.engine.launch import make_repeatable, make_trainer
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup, connect, disconnect

@@ -42,7 +42,7 @@ from training.config.dataset_layout import check_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import make_schedule
 from training.data.build import load_data
-from training.data.dataset import load_batches
+from training.data.loader import load_batches
 
 RESULTS = Path(__file__).parent / "results" / "loader.json"
 SIZE, HEIGHT, WIDTH, QUALITY = 224, 375, 500, 92

@@ -20,7 +20,7 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.build import load_data
-from training.data.dataset import ImageSource
+from training.data.loader import ImageSource
 from training.inference.classifier import Classifier, find_model, load_classifier
 from training.inference.exported_model import FORMATS, Classify, Format, require
 from training.inference.model_card import ModelCard

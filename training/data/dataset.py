@@ -1,73 +1,39 @@
-"""What a rank can ask for images and labels by index, and the loader that asks ahead.
+"""The data sets: images in memory, generated images, and images that are read one by one.
 
-Runs on every rank. A source is indexed with a `Request`, so one call makes one rank's part of a batch, wherever it
-is made: in the rank or in a loader worker. No source has random numbers of its own.
+Runs on every rank and in its loader workers. A data set is indexed with a `BatchRequest` and returns augmented images.
 """
 
-import signal
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from hpc.core.errors import UserError
 from training.data.batch_schedule import BatchRequest
-from training.data.to_device import prefetch_to_device, to_device
-from training.data.transforms.augment import Augmentation, ImageAugmentation
+from training.data.loader import Batch, ImageSource, to_device
+from training.data.transforms.augment import Augmentation
+from training.data.transforms.crop import center_crop
 from training.runtime.process_group import SharedError
-from training.runtime.signals import die_with_parent
 
 _MAX_NAMES = 20
-
-
-class Batch(NamedTuple):
-    """What a request is answered with. A tuple, because that is what a loader can pin."""
-
-    images: Tensor
-    """uint8 [n, C, H, W], where the source has them."""
-    labels: Tensor
-    """int64 [n]: of the images that are shown."""
-    indices: Tensor
-    """int64 [n]: the places in the source that were asked for."""
-    corrupt: Tensor
-    """int64 [k]: the places in the source, each once, of images that cannot be read; others are shown instead."""
-
-
-class ImageSource(Protocol):
-    """Images and labels by request."""
-
-    @property
-    def labels(self) -> Tensor:
-        """int64 [n]."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def __getitem__(self, request: BatchRequest) -> Batch:
-        """The images of a request.
-
-        Raises:
-            UserError: this node cannot read them, or too many of them in a row are corrupt.
-        """
-
-    def name(self, index: int) -> str:
-        """What to call an image in a message."""
+# More corrupt images than this in a row are no accident.
+_MAX_CORRUPT_IN_A_ROW = 100
+_NO_INDICES = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryImages:
-    """Images in memory, of the host or of a device: there are its batches made."""
+    """Images of one size in memory, of the host or of a device, which makes the batches."""
 
     images: Tensor
     """uint8 [n, C, H, W]"""
     labels: Tensor
     """int64 [n], on the CPU."""
     title: str
-    """What the images are together, such as `the training set`."""
-    augmentation: Augmentation | ImageAugmentation | None = None
+    """Names the part of the data in messages, such as `the training set`."""
+    augmentation: Augmentation | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -77,8 +43,13 @@ class MemoryImages:
         indices = torch.tensor(request.indices, dtype=torch.int64)
         images = self.images[to_device(indices, self.images.device)]
         if request.epoch is not None and self.augmentation is not None:
+            if self.augmentation.resizes:
+                height, width = images.shape[2:]
+                for place, index in enumerate(request.indices):
+                    image = images[place].permute(1, 2, 0)
+                    images[place] = self.augmentation.crop_one(request.epoch, index, image, (height, width))
             images = self.augmentation.batch(request.epoch, indices, images)
-        return Batch(images, self.labels[indices], indices, torch.empty(0, dtype=torch.int64))
+        return Batch(images, self.labels[indices], indices, _NO_INDICES)
 
     def name(self, index: int) -> str:
         """`image 17 of the training set`."""
@@ -86,8 +57,113 @@ class MemoryImages:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SyntheticImages:
+    """Any number of generated images, all taken from a small pool: a request costs almost nothing."""
+
+    pool: Tensor
+    """uint8 [m, 3, size, size]: noise, in pinned memory where there is a GPU."""
+    labels: Tensor
+    """int64 [n]"""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, request: BatchRequest) -> Batch:
+        """The first images of the pool, whatever the indices are."""
+        indices = torch.tensor(request.indices, dtype=torch.int64)
+        count = len(indices)
+        images = self.pool[:count] if count <= len(self.pool) else self.pool[torch.arange(count) % len(self.pool)]
+        return Batch(images, self.labels[indices], indices, _NO_INDICES)
+
+    def name(self, index: int) -> str:
+        """`generated image 17`."""
+        return f"generated image {index}"
+
+
+class ImageStore(Protocol):
+    """Images by index, of an image folder or packed."""
+
+    def __len__(self) -> int:
+        """Number of images."""
+
+    def read(self, index: int) -> Tensor | None:
+        """The image (uint8 [h, w, 3]), or None if it is corrupt.
+
+        Raises:
+            UserError: this node cannot read it.
+        """
+
+    def name(self, index: int) -> str:
+        """The image's path, for messages."""
+
+    def fix(self) -> str:
+        """What to do if many images are corrupt."""
+
+    def identity(self) -> bytes:
+        """Identifies the images; does not depend on the directory that they lie in."""
+
+    def part(self, indices: Tensor) -> "ImageStore":
+        """Some of the images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDataset:
+    """Images of a store. The next readable image replaces a corrupt one, on every rank alike."""
+
+    store: ImageStore
+    labels: Tensor
+    """int64 [n]"""
+    size: int
+    """Side in pixels that images are resized to."""
+    augmentation: Augmentation | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, request: BatchRequest) -> Batch:
+        """The images (uint8 [n, 3, size, size]) of a request."""
+        # The channels of a pixel lie together, as decoders write them and models like them.
+        images = torch.empty(len(request.indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        shown, corrupt = [], set[int]()
+        for place, index in enumerate(request.indices):
+            readable, image = self._next_readable(index, corrupt)
+            images[place] = self._crop(readable, image, request.epoch)
+            shown.append(readable)
+        indices, shown_indices, corrupt_indices = (
+            torch.tensor(values, dtype=torch.int64) for values in (request.indices, shown, sorted(corrupt))
+        )
+        if request.epoch is not None and self.augmentation is not None:
+            images = self.augmentation.batch(request.epoch, shown_indices, images)
+        return Batch(images, self.labels[shown_indices], indices, corrupt_indices)
+
+    def name(self, index: int) -> str:
+        """The image's path."""
+        return self.store.name(index)
+
+    def part(self, indices: Tensor) -> "ImageDataset":
+        """Some of the images, as a data set of their own."""
+        return replace(self, store=self.store.part(indices), labels=self.labels[indices])
+
+    def _next_readable(self, index: int, corrupt: set[int]) -> tuple[int, Tensor]:
+        """The first readable image from `index` on; adds those before it to `corrupt`."""
+        most = min(len(self), _MAX_CORRUPT_IN_A_ROW)
+        for candidate in (place % len(self) for place in range(index, index + most)):
+            image = self.store.read(candidate)
+            if image is not None:
+                return candidate, image
+            corrupt.add(candidate)
+        raise UserError(f"{self.name(index)} and the {most - 1} images after it are corrupt: {self.store.fix()}")
+
+    def _crop(self, index: int, image: Tensor, epoch: int | None) -> Tensor:
+        size = (self.size, self.size)
+        if epoch is not None and self.augmentation is not None:
+            return self.augmentation.crop_one(epoch, index, image, size)
+        return center_crop(image, size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
-    """The parts of a data set."""
+    """The parts of a data set, and what they have in common."""
 
     train: ImageSource
     val: ImageSource | None
@@ -97,79 +173,19 @@ class Data:
     std: tuple[float, ...]
     channels: int
     shape: tuple[int, int]
-    """Height and width in pixels of the images to train on, as they come."""
+    """Height and width in pixels of the training images, as the data set returns them."""
     in_memory: bool
     cheap: bool
-    """Whether a batch for training is made so fast that loader workers would not pay."""
+    """Whether batches for training are made so fast that loader workers do not pay."""
     fingerprint: str
-    """Changes when images or labels are added, removed or reordered; not with the directory that they lie in."""
+    """Changes when images or labels are added, removed or reordered; not when their directory moves."""
     on_device: bool = False
-    """Whether all images lie on the rank's device, where batches are made."""
+    """Whether all images lie on the rank's device, which makes the batches."""
 
     @property
     def size(self) -> int:
-        """Side in pixels (height, if they differ) of the images to train on, as they come."""
+        """Side in pixels (height, if they differ) of the training images, as the data set returns them."""
         return self.shape[0]
-
-
-# Slurm delivers a step's signals to all its processes. A worker that died of one would take the rank down with it
-# before the rank has saved (KempnerInstitute/KempnerForge#177).
-_NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-
-
-def _begin_worker(_worker: int) -> None:
-    """Ignore what asks a rank to stop, but die with it.
-
-    torch's workers look after their parent every five seconds only. As long as they keep a dead rank's sockets open,
-    the other ranks wait for it.
-    """
-    die_with_parent(_NOT_FOR_WORKERS)
-
-
-@contextmanager
-def load_batches(
-    source: ImageSource, requests: Iterable[BatchRequest], workers: int, *, pin_memory: bool
-) -> Iterator[Iterator[Batch]]:
-    """The batches of the requests, in their order; made by worker processes if there are any.
-
-    Workers end with the context; if an exception ends it, with the process, which has no time to wait for them.
-    They must be told to: Python ends its children with a SIGTERM and waits for them, and these ignore it.
-    """
-    loader: DataLoader[Any] = DataLoader(
-        source,  # type: ignore[arg-type]  # a Dataset in all but its base class
-        sampler=requests,
-        batch_size=None,
-        num_workers=workers,
-        # A forked worker need not import torch again, which takes seconds.
-        multiprocessing_context="fork" if workers else None,
-        pin_memory=pin_memory,
-        worker_init_fn=_begin_worker,
-        # Without one of its own a loader draws from the global generator, and resumed runs would drift.
-        generator=torch.Generator(),
-    )
-    # The workers are forked with the signals blocked: one must not die before it ignores them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
-    try:
-        batches = iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    yield batches
-    if workers:
-        # What the iterator's destructor calls, whenever that may be.
-        batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way
-
-
-@contextmanager
-def load_device_batches(
-    device: torch.device, source: ImageSource, requests: Iterable[BatchRequest], workers: int
-) -> Iterator[Iterator[Batch]]:
-    """The same, whose images and labels are on a rank's device before the step asks for them; on a CPU they are there.
-
-    What workers make is pinned by a thread of the loader; without workers it is pinned when it is copied.
-    """
-    on_gpu = device.type == "cuda"
-    with load_batches(source, requests, workers, pin_memory=on_gpu and workers > 0) as batches:
-        yield prefetch_to_device(batches, device) if on_gpu else batches
 
 
 def check_corrupt_limit(source: ImageSource, corrupt: Sequence[int], limit: int) -> None:

@@ -1,42 +1,83 @@
-"""Image folders: images of class directories, decoded when they are asked for.
+"""Image files: how they are decoded, and the images of class directories by index.
 
-Runs on every rank and in its loader workers.
+Runs on ranks, in loader workers and in packers; imports torch only where it decodes to tensors, so that packers start
+quickly. EXIF rotation is ignored, as in torchvision's ImageFolder, for packed images and files alike.
 """
 
+import io
 import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
-import torch
-from torch import Tensor
+from PIL import Image
 
 from hpc.core.errors import UserError
-from training.data.decode import as_rgb, with_image
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Result = TypeVar("_Result")
+JpegDecoder = Callable[["Tensor", int], "Tensor"]
 
 _JPEG = b"\xff\xd8\xff"
-# Fewer bytes cannot hold so many pixels that Pillow would refuse them as a decompression bomb: 2 bits for each 8 x 8.
+# A smaller file cannot hold enough pixels for Pillow to refuse it as a decompression bomb: 2 bits for each 8 x 8.
 _HARMLESS_BYTES = 500_000
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
-_Decoder = Callable[[Tensor, int], Tensor]
 
 
-def jpeg_decoder() -> _Decoder | None:
-    """Torchvision's decoder of JPEGs, if it has one.
+def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result | None:
+    """The result of `use` for the opened, not yet decoded image; None if the content is no whole image."""
+    try:
+        with Image.open(io.BytesIO(content)) as file:
+            return use(file)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001  # Pillow's decoders raise nearly everything on broken files
+        return None
 
-    It is the same library as Pillow's, with the same pixels, but writes into the tensor itself: 1.1 instead of 1.5 ms
-    for 500 x 375 pixels. Its Python function warns that it will be removed (0.29); from then on Pillow decodes all.
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """The image with three channels of 8 bits."""
+    if image.mode.startswith("I;16"):
+        # Pillow would clip: all but the darkest 256 of 65,536 grays would become white.
+        image = image.point(lambda value: value / 256).convert("L")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def jpeg_decoder() -> JpegDecoder | None:
+    """Torchvision's JPEG decoder, if it has one.
+
+    It uses the same library as Pillow and gives the same pixels, but writes into the tensor itself: 1.1 instead of
+    1.5 ms for 500 x 375 pixels. Its Python function warns that it will be removed (0.29); then Pillow decodes all.
     """
     try:
+        import torch  # noqa: PLC0415  # packers do without
         import torchvision.io  # noqa: F401, PLC0415  # takes a second, and registers the operator
 
-        return cast("_Decoder", torch.ops.image.decode_jpeg)
+        return cast("JpegDecoder", torch.ops.image.decode_jpeg)
     except (ImportError, AttributeError):
         return None
+
+
+def decode_image(content: bytes, decode_jpeg: JpegDecoder | None) -> "Tensor | None":
+    """The image as uint8 [h, w, 3], or None if it is corrupt. Pillow decodes what torchvision refuses."""
+    import torch  # noqa: PLC0415  # packers do without
+
+    if decode_jpeg is not None and content.startswith(_JPEG) and _passes_bomb_check(content):
+        with suppress(RuntimeError):
+            return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), _RGB).permute(1, 2, 0)
+    array = with_image(content, lambda file: np.array(as_rgb(file)))
+    return None if array is None else torch.from_numpy(array)
+
+
+def _passes_bomb_check(content: bytes) -> bool:
+    """Passes Pillow's check for decompression bombs, which torchvision's decoder lacks."""
+    return len(content) < _HARMLESS_BYTES or with_image(content, lambda image: image.size) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +86,18 @@ class FolderImages:
 
     root: Path
     names: np.ndarray
-    """Paths below `root` as bytes [n]: one array, for workers that touch a list of strings copy its pages."""
-    decode_jpeg: _Decoder | None = field(default_factory=jpeg_decoder)
-    """Found here once, before loader workers are forked; None: Pillow decodes all."""
+    """Paths below `root` as bytes [n]: one array, because workers that touch a list of strings copy its pages."""
+    decode_jpeg: JpegDecoder | None = field(default_factory=jpeg_decoder)
+    """Found once, before loader workers are forked; None: Pillow decodes all."""
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def read(self, index: int) -> Tensor | None:
-        """The image, or None if the file holds no whole image.
+    def read(self, index: int) -> "Tensor | None":
+        """The image (uint8 [h, w, 3]), or None if the file holds no whole image.
 
         Raises:
-            UserError: the file cannot be read, which is a matter of this node and no property of the image.
+            UserError: this node cannot read the file, which says nothing about the image.
         """
         path = self._path(index)
         try:
@@ -73,30 +114,16 @@ class FolderImages:
         return str(self._path(index))
 
     def fix(self) -> str:
-        """Where whole images come from."""
+        """What to do if many images are corrupt."""
         return "copy the data again"
 
     def identity(self) -> bytes:
         """The names."""
         return self.names.tobytes()
 
-    def part(self, indices: Tensor) -> "FolderImages":
+    def part(self, indices: "Tensor") -> "FolderImages":
         """Some of the images."""
         return replace(self, names=self.names[indices.numpy()])
 
     def _path(self, index: int) -> Path:
         return self.root / os.fsdecode(self.names[index])
-
-
-def decode_image(content: bytes, decode_jpeg: _Decoder | None) -> Tensor | None:
-    """The image as uint8 [h, w, 3]. What torchvision refuses, Pillow has a look at."""
-    if decode_jpeg is not None and content.startswith(_JPEG) and _is_no_bomb(content):
-        with suppress(RuntimeError):
-            return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), _RGB).permute(1, 2, 0)
-    array = with_image(content, lambda file: np.array(as_rgb(file)))
-    return None if array is None else torch.from_numpy(array)
-
-
-def _is_no_bomb(content: bytes) -> bool:
-    """Whether Pillow, which torchvision's decoder does not ask, thinks that the image may be decoded."""
-    return len(content) < _HARMLESS_BYTES or with_image(content, lambda image: image.size) is not None

@@ -6,7 +6,6 @@ Runs on every rank and in its loader workers.
 import os
 import socket
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from torch import Tensor
 from hpc.core.errors import UserError
 from hpc.core.files import sha256_of
 from training.config.packed_index import AGAIN, INDEX, PackedFile, PackedPart, PackIndex
-
-# Images that are read at once where all are wanted: 100 MB of 256 x 256 pixels.
-_PIECE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,33 +63,6 @@ class PackedImages:
         """Some of the images."""
         return replace(self, places=self.places[indices])
 
-    @property
-    def side(self) -> int:
-        """Side of the squares in pixels."""
-        return self.shards[0].shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """What all of these images take."""
-        return len(self) * 3 * self.side**2
-
-    def corrupt_among(self) -> frozenset[int]:
-        """The places among these images of those that could not be decoded."""
-        places = self.places.tolist() if self.corrupt else []
-        return frozenset(index for index, place in enumerate(places) if place in self.corrupt)
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """All of these images (uint8 [n, side, side, 3]), some at a time, each time with the place of the first one.
-
-        The places in the part must be in ascending order, as those that are held out and those that are left are.
-        """
-        for first in range(0, len(self), _PIECE):
-            places = self.places[first : first + _PIECE]
-            shards = places.div(self.shard_images, rounding_mode="floor")
-            numbers = range(int(shards[0]), int(shards[-1]) + 1)
-            found = [self.shards[number][places[shards == number] % self.shard_images] for number in numbers]
-            yield first, torch.cat(found)
-
 
 def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[PackedImages, Tensor]:
     """The images of a part and their labels (int64 [n]).
@@ -111,7 +80,7 @@ def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[Pack
     ]
     for file in (part.labels, part.names):
         _check_content(directory, file)
-    album = PackedImages(
+    store = PackedImages(
         directory=directory,
         source=Path(index.source),
         shards=tuple(shards),
@@ -121,7 +90,7 @@ def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[Pack
         fingerprint=index.fingerprint,
         places=torch.arange(part.images),
     )
-    return album, _as_tensor(_mapped(directory / part.labels.name, np.int64, (part.images,)))
+    return store, _as_tensor(_mapped(directory / part.labels.name, np.int64, (part.images,)))
 
 
 def _mapped(path: Path, kind: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:

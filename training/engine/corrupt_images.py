@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
-from training.data.dataset import ImageSource, check_corrupt_limit
+from training.data.dataset import check_corrupt_limit
+from training.data.loader import ImageSource
 from training.monitoring.run_logger import RunLogger
 from training.runtime.process_group import ProcessGroup
 from training.runtime.progress import Progress

@@ -10,11 +10,10 @@ import torch
 from training.config.dataset_layout import DataLayout, check_data, resolve_data
 from training.config.rules import check_validation
 from training.config.train_config import check_world
-from training.data.build import load_data
+from training.data.build import load_data, synthetic_data
 from training.data.dataset import Data
 from training.data.device_dataset import move_to_device
 from training.data.file_index import load_or_build_index
-from training.data.synthetic import synthetic_data
 from training.engine.preflight import check
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
@@ -79,15 +78,15 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     with group.raise_on_all_ranks():
         check_world(config, group.world_size)
         layout = None if config.synthetic else check_data(resolve_data(config.data))
-    listing = _share_listing(layout, context, group)
+    file_index = _share_file_index(layout, context, group)
     context.heartbeat.beat("start")
     with group.raise_on_all_ranks():
         side = input_size(config, None)
-        data = load_data(config, layout, side, listing) if layout else synthetic_data(config, side)
+        data = load_data(config, layout, side, file_index) if layout else synthetic_data(config, side)
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
-        data = move_to_device(config, data, group.device, lambda: context.heartbeat.beat("start"))
+        data = move_to_device(config, data, group.device)
     context.heartbeat.beat("start")
     if config.sync_bn:
         model = convert_sync_batch_norm(model, group.device)
@@ -100,13 +99,13 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     return Trainer(context, group, data, model, preprocess, _workers(config.num_workers, data, group.rank_info))
 
 
-def _share_listing(layout: DataLayout | None, context: RunContext, group: ProcessGroup) -> bytes:
+def _share_file_index(layout: DataLayout | None, context: RunContext, group: ProcessGroup) -> bytes:
     """The list of an image folder's images: rank 0 alone looks for them, and the others believe it."""
-    listing = b""
+    file_index = b""
     with group.raise_on_all_ranks():
         if group.is_rank_zero and layout and layout.kind == "image-folder":
-            listing = load_or_build_index(layout, context.run_dir.index, time.time_ns())
-    return group.broadcast_bytes(listing)
+            file_index = load_or_build_index(layout, context.run_dir.index, time.time_ns())
+    return group.broadcast_bytes(file_index)
 
 
 def _check_same(data: Data, group: ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from training.checkpoint.state import TrainState
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchSchedule, split_range
-from training.data.dataset import Batch
+from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
 from training.engine.lr_schedule import learning_rate

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.data.dataset import Batch
+from training.data.loader import Batch
 from training.runtime.process_group import ProcessGroup
 from training.runtime.progress import Progress
 from training.runtime.run_context import RunContext

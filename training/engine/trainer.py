@@ -19,7 +19,8 @@ from training.checkpoint.state import TrainState, identity
 from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, samples_per_group
 from training.data.batch_schedule import BatchSchedule, make_schedule
-from training.data.dataset import Batch, Data, load_device_batches
+from training.data.dataset import Data
+from training.data.loader import Batch, load_device_batches
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
 from training.engine.loss_meter import DivergedError, LossMeter

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import evaluation_requests
-from training.data.dataset import Batch, ImageSource, load_device_batches
+from training.data.loader import Batch, ImageSource, load_device_batches
 from training.models.factory import Preprocess
 from training.models.parallel import load_full_state_dict
 from training.models.precision import autocast

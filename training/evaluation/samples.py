@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import ImageSource
+from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation
 
 _SAMPLES = 12

@@ -16,7 +16,8 @@ from hpc.core.errors import UserError
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import CLASSES, CONFUSION, HISTORY, MODEL_CARD, SAMPLES
 from training.checkpoint.state import TrainState
-from training.data.dataset import Data, ImageSource, check_corrupt_limit
+from training.data.dataset import Data, check_corrupt_limit
+from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.provenance import made_from
 from training.evaluation.samples import samples_json

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import is_image
-from training.data.decode import as_rgb, with_image
-from training.data.image_folder import decode_image, jpeg_decoder
+from training.data.image_folder import as_rgb, decode_image, jpeg_decoder, with_image
 from training.data.transforms.crop import center_crop
 from training.inference.model_card import ModelCard
 

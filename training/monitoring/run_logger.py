@@ -16,7 +16,7 @@ from hpc.core.files import publish_directory, remove_temporaries, write_json
 from hpc.core.ledger import EventWriter
 from hpc.core.outcome import EXIT_NO_SPACE
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
-from training.data.dataset import ImageSource
+from training.data.loader import ImageSource
 from training.monitoring.metrics import Metrics
 from training.runtime.background_writer import BackgroundWriter
 from training.runtime.console import Console

@@ -18,8 +18,8 @@ from PIL import Image
 
 from hpc.core.files import fsync_directory, sha256_of, write_json
 from training.config.packed_index import PackedFile
-from training.data.decode import as_rgb, with_image
-from training.data.transforms.crop_box import center_box
+from training.data.image_folder import as_rgb, with_image
+from training.data.transforms.crop import center_box
 
 CHANNELS = 3
 

@@ -45,7 +45,7 @@ ADVICE = {
     "loading": ("making batches", "more cores for more --num-workers"),
     "copy": (
         "copying to the GPU",
-        "--data-on-device on, if packed images fit into its memory; or a smaller --image-size",
+        "a smaller --image-size; for IDX and CIFAR files --data-on-device on",
     ),
     "compute": (
         "the model",

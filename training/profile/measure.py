@@ -10,9 +10,8 @@ from itertools import cycle
 from typing import Any
 
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Batch, load_batches, load_device_batches
-from training.data.image_dataset import ImageDataset
-from training.data.to_device import to_device
+from training.data.dataset import ImageDataset
+from training.data.loader import Batch, load_batches, load_device_batches, to_device
 from training.engine.trainer import Trainer
 
 _MOST_TURNS = 500
@@ -92,8 +91,8 @@ class Meter:
         made = self._milliseconds(lambda: source[BatchRequest(indices=indices, epoch=0)]) * scale
         if not isinstance(source, ImageDataset):
             return None, made
-        album, places = source.album, cycle(indices)
-        decoded = self._milliseconds(lambda: album.read(next(places))) * len(batch.labels) / several
+        store, places = source.store, cycle(indices)
+        decoded = self._milliseconds(lambda: store.read(next(places))) * len(batch.labels) / several
         return decoded, max(0.0, made - decoded)
 
     def _milliseconds(self, act: Callable[[], Any]) -> float:

@@ -20,7 +20,7 @@ from hpc.core.errors import UserError
 from training.config.dataset_layout import Kind
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Batch, ImageSource, load_batches
+from training.data.loader import Batch, ImageSource, load_batches
 from training.data.transforms.augment import memory_augmentation, photo_augmentation
 from training.data.transforms.random_erasing import RandomErasing
 from training.runtime.counter_rng import Purpose, derive_key

@@ -8,7 +8,7 @@ from trainer_rig import load, make_folder
 
 from hpc.core.errors import UserError
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Batch, ImageSource, load_batches
+from training.data.loader import Batch, ImageSource, load_batches
 
 NO_IMAGES = {
     "truncated": None,

@@ -8,8 +8,7 @@ import torchvision
 from torch import Tensor
 from torchvision.transforms import v2
 
-from training.data.transforms.crop import crop_and_resize, cut_all, scale
-from training.data.transforms.crop_box import RANDOM_NUMBERS, random_box
+from training.data.transforms.crop import RANDOM_NUMBERS, crop_and_resize, cut_all, random_box, scale
 from training.data.transforms.random_erasing import RandomErasing, fill_all, fill_each
 from training.runtime.counter_rng import Purpose, derive_key, rand_float
 

@@ -14,8 +14,8 @@ from trainer_rig import children, load, make_folder, make_idx, write_idx
 from hpc.core.errors import UserError
 from training.config.dataset_layout import resolve_data
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import load_batches
 from training.data.idx import class_names, read_idx, read_idx_pair
+from training.data.loader import load_batches
 
 
 def test_idx_files_are_read_plain_and_compressed(tmp_path: Path) -> None:

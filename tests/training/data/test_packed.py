@@ -20,8 +20,8 @@ from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, read_index, write_index
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Batch, ImageSource, load_batches
 from training.data.file_index import build_index
+from training.data.loader import Batch, ImageSource, load_batches
 from training.verify_resume.__main__ import verify
 
 OPTIONS: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer_rig import Starter, trainer_with
 
 from training.checkpoint.storage import list_checkpoints
-from training.data.dataset import Batch
+from training.data.loader import Batch
 from training.data.transforms.mixup import draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
 from training.engine.trainer import Trainer

@@ -14,8 +14,9 @@ from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Data, ImageSource
+from training.data.dataset import Data
 from training.data.device_dataset import move_to_device
+from training.data.loader import ImageSource
 from training.models.factory import build_model
 from training.predict import PredictOptions, predict
 

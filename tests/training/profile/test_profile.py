@@ -15,7 +15,7 @@ from hpc.spec import Resources, RunSpec
 from hpc.submit.checks import training_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.synthetic import synthetic_data
+from training.data.build import synthetic_data
 from training.profile import __main__ as profile
 from training.profile.measure import Costs
 

@@ -87,7 +87,7 @@ def test_an_error_of_many_lines_is_told_in_one_at_the_end(start: Starter) -> Non
 
 def raise_in_the_loader() -> None:
     """In a rank: images that nobody can read, for a reason that is no user's fault."""
-    from training.data.image_dataset import ImageDataset
+    from training.data.dataset import ImageDataset
 
     def fail(_images: ImageDataset, _request: object) -> None:
         raise LookupError("no such thing")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.data.to_device import to_device
+from training.data.loader import to_device
 from training.runtime.counter_rng import Purpose, derive_key, uniform
 
 # Zhong et al., "Random erasing data augmentation" (2017), as torchvision has it: the least and the greatest area, as

@@ -1,0 +1,146 @@
+"""Batches for the steps to come: made by loader workers, copied to the device while the step before computes.
+
+Runs on every rank. A data set is indexed with a `BatchRequest`, so that one call makes one rank's part of a batch, in
+the rank or in a loader worker. No data set has random numbers of its own.
+"""
+
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from training.data.batch_schedule import BatchRequest
+from training.runtime.signals import die_with_parent
+
+
+class Batch(NamedTuple):
+    """The answer to a request. A tuple, because that is what a loader can pin."""
+
+    images: Tensor
+    """uint8 [n, C, H, W], where the data set has them."""
+    labels: Tensor
+    """int64 [n]: of the images that are shown."""
+    indices: Tensor
+    """int64 [n]: the indices in the data set that were requested."""
+    corrupt: Tensor
+    """int64 [k]: the indices, each once, of images that cannot be read; others are shown instead."""
+
+
+class ImageSource(Protocol):
+    """Images and labels by request."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [n]."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, request: BatchRequest) -> Batch:
+        """The images of a request.
+
+        Raises:
+            UserError: this node cannot read them, or too many of them in a row are corrupt.
+        """
+
+    def name(self, index: int) -> str:
+        """The image's name in a message."""
+
+
+# Slurm delivers a step's signals to all its processes. A worker that died of one would take the rank down with it
+# before the rank has saved (KempnerInstitute/KempnerForge#177).
+_IGNORED_BY_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+def _begin_worker(_worker: int) -> None:
+    """Ignore the signals that stop a rank, but die with the rank.
+
+    torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets open,
+    the other ranks wait for it.
+    """
+    die_with_parent(_IGNORED_BY_WORKERS)
+
+
+@contextmanager
+def load_batches(
+    source: ImageSource, requests: Iterable[BatchRequest], workers: int, *, pin_memory: bool
+) -> Iterator[Iterator[Batch]]:
+    """The batches of the requests, in their order, made by `workers` processes or, with 0, in this one.
+
+    Workers end with the context; if an exception ends it, with the process, which has no time to wait for them.
+    The context has to end them: Python would send them a SIGTERM, which they ignore, and wait for them.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        source,  # type: ignore[arg-type]  # a Dataset in all but its base class
+        sampler=requests,
+        batch_size=None,
+        num_workers=workers,
+        # A forked worker need not import torch again, which takes seconds.
+        multiprocessing_context="fork" if workers else None,
+        pin_memory=pin_memory,
+        worker_init_fn=_begin_worker,
+        # Without one of its own a loader draws from the global generator, and resumed runs would drift.
+        generator=torch.Generator(),
+    )
+    # Workers are forked with the signals blocked: otherwise one could die before it ignores them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    yield batches
+    if workers:
+        # The iterator's destructor calls the same, but at no certain time.
+        batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way
+
+
+@contextmanager
+def load_device_batches(
+    device: torch.device, source: ImageSource, requests: Iterable[BatchRequest], workers: int
+) -> Iterator[Iterator[Batch]]:
+    """The same batches, with images and labels on a rank's device.
+
+    A thread of the loader pins what workers make; without workers it is pinned when it is copied.
+    """
+    on_gpu = device.type == "cuda"
+    with load_batches(source, requests, workers, pin_memory=on_gpu and workers > 0) as batches:
+        yield prefetch_to_device(batches, device) if on_gpu else batches
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """The values on the device, through pinned memory: the host does not wait for the copy."""
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def prefetch_to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The same batches, each copied to the GPU while the step before it computes.
+
+    Copies, and what a data set does on the GPU, run in a side stream. So each batch is requested a step early.
+    """
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # A data set on the GPU may still be on its way there.
+    side.wait_stream(torch.cuda.current_stream(device))
+    ready = _begin_copy(batches, device, side)
+    while ready is not None:
+        current = torch.cuda.current_stream(device)
+        # Before the next copy begins: the step has to wait for this one alone.
+        current.wait_stream(side)
+        for tensor in (ready.images, ready.labels):
+            # Their memory belongs to the side stream, which must not reuse it before the step is done with it.
+            tensor.record_stream(current)
+        batch, ready = ready, _begin_copy(batches, device, side)
+        yield batch
+
+
+def _begin_copy(batches: Iterator[Batch], device: torch.device, side: torch.cuda.Stream) -> Batch | None:
+    with torch.cuda.stream(side):
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        return batch._replace(images=to_device(batch.images, device), labels=to_device(batch.labels, device))
