@@ -167,7 +167,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     pack = None
     if isinstance(options, SubmitTraining) and train is not None:
         pack = checks.pack_size(options.pack, options.pack_size, train)
-        checks.check_held(train, packed=pack is not None)
+        checks.check_data_on_device(train)
     cluster = choose_cluster(options.cluster)
     if cluster == "slurm":
         resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)

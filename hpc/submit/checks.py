@@ -202,17 +202,19 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
     return size or -(-seen * 8 // 7 // 8) * 8
 
 
-def check_held(train: TrainConfig, *, packed: bool) -> None:
-    """Refuse to hold the images of a folder on the device, unless the nodes pack them.
+def check_data_on_device(train: TrainConfig) -> None:
+    """Refuse to keep an image folder or packed data on the device.
 
     Raises:
-        UserError: that is asked for.
+        UserError: --data-on-device is on.
     """
     data = Path(train.data)
-    if train.data_on_device != "on" or packed or train.synthetic or is_archive(data):
+    if train.data_on_device != "on" or train.synthetic or is_archive(data):
         return
-    if check_data(data).kind == "image-folder":
-        raise UserError(f"--data-on-device is on, but {data} holds files to decode: use --pack on, or leave it out")
+    if check_data(data).kind in {"image-folder", "packed"}:
+        raise UserError(
+            f"--data-on-device is on, but the images of {data} are cropped on the CPU: use auto, or leave it out"
+        )
 
 
 def training_data(train: TrainConfig) -> Path | None:

@@ -168,6 +168,10 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
         "--data-on-device on cannot be combined with --auto-augment, which runs on the CPU: leave one out",
     ),
     (
+        lambda c: c.data_on_device == "on" and c.crop == "resized",
+        "--data-on-device on cannot be combined with --crop resized, which runs on the CPU: leave one out",
+    ),
+    (
         lambda c: c.compile and c.sync_bn,
         "--compile cannot be combined with --sync-bn, which communicates inside the model: leave one out",
     ),

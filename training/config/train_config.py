@@ -128,8 +128,8 @@ class TrainConfig:
     max_corrupt_images: int = 10
     """Corrupt images that are replaced by others; with more, the run fails."""
     data_on_device: Literal["auto", "on", "off"] = "auto"
-    """Keep all images in the memory of each rank's GPU and augment them there, without --auto-augment: packed data, IDX
-    and CIFAR files. `auto`: if they take less than a tenth of its free memory."""
+    """Keep all images of IDX or CIFAR files in the memory of each rank's GPU and augment them there, without
+    --auto-augment or --crop resized. `auto`: if they take less than a tenth of its free memory."""
     num_workers: int | None = None
     """Loader processes per rank. Default: the CPU cores per rank, or 0 for data in memory."""
     log_every: int = 20

@@ -5,7 +5,7 @@ import pytest
 from hpc.core.errors import UserError
 from hpc.slurm.client import Partition, parse_partitions
 from hpc.spec import Cluster, Recovery, Resources, RunSpec
-from hpc.submit.checks import check_held, check_recovery, local_resources, pack_size, resolve_resources
+from hpc.submit.checks import check_data_on_device, check_recovery, local_resources, pack_size, resolve_resources
 from training.config.train_config import TrainConfig
 
 # As sinfo prints it: two kinds of node in one partition, one without GPUs, one that is down.
@@ -101,15 +101,14 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_to_decode_are_not_held_on_the_device_unless_they_are_packed(photos: Path) -> None:
+def test_an_image_folder_cannot_be_on_the_device(photos: Path) -> None:
     train = TrainConfig(data=str(photos), data_on_device="on")
-    check_held(train, packed=True)
     with pytest.raises(
-        UserError, match=r"--data-on-device is on, but .* holds files to decode: use --pack on, or leave"
+        UserError, match=r"--data-on-device is on, but the images of .* are cropped on the CPU: use auto, or leave"
     ):
-        check_held(train, packed=False)
-    check_held(TrainConfig(data=str(photos)), packed=False)
-    check_held(TrainConfig(synthetic=True, data_on_device="on"), packed=False)
+        check_data_on_device(train)
+    check_data_on_device(TrainConfig(data=str(photos)))
+    check_data_on_device(TrainConfig(synthetic=True, data_on_device="on"))
 
 
 def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos: Path) -> None:

@@ -20,8 +20,9 @@ from hpc.core.errors import UserError
 from training.config.dataset_layout import Kind
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
+from training.data.dataset import MemoryImages
 from training.data.loader import Batch, ImageSource, load_batches
-from training.data.transforms.augment import memory_augmentation, photo_augmentation
+from training.data.transforms.augment import make_augmentation
 from training.data.transforms.random_erasing import RandomErasing
 from training.runtime.counter_rng import Purpose, derive_key
 
@@ -140,16 +141,17 @@ def in_memory(images: Tensor, kind: Kind = "cifar10", **options: Any) -> Tensor:
     """What becomes of images in epoch 0."""
     config = TrainConfig(data="data", **NOTHING | options)
     channels, height, width = images.shape[1:]
-    augmentation = memory_augmentation(config, kind, (channels, height, width), (0.5,) * channels)
-    return augmentation.batch(0, torch.arange(len(images)), images)
+    augmentation = make_augmentation(config, kind, (channels, height, width), (0.5,) * channels)
+    source = MemoryImages(images=images, labels=torch.zeros(len(images)), title="images", augmentation=augmentation)
+    return source[BatchRequest(indices=tuple(range(len(images))), epoch=0)].images
 
 
 def as_photo(index: int, image: Image.Image, size: int, **options: Any) -> Tensor:
     """What becomes of a photo with this index in epoch 0."""
     config = TrainConfig(data="data", **NOTHING | options)
-    augmentation = photo_augmentation(config, size, (0.5, 0.5, 0.5))
-    square = augmentation.one(0, index, torch.from_numpy(np.array(image)))
-    return augmentation.erase(0, torch.tensor([index]), square[None])[0]
+    augmentation = make_augmentation(config, "image-folder", (3, size, size), (0.5, 0.5, 0.5))
+    cropped = augmentation.crop_one(0, index, torch.from_numpy(np.array(image)), (size, size))
+    return augmentation.batch(0, torch.tensor([index]), cropped[None])[0]
 
 
 @pytest.mark.parametrize(("kind", "size", "most"), [("idx", 28, 1), ("cifar10", 32, 4), ("cifar100", 32, 4)])
@@ -257,8 +259,8 @@ def test_as_many_images_are_erased_as_was_asked_for_in_part_with_the_mean_color(
 def test_a_random_crop_of_images_in_memory_is_that_of_photos_of_their_shape(channels: int) -> None:
     images = noise(20, channels)
     config = TrainConfig(data="data", **CROPPED)
-    photos = photo_augmentation(config, 32, (0.5,) * 3)
-    expected = [photos.one(0, index, image.permute(1, 2, 0)) for index, image in enumerate(images)]
+    photos = make_augmentation(config, "image-folder", (3, 32, 32), (0.5,) * 3)
+    expected = [photos.crop_one(0, index, image.permute(1, 2, 0), (32, 32)) for index, image in enumerate(images)]
     assert torch.equal(in_memory(images, **CROPPED), torch.stack(expected))
 
 

@@ -1,8 +1,6 @@
 """Data on the device: a loader's images in every bit, for every augmentation that can be there, and what cannot."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from trainer_rig import Starter, lines, load, make_folder
+from trainer_rig import Starter, lines, load
 
 from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest, evaluation_requests
 from training.data.build import synthetic_data
 from training.data.dataset import Data
-from training.data.device_dataset import HeldPhotos, move_to_device, too_large
+from training.data.device_dataset import move_to_device, too_large
 from training.data.loader import Batch, ImageSource, load_batches, load_device_batches
 from training.verify_resume.__main__ import verify
 
@@ -25,35 +23,21 @@ CPU = torch.device("cpu")
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"crop": "padded", "flip": "on"},
-    {"crop": "resized", "flip": "on"},
     {"crop": "none", "flip": "on", "random_erasing": 0.5},
-    {"crop": "resized", "random_erasing": 0.7},
+    {"flip": "on", "random_erasing": 0.7},
     {"crop": "padded", "flip": "off", "random_erasing": 0.3},
 ]
 
 
-@pytest.fixture(scope="module")
-def packed_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With two images that are none."""
-    source = make_folder(tmp_path_factory.mktemp("data") / "photos")
-    for number in (3, 5):
-        (source / "train" / "red" / f"{number}.png").write_bytes(b"no image")
-    packed = source.with_name("packed")
-    command = [sys.executable, "-m", "training.pack", source, packed, "--size", "40"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return packed
-
-
-@pytest.fixture(params=["idx_data", "cifar_data", "packed_data"])
+@pytest.fixture(params=["idx_data", "cifar_data"])
 def path(request: pytest.FixtureRequest) -> Path:
     found: Path = request.getfixturevalue(request.param)
     return found
 
 
-def held(data: Data, **options: Any) -> Data:
-    beats: list[None] = []
+def on_device(data: Data, **options: Any) -> Data:
     config = TrainConfig(**{"data": ".", "data_on_device": "on", **options})
-    return move_to_device(config, data, CPU, lambda: beats.append(None))
+    return move_to_device(config, data, CPU)
 
 
 def asked(source: ImageSource, requests: list[BatchRequest], workers: int) -> list[Batch]:
@@ -68,15 +52,15 @@ def same(one: Batch, other: Batch) -> bool:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_a_rank_sees_is_the_same_wherever_its_data_lie(path: Path, options: dict[str, Any]) -> None:
     data = load(path, val_split=0.2, **options)
-    on_device = held(data, **options)
-    assert (on_device.on_device, data.on_device) == (True, False)
+    moved = on_device(data, **options)
+    assert (moved.on_device, data.on_device) == (True, False)
     count = len(data.train)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
     requests = [BatchRequest(indices=tuple(order[start::3]), epoch=start) for start in range(3)]
-    with load_device_batches(CPU, on_device.train, requests, 0) as batches:
+    with load_device_batches(CPU, moved.train, requests, 0) as batches:
         for seen, expected in zip(batches, asked(data.train, requests, workers=1), strict=True):
             assert same(seen, expected)
-    for part, same_part in ((data.train, on_device.train), (data.val, on_device.val), (data.test, on_device.test)):
+    for part, same_part in ((data.train, moved.train), (data.val, moved.val), (data.test, moved.test)):
         assert part is not None
         assert same_part is not None
         evaluation = list(evaluation_requests(len(part), 7, 0, 2))
@@ -85,56 +69,31 @@ def test_what_a_rank_sees_is_the_same_wherever_its_data_lie(path: Path, options:
         assert torch.equal(part.labels, same_part.labels)
 
 
-def test_corrupt_images_are_replaced_and_told_there_too(packed_data: Path) -> None:
-    data = held(load(packed_data))
-    assert isinstance(data.train, HeldPhotos)
-    assert len(data.train.corrupt) == 2
-    everything = BatchRequest(indices=tuple(range(len(data.train))), epoch=0)
-    assert data.train[everything].corrupt.tolist() == sorted(data.train.corrupt)
-
-
-def test_images_of_many_pieces_and_shards_lie_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.data import packed
-
-    monkeypatch.setattr(packed, "_PIECE", 4)
-    source = make_folder(tmp_path / "photos", parts=("train",))
-    flags = ["--size", "256", "--shard-mb", "1"]
-    command = [sys.executable, "-m", "training.pack", source, tmp_path / "packed", *flags]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    data = load(tmp_path / "packed", val_split=0.3)
-    for part, same_part in ((data.train, held(data).train), (data.val, held(data).val)):
-        assert part is not None
-        assert same_part is not None
-        everything = BatchRequest(indices=tuple(range(len(part))), epoch=None)
-        assert same(part[everything], same_part[everything])
-
-
-def test_nothing_is_moved_where_it_shall_not_be(idx_data: Path) -> None:
+def test_data_are_moved_only_where_the_flag_asks_for_it(idx_data: Path) -> None:
     data = load(idx_data)
     for wanted in ("auto", "off"):
-        assert held(data, data_on_device=wanted) is data
+        assert on_device(data, data_on_device=wanted) is data
 
 
 def test_generated_images_can_be_there() -> None:
     config = TrainConfig(synthetic=True, batch_size=8, data_on_device="on")
-    assert move_to_device(config, synthetic_data(config, 16), CPU, lambda: None).on_device
+    assert move_to_device(config, synthetic_data(config, 16), CPU).on_device
 
 
-def test_what_cannot_be_there_is_said_with_what_to_use(folder_data: Path, idx_data: Path, start: Starter) -> None:
-    message = (
-        "--data-on-device is on, but images of a folder are decoded on the CPU: pack them (python -m training.pack)"
-    )
+def test_other_data_are_refused_with_what_to_use(
+    folder_data: Path, idx_data: Path, start: Starter
+) -> None:
+    message = "--data-on-device is on, but the images of a folder or of packed data are cropped on the CPU: use auto"
     with pytest.raises(UserError, match=re.escape(message)):
-        held(load(folder_data))
-    assert held(load(idx_data, auto_augment="randaugment"), data_on_device="auto").on_device is False
-    with pytest.raises(
-        UserError, match=r"--data-on-device on cannot be combined with --auto-augment, .*: leave one out"
-    ):
-        TrainConfig(data=".", data_on_device="on", auto_augment="randaugment")
+        on_device(load(folder_data))
+    for options, flag in (({"auto_augment": "randaugment"}, "--auto-augment"), ({"crop": "resized"}, "--crop resized")):
+        with pytest.raises(UserError, match=rf"--data-on-device on cannot be combined with {flag}, .*: leave one out"):
+            TrainConfig(data=".", data_on_device="on", **options)
+        assert load(idx_data, **options).train.augmentation.needs_cpu
     start.data = folder_data
     training = start("--data-on-device=on", "--image-size=16", "--epochs=1", world_size=2)
     assert training.wait() == [2, 2]
-    assert training.output().count("error: --data-on-device is on, but images of a folder") == 1
+    assert training.output().count("error: --data-on-device is on, but the images of a folder") == 1
 
 
 def test_on_a_gpu_images_must_fit_and_auto_leaves_most_of_it_free() -> None:
@@ -149,15 +108,13 @@ def weights(run_dir: Path) -> dict[str, Tensor]:
     return load_file(run_dir / "final" / "model.safetensors")
 
 
-def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter, packed_data: Path) -> None:
-    start.data = packed_data
+def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter, idx_data: Path) -> None:
+    start.data = idx_data
     flags = (
         "--epochs=2",
         "--batch-size=9",
-        "--image-size=32",
         "--random-erasing=0.5",
         "--log-every=1",
-        "--max-corrupt-images=2",
     )
     one = start.complete(*flags, "--data-on-device=on", "--num-workers=3", run="on", world_size=2)
     other = start.complete(*flags, "--num-workers=1", run="off", world_size=2)
@@ -165,9 +122,7 @@ def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter
     assert ["holds all images" in each.output() for each in (one, other)] == [True, False]
     evaluations = [lines(each.run_dir / "metrics" / "eval.jsonl") for each in (one, other)]
     for seen, expected in zip(*evaluations, strict=True):
-        assert [seen[key] for key in ("loss", "correct", "corrupt")] == [
-            expected[key] for key in ("loss", "correct", "corrupt")
-        ]
+        assert [seen[key] for key in ("loss", "correct")] == [expected[key] for key in ("loss", "correct")]
     assert (one.run_dir / "final" / "samples.json").read_text() == (
         other.run_dir / "final" / "samples.json"
     ).read_text()
@@ -178,7 +133,7 @@ def test_a_cut_training_is_exact_with_data_on_the_device(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[int]
 ) -> None:
     config = TrainConfig(
-        data=str(idx_data), data_on_device="on", crop="resized", flip="on", random_erasing=0.5, epochs=2, batch_size=9,
+        data=str(idx_data), data_on_device="on", crop="padded", flip="on", random_erasing=0.5, epochs=2, batch_size=9,
         val_split=0.2, log_every=1, lr=0.02, checkpoint_every="5",
     )  # fmt: skip
     assert verify(config, ranks, 2, tmp_path), capsys.readouterr().out

@@ -14,8 +14,6 @@ from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import Data
-from training.data.device_dataset import move_to_device
 from training.data.loader import ImageSource
 from training.models.factory import build_model
 from training.predict import PredictOptions, predict
@@ -36,10 +34,6 @@ def look(source: ImageSource | None, epoch: int | None) -> Tensor:
     return source[BatchRequest(indices=tuple(range(5)), epoch=epoch)].images
 
 
-def on_device(data: Data) -> Data:
-    return move_to_device(TrainConfig(data=".", data_on_device="on"), data, torch.device("cpu"), lambda: None)
-
-
 @pytest.mark.parametrize("kind", ["folder_data", "packed_data"])
 def test_photos_are_larger_in_evaluations_alone(kind: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(kind)
@@ -47,11 +41,9 @@ def test_photos_are_larger_in_evaluations_alone(kind: str, request: pytest.Fixtu
         load(path, **sizes)
         for sizes in ({"image_size": 16, "eval_image_size": 24}, {"image_size": 16}, {"image_size": 24})
     )
-    both = [data, on_device(data)] if kind == "packed_data" else [data]
-    for seen in both:
-        assert torch.equal(look(seen.train, 1), look(small.train, 1))
-        for part in ("val", "test"):
-            assert torch.equal(look(getattr(seen, part), None), look(getattr(large, part), None))
+    assert torch.equal(look(data.train, 1), look(small.train, 1))
+    for part in ("val", "test"):
+        assert torch.equal(look(getattr(data, part), None), look(getattr(large, part), None))
     held_out = load(check_data(path).train, image_size=16, eval_image_size=24) if kind == "folder_data" else data
     assert look(held_out.val, None).shape[2:] == (24, 24)
 
