@@ -80,9 +80,7 @@ def test_generated_images_can_be_there() -> None:
     assert move_to_device(config, synthetic_data(config, 16), CPU).on_device
 
 
-def test_other_data_are_refused_with_what_to_use(
-    folder_data: Path, idx_data: Path, start: Starter
-) -> None:
+def test_other_data_are_refused_with_what_to_use(folder_data: Path, idx_data: Path, start: Starter) -> None:
     message = "--data-on-device is on, but the images of a folder or of packed data are cropped on the CPU: use auto"
     with pytest.raises(UserError, match=re.escape(message)):
         on_device(load(folder_data))
