@@ -20,7 +20,7 @@ from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import refresh_nfs_cache
-from hpc.core.nodedir import MEMORY, open_node_dir
+from hpc.core.nodedir import DEV_SHM, open_node_dir
 from hpc.core.outcome import Cause, JobState
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
@@ -240,7 +240,7 @@ def _introduce(node: AgentContext) -> None:
         "joined", node=node.place.host, node_rank=node.place.node_rank,
         clock_skew_seconds=round(skew, 3),
         tmp_free_bytes=shutil.disk_usage(node.spec.stage_dir).free,
-        shm_free_bytes=shutil.disk_usage(MEMORY).free if MEMORY.exists() else 0,
+        shm_free_bytes=shutil.disk_usage(DEV_SHM).free if DEV_SHM.exists() else 0,
     )  # fmt: skip
     if abs(skew) > _MOST_SKEW_SECONDS:
         log(f"the clock of {node.place.host} is {-skew:+.1f} s off that of {node.place.head}")

@@ -10,11 +10,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.node_info import JobNodeInfo, NodeInfo, inspect_node, to_json
+from hpc.core.node_info import NodeInfo, NodeInfoInJob, inspect_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from jobs.ranks import script_command
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     shared, stage_dir, ranks = Path(argv[0]), Path(argv[1]), int(argv[2])
     machine = examine(find_allocation(os.environ), shared, stage_dir, ranks)
     # Short lines: those of several nodes are told apart line by line.
-    print(json.dumps(to_json(machine), indent=0), flush=True)
+    print(json.dumps(asdict(machine), indent=0), flush=True)
     return 0
 
 
@@ -54,11 +54,11 @@ def examine(place: NodeAllocation, shared: Path, stage_dir: Path, ranks: int) ->
     passed, words = preflight(place, own, ranks)
     if not sees_runs:
         shutil.rmtree(own, ignore_errors=True)
-    job = JobNodeInfo(
+    job = NodeInfoInJob(
         sees_runs=sees_runs,
-        slurm=complaint_of_clients(),
+        slurm_error=complaint_of_clients(),
         interface=_interface(place),
-        asked_interfaces=os.environ.get("NCCL_SOCKET_IFNAME", ""),
+        nccl_interfaces=os.environ.get("NCCL_SOCKET_IFNAME", ""),
         passed=passed,
         preflight=words,
     )

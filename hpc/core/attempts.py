@@ -1,4 +1,4 @@
-"""The attempts of a run, read from its ledger. Pure; runs everywhere."""
+"""The attempts of a run, derived from its ledger. Pure; runs everywhere."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,39 +17,39 @@ class Attempt:
     restart: int
     nonce: str
     port: int
-    """Where its head node's agent listens to the others."""
+    """On which the head node's agent listens to the other agents."""
     nodes: tuple[str, ...]
     started: float
-    trained_from: float | None = None
+    training_started: float | None = None
     first_step: int | None = None
     world_size: int | None = None
     members: tuple[str, ...] = ()
-    """The nodes that train; `nodes` has the spares and the lost ones too."""
+    """The nodes that train; `nodes` also has spares and lost nodes."""
     interruptions: tuple[tuple[str, int | None], ...] = ()
-    """The interruptions inside it, each with the last step that had been done by then."""
+    """The causes of the interruptions that it survived, each with the last step done by then."""
     interrupted_at: float | None = None
-    """When the last of them happened."""
+    """Time of the last of them."""
     ended: float | None = None
     last_step: int | None = None
-    failed: float | None = None
-    """When what ended it happened."""
+    failed_at: float | None = None
+    """Time of the failure that ended it."""
     cause: str | None = None
     detail: str | None = None
 
     @property
     def all_interruptions(self) -> tuple[tuple[str, int | None], ...]:
-        """What interrupted and what ended it, each with the last step that had been done by then."""
+        """The causes of all its interruptions and of its end, each with the last step done by then."""
         if self.cause is None:
             return self.interruptions
-        # It did not survive the last interruption after all: too few nodes were left to go on.
-        same = self.failed is not None and self.failed == self.interrupted_at
+        # With too few nodes left, the last interruption is also the end: it counts once.
+        same = self.failed_at is not None and self.failed_at == self.interrupted_at
         return (*(self.interruptions[:-1] if same else self.interruptions), (self.cause, self.last_step))
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
-    """All attempts, the first one first, from events in the order of their times."""
+    """All attempts in order, from events in the order of their times."""
     events = list(events)
-    # First the claims: by the clock of another node, what followed one may have come before it.
+    # Claims first: with clocks that differ between nodes, events of an attempt may precede its claim.
     found = {event["attempt"]: _claimed(event) for event in events if event["event"] == "claimed"}
     for event in events:
         change, number = _CHANGES.get(event["event"]), event.get("attempt")
@@ -72,10 +72,10 @@ def _claimed(event: Event) -> Attempt:
 
 
 def _started(event: Event, attempt: Attempt) -> dict[str, Any]:
-    # The ranks may restart inside one attempt: what it began with is what the first start had.
-    first = attempt.trained_from is None
+    # Ranks may restart within an attempt: its first start counts.
+    first = attempt.training_started is None
     return {
-        "trained_from": event["time"] if first else attempt.trained_from,
+        "training_started": event["time"] if first else attempt.training_started,
         "first_step": event["step"] if first else attempt.first_step,
         "world_size": event["world_size"],
     }
@@ -83,9 +83,9 @@ def _started(event: Event, attempt: Attempt) -> dict[str, Any]:
 
 def _ended(event: Event, _attempt: Attempt) -> dict[str, Any]:
     return {
-        # What is written about a dead attempt later says when it was last heard of.
+        # For a dead attempt, recorded later by another process: the time of its last sign of life.
         "ended": event.get("last_heard") or event["time"],
-        "failed": event.get("failed_at"),
+        "failed_at": event.get("failed_at"),
         "cause": event["cause"],
         "last_step": event.get("step"),
         "detail": event.get("detail"),
@@ -113,16 +113,16 @@ _CHANGES = {
 
 
 def last_job_id(events: Iterable[Event]) -> str | None:
-    """The job that Slurm was given last for a run."""
+    """The id of the run's newest job."""
     kinds = {"submitted", "claimed", "requeued", "relaunched"}
     return next((event["job_id"] for event in reversed(list(events)) if event["event"] in kinds), None)
 
 
 def failures_in_a_row(attempts: Iterable[Attempt]) -> int:
-    """Failures in a row at the end of a history: of ranks that were restarted in place, and of whole attempts."""
+    """Failures in a row at the end of a history, of ranks that were restarted in place and of whole attempts."""
     return count_failures(interruption for attempt in attempts for interruption in attempt.all_interruptions)
 
 
 def may_restart_after(attempts: Sequence[Attempt]) -> bool:
-    """Whether another attempt is to follow the last one; what left no word is lost."""
+    """Whether another attempt may follow the last one; one without a recorded end counts as lost."""
     return not attempts or may_restart(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts))

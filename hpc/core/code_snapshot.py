@@ -1,7 +1,7 @@
-"""The code snapshot: what runs is what was there at submission. Runs on the login node.
+"""The copy of the code that a run executes, made at submission on the login node; git revisions, on any machine.
 
-`code/` holds the tracked files of the user's repository as they are in the working tree, and below
-`.torchrelay/` our own three packages, so that neither an edit nor an upgrade changes a run that waits or resumes.
+`code/` holds the tracked files of the user's repository as they are in the working tree, and in `.torchrelay/` our
+three packages. So neither an edit nor an upgrade changes a run that waits or resumes.
 """
 
 import shutil
@@ -9,19 +9,13 @@ import subprocess
 from pathlib import Path
 
 from hpc.core.errors import UserError
+from hpc.core.rundir import RunDir
 
-PACKAGES_DIRECTORY = ".torchrelay"
 _PACKAGES = ("hpc", "jobs", "training")
 
 
-def git_root(directory: Path) -> Path | None:
-    """The root of the git repository that holds a directory; None outside of one."""
-    top = _git(directory, "rev-parse", "--show-toplevel")
-    return Path(top.rstrip("\n")) if top else None
-
-
 def _git(directory: Path, *arguments: str) -> str | None:
-    """What git prints, or None where it refuses (no repository, not ours) or is not installed."""
+    """What git prints; None if it fails (no repository, another user's) or is not installed."""
     try:
         done = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=False)
     except FileNotFoundError:
@@ -30,50 +24,45 @@ def _git(directory: Path, *arguments: str) -> str | None:
 
 
 def git_revision(directory: Path) -> str | None:
-    """The commit that is checked out there, with `+changes` if tracked files differ from it; None: no repository."""
+    """The checked out commit, with `+changes` if tracked files differ from it; None outside of a repository."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
         return None
     return commit.strip() + ("+changes" if _git(directory, "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def copy_code(code: Path, working_directory: Path, script: tuple[str, ...]) -> None:
+def copy_code(run: RunDir, working_directory: Path, script: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Fill `code/`.
 
+    Args:
+        run: without a `code/` yet.
+        working_directory: whose repository is copied, if it is in one.
+        script: the user's script, by its path from the working directory, and its arguments; empty for our trainer.
+
+    Returns:
+        The same, with the script's path below `code/`.
+
     Raises:
-        UserError: the user's script would not be in it.
+        UserError: the script is not tracked by that repository.
     """
-    root = git_root(working_directory)
-    code.mkdir()
+    top = _git(working_directory, "rev-parse", "--show-toplevel")
+    root = Path(top.rstrip("\n")) if top else None
+    run.code.mkdir()
     if root is not None:
-        _copy_tracked(root, code)
-    if script and not (code / script_in_code_copy(script[0], root, working_directory)).is_file():
-        raise UserError(
-            f"{script[0]} is not tracked by git, so it would not be in the snapshot: type git add {script[0]}"
-        )
-    own = code / PACKAGES_DIRECTORY
-    own.mkdir()
+        _copy_tracked(root, run.code)
+    if script:
+        script = (_path_in_copy(script[0], root, working_directory, run.code), *script[1:])
+    run.packages.mkdir()
     if revision := git_revision(working_directory):
-        (own / "revision").write_text(f"{revision}\n")
+        run.revision.write_text(f"{revision}\n")
     source = Path(__file__).parents[2]
     for package in _PACKAGES:
-        shutil.copytree(source / package, own / package, ignore=shutil.ignore_patterns("__pycache__"))
-
-
-def script_in_code_copy(script: str, root: Path | None, working_directory: Path) -> Path:
-    """Where the user's script lies below `code/`.
-
-    Raises:
-        UserError: it is in no repository, or in another one.
-    """
-    path = (working_directory / script).resolve()
-    if root is None or not path.is_relative_to(root.resolve()):
-        raise UserError(f"{script} is in no git repository of {working_directory}: type git init and git add {script}")
-    return path.relative_to(root.resolve())
+        shutil.copytree(source / package, run.packages / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return script
 
 
 def _copy_tracked(root: Path, code: Path) -> None:
-    """Copy the tracked files as they are now; one that was deleted but not committed is not there to copy."""
+    """Copy the tracked files as they are now, except those that are deleted but not committed."""
     listed = _git(root, "ls-files", "-z") or ""
     for name in filter(None, listed.split("\0")):
         source = root / name
@@ -81,3 +70,13 @@ def _copy_tracked(root: Path, code: Path) -> None:
             target = code / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
+
+
+def _path_in_copy(script: str, root: Path | None, working_directory: Path, code: Path) -> str:
+    path = (working_directory / script).resolve()
+    if root is None or not path.is_relative_to(root.resolve()):
+        raise UserError(f"{script} is in no git repository of {working_directory}: type git init and git add {script}")
+    inside = path.relative_to(root.resolve())
+    if not (code / inside).is_file():
+        raise UserError(f"{script} is not tracked by git, so the run would not have it: type git add {script}")
+    return str(inside)

@@ -2,12 +2,12 @@
 
 
 class TorchrelayError(Exception):
-    """What went wrong, with the value seen and what to type: one line."""
+    """The work failed. The message is one line: what happened, the value seen, what to type."""
 
     exit_code = 1
 
 
 class UserError(TorchrelayError):
-    """The user can mend it by typing something else. Nothing was queued and nothing was left behind."""
+    """The user's mistake. Nothing was queued and nothing was left behind."""
 
     exit_code = 2

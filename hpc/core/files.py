@@ -1,7 +1,7 @@
-"""Writing files so that a reader, a crash or a full disk never sees half of one. Runs everywhere.
+"""Files and directories that a reader, a crash or a full disk never leaves half-written. Runs everywhere.
 
-A whole file is written under a temporary name in the same directory, flushed to the disk and renamed; a
-log of JSON lines is appended to with one `write` per line, by one process per file.
+A file or directory is written under a temporary name beside its own, flushed to the disk, and renamed. A log of JSON
+lines is appended to with one `write` per line, by one process per file.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Of a log, how much is read to find its last record: a little, and more if it is not there.
+# Bytes read from the end of a log to find its last record: few at first, more if the record is not among them.
 _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
-_RECORDS_PER_PARSE = 1000
-# How the names of a directory that is being written, and of one that is being replaced, end.
+_LINES_PER_PARSE = 1000
+# Endings of a directory that is being written, and of one that is being replaced.
 _UNFINISHED, _REPLACED = "tmp", "old"
 
 
@@ -37,22 +37,28 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def refresh_nfs_cache(directory: Path) -> None:
-    """See the names that a directory of our own has now.
+def fsync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
-    NFS clients remember for up to a minute that a name was not there, unless the directory changes under their own
-    hands; its mode is what it was before.
+
+def refresh_nfs_cache(directory: Path) -> None:
+    """Make files visible that other hosts have created in a directory of ours.
+
+    An NFS client remembers for up to a minute that a name does not exist. Changing the directory's mode, here to
+    what it already is, makes the client ask the server again.
     """
     directory.chmod(0o700)
 
 
-def _write_temporary(path: Path, data: bytes, mode: int) -> Path:
-    """Put the data, durably, beside `path` under a name that nobody else uses. A failed write leaves nothing."""
+def _write_temporary(path: Path, data: str | bytes, mode: int) -> Path:
+    """Write durably to a unique name beside `path`; if that fails, remove it."""
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
@@ -62,8 +68,8 @@ def _write_temporary(path: Path, data: bytes, mode: int) -> Path:
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
-    """Replace or create a file: readers see the old one or the whole new one."""
-    temporary = _write_temporary(path, data.encode() if isinstance(data, str) else data, mode)
+    """Create or replace a file: readers see the old content or all of the new."""
+    temporary = _write_temporary(path, data, mode)
     try:
         temporary.replace(path)
     except BaseException:
@@ -73,15 +79,15 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
 
 
 def write_exclusive(path: Path, data: str | bytes, mode: int = 0o644) -> bool:
-    """Create a file, whole, unless it exists; of several who try at once, one gets True.
+    """Create a file with its whole content; False if it exists. Of several concurrent writers, one gets True.
 
-    A hard link is the exclusive creation that NFS guarantees, and it shows the content together with the name.
+    A hard link is the exclusive creation that NFS guarantees, and the content appears together with the name.
     """
-    temporary = _write_temporary(path, data.encode() if isinstance(data, str) else data, mode)
+    temporary = _write_temporary(path, data, mode)
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # Over NFS the link may have been made and only the answer lost: link(2) says to look at the count.
+        # Over NFS the link may have been made and only the reply lost: link(2) advises to check the link count.
         return temporary.stat().st_nlink == 2
     finally:
         temporary.unlink()
@@ -89,97 +95,19 @@ def write_exclusive(path: Path, data: str | bytes, mode: int = 0o644) -> bool:
     return True
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write one JSON document, indented for people."""
-    write_atomic(path, json.dumps(value, indent=2) + "\n")
-
-
-def json_line(record: dict[str, Any]) -> str:
-    """One record as one line."""
-    return json.dumps(record, separators=(",", ":")) + "\n"
-
-
-def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one record with a single write, so that a kill between records tears none.
-
-    A kill in the middle of an earlier append may have left half a line: it is closed off first, so that it
-    spoils itself alone.
-
-    Raises:
-        OSError: the line is not there, or not whole.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        data = (("\n" if torn else "") + json_line(record)).encode()
-        if os.write(descriptor, data) < len(data):
-            raise OSError(errno.ENOSPC, "only a part of the line could be written", str(path))
-    finally:
-        os.close(descriptor)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The record on a line; None for a torn one (a kill, a full disk): it never happened."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _records(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The records on some lines, without the torn ones."""
-    try:
-        # In one go it takes a third of the time. A torn line spoils that, or joins with its neighbours.
-        records = json.loads(b"[%b]" % b",".join(lines))
-    except ValueError:
-        records = []
-    if len(records) == len(lines) and all(type(record) is dict for record in records):
-        return list(records)
-    return [record for line in lines if (record := _record(line)) is not None]
-
-
-def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Every whole record of a log, the oldest first; none if there is no log."""
-    try:
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a poll reads thousands: a Path's open is slower
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return
-    for first in range(0, len(lines), _RECORDS_PER_PARSE):
-        yield from _records(lines[first : first + _RECORDS_PER_PARSE])
-
-
-def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:
-    """The newest whole record of a log, of those that are wanted; reads of its tail no more than is needed.
-
-    One that lies more than a megabyte before the end is not found.
-    """
-    with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        for tail_bytes in _TAILS_BYTES:
-            file.seek(max(0, size - tail_bytes))
-            records = (_record(line) for line in reversed(file.read().splitlines()))
-            found = next((record for record in records if record is not None and wanted(record)), None)
-            if found is not None or tail_bytes >= size:
-                return found
-    return None
-
-
 def publish_directory(path: Path, fill: Callable[[Path], None], mode: int | None = None) -> None:
-    """Create or replace a directory of files. An older one is deleted after the new one is in its place.
+    """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
     Args:
         path: the directory.
-        fill: is given an empty directory to write the files into; the writing need not be durable.
-        mode: of the directory, and of its files as far as it suits files; by default as the process makes them.
+        fill: writes the files into the empty directory that it receives; it need not flush them.
+        mode: of the directory, and without the execute bits of its files; by default the process's.
 
     Raises:
-        OSError: the disk is full, for example. Nothing is left behind, and an older directory is as it was.
+        OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _aside(path, _UNFINISHED)
+    temporary = _temporary_name(path, _UNFINISHED)
     try:
         temporary.mkdir(mode=0o777 if mode is None else mode)
         fill(temporary)
@@ -188,25 +116,19 @@ def publish_directory(path: Path, fill: Callable[[Path], None], mode: int | None
                 file.chmod(mode & 0o666)
             fsync_file(file)
         fsync_directory(temporary)
-        _put_in_place(temporary, path)
+        _rename_over(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _aside(path: Path, ending: str) -> Path:
+def _temporary_name(path: Path, ending: str) -> Path:
     return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
 
 
-def fsync_file(path: Path) -> None:
-    """Have a file's bytes on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _put_in_place(new: Path, path: Path) -> None:
-    """A directory cannot be renamed onto a full one: the old one steps aside first."""
-    old = _aside(path, _REPLACED) if path.exists() else None
+def _rename_over(new: Path, path: Path) -> None:
+    # A directory cannot be renamed onto one that has entries.
+    old = _temporary_name(path, _REPLACED) if path.exists() else None
     if old:
         path.rename(old)
     new.rename(path)
@@ -216,7 +138,7 @@ def _put_in_place(new: Path, path: Path) -> None:
 
 
 def remove_temporaries(parent: Path, pattern: str) -> None:
-    """Remove what killed writers of `pattern` left in `parent`, and put back what had stepped aside for nothing.
+    """Remove temporary directories of killed writers; restore a directory that was renamed but not replaced.
 
     Args:
         parent: the directory to clean; it need not exist.
@@ -240,10 +162,81 @@ def remove_abandoned(parent: Path, pattern: str, is_abandoned: Callable[[Path], 
         is_abandoned: whether no live process still writes one; by default always true.
     """
     for temporary in parent.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):  # another process was quicker
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
             if not is_abandoned(temporary):
                 continue
             if temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
                 temporary.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON document, indented for people."""
+    write_atomic(path, json.dumps(value, indent=2) + "\n")
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """One record as one line."""
+    return json.dumps(record, separators=(",", ":")) + "\n"
+
+
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one record with a single write, so that a kill between records tears none.
+
+    A kill during an earlier append may have left half a line: a newline first, so that only that line is lost.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        data = (("\n" if torn else "") + json_line(record)).encode()
+        if os.write(descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, "only a part of the line could be written", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record on a line; None for a torn line (a kill, a full disk)."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _parse_lines(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The records on some lines, without the torn ones."""
+    try:
+        # One call takes a third of the time. A torn line makes it fail, or joins with its neighbours.
+        records = json.loads(b"[%b]" % b",".join(lines))
+    except ValueError:
+        records = []
+    if len(records) == len(lines) and all(type(record) is dict for record in records):
+        return list(records)
+    return [record for line in lines if (record := _parse_line(line)) is not None]
+
+
+def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
+    """Every whole record of a log, oldest first; none if the log does not exist."""
+    try:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a poll reads thousands: a Path's open is slower
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return
+    for first in range(0, len(lines), _LINES_PER_PARSE):
+        yield from _parse_lines(lines[first : first + _LINES_PER_PARSE])
+
+
+def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:
+    """The newest whole record that is wanted, among the last megabyte of a log; None if there is none."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for tail_bytes in _TAILS_BYTES:
+            file.seek(max(0, size - tail_bytes))
+            records = (_parse_line(line) for line in reversed(file.read().splitlines()))
+            found = next((record for record in records if record is not None and wanted(record)), None)
+            if found is not None or tail_bytes >= size:
+                return found
+    return None

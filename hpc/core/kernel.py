@@ -1,20 +1,26 @@
-"""What the Linux kernel reports: processes, and the memory that is left. Runs everywhere; stdlib only."""
+"""What the Linux kernel reports: processes, memory, mounted file systems, network interfaces. Runs everywhere."""
 
+import fcntl
+import re
 import resource
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-# Of the words that follow the name in /proc/PID/stat: proc(5) counts them from 3.
+# Positions after the process name in /proc/PID/stat; proc(5) counts these fields from 3.
 _STATE, _START_TIME = 3 - 3, 22 - 3
-# Memory of the node that is left to everybody else: a part of all.
+# Share of a node's memory that is left to other processes.
 _RESERVE = 0.05
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
-# The files of a limit and of what counts against it, in the two versions of control groups.
-_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+# The files with the limit and the usage of memory, in both versions of control groups.
+_MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+_MOUNTS = Path("/proc/mounts")
+_SIOCGIFADDR = 0x8915
 
 
 def _stat(pid: str | int) -> list[str]:
-    """The words after the name, which stands in parentheses and may hold anything; none if there is no process."""
+    """The fields after the process name, which may hold spaces and parentheses; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -22,19 +28,19 @@ def _stat(pid: str | int) -> list[str]:
 
 
 def start_time(pid: str | int) -> int | None:
-    """When a process began, in the kernel's clock ticks: with it a process id names one process for good."""
-    words = _stat(pid)
-    return int(words[_START_TIME]) if words else None
+    """When a process started, in clock ticks since boot; with its id this identifies a process for good."""
+    fields = _stat(pid)
+    return int(fields[_START_TIME]) if fields else None
 
 
 def process_state(pid: str | int) -> str | None:
-    """The kernel's letter for what a process does (R, S, D, T, Z); None if there is none."""
-    words = _stat(pid)
-    return words[_STATE] if words else None
+    """The kernel's letter for a process's state (R, S, D, T, Z); None if there is no such process."""
+    fields = _stat(pid)
+    return fields[_STATE] if fields else None
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started and that are there; none if it has ended itself."""
+    """The ids of a process's running children."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -45,53 +51,90 @@ def children(pid: int) -> list[int]:
 
 
 def is_alive(pid: str | int, started: int | None) -> bool:
-    """Whether this very process runs. A zombie, which only waits to be looked at by its parent, does not."""
-    words = _stat(pid)
-    return bool(words) and words[_STATE] != "Z" and int(words[_START_TIME]) == started
+    """Whether the process with this id and `start_time` runs; a zombie does not."""
+    fields = _stat(pid)
+    return bool(fields) and fields[_STATE] != "Z" and int(fields[_START_TIME]) == started
 
 
 def available_memory_bytes() -> int:
-    """Bytes that this process may still use: what the node has, and what its control groups allow."""
-    node = _numbers(Path("/proc/meminfo"))
-    spare = (node["MemAvailable:"] - int(node["MemTotal:"] * _RESERVE)) * 1024
-    return min([spare, *cgroup_available_bytes(Path("/proc/self/cgroup").read_text(), _CONTROL_GROUPS)])
+    """Bytes that this process may still use within the node's memory and the limits of its control groups.
+
+    Files in /dev/shm count as used memory of the job, on which Slurm may have set such a limit.
+    """
+    node = _read_numbers(Path("/proc/meminfo"))
+    available = (node["MemAvailable:"] - int(node["MemTotal:"] * _RESERVE)) * 1024
+    return min([available, *cgroup_available_bytes(Path("/proc/self/cgroup").read_text(), _CONTROL_GROUPS)])
 
 
 def resident_memory_bytes() -> int:
-    """Bytes that this process has in memory, shared ones included."""
+    """Bytes of this process in memory, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def cgroup_available_bytes(membership: str, root: Path) -> Iterator[int]:
-    """What each control group with a limit lets its processes still use, in bytes.
+    """Bytes left in each control group that has a memory limit.
 
     Args:
-        membership: the groups of a process, as /proc/PID/cgroup has them.
+        membership: the groups of a process, as in /proc/PID/cgroup.
         root: where the groups are mounted.
     """
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in {"", "memory"}:
             group = root / controllers / path.lstrip("/")
-            yield from filter(None, map(_allowed_in, [group, *group.parents]))
+            yield from filter(None, map(_left_in_group, [group, *group.parents]))
 
 
-def _allowed_in(group: Path) -> int | None:
-    for limit, used in _FILES:
+def _left_in_group(group: Path) -> int | None:
+    for limit_file, usage_file in _MEMORY_FILES:
         try:
-            most, now = (group / limit).read_text().strip(), int((group / used).read_text())
-            statistics = _numbers(group / "memory.stat")
+            limit, used = (group / limit_file).read_text().strip(), int((group / usage_file).read_text())
+            statistics = _read_numbers(group / "memory.stat")
         except (OSError, ValueError):
             continue
-        # The kernel drops cached files first; those in memory alone, such as snapshots, it does not count among them.
+        # The kernel reclaims cached files first. Files on tmpfs, such as snapshots, are not among these.
         cached = sum(
             statistics.get(f"total_{kind}", statistics.get(kind, 0)) for kind in ("inactive_file", "active_file")
         )
-        return max(1, int(most) - now + cached) if most != "max" else None
+        return max(1, int(limit) - used + cached) if limit != "max" else None
     return None
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of a file of the kernel's, by name."""
+def _read_numbers(path: Path) -> dict[str, int]:
+    """The numbers in one of the kernel's files, by name."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows}
+
+
+def file_system_type(path: Path) -> str | None:
+    """The type of the file system of a path, which need not exist yet; None if unknown."""
+    try:
+        mounts = _MOUNTS.read_text(errors="replace")
+    except OSError:
+        return None
+    return mounted_type(mounts, path.expanduser().resolve())
+
+
+def mounted_type(mounts: str, path: Path) -> str | None:
+    """The type of an absolute path's file system, from the text of /proc/mounts: the innermost and last mount."""
+    found: tuple[str | None, int] = (None, -1)
+    for line in mounts.splitlines():
+        _, mount_point, kind, *_ = line.split()
+        point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point))
+        if path.is_relative_to(point) and len(point.parts) >= found[1]:
+            found = kind, len(point.parts)
+    return found[0]
+
+
+def interface_addresses() -> dict[str, str]:
+    """The IPv4 address of every network interface that has one, by interface name, in the kernel's order."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an IPv4 address
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found

@@ -1,24 +1,24 @@
 """The ledger: what happened to a run, as JSON lines, one file per writer. Runs everywhere.
 
-One writer per file, because appends by several hosts tear on NFS. Every record has `time` (seconds since the
-epoch) and `event`; all but submitted, refused and cancelled have `attempt`. The events and their other fields, of
-which a failure has those that are known:
+One writer per file, because appends by several hosts tear on NFS. Every record has `time` (seconds since the epoch) and
+`event`; all but submitted, refused and cancelled have `attempt`. The events and their other fields (a failure has those
+that are known):
 
 | event | by | fields |
 |---|---|---|
 | submitted | submit | job_id cluster started stop_lead_seconds grace_seconds (on preemption; null if unknown) |
-| claimed | the head node's agent, as its file's first line | job_id restart nonce port nodes |
-| refused | the head node's agent | job_id restart detail |
+| claimed | head node's agent | job_id restart nonce port nodes |
+| refused | head node's agent | job_id restart detail |
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
 | staging | an agent with a long copy | node source activity bytes_done bytes_total bytes_per_second eta_seconds |
-| staged | every agent | node source and what hpc.staging.Staged has |
+| staged | every agent | node source and the fields of hpc.staging.Staged |
 | packed | every agent, with --pack | node path seconds |
-| environment | every agent of a run with --stage-env | node python seconds fallback (why it is the shared one) |
-| node_failed | an agent that cannot go on | node detail |
-| rendezvous | the head node's agent | round port members (node ranks) |
-| checked | the head node's agent: the preflight before a script was passed | nodes (names) |
+| environment | every agent, with --stage-env | node python seconds fallback (why the shared environment is used) |
+| node_failed | the agent that failed | node detail |
+| rendezvous | head node's agent | round port members (node ranks) |
+| checked | head node's agent: the preflight before a user's script passed | nodes (names) |
 | preflight | rank 0 | world_size allreduce_gb_per_second seconds |
-| train_started | rank 0, at every start | step epoch total_steps world_size restored_from source and the times |
+| train_started | rank 0, at every start | step epoch total_steps world_size restored_from source and the times below |
 | first_step | rank 0, at every start of the ranks | step |
 | checkpoint_saved | rank 0 | step seconds copy_seconds |
 | checkpoint_failed | rank 0 | step reason |
@@ -26,26 +26,26 @@ which a failure has those that are known:
 | flushed | the agent that saved a snapshot as a checkpoint | step seconds |
 | snapshot_off | rank 0 | reason |
 | image_corrupt | rank 0 | path |
-| slow_rank | the head node's agent | rank node busy_seconds median_seconds |
+| slow_rank | head node's agent | rank node busy_seconds median_seconds |
 | rank_failed | the agent of its node | round rank node exit_code signal cause detail failed_at |
-| node_lost | the head node's agent, or a surviving one if that is lost | node last_heard detail |
+| node_lost | head node's agent, or a surviving one | node last_heard detail |
 | interruption | head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
-| train_stopped | rank 0 | step signal seconds (from the signal until the state was saved) |
-| diverged | rank 0 | step (the first whose loss is not finite) loss |
-| train_completed | rank 0 | step ended (why before the last epoch: patience, max_hours; or null) |
-| attempt_ended | head's agent, next to go on, or supervisor | cause step detail last_heard failed_at rank node |
-| requeued | the head node's agent, or the supervisor | job_id |
-| relaunched | the agent, or supervisor, that handed the run to a new job | job_id old_job_id excluded (node names) |
-| excluded | who changed which nodes a waiting job keeps away from: an agent, the supervisor | job_id excluded |
-| released | the supervisor: Slurm's wait, or its hold, is ended | attempt job_id |
-| relaunching | the agent, or supervisor, that is about to submit a new job | attempt host pid started |
-| scancelled | the supervisor: the user cancelled the last job with scancel | attempt job_id |
-| notified | the supervisor, before it calls --on-end | state |
+| train_stopped | rank 0 | step signal seconds (from the signal to the saved state) |
+| diverged | rank 0 | step (first with a loss that is not finite) loss |
+| train_completed | rank 0 | step ended (patience, max_hours, or null for the last epoch) |
+| attempt_ended | head node's agent, its successor, or supervisor | cause step detail last_heard failed_at rank node |
+| requeued | head node's agent, or supervisor | job_id |
+| relaunched | the agent or supervisor that submitted a new job | job_id old_job_id excluded (node names) |
+| excluded | the agent or supervisor that changed the excluded nodes of a pending job | job_id excluded |
+| released | supervisor: it ended Slurm's requeue delay or hold | attempt job_id |
+| relaunching | the agent or supervisor that is about to submit a new job | attempt host pid started |
+| scancelled | supervisor: the last job was cancelled with scancel | attempt job_id |
+| notified | supervisor, before it calls --on-end | state |
 | cancelled | cancel | by |
 
-`step` of a failure is the last that any rank had done; `failed_at` and `last_heard` are seconds since the epoch.
-train_started has `source` ("checkpoint", "snapshot" or null), `seconds` since the process began, of which
-`connect_seconds` went until all ranks were connected, and `restore_seconds` into reading the state and sharing it.
+`step` of a failure is the last that any rank had done; `failed_at` and `last_heard` are seconds since the epoch. Of
+train_started, `source` is "checkpoint", "snapshot" or null, `seconds` counts from the start of the process,
+`connect_seconds` are those until all ranks were connected, `restore_seconds` those of reading and sharing the state.
 """
 
 import os
@@ -61,7 +61,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class EventWriter:
-    """Appends to one file of a ledger; the only one that does."""
+    """Appends to one file of a ledger, of which it is the only writer."""
 
     path: Path
 

@@ -1,48 +1,43 @@
-"""What one machine is like for a training: its file systems, limits, network and torch. Runs everywhere; no torch.
+"""What `hpc doctor` asks of one machine: its file systems, limits, network and torch. Runs everywhere; no torch.
 
-`look` gathers; what it means for a run is told by `hpc.doctor.node_findings`.
+`hpc.doctor.node_findings` judges it.
 """
 
-import fcntl
 import importlib.util
 import os
 import re
 import resource
 import shutil
-import socket
-import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc.core.nodedir import MEMORY
-
-_MOUNTS = Path("/proc/mounts")
-_SIOCGIFADDR = 0x8915
+from hpc.core.kernel import file_system_type, interface_addresses
+from hpc.core.nodedir import DEV_SHM
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobNodeInfo:
-    """What only a process of a job can tell of its node."""
+class NodeInfoInJob:
+    """What only a process of a job can find out about its node."""
 
     sees_runs: bool
-    """Whether the runs directory of the login node is this node's as well."""
-    slurm: str
-    """What Slurm's clients complain of here; nothing if they work."""
+    """Whether the login node's runs directory exists here."""
+    slurm_error: str
+    """The error of Slurm's commands here; empty if they work."""
     interface: str | None
-    """The one that leads to the other nodes of the job; None if there are none."""
-    asked_interfaces: str
+    """The network interface towards the other nodes of the job; None if there are none."""
+    nccl_interfaces: str
     """NCCL_SOCKET_IFNAME."""
     passed: bool
-    """Whether the preflight did."""
+    """Whether the preflight passed."""
     preflight: str
-    """What the preflight said."""
+    """Its result, or its error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeInfo:
-    """What was found out of one machine."""
+    """One machine."""
 
     name: str
     stage_dir: str
@@ -56,32 +51,27 @@ class NodeInfo:
     """How many a process may have."""
     interfaces: tuple[str, ...]
     """Those with an IPv4 address, in the kernel's order."""
-    job: JobNodeInfo | None = None
+    job: NodeInfoInJob | None = None
 
 
 def inspect_node(stage_dir: Path) -> NodeInfo:
-    """Look at this machine."""
+    """Describe this machine."""
     return NodeInfo(
         name=os.uname().nodename.partition(".")[0],
         stage_dir=str(stage_dir),
         stage_type=file_system_type(stage_dir),
         stage_free_bytes=_free_bytes(stage_dir),
-        memory_free_bytes=_free_bytes(MEMORY),
+        memory_free_bytes=_free_bytes(DEV_SHM),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         interfaces=tuple(interface_addresses()),
     )
 
 
 def from_json(document: Mapping[str, Any]) -> NodeInfo:
-    """Read back what `asdict` and JSON have made of a machine."""
+    """The machine whose `asdict` was written as JSON."""
     fields = dict(document)
-    job = JobNodeInfo(**fields.pop("job")) if fields.get("job") else None
+    job = NodeInfoInJob(**fields.pop("job")) if fields.get("job") else None
     return NodeInfo(**{**fields, "interfaces": tuple(fields["interfaces"]), "job": job})
-
-
-def to_json(machine: NodeInfo) -> dict[str, Any]:
-    """A machine as a JSON document."""
-    return asdict(machine)
 
 
 def _free_bytes(directory: Path) -> int | None:
@@ -89,40 +79,6 @@ def _free_bytes(directory: Path) -> int | None:
         return shutil.disk_usage(directory).free
     except OSError:
         return None
-
-
-def file_system_type(path: Path) -> str | None:
-    """The type of the file system that a path is on, or will be; None if unknown."""
-    try:
-        mounts = _MOUNTS.read_text(errors="replace")
-    except OSError:
-        return None
-    return mounted_type(mounts, path.expanduser().resolve())
-
-
-def mounted_type(mounts: str, path: Path) -> str | None:
-    """The type of the file system of an absolute path, from /proc/mounts: the innermost mount, the last one there."""
-    found: tuple[str | None, int] = (None, -1)
-    for line in mounts.splitlines():
-        _, place, kind, *_ = line.split()
-        point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), place))
-        if path.is_relative_to(point) and len(point.parts) >= found[1]:
-            found = kind, len(point.parts)
-    return found[0]
-
-
-def interface_addresses() -> dict[str, str]:
-    """The IPv4 address of every network interface that has one, by its name, in the kernel's order."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +91,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild | None:
-    """What torch says of itself in its `version.py`, without importing it; None if there is none."""
+    """The build that torch's `version.py` describes, without importing torch; None if it is not installed."""
     found = importlib.util.find_spec("torch")
     path = Path(found.origin).with_name("version.py") if found and found.origin else None
     return parse_torch_version(path.read_text()) if path and path.exists() else None

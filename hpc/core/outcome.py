@@ -1,4 +1,4 @@
-"""How an attempt ended or was interrupted: the causes, and what each means for the run. Pure; runs everywhere."""
+"""Why an attempt was interrupted or ended, and whether the run restarts after it. Pure; runs everywhere."""
 
 import re
 from collections.abc import Iterable
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-# What the exit code of a rank says, beside 0 (done, or stopped and saved) and 1 (it failed).
+# Exit codes of a rank beside 0 (done, or stopped and saved) and 1 (any other error).
 EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE, EXIT_DIVERGED = 2, 3, 4, 5
 
 
 class Cause(StrEnum):
-    """Why an attempt ended, or was interrupted."""
+    """Why an attempt was interrupted or ended."""
 
     COMPLETED = "completed"
     PREEMPTED = "preempted"
@@ -30,7 +30,7 @@ class Cause(StrEnum):
 
 
 class JobState(StrEnum):
-    """Slurm's words for a job, as far as they matter to a run."""
+    """Slurm's states of a job, as far as they matter to a run."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -46,32 +46,31 @@ class JobState(StrEnum):
 
     @property
     def alive(self) -> bool:
-        """Slurm still holds the job: it runs, ends, or waits to run."""
+        """Whether Slurm still holds the job."""
         return self in {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.ENDING}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What the head node's agent saw when torchrun had ended."""
+    """What the head node's agent knows when torchrun has ended."""
 
     finished: bool
-    """The work is complete: `final/` exists, or the user's script ended well without having been told to stop."""
+    """The work is complete: `final/` exists, or the user's script exited with 0 without a signal to stop."""
     cancelled: bool
-    """`cancel` has been called."""
+    """The user called `hpc cancel`."""
     signal: str | None
-    """The first signal that asked to stop."""
+    """The first signal to stop."""
     job_state: JobState
-    """Slurm's word for the job now."""
     preempted: bool
-    """Slurm says that a preemption has begun."""
+    """Slurm has begun to preempt the job."""
     failure: Cause = Cause.CRASHED
-    """What went wrong if nobody ended the attempt from outside: `cause_of_exit` of the first rank to fail, a hang, a
-    lost node."""
+    """The cause if nothing outside ended the attempt: the `cause_of_exit` of the first rank to fail, a hang, a lost
+    node."""
     failures: int = 0
     """Failures in a row, this ending included (`hpc.core.attempts.failures_in_a_row`)."""
 
 
-# Slurm's word for a job that it has ended itself, and what that means.
+# What it means that Slurm has put a job into this state by itself.
 _CAUSE_OF_STATE = {
     JobState.CANCELLED: Cause.CANCELLED,
     JobState.TIMEOUT: Cause.TIME_LIMIT,
@@ -82,8 +81,11 @@ _CAUSE_OF_STATE = {
 
 
 def cause_of(ending: Ending) -> Cause:
-    """Name the cause. What the run itself knows comes first, then what Slurm says, then the signal."""
-    signs = (
+    """The cause of an attempt's end: by what the run itself knows, then by Slurm's state, then by the signal.
+
+    `sbatch --signal` sends SIGUSR2 before the time limit; a preemption or requeue sends SIGTERM.
+    """
+    rules = (
         (ending.finished, Cause.COMPLETED),
         (ending.cancelled, Cause.CANCELLED),
         (ending.preempted, Cause.PREEMPTED),
@@ -91,7 +93,7 @@ def cause_of(ending: Ending) -> Cause:
         (ending.signal == "SIGUSR2", Cause.TIME_LIMIT),
         (ending.signal is not None, Cause.REQUEUED),
     )
-    return next((cause for seen, cause in signs if seen), ending.failure)
+    return next((cause for holds, cause in rules if holds), ending.failure)
 
 
 _CAUSE_OF_EXIT = {
@@ -100,100 +102,96 @@ _CAUSE_OF_EXIT = {
     EXIT_NO_SPACE: Cause.NO_SPACE,
     EXIT_DIVERGED: Cause.DIVERGED,
 }
-# As Python, torch and the kernel say it; torch's allocator for CPUs writes "can't allocate memory".
+# Messages of Python, torch and the kernel; torch's CPU allocator writes "can't allocate memory".
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
 _NO_SPACE = re.compile(r"No space left on device|ENOSPC|Disk quota exceeded")
-# What gloo and NCCL say in ranks whose peer has died. On a busy machine they may be written down before it.
-_PEER = re.compile(
+# Messages of gloo and NCCL in ranks whose peer has died. On a busy machine they may be logged before the peer's error.
+_PEER_DIED = re.compile(
     r"by peer|remote (?:worker|process)|ncclRemoteError|NCCL communicator was aborted|connectFullMesh|Broken pipe"
 )
-# So torch calls the end of a loader worker, in the rank that waits for it.
+# Torch's message in the rank whose loader worker was killed.
 _KILLED_WORKER = "killed by signal: Killed"
 
 
 def is_consequence(detail: str) -> bool:
-    """Whether the last words of a rank tell of another one's death."""
-    return _PEER.search(detail) is not None
+    """Whether a rank's last message reports the death of another rank."""
+    return _PEER_DIED.search(detail) is not None
 
 
 def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detail: str, *, ours: bool = True) -> Cause:
-    """Why a rank ended badly.
+    """Why a rank failed.
 
     Args:
-        exit_code: its exit code; not looked at if a signal killed it.
+        exit_code: its exit code; ignored if a signal killed it.
         signal: that signal's name, or None.
-        out_of_memory: whether the kernel has meanwhile killed a process of the job for want of memory.
+        out_of_memory: whether the kernel has meanwhile killed a process of the job for lack of memory.
         detail: the last line of its log.
-        ours: whether it ran our trainer; a user's script may mean anything by its exit codes.
+        ours: whether it ran our trainer; the exit codes of a user's script may mean anything.
     """
-    speaks = ours and signal is None and exit_code in _CAUSE_OF_EXIT
+    has_code = ours and signal is None and exit_code in _CAUSE_OF_EXIT
     killed = signal == "SIGKILL" or _KILLED_WORKER in detail
-    signs = (
-        (speaks, _CAUSE_OF_EXIT.get(exit_code, Cause.CRASHED)),
+    rules = (
+        (has_code, _CAUSE_OF_EXIT.get(exit_code, Cause.CRASHED)),
         (out_of_memory and killed, Cause.OUT_OF_MEMORY),
         (_NO_MEMORY.search(detail) is not None, Cause.OUT_OF_MEMORY),
         (_NO_SPACE.search(detail) is not None, Cause.NO_SPACE),
     )
-    return next((cause for seen, cause in signs if seen), Cause.CRASHED)
+    return next((cause for holds, cause in rules if holds), Cause.CRASHED)
 
 
-# The causes after which the run is over without having failed.
+# The causes after which a run is over without having failed.
 FINAL_CAUSES = frozenset({Cause.COMPLETED, Cause.CANCELLED})
-MOST_FAILURES = 2
-# Kinds of failure, and how many of a kind in a row, without a step that none before had made, end the run as failed.
-# What stands in none of them comes from outside and is free: preemptions, requeues.
-_KINDS = (
-    # No other attempt can mend it, only a person: one that diverged would do so again, at the same step.
+# Budgets: after how many failures of a kind in a row, without a new step in between, a run has failed. Causes in no
+# group come from outside the run and are free: preemptions, requeues.
+_BUDGETS = (
+    # Only a person can repair these; after a divergence, the next attempt would diverge at the same step.
     (frozenset({Cause.BAD_INPUT, Cause.NO_SPACE, Cause.DIVERGED}), 1),
-    (frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}), MOST_FAILURES),
-    # Each is excluded and another one tried; where so many are unfit, it is not the nodes.
+    (frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}), 2),
+    # Each bad node is excluded from the next attempt; after five, the run itself is the likely cause.
     (frozenset({Cause.BAD_NODE}), 5),
-    # Nodes die; but what costs one node after the other, and no step was made, is the run's own doing.
     (frozenset({Cause.NODE_FAILURE}), 5),
 )
+_NOT_ITS_FAULT = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
 
 
-_RAN_WELL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
-
-
-def _kind(cause: str) -> tuple[frozenset[Cause], float]:
-    return next((kind for kind in _KINDS if cause in kind[0]), (frozenset(), inf))
+def _budget(cause: str) -> tuple[frozenset[Cause], float]:
+    return next((group for group in _BUDGETS if cause in group[0]), (frozenset(), inf))
 
 
 def count_failures(interruptions: Iterable[tuple[str, int | None]]) -> int:
-    """Failures of the last one's kind, itself included, since the run last made a step that none before had made.
+    """Failures of the last one's kind, itself included, since the run last reached a new highest step.
 
-    A time limit counts only if its attempt got no further, as when staging takes longer than the limit.
+    A time limit counts only if its attempt reached no new step, for example when staging takes longer than the limit.
 
     Args:
-        interruptions: what interrupted or ended the attempts, in order of time, each with the last step that had been
-            done by then. None: a user's script, whose steps nobody knows; what was ended from outside ran well by then.
+        interruptions: the causes that interrupted or ended the attempts, in order, each with the last step done by
+            then; None for a user's script, whose progress is unknown: one that was ended from outside made some.
     """
     best, row = 0, list[str]()
     for cause, step in interruptions:
         advanced = (step or 0) > best
         if advanced:
             best, row = step or 0, []
-        if step is None and cause in _RAN_WELL:
+        if step is None and cause in _NOT_ITS_FAULT:
             row = []
             continue
         if not (advanced and cause == Cause.TIME_LIMIT):
             row.append(cause)
-    return sum(cause in _kind(row[-1])[0] for cause in row)
+    return sum(cause in _budget(row[-1])[0] for cause in row)
 
 
 def may_restart(cause: str, failures: int) -> bool:
-    """Whether the run goes on after an interruption that is the last of so many failures in a row."""
-    return cause not in FINAL_CAUSES and failures < _kind(cause)[1]
+    """Whether the run restarts after an interruption that is the last of `failures` in a row."""
+    return cause not in FINAL_CAUSES and failures < _budget(cause)[1]
 
 
 def must_requeue(cause: Cause, ending: Ending) -> bool:
-    """Whether the agent has to ask for the requeue, because Slurm does not do it by itself.
+    """Whether the agent must ask for the requeue, because Slurm does not requeue the job by itself.
 
-    What someone requeued waits already, and what lost a node Slurm requeues. A job that still runs, or that only
-    ran out of time, it would simply end; so it does with one that it preempts by cancelling (PreemptMode=CANCEL).
+    Slurm requeues a job that lost a node; somebody's requeue is already pending. But it ends a job that still runs or
+    has reached its time limit, and with PreemptMode=CANCEL one that it preempts.
     """
-    asks = {JobState.RUNNING, JobState.TIMEOUT, JobState.UNKNOWN}
+    not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.UNKNOWN}
     if cause is Cause.PREEMPTED:
-        asks |= {JobState.CANCELLED, JobState.PREEMPTED}
-    return may_restart(cause, ending.failures) and ending.job_state in asks
+        not_requeued |= {JobState.CANCELLED, JobState.PREEMPTED}
+    return may_restart(cause, ending.failures) and ending.job_state in not_requeued

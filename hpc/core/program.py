@@ -1,4 +1,4 @@
-"""A program from its command line to its exit code: parse the flags, call, tell errors in one line. Runs anywhere.
+"""A program from its command line to its exit code: parse flags, call, print errors in one line. Runs everywhere.
 
 Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
 """
@@ -24,7 +24,7 @@ def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: boo
     """Parse flags into a dataclass. Without `prints`, `--help` prints nothing.
 
     Raises:
-        UserError: one line that says which flag is wrong and why. (tyro draws a box of several.)
+        UserError: one line that names the wrong flag and the reason. (tyro draws a box of several lines.)
     """
     box = io.StringIO()
     try:
@@ -46,28 +46,28 @@ def _one_line(box: str) -> str:
     return re.sub(r"\s+", " ", "; ".join(useful))
 
 
-def run(work: Callable[[], int], says: str = "error", *, debug: bool = False) -> int:
+def run(work: Callable[[], int], prefix: str = "error", *, debug: bool = False) -> int:
     """Call, and return the exit code.
 
     Args:
         work: the program; its result is the exit code.
-        says: stands before what went wrong.
-        debug: show the traceback, too.
+        prefix: of the error message.
+        debug: print the traceback too.
     """
     try:
         return work()
     except TorchrelayError as error:
-        code, told = error.exit_code, " ".join(str(error).split())
+        code, message = error.exit_code, " ".join(str(error).split())
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain once more while it flushes at exit.
+        # The reader (head, less) has closed the pipe. Without this, Python reports it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        own = isinstance(error, PermissionError)
-        code, told = UserError.exit_code if own else TorchrelayError.exit_code, str(error)
+        kind = UserError if isinstance(error, PermissionError) else TorchrelayError
+        code, message = kind.exit_code, str(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     if debug:
         traceback.print_exc()
-    print(f"{says}: {told}", file=sys.stderr)
+    print(f"{prefix}: {message}", file=sys.stderr)
     return code

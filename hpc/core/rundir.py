@@ -1,6 +1,6 @@
 """The run directory: every file name of a run, once. Runs everywhere.
 
-The run directory is the job: what is not in it is not known. DESIGN: the table of section 3.
+Everything that is known of a run stands in its directory. DESIGN: the table of section 3.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 
 @dataclass(frozen=True)
 class RunDir:
-    """The files of one run, by name. Creates nothing by itself."""
+    """The files of one run, by name. Creates none."""
 
     path: Path
 
@@ -36,18 +36,23 @@ class RunDir:
 
     @property
     def environment(self) -> Path:
-        """The environment that it was submitted in: its next jobs are, too."""
+        """The environment variables at submission, for the run's later jobs."""
         return self.path / "environment.json"
 
     @property
     def code(self) -> Path:
-        """The snapshot of the code that the run executes."""
+        """The copy of the code that the run executes."""
         return self.path / "code"
 
     @property
+    def packages(self) -> Path:
+        """Our three packages in that copy."""
+        return self.code / ".torchrelay"
+
+    @property
     def revision(self) -> Path:
-        """The git revision of that code; there is none if it was in no repository."""
-        return self.code / ".torchrelay" / "revision"
+        """The git revision of the code; absent if it was in no repository."""
+        return self.packages / "revision"
 
     @property
     def events(self) -> Path:
@@ -56,7 +61,7 @@ class RunDir:
 
     @property
     def alive(self) -> Path:
-        """Its time is the last sign of life of the head node's agent."""
+        """Its modification time is the newest heartbeat of the head node's agent."""
         return self.path / "alive"
 
     @property
@@ -70,7 +75,7 @@ class RunDir:
         return self.path / "metrics" / "eval.jsonl"
 
     def sample_log(self, attempt: int, rank: int) -> Path:
-        """One JSON line per step: which images one rank of one attempt used."""
+        """One JSON line per step: the indices of the images that one rank of one attempt used."""
         return self.path / "metrics" / "samples" / f"attempt-{attempt:03d}-rank-{rank:02d}.jsonl"
 
     @property
@@ -85,17 +90,17 @@ class RunDir:
 
     @property
     def index(self) -> Path:
-        """The list of the images of an image folder: the next attempt need not list a million files again."""
+        """The list of the files of an image folder, so that later attempts need not list them again."""
         return self.path / "index.npz"
 
     @property
     def diverged(self) -> Path:
-        """Where the training diverged: the first step whose loss is not finite, and its images."""
+        """The first step whose loss is not finite, and its images."""
         return self.path / "diverged.json"
 
     @property
     def best(self) -> Path:
-        """The model that did best in validation."""
+        """The model with the best validation metric."""
         return self.path / "best"
 
     @property
@@ -110,12 +115,12 @@ class RunDir:
 
     @property
     def confusion(self) -> Path:
-        """How often the test images of each class were taken for each class."""
+        """The confusion matrix of the test."""
         return self.final / CONFUSION
 
     @property
     def samples(self) -> Path:
-        """Some images of the test with what they were taken for."""
+        """Some test images with their predictions."""
         return self.final / SAMPLES
 
     @property
@@ -128,7 +133,7 @@ class RunDir:
         return self.logs / f"attempt-{attempt:03d}"
 
     def rank_log(self, attempt: int, rank: int) -> Path:
-        """What one rank of one attempt printed."""
+        """The output of one rank of one attempt."""
         return self.attempt_logs(attempt) / f"rank-{rank:02d}.log"
 
     @property

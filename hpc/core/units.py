@@ -1,4 +1,4 @@
-"""Durations as Slurm and people write them, and the one that we choose. Pure; runs everywhere."""
+"""Durations as Slurm and people write them, and the times for saving that follow from them. Pure; runs everywhere."""
 
 import re
 
@@ -8,20 +8,20 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WITH_UNIT = re.compile(r"(\d+)([smhd])")
 # Slurm's own forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
 _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
-# sbatch may deliver --signal up to a minute early but never late: a tenth of the limit leaves the save its time
-# and costs little work.
+# sbatch may deliver --signal up to a minute early but never late: a tenth of the limit suffices for saving and costs
+# little training time.
 _LEAST_LEAD_SECONDS, _MOST_LEAD_SECONDS = 30, 300
-# What is left of the warning time when the ranks are given up: for the requeue itself.
+# Part of the time between the signal and the kill that the requeue itself needs.
 REQUEUE_SECONDS = 10.0
 # Slurm's default between SIGTERM and SIGKILL.
 KILL_WAIT_SECONDS = 30.0
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds in a duration as Slurm writes it; None for UNLIMITED and the like.
+    """Seconds in a duration as Slurm writes it; None for UNLIMITED and its synonyms.
 
     Raises:
-        ValueError: the text is none of Slurm's forms.
+        ValueError: the text has none of Slurm's forms.
     """
     if text.lower() in {"unlimited", "infinite", "n/a", "none", "not_set"}:
         return None
@@ -42,11 +42,11 @@ def duration_seconds(flag: str, text: str) -> int:
     """Seconds of a flag's value with its unit: `90s`, `5m`, `2h`, `1d`.
 
     Raises:
-        UserError: it is none.
+        UserError: it is no duration.
     """
     match = _WITH_UNIT.fullmatch(text)
     if match is None:
-        raise UserError(f"{flag} {text!r} is no duration: write for example 90s, 5m or 2h")
+        raise UserError(f"{flag} is {text!r}: use a duration such as 90s, 5m or 2h")
     return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
@@ -62,7 +62,7 @@ def walltime_minutes(text: str) -> int:
     except ValueError:
         seconds = None
     if not seconds:
-        raise UserError(f"--time {text!r} is no duration: write 90m, 12h, 2d, or Slurm's HH:MM:SS or D-HH:MM:SS")
+        raise UserError(f"--time is {text!r}: use a duration such as 90m, 12h or 2d, or Slurm's HH:MM:SS or D-HH:MM:SS")
     return -(-seconds // 60)
 
 
@@ -74,10 +74,10 @@ def format_minutes(minutes: int) -> str:
 
 
 def stop_lead_seconds(limit_minutes: int) -> int:
-    """Seconds before the time limit at which the run is told to save and make way, unless the user says so."""
+    """Default of --stop-lead: seconds before the time limit at which the run is signalled to save and exit."""
     return min(max(limit_minutes * 60 // 10, _LEAST_LEAD_SECONDS), _MOST_LEAD_SECONDS)
 
 
 def save_timeout_seconds(grace_seconds: float) -> float:
-    """How long ranks may take to save after a SIGTERM that is followed by SIGKILL after so many seconds."""
+    """Seconds that ranks may take to save after a SIGTERM that SIGKILL follows after `grace_seconds`."""
     return max(grace_seconds - REQUEUE_SECONDS, grace_seconds / 2)

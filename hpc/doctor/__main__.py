@@ -17,6 +17,7 @@ from rich.table import Table
 from hpc import cli
 from hpc.core import ledger, node_info
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.kernel import file_system_type
 from hpc.core.node_info import NodeInfo
 from hpc.core.rundir import RunDir
 from hpc.doctor.findings import Finding, Severity, costs, judge, merge, note
@@ -151,7 +152,7 @@ def look_at_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequ
     handed_on = site is not None and is_handed_on(site.config)
     return LoginNode(
         runs_dir=str(runs_dir.expanduser().resolve()),
-        runs_type=node_info.file_system_type(runs_dir),
+        runs_type=file_system_type(runs_dir),
         torch=node_info.torch_build(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if handed_on else None,
         nodes_see_runs=bool(nodes) and all(node.job is not None and node.job.sees_runs for node in nodes),

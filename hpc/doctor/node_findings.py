@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc.core.node_info import NodeInfo, TorchBuild
-from hpc.core.nodedir import MEMORY
+from hpc.core.nodedir import DEV_SHM
 from hpc.doctor.findings import Check, Verdict, costs, note, ok
 from hpc.slurm.cluster import Fields
 
@@ -146,21 +146,21 @@ def _stage(machine: NodeInfo) -> Verdict:
 
 def _memory(machine: NodeInfo) -> Verdict:
     free = machine.memory_free_bytes
-    value = f"there is no {MEMORY}" if free is None else f"{MEMORY} has {_gigabytes(free)} free"
+    value = f"there is no {DEV_SHM}" if free is None else f"{DEV_SHM} has {_gigabytes(free)} free"
     if free is not None and free >= _LEAST_MEMORY_BYTES:
         return ok(value)
     return costs(
         value,
         "loader workers hand their images over in it, and die of a bus error when it is full; snapshots need three "
         "times the size of a checkpoint there, else a crash costs the steps since the last checkpoint",
-        f"ask the administrators for `mount -o remount,size=50% {MEMORY}` there (of a container: --shm-size)",
+        f"ask the administrators for `mount -o remount,size=50% {DEV_SHM}` there (of a container: --shm-size)",
     )
 
 
 def _interfaces(machine: NodeInfo) -> Verdict:
     outer = [name for name in machine.interfaces if not name.startswith(_INNER)]
     job, value = machine.job, " ".join(machine.interfaces) or "none"
-    route, asked = (job.interface, job.asked_interfaces) if job else (None, "")
+    route, asked = (job.interface, job.nccl_interfaces) if job else (None, "")
     if not outer:
         return costs(value, "no interface leads to other nodes: runs of one node alone", "ask the administrators")
     taken = nccl_takes(machine.interfaces, asked)
@@ -211,10 +211,10 @@ def _sees_runs(machine: NodeInfo) -> Verdict | None:
 def _clients(machine: NodeInfo) -> Verdict | None:
     if machine.job is None:
         return None
-    if not machine.job.slurm:
+    if not machine.job.slurm_error:
         return ok("squeue, scontrol, sbatch and scancel work")
     return costs(
-        machine.job.slurm,
+        machine.job.slurm_error,
         "the agents can neither requeue a run at its time limit nor start it elsewhere when nodes are lost",
         "ask the administrators for Slurm's clients on the compute nodes",
     )
@@ -237,7 +237,7 @@ def _preflight(machine: NodeInfo) -> Verdict | None:
 
 OF_MACHINE: Mapping[str, Check[NodeInfo]] = {
     "stage directory": _stage,
-    str(MEMORY): _memory,
+    str(DEV_SHM): _memory,
     "open files": lambda machine: _limit_of_files(machine.open_files),
 }
 OF_NODE: Mapping[str, Check[NodeInfo]] = {

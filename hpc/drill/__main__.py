@@ -17,7 +17,6 @@ import tyro
 
 from hpc import cli
 from hpc.core import ledger
-from hpc.core.code_snapshot import PACKAGES_DIRECTORY
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
@@ -145,7 +144,7 @@ def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
 
 def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[str]:
     """The command that has `hpc.drill.node_faults` act on nodes of the run, from the run's own snapshot of the code."""
-    path = f"PYTHONPATH={target.run.code / PACKAGES_DIRECTORY}"
+    path = f"PYTHONPATH={target.run.packages}"
     helper = ["env", path, sys.executable, "-P", "-m", "hpc.drill.node_faults", str(target.run.path), *action]
     if target.cluster == "local":
         return helper

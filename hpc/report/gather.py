@@ -95,7 +95,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     confusion = _try(notes, run.confusion, read_confusion)
     samples = _try(notes, run.samples, read_samples) or []
     events = ledger.read(run.events)
-    starts = [attempt.trained_from for attempt in attempts_of(events)]
+    starts = [attempt.training_started for attempt in attempts_of(events)]
     notes += missing(summary, spec, has_metrics=not train.empty, has_test=confusion is not None, samples=len(samples))
     return RunRecord(
         run=run,

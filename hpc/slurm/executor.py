@@ -18,7 +18,6 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError
 
-from hpc.core.code_snapshot import PACKAGES_DIRECTORY
 from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
 from hpc.core.rundir import RunDir
@@ -37,7 +36,7 @@ def agent_command(run: RunDir) -> str:
     Its environment names the snapshot, so that the code is the submitted one on whatever node it runs; -P, because
     python -m would look into the current directory first, where the code may have been edited since.
     """
-    path = os.pathsep.join(filter(None, [str(run.code / PACKAGES_DIRECTORY), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(run.packages), os.environ.get("PYTHONPATH")]))
     return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-P", "-m", "jobs.agent", str(run.path)])
 
 

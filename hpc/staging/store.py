@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc.core.files import fsync_directory, remove_abandoned
-from hpc.core.kernel import available_memory_bytes
-from hpc.core.node_info import file_system_type
+from hpc.core.kernel import available_memory_bytes, file_system_type
 from hpc.core.nodedir import open_lock, private_directory, try_lock
 from hpc.staging.manifest import Manifest, boot_id, is_intact, read_manifest, read_size, size_of, write_manifest
 

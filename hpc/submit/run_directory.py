@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc.core import code_snapshot
+from hpc.core.code_snapshot import copy_code
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
@@ -60,8 +60,4 @@ def fill(run: RunDir, spec: RunSpec) -> None:
     """Write what the run needs before it can start."""
     for directory in (run.events, run.logs):
         directory.mkdir()
-    code_snapshot.copy_code(run.code, Path.cwd(), spec.script)
-    if spec.script:
-        inside = code_snapshot.script_in_code_copy(spec.script[0], code_snapshot.git_root(Path.cwd()), Path.cwd())
-        spec = dataclasses.replace(spec, script=(str(inside), *spec.script[1:]))
-    spec.save(run)
+    dataclasses.replace(spec, script=copy_code(run, Path.cwd(), spec.script)).save(run)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import submitit
 
-from hpc.core.node_info import interface_addresses
+from hpc.core.kernel import interface_addresses
 
 # Below this lie the services of the system; above the other bound the kernel hands out ports to whoever connects.
 LOWEST_PORT = 10_000

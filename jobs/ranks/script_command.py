@@ -7,7 +7,6 @@ TORCHRELAY_DATA. It is told to save by SIGUSR2 or SIGTERM, and then to exit with
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc.core.code_snapshot import PACKAGES_DIRECTORY
 from hpc.core.rundir import RunDir
 
 
@@ -23,7 +22,7 @@ def preflight(run: RunDir, attempt: int, python: str) -> list[str]:
 
 def environment(base: Mapping[str, str], run: RunDir, attempt: int, data: Path | None) -> dict[str, str]:
     """The environment of the script's ranks: the user's modules on the path, ours not."""
-    own = str(run.code / PACKAGES_DIRECTORY)
+    own = str(run.packages)
     path = [entry for entry in base.get("PYTHONPATH", "").split(":") if entry and entry != own]
     return {
         **base,

@@ -42,7 +42,7 @@ HISTORY = [
 def test_attempts_of_a_history() -> None:
     first, second = attempts_of(HISTORY)
     assert (first.nodes, first.cause, first.first_step, first.last_step) == (("a", "b"), "node_failure", 0, 20)
-    assert (first.started, first.trained_from, first.ended) == (1.0, 2.0, 12.0)
+    assert (first.started, first.training_started, first.ended) == (1.0, 2.0, 12.0)
     assert (second.first_step, second.world_size, second.ended) == (10, 2, None)
     assert (first.interruptions, first.members) == ((("crashed", 7),), ("b",))
     assert second.members == ("c", "d")
@@ -69,9 +69,9 @@ def test_failures_inside_an_attempt_count_like_those_that_end_one() -> None:
 
 
 def test_interruption_that_ended_the_attempt_after_all_counts_once() -> None:
-    attempt = replace(ended("bad_node", 20), interruptions=(("bad_node", 20),), interrupted_at=9.0, failed=9.0)
+    attempt = replace(ended("bad_node", 20), interruptions=(("bad_node", 20),), interrupted_at=9.0, failed_at=9.0)
     assert failures_in_a_row([attempt]) == 1
-    assert failures_in_a_row([replace(attempt, failed=10.0)]) == 2, "another one"
+    assert failures_in_a_row([replace(attempt, failed_at=10.0)]) == 2, "another one"
 
 
 def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core.node_info import mounted_type, parse_torch_version
+from hpc.core.kernel import mounted_type
+from hpc.core.node_info import parse_torch_version
 from hpc.doctor.node_findings import is_handed_on, nccl_takes
 
 

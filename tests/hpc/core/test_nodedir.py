@@ -13,7 +13,7 @@ import pytest
 from cluster import ROOT
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.nodedir import MEMORY, NodeDir, open_node_dir, private_directory
+from hpc.core.nodedir import DEV_SHM, NodeDir, open_node_dir, private_directory
 
 
 def remove(memory: NodeDir, held: int) -> None:
@@ -31,7 +31,7 @@ def run() -> Iterator[Path]:
 
 def test_directory_is_for_its_owner_alone(run: Path) -> None:
     memory, held = open_node_dir(run, 0)
-    assert memory.path.is_relative_to(MEMORY)
+    assert memory.path.is_relative_to(DEV_SHM)
     for path in (memory.path.parent, memory.path, memory.snapshots, memory.exits):
         assert path.stat().st_mode & 0o777 == 0o700
     remove(memory, held)
@@ -70,7 +70,7 @@ def test_what_a_killed_agent_left_is_taken_over_by_its_run_and_removed_by_others
 
 
 def test_second_agent_of_a_run_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc.core.nodedir._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("hpc.core.nodedir._LOCK_TIMEOUT_SECONDS", 0.0)
     with agent_of(run) as agent:
         assert agent.stdout is not None
         agent.stdout.readline()

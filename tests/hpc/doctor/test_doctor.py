@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from cluster import Site
 from test_findings import CONFIG, NODE, NODES, PARTITIONS
 
 from hpc.core.files import append_json_line
-from hpc.core.node_info import to_json
 from hpc.core.rundir import RunDir
 from hpc.doctor.__main__ import DoctorOptions, experience_of, find_run
 from hpc.doctor.node_check import NodeCheckRequest, read_reports, srun_argv
@@ -153,7 +153,7 @@ def test_srun_asks_for_what_submit_would(tmp_path: Path) -> None:
 
 
 def test_reports_of_tasks_that_print_at_the_same_time() -> None:
-    lines = [json.dumps(to_json(NODE), indent=0).splitlines() for _ in range(2)]
+    lines = [json.dumps(asdict(NODE), indent=0).splitlines() for _ in range(2)]
     mixed = [f"{task:>2}: {line}" for pair in zip(*lines, strict=True) for task, line in enumerate(pair)]
     assert read_reports("\n".join(["0: a word of the site's prologue", *mixed])) == [NODE, NODE]
     assert read_reports("\n".join(mixed[:-2])) == [], "reports that were cut off are none"

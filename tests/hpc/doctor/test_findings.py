@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hpc.core.errors import UserError
-from hpc.core.node_info import JobNodeInfo, NodeInfo, TorchBuild
+from hpc.core.node_info import NodeInfo, NodeInfoInJob, TorchBuild
 from hpc.doctor.findings import Finding, Severity, judge, merge
 from hpc.doctor.node_findings import OF_LOGIN, OF_NODE, OF_RUN, LoginNode, RunMeasurements
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
@@ -217,8 +217,8 @@ def test_symptom_of_the_login_node(check: str, changes: dict[str, Any], severity
     assert one(judge(OF_LOGIN, replace(LOGIN, **changes), "login"), check).severity == severity
 
 
-JOB = JobNodeInfo(
-    sees_runs=True, slurm="", interface="eth0", asked_interfaces="", passed=True,
+JOB = NodeInfoInJob(
+    sees_runs=True, slurm_error="", interface="eth0", nccl_interfaces="", passed=True,
     preflight="preflight: 2 ranks on GPU, all-reduce 9.1 GB/s, 0.4 s",
 )  # fmt: skip
 NODE = NodeInfo(
@@ -238,12 +238,12 @@ NODE = NodeInfo(
         ("/dev/shm", {"memory_free_bytes": None}, {}, "cost", "there is no /dev/shm"),
         ("open files", {"open_files": 512}, {}, "cost", "ulimit -n"),
         ("runs directory", {}, {"sees_runs": False}, "cost", "--runs-dir"),
-        ("Slurm's clients", {}, {"slurm": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
+        ("Slurm's clients", {}, {"slurm_error": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
         ("network interface", {"interfaces": ("lo", "docker0")}, {}, "cost", "no interface leads"),
         ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, {}, "note", "NCCL_SOCKET_IFNAME==eth0"),
         ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, {"interface": None}, "ok", ""),
         ("network interface", {"interfaces": ("lo", "eth0", "ib0")}, {}, "ok", ""),
-        ("network interface", {}, {"asked_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
+        ("network interface", {}, {"nccl_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
         ("preflight", {}, {"passed": False, "preflight": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
         ("preflight", {}, {"preflight": "preflight: 2 ranks on CPU, 0.1 s"}, "cost", "nvidia-smi"),
     ],

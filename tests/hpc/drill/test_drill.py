@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from hpc.core.code_snapshot import PACKAGES_DIRECTORY
 from hpc.core.errors import UserError
 from hpc.core.files import append_json_line, write_json
 from hpc.core.kernel import start_time
@@ -73,7 +72,7 @@ def run(tmp_path: Path) -> RunDir:
     found = RunDir(tmp_path / "r")
     for directory in (found.events, found.train_metrics.parent, found.code):
         directory.mkdir(parents=True)
-    (found.code / PACKAGES_DIRECTORY).symlink_to(ROOT)
+    (found.packages).symlink_to(ROOT)
     spec = RunSpec(name="r", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
     spec.save(found)
     return found

@@ -55,7 +55,7 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--gpus-per-node=5"], r"--gpus-per-node is 5, but partition gpu has 4 per node: use --gpus-per-node 4"),
         (["--partition=gpux"], r"--partition 'gpux' does not exist: use --partition with one of gpu, urgent"),
         (["--time=2d"], r"--time is 2d, but partition gpu allows 1-00:00:00: use --time 1-00:00:00 or less"),
-        (["--time=soon"], r"--time 'soon' is no duration: write 90m"),
+        (["--time=soon"], r"--time is 'soon': use a duration such as 90m"),
         (["--cpus-per-gpu=99"], r"--cpus-per-gpu is 99.*use --cpus-per-gpu 8 or fewer"),
         (["--data=nowhere"], r"--data is .*/nowhere, which does not exist: give a directory, or fashion-mnist"),
         (["--data=empty"], r"--data is .*/empty, but there are no images"),

@@ -10,6 +10,7 @@ import pytest
 from hpc.core import code_snapshot
 from hpc.core.errors import UserError
 from hpc.core.program import parse
+from hpc.core.rundir import RunDir
 from hpc.spec import Recovery
 from hpc.submit.__main__ import SubmitScript, SubmitTraining, flag_names
 from training.config.config_file import recipe_path, recipes, with_config
@@ -133,6 +134,7 @@ def test_the_help_tells_what_each_recipe_is_for() -> None:
 
 
 def test_recipes_are_in_the_snapshot_of_the_code(tmp_path: Path) -> None:
-    code_snapshot.copy_code(tmp_path / "code", tmp_path, ())
-    copied = tmp_path / "code" / code_snapshot.PACKAGES_DIRECTORY / "training" / "config" / "recipes"
+    run = RunDir(tmp_path)
+    code_snapshot.copy_code(run, tmp_path)
+    copied = run.packages / "training" / "config" / "recipes"
     assert {path.stem for path in copied.glob("*.yaml")} == recipes().keys()

@@ -84,9 +84,9 @@ def test_bad_sbatch_option(option: str, hint: str) -> None:
     ("recovery", "message"),
     [
         ({"spares": -1}, "--spares is -1: use 0 or more"),
-        ({"hang_timeout": "soon"}, "--hang-timeout 'soon' is no duration: write for example 90s"),
+        ({"hang_timeout": "soon"}, "--hang-timeout is 'soon': use a duration such as 90s"),
         ({"hang_timeout": "0s"}, "--hang-timeout is 0s: use 1s or more, or auto"),
-        ({"stop_lead": "90"}, "--stop-lead '90' is no duration"),
+        ({"stop_lead": "90"}, "--stop-lead is '90': use a duration"),
         ({"stop_lead": "9s"}, "--stop-lead is 9s: use 15s to 18h"),
         ({"stop_lead": "19h"}, "--stop-lead is 19h: use 15s to 18h"),
     ],

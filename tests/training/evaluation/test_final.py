@@ -124,7 +124,7 @@ def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:
     for number, ending in enumerate(("", "+changes")):
         run = RunDir(tmp_path / str(number))
         run.path.mkdir()
-        code_snapshot.copy_code(run.code, tmp_path / "own", ())
+        code_snapshot.copy_code(run, tmp_path / "own")
         assert run.revision.read_text() == f"{git('rev-parse', 'HEAD')}{ending}\n"
         (tmp_path / "own" / "notes").write_text("two")
     assert code_snapshot.git_revision(Path("/")) is None
