@@ -42,7 +42,7 @@ def plan(asked: Resources, site: ClusterConfig, names: Sequence[str]) -> NodeChe
     Raises:
         UserError: the partition cannot give that.
     """
-    nodes = tuple(slurm.run(["scontrol", "show", "hostnames", ",".join(names)]).split()) if names else ()
+    nodes = tuple(slurm.hostnames(",".join(names))) if names else ()
     wanted = replace(
         asked,
         partition=site.partition["PartitionName"],

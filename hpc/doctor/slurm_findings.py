@@ -155,10 +155,10 @@ def _cred_expire(site: ClusterFacts) -> Verdict | None:
 
 
 def _accounting(site: ClusterFacts) -> Verdict:
-    if not site.cluster.accounting:
+    if not site.cluster.sacct_error:
         return ok("sacct answers")
     return note(
-        site.cluster.accounting,
+        site.cluster.sacct_error,
         "runs do not need it; but what became of a job that Slurm has forgotten (MinJobAge), sacct cannot tell",
         "ask the administrators for AccountingStorageType=accounting_storage/slurmdbd, if you want that",
     )

@@ -77,7 +77,7 @@ def drill(options: DrillOptions) -> int:
     if not options.yes:
         _ask(f"{does} (run {run.name}, job {target.job_id})")
     before = len(interruptions_of(ledger.read(run.events)))
-    said = slurm.run(command)
+    said = slurm.run(*command)
     if options.kind in _RANKS and not said.strip():
         raise TorchrelayError(f"rank {target.rank} has no heartbeat on {' '.join(target.nodes)}: nothing was done")
     return _tell(options, run, _wait(run, options.kind, before))

@@ -1,4 +1,4 @@
-"""What Slurm says of itself: its configuration, a partition, its nodes, its accounting. Runs on the login node."""
+"""Slurm's configuration, its partitions and nodes, and whether sacct works. Runs on the login node."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,62 +12,62 @@ Fields = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """A cluster in Slurm's own words. A field that this version does not have is not there."""
+    """A cluster's configuration, in Slurm's fields. Fields that its version lacks are missing."""
 
     config: Fields
     partition: Fields
     """The one that a run would use."""
     partitions: tuple[Fields, ...] = ()
-    """All, those too that the user may not use: their jobs may preempt."""
+    """All, including those that the user may not use: their jobs may preempt."""
     nodes: tuple[Fields, ...] = ()
     """Those of the partition."""
-    accounting: str = ""
-    """What sacct complains of; nothing if it works."""
+    sacct_error: str = ""
+    """Empty if sacct works."""
 
 
 def query_cluster(name: str | None) -> ClusterConfig:
-    """Ask Slurm about itself and a partition, by default its own default.
+    """Query a cluster and one of its partitions, by default its default.
 
     Raises:
         UserError: there is no such partition.
         TorchrelayError: Slurm does not answer.
     """
-    partitions = parse_records(slurm.run(["scontrol", "--all", "--oneliner", "show", "partition"]))
+    partitions = parse_records(slurm.run("scontrol", "--all", "--oneliner", "show", "partition"))
     partition = choose_partition(name, partitions)
-    nodes = parse_records(slurm.run(["scontrol", "--oneliner", "show", "node"]))
+    nodes = parse_records(slurm.run("scontrol", "--oneliner", "show", "node"))
     return ClusterConfig(
-        config=parse_config(slurm.run(["scontrol", "show", "config"])),
+        config=parse_config(slurm.run("scontrol", "show", "config")),
         partition=partition,
         partitions=partitions,
-        nodes=tuple(one for one in nodes if partition["PartitionName"] in one.get("Partitions", "").split(",")),
-        accounting=_complaint_of_sacct(),
+        nodes=tuple(node for node in nodes if partition["PartitionName"] in node.get("Partitions", "").split(",")),
+        sacct_error=_sacct_error(),
     )
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
-    """The partition of a name, or the default one.
+    """The partition with a name, or the default one.
 
     Raises:
-        UserError: there is none; lists those that there are.
+        UserError: there is none; lists the names.
     """
-    for one in partitions:
-        if one.get("PartitionName") == name or (name is None and one.get("Default") == "YES"):
-            return one
+    for partition in partitions:
+        if partition.get("PartitionName") == name or (name is None and partition.get("Default") == "YES"):
+            return partition
     problem = "the cluster has no default partition" if name is None else f"--partition {name!r} does not exist"
-    names = ", ".join(one["PartitionName"] for one in partitions if "PartitionName" in one)
+    names = ", ".join(fields["PartitionName"] for fields in partitions if "PartitionName" in fields)
     raise UserError(f"{problem}: use --partition with one of {names}")
 
 
-def _complaint_of_sacct() -> str:
+def _sacct_error() -> str:
     try:
-        slurm.run(["sacct", "--noheader", "--allocations", "--starttime=now-1minute"])
+        slurm.run("sacct", "--noheader", "--allocations", "--starttime=now-1minute")
     except TorchrelayError as error:
         return str(error)
     return ""
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Parse `scontrol show config`: a name, an equals sign and a value in a line. What stands twice counts once."""
+    """Parse `scontrol show config`: lines `Name = value`. Of repeated names the first counts."""
     found = dict[str, str]()
     for match in re.finditer(r"^(\S+) *= *(.*?) *$", text, re.MULTILINE):
         found.setdefault(match[1], match[2])
@@ -75,11 +75,11 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_records(text: str) -> tuple[dict[str, str], ...]:
-    """Parse what `scontrol --oneliner show` prints: one record a line."""
+    """Parse the output of `scontrol --oneliner show`: one record per line."""
     return tuple(slurm.parse_fields(line) for line in text.splitlines() if "=" in line)
 
 
 def leading_number(fields: Fields, name: str) -> int | None:
-    """The number that a field begins with (`30 sec`); None if it is not there or is no number."""
+    """The number at the beginning of a field (`30 sec`); None if there is none."""
     match = re.match(r"\d+", fields.get(name, ""))
     return int(match[0]) if match else None

@@ -1,8 +1,7 @@
-"""submitit's executors, subclassed as little as possible: they start our agent on a run directory.
+"""submitit's executors, which make and submit the sbatch script, or start the same agents on this machine.
 
-Runs on the login node. submitit would pickle a function, and find the pickle by the job's id; a script that can
-be submitted by hand again gets a new id each time, so the command names the run directory instead and nothing is
-pickled.
+Runs on the login node. submitit would pickle a function, and find the pickle by the job's id. But a script that is
+submitted by hand again gets a new id, so the command names the run directory instead, and nothing is pickled.
 """
 
 import contextlib
@@ -25,16 +24,16 @@ from hpc.core.units import walltime_minutes
 from hpc.slurm.client import first_error
 from hpc.spec import RunSpec
 
-# An srun inside the script takes these from the shell that sbatch was typed in, which may be another job's: a
-# leaked binding pins every rank to the wrong cores.
+# The srun of the script inherits these from the shell in which sbatch was typed. If that is another job's shell, they
+# pin every rank to the wrong cores.
 _UNSET = "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE SLURM_MEM_BIND"
 
 
 def agent_command(run: RunDir) -> str:
     """The command that every node runs, as text for a shell.
 
-    Its environment names the snapshot, so that the code is the submitted one on whatever node it runs; -P, because
-    python -m would look into the current directory first, where the code may have been edited since.
+    PYTHONPATH names the copy of the code. -P, because python -m would import from the current directory first, where
+    the code may have been edited since.
     """
     path = os.pathsep.join(filter(None, [str(run.packages), os.environ.get("PYTHONPATH")]))
     return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-P", "-m", "jobs.agent", str(run.path)])
@@ -53,7 +52,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
         return agent_command(self.run)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        # submitit has written the same text to a name of its own; the contract's name is what gets submitted.
+        # submitit has written the script under a name of its own.
         submission_file_path.replace(self.run.script)
         submission_file_path.symlink_to(self.run.script)
         return ["sbatch", str(self.run.script)]
@@ -63,16 +62,16 @@ class SlurmExecutor(submitit.SlurmExecutor):
         return self._make_submission_file_text(self._submitit_command_str, "")
 
     def start(self) -> str:
-        """Submit it and return the job's id.
+        """Submit the script and return the job's id.
 
         Raises:
             UserError: sbatch refused it.
         """
         if self.spec.resources.account:
-            os.environ.pop("SBATCH_ACCOUNT", None)  # sbatch lets it win over the script
+            os.environ.pop("SBATCH_ACCOUNT", None)  # it would override the script
         write_atomic(self.run.environment, json.dumps(dict(os.environ)), mode=0o600)
         try:
-            # submitit prints sbatch's complaint and raises it; once is enough.
+            # submitit prints sbatch's error besides raising it.
             with contextlib.redirect_stderr(io.StringIO()):
                 job_id = str(self._submit_command(self._submitit_command_str).job_id)
         except FailedJobError as error:
@@ -87,13 +86,13 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     resources = spec.resources
     minutes = walltime_minutes(resources.time or "1d")
     extra: dict[str, Any] = dict(option.split("=", 1) for option in resources.sbatch)
-    # Slurm itself requeues a job whose node died, even where the administrators switched that off by default.
+    # So that Slurm requeues a job whose node died even where JobRequeue=0.
     extra["requeue"] = True
     fewest, most = spec.job_nodes
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"
     if most > 1:
-        # The other nodes train on when one dies. A job of one node is left to Slurm, which requeues it.
+        # The job survives the death of a node. Without --no-kill, as for a job of one node, Slurm requeues it.
         extra["no-kill"] = True
     optional = {key: getattr(resources, key) for key in ("mem", "partition", "account", "qos", "constraint", "exclude")}
     return {
@@ -106,7 +105,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
         "cpus_per_task": resources.cpus_per_node,
         "signal_delay_s": spec.stop_lead_seconds,
         "stderr_to_stdout": True,
-        "wckey": None,  # submitit's own default is refused where the cluster keeps a list of keys
+        "wckey": None,  # clusters with a list of keys refuse submitit's default
         "setup": [_UNSET],
         "srun_args": srun_arguments(resources.cpus_per_node, most),
         "additional_parameters": extra,
@@ -114,13 +113,14 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
 
 
 def srun_arguments(cpus: int, nodes: int) -> list[str]:
-    """What srun is told beside submitit's own arguments. Pure."""
-    # sbatch's --no-kill keeps the allocation, but not the step: srun would end all agents with the one that is lost.
+    """The arguments of srun beside submitit's own. Pure."""
+    # sbatch's --no-kill keeps the allocation, but not the step: when a node died, srun would end the agents on the
+    # others.
     survive = ["--no-kill", "--kill-on-bad-exit=0"] if nodes > 1 else ["--kill-on-bad-exit=1"]
     return [
         f"--cpus-per-task={cpus}",  # since 22.05 srun no longer inherits it: every rank would sit on one core
         *survive,
-        # Some clusters end a step so many seconds after its first task has ended (WaitTime): a lost node's agent does.
+        # With WaitTime, a cluster ends a step that many seconds after its first task, such as a lost node's agent.
         "--wait=0",
         "--mpi=none",
     ]
@@ -146,15 +146,15 @@ class LocalExecutor(submitit.LocalExecutor):
         return agent_command(self.run)
 
     def start(self) -> str:
-        """Start the controller and return its process id, which is the job's."""
+        """Start submitit's controller and return its process id, which is the job's id."""
         return str(self._submit_command(self._submitit_command_str).job_id)
 
 
 def start_local(run: RunDir) -> str:
     """Start a local run in a session of its own and return the job's id.
 
-    submitit's controller keeps the standard streams of the process that starts it, and would hold the user's
-    pipe open and die of the user's Ctrl-C; so that process is one of ours in between.
+    submitit's controller inherits the standard streams and the session of the process that starts it: it would keep
+    the user's pipe open and end at Ctrl-C. So another process of ours starts it.
     """
     with (run.logs / "controller.log").open("ab") as log:
         done = subprocess.run(
@@ -165,14 +165,14 @@ def start_local(run: RunDir) -> str:
             start_new_session=True,
             check=False,
         )
-    identity = run.logs / "controller.pid"
-    if done.returncode != 0 or not identity.exists():
+    pid_file = run.logs / "controller.pid"
+    if done.returncode != 0 or not pid_file.exists():
         raise UserError(f"the local run did not start: see {run.logs / 'controller.log'}")
-    return identity.read_text().strip()
+    return pid_file.read_text().strip()
 
 
 def main(argv: list[str]) -> None:
-    """The process in between."""
+    """The process that starts the controller."""
     run = RunDir(Path(argv[0]))
     job_id = LocalExecutor(run, RunSpec.load(run)).start()
     (run.logs / "controller.pid").write_text(job_id + "\n")

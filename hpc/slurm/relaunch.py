@@ -1,6 +1,6 @@
-"""From one job of a run to its next: the end of an attempt, which exactly one process writes down, and a new job.
+"""From one job of a run to its next: exactly one process records the end of an attempt and submits the new job.
 
-Runs on compute nodes, in agents that outlive their head node, and on the login node, in the supervisor.
+Runs on compute nodes, in agents that survive their head node, and on the login node, in the supervisor.
 """
 
 import json
@@ -21,14 +21,14 @@ from hpc.slurm import client as slurm
 from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
 
-# A node that failed is rebooted or mended some time.
-_BLAME_SECONDS = 6 * 3600.0
+# By then a failed node has probably been rebooted or repaired.
+_EXCLUDE_SECONDS = 6 * 3600.0
 
 
 def record_end(run: RunDir, attempt: int, **fields: object) -> bool:
-    """Write down that an attempt has ended; False if somebody else has done so already, whose word counts.
+    """Record the end of an attempt; False if another process has recorded it, whose record stays.
 
-    An agent that still works on the attempt leaves it within seconds.
+    Agents that still work on the attempt exit within seconds.
 
     Raises:
         OSError: it could not be written.
@@ -38,7 +38,7 @@ def record_end(run: RunDir, attempt: int, **fields: object) -> bool:
 
 
 def has_ended(run: RunDir, attempt: int) -> bool:
-    """Whether somebody has written down that an attempt is over."""
+    """Whether the end of an attempt is recorded."""
     refresh_nfs_cache(run.events)
     return _end_file(run, attempt).exists()
 
@@ -48,18 +48,18 @@ def _end_file(run: RunDir, attempt: int) -> Path:
 
 
 def last_step(run: RunDir) -> int | None:
-    """The last step in the metrics; None before the first, and for a script, which has none."""
+    """The last step in the metrics; None before the first step, and for a user's script."""
     record = last_json_line(run.train_metrics)
     return None if record is None else record.get("step")
 
 
 def claim_next_job(run: RunDir, attempt: int, seen: Iterable[Event]) -> bool:
-    """Be the one that submits the next job; False if another agent or supervisor is.
+    """Claim the submission of the next job; False if another agent or supervisor has it.
 
     Args:
         run: the run.
         attempt: its last one.
-        seen: the events on which it was decided. Of those who have seen the same, one creates the file.
+        seen: the events on which the decision rests. Of the processes that have seen the same, one creates the file.
     """
     number = sum(event["event"] == "relaunching" for event in seen) + 1
     pid = os.getpid()
@@ -68,16 +68,19 @@ def claim_next_job(run: RunDir, attempt: int, seen: Iterable[Event]) -> bool:
 
 
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
-    """The run's next job: a new one, unless one waits already. An answer of sbatch may have been lost.
+    """Submit the run's next job, unless one is pending: the reply of an earlier sbatch may have been lost.
 
     Args:
         run: the run.
-        spec: what it was submitted as.
-        excluded: nodes to keep away from, from `exclusions`.
-        old: its jobs so far.
+        spec: its spec.
+        excluded: nodes to exclude, from `nodes_to_exclude`.
+        old: the ids of its jobs so far.
+
+    Returns:
+        The job's id.
 
     Raises:
-        TorchrelayError: it was refused.
+        TorchrelayError: sbatch refused it.
     """
     for job in jobs_by_script(slurm.jobs().values()).get(os.path.realpath(run.script), []):
         if job.state is JobState.PENDING and job.job_id not in old:
@@ -87,7 +90,7 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
         return slurm.submit(run.script, excluded, environment)
     except TorchrelayError as error:
         given = _given(spec)
-        # A constraint, or the kind of GPU, can make a partition smaller than it looks.
+        # With a constraint or a kind of GPU, fewer nodes of the partition fit than `nodes_to_exclude` counted.
         if excluded == given or "not available" not in str(error):
             raise
         return slurm.submit(run.script, given, environment)
@@ -98,34 +101,31 @@ def _given(spec: RunSpec) -> list[str]:
 
 
 def nodes_to_exclude(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = ()) -> list[str]:
-    """What the next job of a run keeps away from: the user's --exclude, and nodes that failed the run of late.
+    """The nodes that the next job of a run excludes: the user's --exclude, and recently failed ones.
 
-    Of those as many as its partition can do without.
+    Of the failed nodes only as many as leave the partition enough nodes for the job.
 
     Args:
-        spec: what the run was submitted as.
-        events: what happened to it.
+        spec: the run's spec.
+        events: its events.
         failed: nodes that have failed just now.
     """
     given = _given(spec)
     names = list(dict.fromkeys([*failed, *recently_failed_nodes(events, time.time())]))
     if not names:
         return given
-    # Slurm itself keeps away from those that it knows to be down.
+    # Slurm does not use nodes that it has marked down.
     usable = slurm.usable_nodes(spec.resources.partition)
     usable -= {name for nodes in given for name in slurm.hostnames(nodes)}
     spare = max(0, len(usable) - spec.job_nodes[0])
     if len(usable.intersection(failed)) > spare:
-        return given  # some of them have to do, and nobody knows which of them lives
+        return given  # the job needs some of the failed nodes, and which of them work is unknown
     return [*given, *[name for name in names if name in usable][:spare]]
 
 
 def recently_failed_nodes(events: Iterable[Event], now: float) -> list[str]:
-    """The nodes that failed a run within the last hours, the last one first. Pure."""
-    recent = [event for event in events if now - event["time"] < _BLAME_SECONDS and event.get("node")]
-    guilty = [event["node"] for event in recent if _is_blame(event)]
-    return list(dict.fromkeys(reversed(guilty)))
-
-
-def _is_blame(event: Event) -> bool:
-    return event["event"] == "node_lost" or event.get("cause") in {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
+    """The nodes on which a run failed within the last hours, the newest first. Pure."""
+    recent = [event for event in events if now - event["time"] < _EXCLUDE_SECONDS and event.get("node")]
+    causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
+    failed = [event["node"] for event in recent if event["event"] == "node_lost" or event.get("cause") in causes]
+    return list(dict.fromkeys(reversed(failed)))

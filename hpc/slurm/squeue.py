@@ -1,4 +1,4 @@
-"""A job as squeue tells of it: its state, whose it is, why it waits, and when it may start. Runs everywhere."""
+"""The user's jobs as squeue lists them: state, script, nodes, start time, why one is pending. Pure; runs everywhere."""
 
 import os
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from hpc.core.outcome import JobState
 from hpc.core.rundir import RunDir
 
 _SEPARATOR = "|"
-# `--format` of one letter each has no count of restarts. The last one may hold anything.
+# For `--Format`: the one-letter `--format` has no count of restarts. The last field may hold any characters.
 _FIELDS = ("JobID", "State", "Reason", "NodeList", "RestartCnt", "EligibleTime", "StartTime", "Command")
 QUEUE_FORMAT = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
 _SCRIPT = RunDir(Path()).script.name
@@ -30,34 +30,34 @@ _STATES = {
 
 
 def job_state(word: str) -> JobState:
-    """Our word for Slurm's; a word that we do not know is UNKNOWN."""
+    """The state for Slurm's word; UNKNOWN for any other word."""
     return _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """One of the user's jobs, as a line of squeue tells it."""
+    """One of the user's jobs: a line of squeue."""
 
     job_id: str
     state: JobState
     reason: str
     nodes: str
     command: str
-    """The script: for a run, its submit.sbatch, whoever submitted it."""
+    """The script: for a run, its submit.sbatch."""
     restarts: int = 0
     """How often Slurm has requeued it."""
     eligible: float | None = None
-    """When it may start, if there is room; in seconds since the epoch, like the next one."""
+    """The earliest time that it may start, in seconds since the epoch, like `started`."""
     started: float | None = None
-    """When it started; while it waits, when Slurm thinks that it will."""
+    """When it started; of a pending job, when Slurm expects to start it."""
 
 
 def parse_jobs(text: str) -> dict[str, SlurmJob]:
-    """Parse what squeue prints of `_FIELDS`. A line of something else is not a job."""
+    """Parse squeue's output in QUEUE_FORMAT; other lines are skipped."""
     found = {}
     for line in text.split("\n"):
         words = line.split(_SEPARATOR, len(_FIELDS) - 1)
-        # The rest of a command with a line break in it, or a warning.
+        # The rest of a command that contains a line break, or a warning.
         if len(words) < len(_FIELDS) or not words[0][:1].isdecimal():
             continue
         job_id, state, reason, nodes, restarts, eligible, started, command = words
@@ -71,7 +71,7 @@ def parse_jobs(text: str) -> dict[str, SlurmJob]:
 
 
 def _seconds(time: str) -> float | None:
-    """A time of Slurm's, which is ISO 8601 without a zone: that of the machine. None where there is none."""
+    """Seconds since the epoch of one of Slurm's times, ISO 8601 in local time; None for none."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except ValueError:
@@ -79,7 +79,7 @@ def _seconds(time: str) -> float | None:
 
 
 def jobs_by_script(jobs: Iterable[SlurmJob]) -> dict[str, list[SlurmJob]]:
-    """The jobs of each script of a run, by its real path, the oldest first; one index for all runs."""
+    """The jobs of runs, by the real path of the run's script, oldest first."""
     found: dict[str, list[SlurmJob]] = {}
     for job in jobs:
         if job.command.rpartition("/")[2] == _SCRIPT:
@@ -92,46 +92,46 @@ def _number(job: SlurmJob) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-# Why a job waits, by how Slurm's word or sentence for it begins. The man page of squeue tells more, under "JOB REASON
-# CODES"; words with spaces are what slurmctld writes about one job.
+# By the beginning of Slurm's reason for a pending job: squeue(1), "JOB REASON CODES". Those with spaces are messages of
+# slurmctld.
 _REASONS = {
     "None": "",
     "WaitingForScheduling": "",
     "Priority": "jobs of higher priority come first",
     "Resources": "no nodes are free",
     "BeginTime": "held by Slurm (requeue delay or --begin)",
-    "Cleaning": "its last start is being cleaned up",
-    "Prolog": "its nodes are being prepared",
-    "Dependency": "another job has to end first",
-    "DependencyNeverSatisfied": "it will never start: the job that it depends on has failed",
-    "JobHeldUser": "held by its user: `scontrol release` lets it go",
+    "Cleaning": "Slurm is cleaning up after its last start",
+    "Prolog": "Slurm is preparing its nodes",
+    "Dependency": "it depends on another job",
+    "DependencyNeverSatisfied": "it will never start: the job that it depends on failed",
+    "JobHeldUser": "held by its user: type scontrol release",
     "JobHeldAdmin": "held by an administrator: ask why",
-    "launch failed requeued held": "held, because it could not be started: `scontrol release` lets it go",
-    "job requeued in held state": "held after a requeue: `scontrol release` lets it go",
-    "JobLaunchFailure": "it could not be started",
+    "launch failed requeued held": "held after a failed start: type scontrol release",
+    "job requeued in held state": "held after a requeue: type scontrol release",
+    "JobLaunchFailure": "its start failed",
     "ReqNodeNotAvail": "nodes that it needs are down or reserved",
     "Nodes required for job are DOWN": "nodes that it needs are down or reserved",
     "NodeDown": "a node that it needs is down",
     "BadConstraints": "it will never start: no node has what it asks for",
     "PartitionDown": "its partition starts no jobs",
     "PartitionInactive": "its partition starts no jobs",
-    "PartitionNodeLimit": "its partition gives no job so many nodes",
-    "PartitionTimeLimit": "its partition gives no job so much time",
+    "PartitionNodeLimit": "it asks for more nodes than its partition allows",
+    "PartitionTimeLimit": "it asks for more time than its partition allows",
     "Reservation": "its reservation has not begun",
     "Licenses": "no licences are free",
-    "QOSGrp": "all jobs of its quality of service have reached a limit",
-    "QOSMax": "its user has reached a limit of the quality of service",
-    "QOSMin": "it asks for less than its quality of service demands",
-    "AssocGrp": "all jobs of its account have reached a limit",
+    "QOSGrp": "the jobs of its QOS have reached a limit",
+    "QOSMax": "its user has reached a limit of the QOS",
+    "QOSMin": "it asks for less than its QOS requires",
+    "AssocGrp": "the jobs of its account have reached a limit",
     "AssocMax": "its user has reached a limit of the account",
     "Association": "its user has reached a limit of the account",
-    "InvalidAccount": "it will never start: its account is not valid",
-    "InvalidQOS": "it will never start: its quality of service is not valid",
+    "InvalidAccount": "it will never start: its account is invalid",
+    "InvalidQOS": "it will never start: its QOS is invalid",
 }
 
 
 def explain_reason(reason: str) -> str:
-    """Why a job waits, in words; what we do not know stays as Slurm says it, and what it has not said yet is empty."""
-    said = reason.replace("_", " ")
-    known = max((word for word in _REASONS if said.startswith(word)), key=len, default=None)
+    """Why a job is pending, in words; empty if Slurm has no reason yet, and an unknown reason as it is."""
+    words = reason.replace("_", " ")
+    known = max((beginning for beginning in _REASONS if words.startswith(beginning)), key=len, default=None)
     return reason if known is None else _REASONS[known]

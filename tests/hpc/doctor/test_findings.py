@@ -182,7 +182,7 @@ def test_small_declared_disk_of_a_node() -> None:
 
 
 def test_accounting_is_told_by_sacct_itself() -> None:
-    site = ClusterFacts(cluster=cluster({}, {}, accounting="Slurm accounting storage is disabled"))
+    site = ClusterFacts(cluster=cluster({}, {}, sacct_error="Slurm accounting storage is disabled"))
     assert one(judge(OF_SLURM, site, "cluster"), "accounting").severity is Severity.NOTE
 
 

@@ -148,7 +148,7 @@ def test_pending_run_has_its_reason_and_start(
     assert (row["reason"], row["starts_at"]) == ("QOSMaxJobsPerUserLimit", int(soon.timestamp()))
     assert status.main([str(run.path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "its user has reached a limit of the quality of service" in shown
+    assert "its user has reached a limit of the QOS" in shown
     assert f"may start {soon:%H:%M}" in shown
 
 
