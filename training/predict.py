@@ -1,6 +1,6 @@
-"""`python -m training.predict MODEL IMAGES...`: what a trained model takes images for.
+"""`python -m training.predict MODEL IMAGES...`: predicts the classes of images.
 
-Runs anywhere, as one process, on a GPU if there is one. Images are looked at as in the evaluation of the training.
+Runs anywhere, as one process, on a GPU if there is one. Images are prepared as in the evaluation of the training.
 """
 
 import csv
@@ -33,10 +33,10 @@ _BATCH = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    """Say what a trained model takes images for, and how sure it is.
+    """Predict the classes of images, with their probabilities.
 
-    An image that cannot be read is named, and does not keep the others from being told. Exit code 0: all images are
-    told; 1: some are not, or it failed; 2: your mistake (one line says what to type).
+    An image that cannot be read is reported on stderr; the others are predicted. Exit codes: 0 done, 1 some images
+    could not be read or it failed, 2 your mistake (one line says what to type).
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -44,11 +44,11 @@ class PredictOptions:
     images: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="IMAGES...")]
     """Image files, or directories: all images in and below them."""
     top: int = 1
-    """How many classes to tell of each image, the likeliest first."""
+    """Print this many classes for each image, the most likely first."""
     json: bool = False
     """Print one JSON document, and nothing else, on stdout."""
     csv: bool = False
-    """Print CSV: a line for each image."""
+    """Print CSV, one line for each image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,45 +57,53 @@ class Prediction:
 
     path: Path
     top: tuple[tuple[str, float], ...] = ()
-    """Classes and their probabilities, the likeliest first."""
+    """Classes and their probabilities, the most likely first."""
     error: str = ""
-    """Why there are none."""
+    """Why the image cannot be read."""
 
 
 def main() -> int:
-    """From the command line to the exit code: 1 if an image cannot be read."""
-
-    def work() -> int:
-        arguments = program.parse(PredictOptions, sys.argv[1:], "python -m training.predict")
-        told = predict(arguments)
-        _print(arguments, told)
-        return int(any(each.error for each in told))
-
-    return program.run(work)
+    """Parse, predict and print; return the exit code."""
+    return program.run(_main)
 
 
-def predict(arguments: PredictOptions) -> list[Prediction]:
-    """What each image is taken for, in the order of the images.
+def _main() -> int:
+    options = program.parse(PredictOptions, sys.argv[1:], "python -m training.predict")
+    predictions = predict(options)
+    if options.json:
+        print(json.dumps([_record(each) for each in predictions], indent=2))
+    elif options.csv:
+        _print_csv(predictions, options.top)
+    else:
+        _print_table(predictions)
+    unreadable = [each for each in predictions if each.error]
+    for each in unreadable:
+        print(f"warning: {each.path} cannot be read: {each.error}", file=sys.stderr)
+    return 1 if unreadable else 0
+
+
+def predict(options: PredictOptions) -> list[Prediction]:
+    """A prediction for each image, in the order of the images.
 
     Raises:
-        UserError: a flag cannot work, or there is no such model.
+        UserError: an option cannot work, or there is no such model.
     """
-    if arguments.json and arguments.csv:
-        raise UserError("--json and --csv are two ways to print the same: leave out either")
-    if arguments.top < 1:
-        raise UserError(f"--top is {arguments.top}: use 1 or more")
-    if not arguments.images:
+    if options.json and options.csv:
+        raise UserError("--json and --csv exclude each other: use one of them")
+    if options.top < 1:
+        raise UserError(f"--top is {options.top}: use 1 or more")
+    if not options.images:
         raise UserError("there are no images: name files or directories after the model")
-    paths = list(find_images(arguments.images))
-    card, classify = load(arguments.model)
+    paths = list(find_images(options.images))
+    card, classify = load(options.model)
     reader = ImageReader(card)
-    told: list[Prediction] = []
+    predictions: list[Prediction] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for first in range(0, len(paths), _BATCH):
             batch = paths[first : first + _BATCH]
             images = list(zip(batch, pool.map(partial(_read, reader), batch), strict=True))
-            told += tell(images, card, classify, arguments.top)
-    return told
+            predictions += _predict_batch(images, card, classify, options.top)
+    return predictions
 
 
 def load(model: str) -> tuple[ModelCard, Classify]:
@@ -105,84 +113,71 @@ def load(model: str) -> tuple[ModelCard, Classify]:
         UserError: there is none.
     """
     path = Path(model).expanduser()
-    if kind := format_of(path) if path.is_file() else None:
-        return load_exported(path, kind)
-    if path.is_file():
-        raise UserError(
-            f"{path} is no exported model: its name ends with {' or '.join(k.suffix for k in FORMATS.values())}"
-        )
-    classifier = load_classifier(find_model(model))
-    classifier.to("cuda" if torch.cuda.is_available() else "cpu")
-    return classifier.card, classifier.classify
+    if not path.is_file():
+        classifier = load_classifier(find_model(model))
+        classifier.to("cuda" if torch.cuda.is_available() else "cpu")
+        return classifier.card, classifier.classify
+    kind = format_of(path)
+    if kind is None:
+        suffixes = " or ".join(kind.suffix for kind in FORMATS.values())
+        raise UserError(f"{path} is no exported model: give a run, its final/ or best/ directory, or a {suffixes} file")
+    return load_exported(path, kind)
 
 
 def _read(reader: ImageReader, path: Path) -> Tensor | str:
-    """The image, or why there is none."""
+    """The image, or why it cannot be read."""
     try:
         return reader.read(path)
     except UnreadableError as error:
         return str(error)
 
 
-def tell(
+def _predict_batch(
     batch: Sequence[tuple[Path, Tensor | str]], card: ModelCard, classify: Classify, top: int
 ) -> Iterator[Prediction]:
-    """What a batch of images is taken for. Those that cannot be read stand there with the reason."""
     readable = [image for _, image in batch if not isinstance(image, str)]
-    answers = iter(_likeliest(classify(torch.stack(readable)), card.classes, top) if readable else [])
+    likely = iter(_most_likely(classify(torch.stack(readable)), card.classes, top) if readable else [])
     for path, image in batch:
-        yield Prediction(path=path, error=image) if isinstance(image, str) else Prediction(path=path, top=next(answers))
+        yield Prediction(path=path, error=image) if isinstance(image, str) else Prediction(path=path, top=next(likely))
 
 
-def _likeliest(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
-    """For each image the names and the probabilities of the likeliest classes."""
-    values, places = probabilities.topk(min(top, len(classes)), dim=1)
+def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
+    """For each image (row) the names and probabilities of its most likely classes."""
+    values, indices = probabilities.topk(min(top, len(classes)), dim=1)
     return [
-        tuple((classes[place], value) for place, value in zip(row, shares, strict=True))
-        for row, shares in zip(places.tolist(), values.tolist(), strict=True)
+        tuple((classes[index], value) for index, value in zip(*row, strict=True))
+        for row in zip(indices.tolist(), values.tolist(), strict=True)
     ]
 
 
-# --- what is printed ---
+# --- printing ---
 
 
-def _print(arguments: PredictOptions, told: Sequence[Prediction]) -> None:
-    if arguments.json:
-        print(json.dumps([_record(each) for each in told], indent=2))
-    elif arguments.csv:
-        _print_csv(told, arguments.top)
-    else:
-        _print_table(told)
-    for each in told:
-        if each.error:
-            print(f"warning: {each.path} cannot be read: {each.error}", file=sys.stderr)
+def _record(prediction: Prediction) -> dict[str, Any]:
+    if prediction.error:
+        return {"path": str(prediction.path), "error": prediction.error}
+    name, probability = prediction.top[0]
+    top = [{"class": name, "probability": value} for name, value in prediction.top]
+    return {"path": str(prediction.path), "class": name, "probability": probability, "top": top}
 
 
-def _record(told: Prediction) -> dict[str, Any]:
-    if told.error:
-        return {"path": str(told.path), "error": told.error}
-    name, probability = told.top[0]
-    top = [{"class": name, "probability": value} for name, value in told.top]
-    return {"path": str(told.path), "class": name, "probability": probability, "top": top}
-
-
-def _print_csv(told: Sequence[Prediction], top: int) -> None:
-    widest = max([1, *(len(each.top) for each in told)])
-    more = [f"{word}_{place}" for place in range(2, min(top, widest) + 1) for word in ("class", "probability")]
+def _print_csv(predictions: Sequence[Prediction], top: int) -> None:
+    columns = max([1, *(len(each.top) for each in predictions)])
+    more = [f"{word}_{number}" for number in range(2, min(top, columns) + 1) for word in ("class", "probability")]
     writer = csv.writer(sys.stdout)
     writer.writerow(["path", "class", "probability", *more, "error"])
-    for each in told:
+    for each in predictions:
         cells = [cell for name, value in each.top for cell in (name, f"{value:.6f}")]
-        writer.writerow([each.path, *cells, *[""] * (2 * widest - len(cells)), each.error])
+        writer.writerow([each.path, *cells, *[""] * (2 * columns - len(cells)), each.error])
 
 
-def _print_table(told: Sequence[Prediction]) -> None:
+def _print_table(predictions: Sequence[Prediction]) -> None:
     table = Table(box=None, header_style="bold")
     for column in ("image", "class", "probability"):
         table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")
-    for each in (each for each in told if not each.error):
-        for place, (name, value) in enumerate(each.top):
-            table.add_row("" if place else Text(str(each.path)), Text(name), f"{value:.2%}")
+    for each in predictions:
+        for number, (name, value) in enumerate(each.top):
+            table.add_row("" if number else Text(str(each.path)), Text(name), f"{value:.2%}")
     if table.rows:
         Console().print(table)
 

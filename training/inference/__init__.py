@@ -1,1 +1,1 @@
-"""A trained model without its training: for predict, export and the test."""
+"""A trained model outside its training: for predict, export and the test."""

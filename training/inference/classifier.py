@@ -1,6 +1,6 @@
-"""A trained model as others use it: bytes of images in, probabilities out. Needs neither ranks nor a run.
+"""A trained model from bytes of images to probabilities, rebuilt from `model.json` and its weights.
 
-Runs wherever a model is exported or used. All that it takes are the two files of a model, `model.json` and its weights.
+Runs wherever a model is exported or used; needs neither ranks nor a run directory.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from training.models.precision import autocast
 
 
 class Classifier(nn.Module):
-    """The model between the normalisation of bytes and the probabilities of the classes."""
+    """The model between the normalisation and a softmax."""
 
     mean: Tensor
     std: Tensor
@@ -28,43 +28,42 @@ class Classifier(nn.Module):
         super().__init__()
         self.card, self.model = card, model
         preprocess = Preprocess.make(card.mean, card.std, card.channels, card.size, torch.device("cpu"))
-        # Tensors of its own, not views: so an exported file holds them once.
+        # Cloned, because an exported file would hold the whole storage of a view.
         self.register_buffer("mean", preprocess.mean.clone())
         self.register_buffer("std", preprocess.std.clone())
         self._preprocess = replace(preprocess, mean=self.mean, std=self.std)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Uint8 [n, channels, height, width] as in `Card.pixels` to float [n, classes], which add up to 1."""
+        """Probabilities (float32 [n, classes]) of images (uint8 [n, *card.image_shape])."""
         preprocess = replace(self._preprocess, mean=self.mean, std=self.std)
         return self.model(preprocess(images)).float().softmax(1)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def classify(self, images: Tensor) -> Tensor:
-        """The same as an evaluation does it, in the precision that the model was tested in; on the CPU."""
+        """As `forward`, in the precision of the model's test; the result is on the CPU."""
         with autocast(self.card.config(), self.mean.device):
             return self(images).cpu()  # type: ignore[no-any-return]
 
 
 def find_model(name: str) -> Path:
-    """The directory of a model: of a run the final one, or the best one while there is no final one.
+    """The directory of a model: given itself, or of a run `final/`, else `best/`.
 
     Raises:
         UserError: there is none.
     """
     given = Path(name).expanduser()
     run = RunDir(given if given.exists() or given.is_absolute() else Path("runs") / given)
-    places = (run.path, run.final, run.best)
-    found = next((place for place in places if (place / MODEL_CARD).is_file()), None)
-    if found is None:
-        raise UserError(
-            f"there is no model in {given}: give a run that has validated or is complete, its final/ or best/ "
-            "directory, or an exported file"
-        )
-    return found
+    for directory in (run.path, run.final, run.best):
+        if (directory / MODEL_CARD).is_file():
+            return directory
+    raise UserError(
+        f"there is no model in {given}: give a run that has validated or is complete, its final/ or best/ directory, "
+        "or an exported file"
+    )
 
 
 def load_classifier(directory: Path) -> Classifier:
-    """The model in a directory with `model.json` and `model.safetensors`, ready for use.
+    """The model in a directory with `model.json` and `model.safetensors`, in evaluation mode on the CPU.
 
     Raises:
         UserError: the files are damaged, or do not belong together.
@@ -76,5 +75,5 @@ def load_classifier(directory: Path) -> Classifier:
         model.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{path} cannot be used ({reason}): copy {directory} again, as a whole") from error
+        raise UserError(f"{path} cannot be loaded ({reason}): copy all of {directory} again") from error
     return Classifier(model, card).eval()

@@ -1,7 +1,7 @@
-"""Files of exported models: what is written into them, and how they are used. Needs neither ranks nor a run.
+"""Exported models: `.pt2` and `.onnx` files. Runs wherever a model is exported or used; needs no run directory.
 
-A file takes bytes (uint8 [n, channels, height, width], any n) and gives probabilities (float [n, classes]); the
-normalisation is inside. Its `model.json` says how an image becomes these bytes.
+A file takes images (uint8 [n, channels, height, width], any n) and gives probabilities (float32 [n, classes]); it
+includes the normalisation and `model.json`, which describes how to prepare an image.
 """
 
 import importlib.util
@@ -23,37 +23,30 @@ from training.inference.classifier import Classifier
 from training.inference.model_card import ModelCard, read_card
 
 Classify = Callable[[Tensor], Tensor]
-"""Uint8 [n, channels, height, width] to float [n, classes], both on the CPU."""
+"""Images (uint8 [n, channels, height, width]) to probabilities (float32 [n, classes]), both on the CPU."""
 
-_ONNX_PACKAGES = "onnx", "onnxscript", "onnxruntime"
 _METADATA = "torchrelay"
-# A protobuf cannot be larger.
-_MOST_ONNX_BYTES = 2**31 - 1
+# The limit of protobuf.
+_MAX_ONNX_BYTES = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A kind of exported file."""
+    """A file format."""
 
     suffix: str
     about: str
-    make: Callable[[Classifier], bytes]
-    """The content of a file. Raises what the exporter raises."""
-    use: Callable[[bytes], tuple[str, Classify]]
-    """Of a file's content, the text of its card, and the model."""
-    needs: tuple[str, ...] = ()
-    """Packages beside torch."""
-
-
-def _export(classifier: Classifier) -> torch.export.ExportedProgram:
-    images = torch.zeros((2, *classifier.card.pixels), dtype=torch.uint8)
-    with torch.no_grad(), _quiet():
-        return torch.export.export(classifier, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+    serialize: Callable[[Classifier], bytes]
+    """The content of the file. Raises what the exporter raises."""
+    load: Callable[[bytes], tuple[str, Classify]]
+    """The text of the model card in a file, and the model."""
+    packages: tuple[str, ...] = ()
+    """What must be installed beside torch."""
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch's exporters warn of their own code, and its loader logs the traceback of what it then raises."""
+    """Silence torch: its exporters warn about their own code, its loader logs the traceback of what it raises."""
     log = logging.getLogger("torch.export")
     disabled, log.disabled = log.disabled, True
     try:
@@ -64,39 +57,40 @@ def _quiet() -> Iterator[None]:
         log.disabled = disabled
 
 
-def _make_torch(classifier: Classifier) -> bytes:
+def _export(classifier: Classifier) -> torch.export.ExportedProgram:
+    images = torch.zeros((2, *classifier.card.image_shape), dtype=torch.uint8)
+    with torch.no_grad(), _quiet():
+        return torch.export.export(classifier, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+
+
+def _serialize_torch(classifier: Classifier) -> bytes:
     buffer = io.BytesIO()
     with _quiet():
         torch.export.save(_export(classifier), buffer, extra_files={MODEL_CARD: classifier.card.to_json()})
     return buffer.getvalue()
 
 
-def _use_torch(content: bytes) -> tuple[str, Classify]:
+def _load_torch(content: bytes) -> tuple[str, Classify]:
     files = {MODEL_CARD: ""}
     with _quiet():
         model = torch.export.load(io.BytesIO(content), extra_files=files).module()
-
-    def classify(images: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return model(images)  # type: ignore[no-any-return]
-
-    return files[MODEL_CARD], classify
+    return files[MODEL_CARD], torch.inference_mode()(model)
 
 
-def _make_onnx(classifier: Classifier) -> bytes:
+def _serialize_onnx(classifier: Classifier) -> bytes:
     with _quiet():
         program = torch.onnx.export(
             _export(classifier), input_names=["images"], output_names=["probabilities"], dynamo=True, verbose=False
         )
-    assert program is not None  # noqa: S101  # it is for the older exporter alone
+    assert program is not None  # noqa: S101  # None comes from the older exporter only
     model: Any = program.model_proto
     model.metadata_props.add(key=_METADATA, value=classifier.card.to_json())
-    if (size := model.ByteSize()) > _MOST_ONNX_BYTES:
-        raise ValueError(f"it has {size / 1e9:.1f} GB, and ONNX files end at 2 GB")
+    if (size := model.ByteSize()) > _MAX_ONNX_BYTES:
+        raise ValueError(f"it has {size / 1e9:.1f} GB, more than the 2 GB of an ONNX file")
     return bytes(model.SerializeToString())
 
 
-def _use_onnx(content: bytes) -> tuple[str, Classify]:
+def _load_onnx(content: bytes) -> tuple[str, Classify]:
     runtime = importlib.import_module("onnxruntime")
     session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
@@ -109,47 +103,51 @@ def _use_onnx(content: bytes) -> tuple[str, Classify]:
 FORMATS = {
     "torch": Format(
         suffix=".pt2",
-        about="a program of torch.export, which torch alone can run, without this package",
-        make=_make_torch,
-        use=_use_torch,
+        about="a torch.export program, which needs torch but not this package",
+        serialize=_serialize_torch,
+        load=_load_torch,
     ),
     "onnx": Format(
         suffix=".onnx",
-        about="for ONNX Runtime and what else reads ONNX",
-        make=_make_onnx,
-        use=_use_onnx,
-        needs=_ONNX_PACKAGES,
+        about="for ONNX Runtime and other ONNX tools",
+        serialize=_serialize_onnx,
+        load=_load_onnx,
+        packages=("onnx", "onnxscript", "onnxruntime"),
     ),
 }
 
 
 def format_of(path: Path) -> Format | None:
-    """The format of a file by its name; None: it is none of ours."""
+    """The format that a file's suffix names, if any."""
     return next((kind for kind in FORMATS.values() if kind.suffix == path.suffix), None)
 
 
-def require(kind: Format) -> None:
-    """Make sure that the packages of a format are installed.
+def require_packages(kind: Format) -> None:
+    """Check that the packages of a format are installed.
 
     Raises:
-        UserError: one of them is not; says what to type.
+        UserError: one is not; says what to type.
     """
-    missing = [name for name in kind.needs if importlib.util.find_spec(name) is None]
+    missing = [name for name in kind.packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{kind.suffix} files need {', '.join(missing)}: pip install {' '.join(kind.needs)}")
+        raise UserError(f"{kind.suffix} files need {', '.join(missing)}: pip install {' '.join(kind.packages)}")
 
 
 def load_exported(path: Path, kind: Format) -> tuple[ModelCard, Classify]:
     """An exported model.
 
     Raises:
-        UserError: the file cannot be read, or is another's.
+        UserError: the file cannot be read, or has no model card.
     """
-    require(kind)
+    require_packages(kind)
     try:
-        text, classify = kind.use(path.read_bytes())
+        text, classify = kind.load(path.read_bytes())
     except Exception as error:
-        # Whatever torch and ONNX Runtime say of files that they cannot read.
-        reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        raise UserError(f"{path} cannot be used ({reason}): export the model again") from error
+        # torch and ONNX Runtime document no exceptions for damaged files.
+        raise UserError(f"{path} cannot be loaded ({first_line(error)}): export the model again") from error
     return read_card(text, str(path)), classify
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [repr(error)])[0]

@@ -1,7 +1,4 @@
-"""Image files as a trained model wants them: what its evaluation did with the images of its data set.
-
-Runs wherever a model is used.
-"""
+"""Reads image files as the evaluation of the model's training did. Runs wherever a model is used."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -17,31 +14,29 @@ from training.data.image_folder import as_rgb, decode_image, jpeg_decoder, with_
 from training.data.transforms.crop import center_crop
 from training.inference.model_card import ModelCard
 
-_KINDS = {1: "gray", 3: "color"}
-
 
 class UnreadableError(Exception):
-    """A file is no image; says why."""
+    """Why a file cannot be read as an image."""
 
 
 class ImageReader:
     """Reads images for one model.
 
     Raises:
-        UserError: the model takes images that no file holds.
+        UserError: the model takes neither gray nor color images.
     """
 
     def __init__(self, card: ModelCard) -> None:
-        self._card, self._gray = card, card.pixels[0] == 1
-        if card.pixels[0] not in _KINDS:
-            raise UserError(f"the model takes images of {card.pixels[0]} channels, which no image file has")
+        self._card, self._gray = card, card.image_shape[0] == 1
+        if card.image_shape[0] not in {1, 3}:
+            raise UserError(f"the model takes images of {card.image_shape[0]} channels: image files have 1 or 3")
         self._decode_jpeg = jpeg_decoder()
 
     def read(self, path: Path) -> Tensor:
-        """The image (uint8 [channels, height, width] as in `Card.pixels`).
+        """The image (uint8 [*card.image_shape]).
 
         Raises:
-            UnreadableError: there is no whole image in the file.
+            UnreadableError: the file cannot be read or decoded.
         """
         try:
             content = path.read_bytes()
@@ -49,25 +44,22 @@ class ImageReader:
             raise UnreadableError(error.strerror or str(error)) from error
         image = self._decode(content)
         if image is None:
-            raise UnreadableError("it holds no whole image")
-        return self._look(image)
+            raise UnreadableError("it is no image, or damaged")
+        channels, height, width = self._card.image_shape
+        if self._card.crop_pct == 1 and image.shape == (height, width, channels):
+            return image.permute(2, 0, 1)
+        return center_crop(image, (height, width), self._card.crop_pct)
 
     def _decode(self, content: bytes) -> Tensor | None:
-        """Uint8 [h, w, channels]."""
+        """The image (uint8 [h, w, channels]); None if the content is no whole image."""
         if not self._gray:
             return decode_image(content, self._decode_jpeg)
         array = with_image(content, lambda file: np.array(as_rgb(file).convert("L")))
         return None if array is None else torch.from_numpy(array)[..., None]
 
-    def _look(self, image: Tensor) -> Tensor:
-        channels, height, width = self._card.pixels
-        if self._card.crop_pct == 1 and image.shape == (height, width, channels):
-            return image.permute(2, 0, 1)
-        return center_crop(image, (height, width), self._card.crop_pct)
-
 
 def find_images(given: Sequence[Path]) -> Iterator[Path]:
-    """The files that are given, and those that are images in the directories that are, in the order of their names.
+    """The given files, and for each given directory the images in and below it, sorted by name.
 
     Raises:
         UserError: a directory has none.

@@ -1,7 +1,7 @@
-"""What a model is, how images are made ready for it, and what it was made from: `model.json` beside its weights.
+"""`model.json` beside the weights: how to build the model, how to prepare images for it, and what it was made from.
 
-Enough to build the model again, or to use an exported one, without the run directory. Written by rank 0; read wherever
-a model is exported or used.
+It suffices to rebuild the model, or to use an exported one, without the run directory. Rank 0 writes it; export and
+predict read it anywhere.
 """
 
 import json
@@ -23,27 +23,27 @@ class ModelCard:
     """One model."""
 
     model: str
-    """The name of its architecture."""
+    """Architecture, as --model names it."""
     head_hidden: int
     transform_input: bool
     """Whether it undoes the usual normalisation, as torchvision's pretrained GoogLeNet and Inception do."""
     classes: tuple[str, ...]
-    """Their names, in the order of the model's outputs."""
+    """Class names, in the order of the model's outputs."""
     crop_pct: float
-    """Side of the square in the middle of an image that the model looks at, as a part of the image's shorter side."""
-    pixels: tuple[int, int, int]
-    """Channels, height and width that the square is scaled to, as bytes: what the data set has, or decoding makes."""
+    """Side of the centre crop, as a part of the image's shorter side."""
+    image_shape: tuple[int, int, int]
+    """Channels, height and width of the bytes that the model takes; the crop is scaled to them."""
     channels: int
-    """Channels that the model sees: one is repeated as needed."""
+    """Channels after preprocessing: a single one is repeated as needed."""
     size: int
-    """Side that the model sees: the normalised values are scaled to it if `pixels` are of another."""
+    """Side after preprocessing: normalised images of another `image_shape` are scaled to it."""
     mean: tuple[float, ...]
-    """Of each channel, of values from 0 to 1."""
+    """Of each channel, for values from 0 to 1."""
     std: tuple[float, ...]
     amp: Literal["none", "bf16", "fp16"]
-    """The precision in which the model was tested."""
+    """Precision of the test."""
     made_from: Mapping[str, Any]
-    """The flags, the data, the versions: `training.evaluation.provenance`."""
+    """Flags, data and versions: `training.evaluation.provenance`."""
 
     def to_json(self) -> str:
         """The content of `model.json`."""
@@ -51,14 +51,14 @@ class ModelCard:
 
     @property
     def preprocessing(self) -> list[str]:
-        """What is done with an image, for people who have to do it again elsewhere."""
-        channels, height, width = self.pixels
+        """The preparation of an image step by step, for people who implement it elsewhere."""
+        channels, height, width = self.image_shape
         side = self.size
         scaled = [f"scale to {side} x {side} pixels (bilinear, antialiased)"] if (height, width) != (side, side) else []
         return [
             f"decode to {'RGB' if channels == 3 else 'gray'} of 8 bits, without EXIF rotation",
-            f"cut out the square in the middle whose side is {self.crop_pct:g} of the shorter side",
-            f"scale that to {height} x {width} pixels (bilinear, antialiased)",
+            f"crop the centre square with a side of {self.crop_pct:g} of the shorter side",
+            f"scale it to {height} x {width} pixels (bilinear, antialiased)",
             "divide by 255, subtract the mean and divide by the standard deviation of each channel",
             *scaled,
             *([f"repeat the channel {self.channels} times"] if self.channels != channels else []),
@@ -72,14 +72,14 @@ class ModelCard:
 
 def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from: Mapping[str, Any]) -> ModelCard:
     """The card of a model of this training; `preprocess` is that of its evaluations."""
-    shape = data.shape if data.in_memory else (preprocess.size, preprocess.size)
+    height, width = data.shape if data.in_memory else (preprocess.size, preprocess.size)
     return ModelCard(
         model=config.model,
         head_hidden=config.head_hidden,
         transform_input=config.weights is not None and config.model in {"googlenet", "inception_v3"},
         classes=data.classes,
         crop_pct=1.0 if data.in_memory else EVALUATION_CROP,
-        pixels=(data.channels, *shape),
+        image_shape=(data.channels, height, width),
         channels=preprocess.channels,
         size=preprocess.size,
         mean=data.mean,
@@ -90,19 +90,15 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
 
 
 def read_card(text: str, source: str) -> ModelCard:
-    """The card in the content of `model.json`.
-
-    Args:
-        text: the content.
-        source: where it is from, for messages.
+    """The card in the content of `model.json`; `source` names its file in errors.
 
     Raises:
         UserError: it is damaged, or of another version.
     """
     try:
-        found = json.loads(text)
-        values = {field.name: found[field.name] for field in fields(ModelCard)}
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return ModelCard(**(values | lists))
+        content = json.loads(text)
+        values = {field.name: content[field.name] for field in fields(ModelCard)}
+        tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return ModelCard(**(values | tuples))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{source} is damaged or of another version ({error!r}): export or train again") from error

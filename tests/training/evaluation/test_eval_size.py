@@ -54,7 +54,7 @@ def test_a_trained_model_is_tested_and_used_with_the_size_of_its_evaluation(star
     result = json.loads((run / "final" / "result.json").read_text())
     card = json.loads((run / "final" / "model.json").read_text())
     assert result["input"]["size"] == card["size"] == 24
-    assert card["pixels"] == [3, 24, 24]
+    assert card["image_shape"] == [3, 24, 24]
     told = predict(PredictOptions(model=str(run), images=(folder_data / "test",)))
     assert sum(each.top[0][0] == each.path.parent.name for each in told) == result["test_correct"]
 
@@ -62,7 +62,7 @@ def test_a_trained_model_is_tested_and_used_with_the_size_of_its_evaluation(star
 def test_images_in_memory_are_scaled_for_evaluations(start: Starter) -> None:
     run = start.complete(*SMALL).run_dir
     card = json.loads((run / "final" / "model.json").read_text())
-    assert (card["pixels"], card["size"]) == ([1, 12, 12], 24)
+    assert (card["image_shape"], card["size"]) == ([1, 12, 12], 24)
 
 
 @pytest.mark.parametrize(("model", "size", "other"), [("small-cnn", 28, 32), ("vit_b_32", 32, 64), ("alexnet", 96, 32)])

@@ -43,7 +43,7 @@ def run(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
     card = read_card((run / "final" / "model.json").read_text(), "model.json")
-    assert (card.model, card.classes, card.pixels) == ("small-cnn", ("0", "1", "2"), (1, 12, 12))
+    assert (card.model, card.classes, card.image_shape) == ("small-cnn", ("0", "1", "2"), (1, 12, 12))
     made = card.made_from
     assert made["recipe"] == "fashion-mnist"
     assert made["config"]["epochs"] == 3

@@ -1,4 +1,4 @@
-"""A trained model in other hands: exported, and asked about image files. It answers as it did in its test."""
+"""A trained model after its training: exported, and used on image files. It predicts what it predicted in its test."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from hpc.core.errors import TorchrelayError, UserError
 from training import export
 from training.data.idx import read_idx_pair
 from training.inference.classifier import load_classifier
-from training.inference.exported_model import FORMATS, Format, require
+from training.inference.exported_model import FORMATS, Format, require_packages
 
 # Scaled from 12 to 16 pixels on the device; more classes than five.
 IDX = ("--epochs=16", "--batch-size=20", "--lr=0.05", "--image-size=16", "--ema-decay=0.5")
@@ -50,22 +50,23 @@ def result(directory: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", ["run", "torch", "onnx"])
-def test_a_model_answers_as_in_its_test(digits: Path, tmp_path: Path, ask: Ask, kind: str) -> None:
+def test_a_model_predicts_as_in_its_test(digits: Path, tmp_path: Path, ask: Ask, kind: str) -> None:
     model = digits / "run"
     if kind in FORMATS:
         model = tmp_path / f"model{FORMATS[kind].suffix}"
         code, out, _ = ask(digits / "run", f"--format={kind}", f"--output={model}", program=export.main)
         assert code == 0
-        assert "takes uint8 ['n', 1, 12, 12]; on 64 images of the test set its probabilities differ" in out
+        assert "input uint8 ['n', 1, 12, 12]; on 64 images of the test set its probabilities differ" in out
     code, out, err = ask(model, digits / "images", "--json", "--top=5")
-    told, labels = json.loads(out), read_idx_pair(digits / "data", "test")[1].tolist()
-    assert (code, err, len(told)) == (0, "", 101)
-    assert [each["path"] for each in told] == [str(path) for path in sorted((digits / "images").iterdir())]
+    predictions, labels = json.loads(out), read_idx_pair(digits / "data", "test")[1].tolist()
+    assert (code, err, len(predictions)) == (0, "", 101)
+    assert [each["path"] for each in predictions] == [str(path) for path in sorted((digits / "images").iterdir())]
     tested = result(digits)
     assert 0.2 < tested["test_accuracy"] < 1, "an eighth would be chance"
-    right = sum(each["class"] == str(label) for each, label in zip(told, labels, strict=True))
+    pairs = list(zip(predictions, labels, strict=True))
+    right = sum(each["class"] == str(label) for each, label in pairs)
     assert right == tested["test_correct"]
-    five = sum(str(label) in [one["class"] for one in each["top"]] for each, label in zip(told, labels, strict=True))
+    five = sum(str(label) in [one["class"] for one in each["top"]] for each, label in pairs)
     assert five / 101 == tested["test_top5_accuracy"]
     assert right < five < 101
 
@@ -77,44 +78,44 @@ def test_photographs_are_cropped_as_in_the_evaluation(colors: Path, tmp_path: Pa
         model = tmp_path / "model.pt2"
         assert ask(colors / "run", f"--output={model}", program=export.main)[0] == 0
     code, out, _ = ask(model, colors / "data" / "test", "--csv", "--top=2")
-    told = list(csv.DictReader(io.StringIO(out)))
-    assert (code, len(told)) == (0, 27)
-    right = sum(each["class"] == Path(each["path"]).parent.name for each in told)
+    predictions = list(csv.DictReader(io.StringIO(out)))
+    assert (code, len(predictions)) == (0, 27)
+    right = sum(each["class"] == Path(each["path"]).parent.name for each in predictions)
     assert right == result(colors)["test_correct"]
-    assert told[0].keys() == {"path", "class", "probability", "class_2", "probability_2", "error"}
+    assert predictions[0].keys() == {"path", "class", "probability", "class_2", "probability_2", "error"}
     samples = {each["name"]: each for each in json.loads((colors / "run" / "final" / "samples.json").read_text())}
-    same = [each for each in told if each["path"] in samples]
+    same = [each for each in predictions if each["path"] in samples]
     assert len(same) >= 12
     for each in same:
         assert each["class"] == samples[each["path"]]["predicted"]
         assert float(each["probability"]) == pytest.approx(samples[each["path"]]["probability"], abs=1e-3)
 
 
-def test_an_image_of_another_size_or_kind_is_brought_to_the_models(digits: Path, tmp_path: Path, ask: Ask) -> None:
+def test_an_image_of_another_size_or_mode_is_converted(digits: Path, tmp_path: Path, ask: Ask) -> None:
     original = Image.open(digits / "images" / "000.png")
     wide = Image.new("RGB", (30, 12), "white")
     wide.paste(original.convert("RGB"), (9, 0))
     wide.save(tmp_path / "wide.png")
     wide.resize((75, 30)).save(tmp_path / "large.png")
     _, out, _ = ask(digits / "run", digits / "images" / "000.png", *sorted(tmp_path.glob("*.png")), "--json", "--top=8")
-    original_told, large, wide_told = (each["top"] for each in json.loads(out))
-    assert wide_told == original_told
+    original_top, large, wide_top = (each["top"] for each in json.loads(out))
+    assert wide_top == original_top
     assert len(large) == 8
 
 
-def test_unreadable_images_are_named_and_the_others_told(colors: Path, tmp_path: Path, ask: Ask) -> None:
+def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, tmp_path: Path, ask: Ask) -> None:
     torn, missing = tmp_path / "torn.jpg", tmp_path / "missing.jpg"
     whole = colors / "data" / "test" / "red" / "0.jpg"
     torn.write_bytes(whole.read_bytes()[:500])
     code, out, err = ask(colors / "run", torn, whole, missing)
     assert code == 1
     assert "0.jpg" in out
-    assert f"warning: {torn} cannot be read: it holds no whole image\n" in err
+    assert f"warning: {torn} cannot be read: it is no image, or damaged\n" in err
     assert f"warning: {missing} cannot be read: No such file or directory\n" in err
     code, out, _ = ask(colors / "run", torn, whole, "--json")
     assert [("error" in each, "class" in each) for each in json.loads(out)] == [(True, False), (False, True)]
     code, out, _ = ask(colors / "run", torn, whole, "--csv", "--top=2")
-    assert [row["error"] for row in csv.DictReader(io.StringIO(out))] == ["it holds no whole image", ""]
+    assert [row["error"] for row in csv.DictReader(io.StringIO(out))] == ["it is no image, or damaged", ""]
     assert ask(colors / "run", torn)[:2] == (1, "")
 
 
@@ -124,16 +125,19 @@ def test_unreadable_images_are_named_and_the_others_told(colors: Path, tmp_path:
         (["{run}"], "there are no images: name files or directories after the model"),
         (["{run}", "{empty}"], "there are no images in {empty}: give files, or a directory with some"),
         (["{run}", "x.png", "--top=0"], "--top is 0: use 1 or more"),
-        (["{run}", "x.png", "--json", "--csv"], "--json and --csv are two ways to print the same: leave out either"),
+        (["{run}", "x.png", "--json", "--csv"], "--json and --csv exclude each other: use one of them"),
         (
             ["{empty}", "x.png"],
             "there is no model in {empty}: give a run that has validated or is complete, its final/",
         ),
-        (["{torn}", "x.png"], "{torn} cannot be used ("),
-        (["{card}", "x.png"], "{card} is no exported model: its name ends with .pt2 or .onnx"),
+        (["{torn}", "x.png"], "{torn} cannot be loaded ("),
+        (
+            ["{card}", "x.png"],
+            "{card} is no exported model: give a run, its final/ or best/ directory, or a .pt2 or .onnx",
+        ),
     ],
 )
-def test_mistakes_are_told_in_one_line(
+def test_a_mistake_is_reported_in_one_line(
     digits: Path, tmp_path: Path, ask: Ask, arguments: list[str], message: str
 ) -> None:
     places = {"run": digits / "run", "empty": tmp_path / "empty", "torn": tmp_path / "torn.pt2"}
@@ -151,14 +155,14 @@ def test_mistakes_are_told_in_one_line(
     [
         (["--format=onyx", "--output={there}/m.onnx"], "--format is 'onyx': use one of torch, onnx"),
         (["--output={there}/m.onnx"], "--output is {there}/m.onnx: use a name that ends with .pt2"),
-        (["--output={there}/none/m.pt2"], "--output is {there}/none/m.pt2, and there is no such directory: make it"),
+        (["--output={there}/none/m.pt2"], "--output is {there}/none/m.pt2, but {there}/none is no directory: make it"),
         (
             ["--output={there}/m.pt2", "--data={there}/none"],
-            "--data is {there}/none, which does not exist: give a directory, or fashion-mnist (the images that the",
+            "--data is {there}/none, which does not exist: give a directory, or fashion-mnist (images for the",
         ),
         (
             ["--output={there}/m.pt2", "--data=fashion-mnist"],
-            "--data is fashion-mnist, whose images or classes are not those of the model: give its own data set",
+            "--data is fashion-mnist, whose images or classes are not the model's: give the model's data set",
         ),
     ],
 )
@@ -172,32 +176,33 @@ def test_an_export_refuses_what_cannot_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_gives_other_answers_is_not_written(
+def test_a_file_that_computes_something_else_is_not_written(
     colors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = export.ExportOptions(model=str(colors / "run"), output=tmp_path / "model.pt2")
     wrong = load_classifier(colors / "run" / "best")
     wrong.mean += 0.2
     kind = FORMATS["torch"]
-    monkeypatch.setitem(FORMATS, "torch", replace(kind, make=lambda _: kind.make(wrong)))
+    monkeypatch.setitem(FORMATS, "torch", replace(kind, serialize=lambda _: kind.serialize(wrong)))
     with pytest.raises(
-        TorchrelayError, match="nothing was written: the exported model gives other probabilities, by up"
+        TorchrelayError,
+        match="nothing was written: on 27 images of the test set the probabilities of the exported",
     ):
         export.export(arguments)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_missing_for_a_format_is_said_with_what_to_type() -> None:
+def test_a_missing_package_is_reported_with_what_to_type() -> None:
     kind = FORMATS["onnx"]
-    lacking = Format(**{**vars(kind), "needs": ("onnx", "onnx_of_tomorrow")})
+    lacking = Format(**{**vars(kind), "packages": ("onnx", "onnx_of_tomorrow")})
     with pytest.raises(UserError, match="onnx files need onnx_of_tomorrow: pip install onnx onnx_of_tomorrow"):
-        require(lacking)
+        require_packages(lacking)
 
 
 def test_a_damaged_model_is_refused(colors: Path, tmp_path: Path) -> None:
     for name, content, message in (
         ("model.json", b"{}", "model.json is damaged or of another version"),
-        ("model.safetensors", b"x" * 100, "model.safetensors cannot be used"),
+        ("model.safetensors", b"x" * 100, "model.safetensors cannot be loaded"),
     ):
         copy = Path(shutil.copytree(colors / "run" / "final", tmp_path / name))
         (copy / name).write_bytes(content)

@@ -27,7 +27,7 @@ def test_a_training_on_generated_images_needs_no_data(start: Starter, tmp_path: 
     assert [line["step"] for line in lines(run / "metrics" / "train.jsonl")] == [50, 100, 150, 200]
     card = json.loads((run / "final" / "model.json").read_text())
     assert card["made_from"]["data"] == {"path": None, "fingerprint": "synthetic", "images": {"train": 600}}
-    assert card["pixels"] == [3, 8, 8]
+    assert card["image_shape"] == [3, 8, 8]
 
 
 def test_generated_images_are_of_the_models_size_and_as_many_as_asked_for() -> None:
