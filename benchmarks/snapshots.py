@@ -21,7 +21,8 @@ from pathlib import Path
 
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from training.checkpoint.snapshot_writer import SnapshotWriter
+from training.checkpoint.host_copy import capture
+from training.checkpoint.writer import SnapshotDestination, StateWriter
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.engine.launch import make_repeatable, make_trainer
@@ -41,7 +42,7 @@ _MEMORY = Path("/dev/shm")  # noqa: S108 - a new directory in it
 class Turn:
     """One setting's windows."""
 
-    snapshot_writer: SnapshotWriter
+    snapshot_writer: StateWriter
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     taken: int = 0
@@ -51,12 +52,12 @@ class Turn:
         """Train for some steps, the time of which is kept."""
         trainer.snapshot_writer, trainer.stop_consensus = self.snapshot_writer, StopConsensus(trainer.group.control)
         # The other settings' windows do not count as time since the last snapshot.
-        self.snapshot_writer._taken_at += time.monotonic() - self.paused_at  # noqa: SLF001
+        self.snapshot_writer._saved_at += time.monotonic() - self.paused_at  # noqa: SLF001
         trainer.group.all_gather_object(None)
         began, began_cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             if trainer.agree().snapshot:
-                trainer.snapshot_writer.take()
+                trainer.snapshot_writer.save()
                 self.taken += 1
             trainer.stepper.step(trainer.data.train[next(requests)], trainer.loss_meter)
         # Waits for the device.
@@ -69,7 +70,7 @@ class Turn:
 
     def measured_cost(self) -> float:
         """Seconds that the last snapshot took, as the trainer sees it."""
-        return self.snapshot_writer._stall_seconds + self.snapshot_writer._writer_seconds  # noqa: SLF001
+        return self.snapshot_writer.cost_seconds
 
 
 def measure(trainer: Trainer, turns: dict[str, Turn]) -> int:
@@ -98,14 +99,14 @@ def run(case: dict[str, object], group: ProcessGroup, directory: Path) -> None:
     )
     trainer = make_trainer(context, group)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-    jobs = {setting: replace(context, config=replace(config, snapshot_every=setting)) for setting in SETTINGS}
-    snapshot_writers = {
-        setting: SnapshotWriter(each, trainer.capturer, trainer.logger) for setting, each in jobs.items()
-    }
-    turns = {name: Turn(snapshot_writer) for name, snapshot_writer in snapshot_writers.items()}
+    turns = {}
+    for setting in SETTINGS:
+        own = replace(context, config=replace(config, snapshot_every=setting))
+        destination = SnapshotDestination(own, group, trainer.logger, sharded=False)
+        turns[setting] = Turn(StateWriter(destination, trainer.state, group))
     images = measure(trainer, turns) * trainer.schedule.batch_size
+    size = capture(trainer.state, group).size_bytes / 1e6
     if group.is_rank_zero:
-        size = sum(tensor.nbytes for tensor in trainer.state.tensors().values()) / 1e6
         for setting, turn in turns.items():
             print(f"| {case['model']} | {size:.1f} | {setting} | {row(turn, turns['off'], images)} |", flush=True)
 

@@ -1,10 +1,11 @@
-"""Which saved state a training goes on from, and how all ranks come by it. Runs on every rank.
+"""Finds the newest usable state, and loads it on all ranks. Runs on every rank.
 
-Rank 0 offers the checkpoints, the first rank of each node its snapshots. The newest one is read, by who offered it; if
-it is of no use, the next newest. So nothing is read in vain, and no rank needs another one's storage.
+Rank 0 offers the checkpoints, and the first rank of each node its snapshots. The rank that offers the newest state
+reads it and broadcasts it to the others. If it is not usable, it is discarded and the next newest is tried. So one rank
+at a time reads, and no rank needs the storage of another one.
 
-With a sharded state every rank reads what it needs of a checkpoint, which all must see, and its own part of a snapshot:
-that is on offer if all ranks have theirs.
+Of a sharded state every rank reads what it needs of a checkpoint, which all ranks must see, and its own shards of a
+snapshot: rank 0 offers those that all ranks have.
 """
 
 import json
@@ -12,28 +13,27 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hpc.core.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import remove_temporaries
-from training.checkpoint.sharded_state import read_own_part, read_parts, read_whole
-from training.checkpoint.snapshot import not_recorded, remove_newer, remove_others
-from training.checkpoint.snapshot_writer import part_directory, writing_directory
-from training.checkpoint.state import TrainState, check_identity, read_numbers
+from training.checkpoint.sharded import read_full, read_own_shards, read_shards
+from training.checkpoint.snapshot import missing_history, remove_newer, remove_others
+from training.checkpoint.state import TrainState
 from training.checkpoint.storage import (
-    NUMBERS,
-    TENSORS,
+    STATE_TENSORS,
+    STATE_VALUES,
     checkpoint_path,
-    damage,
+    find_damage,
     list_checkpoints,
     read_checkpoint,
     read_file,
-    set_aside,
+    reject,
     step_of,
 )
+from training.checkpoint.writer import shard_directory, snapshot_directory
 from training.monitoring.run_logger import RunLogger
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
@@ -43,7 +43,7 @@ CHECKPOINT, SNAPSHOT = "checkpoint", "snapshot"
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class StateOffer:
-    """A saved state that a rank could read. The largest is taken: the newest, and of equals the most durable."""
+    """A saved state that a rank can read. Tried first: the newest, and a checkpoint before a snapshot."""
 
     step: int
     durable: bool
@@ -52,149 +52,154 @@ class StateOffer:
 
     @property
     def source(self) -> str:
-        """What it is."""
+        """The kind of state."""
         return CHECKPOINT if self.durable else SNAPSHOT
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """The state that was taken."""
+def restore(context: RunContext, state: TrainState, group: ProcessGroup, logger: RunLogger) -> StateOffer | None:
+    """Load the newest valid state of this run whose history is in the run directory. All ranks must call this.
 
-    name: str
-    source: str
-    numbers: dict[str, Any]
+    Removes snapshots that are not usable or newer than the restored step.
 
-
-def restore(context: RunContext, state: TrainState, group: ProcessGroup, logger: RunLogger) -> Restored | None:
-    """Become the newest state that is intact, belongs to this run and has its past on record. None: there is none.
-
-    A snapshot that is of no use is removed, as are all of a later step than the restored one.
+    Returns:
+        The state that was loaded; None: there is none.
 
     Raises:
         SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
-        TorchrelayError: the storage does not give it.
+        TorchrelayError: the storage cannot be read.
     """
-    directory = writing_directory(context, group)
-    offers = _offers(context, group, directory, parts=state.sharded)
-    restored = None
-    while not restored and (
-        best := max(filter(None, group.all_gather_object(offers[-1] if offers else None)), default=None)
-    ):
-        if best.rank == group.rank:
-            offers.pop()
-        restored = _take(best, context, state, group, logger)
-    if directory:
-        remove_newer(directory, state.progress.step)
-    if context.node_dir and group.rank_info.local_rank == 0:
-        here = range(group.rank, group.rank + group.rank_info.local_world_size)
-        parts = {part_directory(rank, group.world_size) for rank in here}
-        whole = {path.name for path in list_checkpoints(context.node_dir.snapshots)}
-        remove_others(context.node_dir.snapshots, parts if state.sharded else whole)
-    return restored
+    return _Restorer(context, state, group, logger).restore()
 
 
-def _offers(context: RunContext, group: ProcessGroup, snapshots: Path | None, *, parts: bool) -> list[StateOffer]:
-    """What this rank can read, the best last. Where snapshots are parts, rank 0 offers those that all ranks have."""
-    places = {True: context.run_dir.checkpoints if group.is_rank_zero else None, False: snapshots}
-    found = []
-    for durable, directory in places.items():
+@dataclass(frozen=True)
+class _Restorer:
+    context: RunContext
+    state: TrainState
+    group: ProcessGroup
+    logger: RunLogger
+
+    def restore(self) -> StateOffer | None:
+        directory, offers = snapshot_directory(self.context, self.group), self.offers()
+        restored = None
+        while not restored:
+            newest = self.group.all_gather_object(offers[-1] if offers else None)
+            best: StateOffer | None = max(filter(None, newest), default=None)
+            if best is None:
+                break
+            if best.rank == self.group.rank:
+                offers.pop()
+            restored = best if self.load(best) else None
         if directory:
-            remove_temporaries(directory, "step-*")
-            paths = list_checkpoints(directory)
-            found += [StateOffer(step=step_of(path), durable=durable, rank=group.rank, path=path) for path in paths]
-    if parts:
-        # Of the same attempt: with other flags the same step is another one.
-        saved_by = {offer: _saved_by(offer) for offer in found if not offer.durable}
-        common = set.intersection(*group.all_gather_object(set(saved_by.values())))
-        found = [offer for offer in found if group.is_rank_zero and (offer.durable or saved_by[offer] in common)]
-    return sorted(found)
+            remove_newer(directory, self.state.progress.step)
+        self.remove_unusable_snapshots()
+        return restored
+
+    def offers(self) -> list[StateOffer]:
+        """What this rank can read, the newest last."""
+        rank, found = self.group.rank, list[StateOffer]()
+        checkpoints = self.context.run_dir.checkpoints if self.group.is_rank_zero else None
+        for durable, directory in ((True, checkpoints), (False, snapshot_directory(self.context, self.group))):
+            if directory:
+                remove_temporaries(directory, "step-*")
+                paths = list_checkpoints(directory)
+                found += [StateOffer(step=step_of(path), durable=durable, rank=rank, path=path) for path in paths]
+        if self.state.sharded:
+            # Of one attempt: with other flags, the same step is another state.
+            origins = {offer: _origin(offer) for offer in found if not offer.durable}
+            common = set.intersection(*self.group.all_gather_object(set(origins.values())))
+            usable = [offer for offer in found if offer.durable or origins[offer] in common]
+            found = usable if self.group.is_rank_zero else []
+        return sorted(found)
+
+    def is_sharded_snapshot(self, offer: StateOffer) -> bool:
+        """Whether each rank has its shards of the state in its own place."""
+        return self.state.sharded and not offer.durable
+
+    def load(self, offer: StateOffer) -> bool:
+        """Load a state on all ranks, or discard it if it is not usable."""
+        path, directory = offer.path, snapshot_directory(self.context, self.group)
+        if self.is_sharded_snapshot(offer) and directory:
+            path = checkpoint_path(directory, offer.step)
+        with self.group.raise_on_all_ranks():
+            files, problem = self.examine(offer, path)
+        problem = next(filter(None, self.group.all_gather_object(problem)), "")
+        values = {} if problem else json.loads(self.group.broadcast_bytes(files.get(STATE_VALUES), offer.rank))
+        if not problem and not offer.durable:
+            missing = missing_history(values, self.context.run_dir) if self.group.is_rank_zero else ""
+            problem = self.group.all_gather_object(missing)[0]
+        if problem:
+            self.discard(offer, path, problem)
+            return False
+        self.state.load_state_dict(self.tensors(offer, path, files), values)
+        return True
+
+    def examine(self, offer: StateOffer, path: Path) -> tuple[dict[str, bytes], str]:
+        """The files of a state, on the rank that offers it, or why it is not usable."""
+        offered_here = offer.rank == self.group.rank
+        try:
+            if self.state.sharded:
+                # Ranks share the check of a checkpoint's files, and read the tensors later.
+                share = (self.group.rank, self.group.world_size) if offer.durable else (0, 1)
+                problem = find_damage(path, *share)
+                files = {STATE_VALUES: read_file(path / STATE_VALUES)} if offered_here and not problem else {}
+            else:
+                files, problem = _read(path) if offered_here else ({}, "")
+            if files:
+                self.state.check_compatible(json.loads(files[STATE_VALUES]), path.name)
+        except TorchrelayError as error:
+            # Changed flags are a mistake to correct; but a snapshot is no reason to stop.
+            if offer.durable:
+                raise
+            return {}, str(error)
+        return files, problem
+
+    def tensors(self, offer: StateOffer, path: Path, files: Mapping[str, bytes]) -> Mapping[str, Tensor]:
+        """The tensors of a valid state, as this rank holds them."""
+        if not self.state.sharded:
+            return load(self.group.broadcast_bytes(files.get(STATE_TENSORS), offer.rank))
+        return read_shards(path, self.state) if offer.durable else read_own_shards(path, self.state, self.group)
+
+    def discard(self, offer: StateOffer, path: Path, reason: str) -> None:
+        """Warn, and see to it that no attempt tries this state again."""
+        self.logger.console.warn(f"{offer.source} {path} is not used: {reason}")
+        self.logger.event("checkpoint_rejected", path=str(path), reason=reason)
+        if offer.durable and offer.rank == self.group.rank:
+            reject(path)
+        elif not offer.durable and (offer.rank == self.group.rank or self.is_sharded_snapshot(offer)):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def remove_unusable_snapshots(self) -> None:
+        """Remove this node's snapshots that ranks of another world size or strategy have written."""
+        node, rank = self.context.node_dir, self.group.rank
+        if not node or self.group.rank_info.local_rank != 0:
+            return
+        ranks = range(rank, rank + self.group.rank_info.local_world_size)
+        if self.state.sharded:
+            remove_others(node.snapshots, {shard_directory(other, self.group.world_size) for other in ranks})
+        else:
+            remove_others(node.snapshots, {path.name for path in list_checkpoints(node.snapshots)})
 
 
-def _saved_by(offer: StateOffer) -> tuple[int, int]:
-    """Which step and which attempt a snapshot is of; none that there is if it cannot be read."""
+def _origin(offer: StateOffer) -> tuple[int, int]:
+    """The step and the attempt of a snapshot; attempt -1 if it is unreadable."""
     try:
-        return offer.step, json.loads((offer.path / NUMBERS).read_bytes())["attempt"]
+        return offer.step, json.loads((offer.path / STATE_VALUES).read_bytes())["attempt"]
     except (OSError, ValueError, KeyError):
         return offer.step, -1
 
 
-def _take(
-    offer: StateOffer, context: RunContext, state: TrainState, group: ProcessGroup, logger: RunLogger
-) -> Restored | None:
-    """Become the state on offer, on all ranks, unless it is of no use."""
-    directory = writing_directory(context, group)
-    path = checkpoint_path(directory, offer.step) if _is_part(offer, state) and directory else offer.path
-    with group.raise_on_all_ranks():
-        files, problem = _examine(offer, path, state, group)
-    problem = next(filter(None, group.all_gather_object(problem)), "")
-    numbers = {} if problem else json.loads(group.broadcast_bytes(files.get(NUMBERS), offer.rank))
-    if not (problem or offer.durable):
-        problem = group.all_gather_object(not_recorded(numbers, context.run_dir) if group.is_rank_zero else "")[0]
-    if problem:
-        _discard(offer, path, problem, logger, mine=offer.rank == group.rank or _is_part(offer, state))
-        return None
-    state.restore(_tensors(offer, path, files, state, group), numbers)
-    return Restored(name=path.name, source=offer.source, numbers=numbers)
-
-
-def _is_part(offer: StateOffer, state: TrainState) -> bool:
-    """Whether each rank has a part of what is on offer, in a place of its own."""
-    return state.sharded and not offer.durable
-
-
-def _examine(offer: StateOffer, path: Path, state: TrainState, group: ProcessGroup) -> tuple[dict[str, bytes], str]:
-    """The files of a state on offer, on the rank that offers it, or why it is of no use."""
-    mine = offer.rank == group.rank
-    try:
-        if state.sharded:
-            files, problem = _read_numbers(path, group if offer.durable else None, mine=mine)
-        else:
-            files, problem = _read(path) if mine else ({}, "")
-        if files:
-            numbers = read_numbers(files, path.name)
-            check_identity(numbers["identity"], state.identity, path.name)
-    except TorchrelayError as error:
-        # Other flags than before are a mistake, to be undone; a snapshot is no reason to stop for.
-        if offer.durable:
-            raise
-        return {}, str(error)
-    return files, problem
-
-
 def _read(path: Path) -> tuple[dict[str, bytes], str]:
-    """The files of a whole state, or what is wrong with it. One that was saved in parts is put together."""
+    """The files of a full state, or what is wrong with it. One that was saved in shards is put together.
+
+    Raises:
+        UserError: another version of the trainer made it.
+    """
     files = read_checkpoint(path)
     if isinstance(files, str):
         return {}, files
-    return (files if TENSORS in files or NUMBERS not in files else files | {TENSORS: save(read_whole(path))}), ""
-
-
-def _read_numbers(path: Path, share: ProcessGroup | None, *, mine: bool) -> tuple[dict[str, bytes], str]:
-    """The numbers of a state in parts, if they are asked for, or what is wrong with its files.
-
-    Args:
-        path: of the state.
-        share: the ranks that share the work of looking at all files; None: this one does it alone.
-        mine: whether this rank is asked for the numbers.
-    """
-    problem = damage(path, share.rank, share.world_size) if share else damage(path)
-    # The tensors are read later, by who needs them.
-    return ({TENSORS: b"", NUMBERS: read_file(path / NUMBERS)} if mine and not problem else {}), problem
-
-
-def _tensors(
-    offer: StateOffer, path: Path, files: dict[str, bytes], state: TrainState, group: ProcessGroup
-) -> Mapping[str, Tensor]:
-    """Those of the state on offer, which is intact, as this rank holds them."""
-    if not state.sharded:
-        return load(group.broadcast_bytes(files.get(TENSORS), offer.rank))
-    return read_parts(path, state) if offer.durable else read_own_part(path, state, group)
-
-
-def _discard(offer: StateOffer, path: Path, reason: str, logger: RunLogger, *, mine: bool) -> None:
-    logger.console.warn(f"{offer.source} {path} is not used: {reason}")
-    logger.event("checkpoint_rejected", path=str(path), reason=reason)
-    if mine and offer.durable:
-        set_aside(path)
-    elif mine:
-        shutil.rmtree(path, ignore_errors=True)
+    if STATE_VALUES not in files:
+        raise UserError(
+            f"{path.name} has {', '.join(sorted(files))} instead of {STATE_TENSORS} and {STATE_VALUES}: "
+            "end the run with the version that began it, or use another --run-dir"
+        )
+    return (files if STATE_TENSORS in files else files | {STATE_TENSORS: save(read_full(path))}), ""

@@ -1,13 +1,13 @@
-"""Everything that must survive a cut, in one place. Runs on every rank.
+"""The state of a training: everything that must survive a cut, in one place. Runs on every rank.
 
-Randomness is counted (`training.runtime.counter_rng`), so there are no generators to save: the whole state of the
-data is `epoch` and `samples_seen`. A saved state is tensors by name and plain numbers, in files without pickles.
+Each part registers with TrainState under a name, with the methods of torch's `Stateful` protocol. A state is saved as
+the tensors of all parts by `part/key` (safetensors), and all else by part (JSON): no pickles. Random numbers are
+counted (`training.runtime.counter_rng`), so there are no generators to save.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,13 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hpc.core.errors import UserError
-from training.checkpoint.storage import NUMBERS, STATE_FILES
 from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
 from training.runtime.progress import Progress
 
-# Fields of the config that the saved state depends on: another value would make it another run.
+# Fields of the config that a saved state depends on: with another value it would be another run.
 _IDENTIFYING = (
     "model",
     "batch_size",
@@ -35,19 +34,169 @@ _IDENTIFYING = (
     "freeze_backbone",
     "head_hidden",
 )
+# Not finite if the training has diverged: such a state must not replace a good one.
+LOSS = "loss_meter/loss"
+
+
+class Stateful(Protocol):
+    """torch.distributed.checkpoint.stateful.Stateful, the import of which takes a second.
+
+    A state dict maps names to tensors or to what JSON holds. All ranks call `state_dict` at the same step, so it may
+    communicate.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a cut. Tensors may be those that the training goes on changing."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Restore what `state_dict` returned."""
+        ...
+
+
+_Part = TypeVar("_Part", bound=Stateful)
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """The parts of a training's state, and the copies of it that are under way."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scaler: GradScaler
+    ema: Ema | None
+    identity: dict[str, Any]
+    """What a saved state must have in common with this one."""
+    attempt: int
+    """The number of this attempt at the run: snapshots of shards match only within one."""
+    sharded: bool
+    """Whether each rank holds a shard of every parameter and of its optimizer state (FSDP)."""
+    progress: Progress = field(default_factory=Progress)
+    _parts: dict[str, Stateful] = field(default_factory=dict, init=False)
+    _copies: list[torch.cuda.Event] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        """Register what every training has."""
+        self.register("model", self.model)
+        if self.ema:
+            self.register("ema", self.ema.model)
+        self.register("optimizer", _OptimizerState(self.optimizer))
+        self.register("scaler", self.scaler)
+        self.register("progress", self.progress)
+
+    def register(self, name: str, part: _Part) -> _Part:
+        """Save and restore this part too."""
+        self._parts[name] = part
+        return part
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The model that is evaluated and kept: the moving average, if there is one."""
+        return self.ema.model if self.ema else self.model
+
+    @property
+    def batch_statistics(self) -> list[str]:
+        """The names of the tensors that the forward pass changes."""
+        models = {"model/": self.model} | ({"ema/": self.ema.model} if self.ema else {})
+        return [prefix + name for prefix, model in models.items() for name, _ in model.named_buffers()]
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of all parts, on their devices, and all else. All ranks must call this.
+
+        Raises:
+            SharedError: there are more unreadable images than are allowed.
+        """
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {"identity": self.identity, "attempt": self.attempt}
+        for name, part in self._parts.items():
+            saved = part.state_dict()
+            tensors |= {f"{name}/{key}": value for key, value in saved.items() if torch.is_tensor(value)}
+            values[name] = {key: value for key, value in saved.items() if not torch.is_tensor(value)}
+        return tensors, values
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Restore a saved state, which belongs to this run (`check_compatible`)."""
+        for name, part in self._parts.items():
+            prefix = f"{name}/"
+            saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            # A GradScaler that was disabled has no state, and refuses to load that.
+            if saved := saved | values[name]:
+                part.load_state_dict(saved)
+
+    def check_compatible(self, values: Mapping[str, Any], checkpoint: str) -> None:
+        """Check that a saved state belongs to this run.
+
+        Args:
+            values: what `state_dict` returned beside the tensors.
+            checkpoint: its name.
+
+        Raises:
+            UserError: it was made with other data, by another version of the trainer, or with another value of a flag
+                that it depends on.
+        """
+        check_identity(values.get("identity", {}), self.identity, checkpoint)
+        if missing := sorted(self._parts.keys() - values.keys()):
+            raise UserError(
+                f"{checkpoint} lacks {', '.join(missing)}: end the run with the version that began it, "
+                "or use another --run-dir"
+            )
+
+    def defer_update_until(self, copied: torch.cuda.Event | None) -> None:
+        """Let the next `wait_for_copies` wait for the end of a copy from the GPU; None: it has ended."""
+        if copied:
+            self._copies.append(copied)
+
+    def wait_for_copies(self) -> None:
+        """Let the GPU finish the copies under way before it does what comes next. The host does not wait.
+
+        Call it before the state is changed.
+        """
+        while self._copies:
+            torch.cuda.current_stream().wait_event(self._copies.pop())
+
+
+class _OptimizerState:
+    """An optimizer's state by `index of the parameter/key`, and its parameter groups."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = self._optimizer.state_dict()
+        state = {f"{index}/{key}": value for index, values in saved["state"].items() for key, value in values.items()}
+        return {name: value for name, value in state.items() if torch.is_tensor(value)} | {
+            "param_groups": saved["param_groups"]
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in state_dict.items():
+            if torch.is_tensor(value):
+                index, key = name.split("/")
+                state.setdefault(int(index), {})[key] = _in_format_of(parameters[int(index)], value)
+        # The learning rate is the last step's; all other settings follow the flags, which may have changed.
+        current, saved = self._optimizer.state_dict()["param_groups"], state_dict["param_groups"]
+        groups = [{**group, "lr": before["lr"]} for group, before in zip(current, saved, strict=True)]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _in_format_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """A value in its parameter's memory format: with another one the optimizer would take a slower path."""
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value
 
 
 def identity(config: TrainConfig, data: Data) -> dict[str, Any]:
-    """What a state belongs to. Nothing of it depends on where the data lie."""
+    """What a state belongs to: settings and data, wherever the data lie."""
     counts = {"train_samples": len(data.train), "classes": len(data.classes), "fingerprint": data.fingerprint}
     return {name: getattr(config, name) for name in _IDENTIFYING} | counts
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: str) -> None:
-    """Make sure that a state belongs to this run.
+    """Check that a state was made with the settings and the data of this run.
 
     Raises:
-        UserError: it was made with other data, or a flag has changed that it depends on.
+        UserError: names the first difference.
     """
     for name in _IDENTIFYING:
         if saved.get(name) != current[name]:
@@ -61,112 +210,3 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpo
                 f"--data has {name.replace('_', ' ')} {current[name]}, but {checkpoint} was made with "
                 f"{saved.get(name)}: use the same data, or another --run-dir"
             )
-
-
-# What the numbers of a state consist of.
-_NUMBERS = ("progress", "scaler", "optimizer", "identity", "window", "accounting")
-
-
-def read_numbers(files: Mapping[str, bytes], checkpoint: str) -> dict[str, Any]:
-    """All of a saved state that is no tensor.
-
-    Raises:
-        UserError: another version of the trainer made it.
-    """
-    missing = set(STATE_FILES) - files.keys()
-    numbers: dict[str, Any] = {} if missing else json.loads(files[NUMBERS])
-    found, wanted = (files, STATE_FILES) if missing else (numbers, _NUMBERS)
-    if not found.keys() >= set(wanted):
-        raise UserError(
-            f"{checkpoint} has {', '.join(sorted(found))} instead of {' and '.join(wanted)}: "
-            "end the run with the version that began it, or use another --run-dir"
-        )
-    return numbers
-
-
-@dataclass(kw_only=True)
-class TrainState:
-    """The model, the optimizer and the progress, to be saved and restored together.
-
-    Whatever of a training is not in here is lost with its processes.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    scaler: GradScaler
-    ema: Ema | None
-    progress: Progress
-    identity: dict[str, Any]
-    sharded: bool = False
-    """Whether each rank holds a part of every parameter, and of what the optimizer knows of it."""
-    copies: list[torch.cuda.Event] = field(default_factory=list)
-    """The ends of copies from the GPU that are under way."""
-
-    def defer_update_until(self, copied: torch.cuda.Event | None) -> None:
-        """Let the optimizer change nothing before this copy is there."""
-        if copied:
-            self.copies.append(copied)
-
-    def wait_for_copies(self) -> None:
-        """Before the optimizer's step: have the GPU wait for the copies under way. The host does not wait."""
-        while self.copies:
-            torch.cuda.current_stream().wait_event(self.copies.pop())
-
-    @property
-    def evaluated_model(self) -> nn.Module:
-        """The model that is evaluated and kept: the average, if there is one."""
-        return self.ema.model if self.ema else self.model
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, as they are at the moment, on their device: they change with the next step."""
-        found = {f"model/{name}": value for name, value in self.model.state_dict().items()}
-        if self.ema:
-            found |= {f"ema/{name}": value for name, value in self.ema.model.state_dict().items()}
-        for index, values in self.optimizer.state_dict()["state"].items():
-            found |= {f"optimizer/{index}/{key}": value for key, value in values.items() if torch.is_tensor(value)}
-        return found
-
-    def buffers(self) -> list[str]:
-        """The names of the tensors that the forward pass changes: batch statistics."""
-        models = {"model/": self.model} | ({"ema/": self.ema.model} if self.ema else {})
-        return [prefix + name for prefix, model in models.items() for name, _ in model.named_buffers()]
-
-    def numbers(self) -> dict[str, Any]:
-        """All that is no tensor, ready for JSON, which keeps every bit of a float."""
-        return {
-            "progress": asdict(self.progress),
-            "scaler": self.scaler.state_dict(),
-            "optimizer": self.optimizer.state_dict()["param_groups"],
-            "identity": self.identity,
-        }
-
-    def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Become the state that was saved, which belongs to this run."""
-        self.model.load_state_dict(_below("model/", tensors))
-        if self.ema:
-            self.ema.model.load_state_dict(_below("ema/", tensors))
-        self._restore_optimizer(_below("optimizer/", tensors), numbers["optimizer"])
-        if numbers["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(numbers["scaler"])
-        for name, value in numbers["progress"].items():
-            setattr(self.progress, name, value)
-
-    def _restore_optimizer(self, tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
-            index, key = name.split("/")
-            state.setdefault(int(index), {})[key] = _laid_out_like(parameters[int(index)], value)
-        # The learning rate is the step's; all other settings are matters of the flags, which may have changed.
-        current = self.optimizer.state_dict()["param_groups"]
-        groups = [{**group, "lr": saved["lr"]} for group, saved in zip(current, groups, strict=True)]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A value in its parameter's memory format: another one would make the optimizer take a slower way."""
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value

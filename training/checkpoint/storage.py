@@ -1,56 +1,54 @@
-"""Durable checkpoints: `checkpoints/step-00001200/`, there only when complete, each with a manifest. Runs on rank 0.
+"""Checkpoints on a disk: `step-00001200/`, visible only when complete, each with a manifest. Runs on rank 0; no torch.
 
-A checkpoint is a few files of bytes; what they mean is the business of `training.checkpoint.state`. A torn or
-altered one is set aside as `rejected-step-00001200`, and deleted once a new one has been committed.
+A checkpoint that is torn or altered is renamed to `rejected-step-00001200`, and deleted once a new one is committed.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import publish_directory, sha256_of
 
-STATE_FILES = TENSORS, NUMBERS = "state.safetensors", "state.json"
+STATE_TENSORS, STATE_VALUES = "state.safetensors", "state.json"
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _REJECTED = "rejected-"
 
+Fill = Callable[[Path], dict[str, Any] | None]
+_Result = TypeVar("_Result")
+
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """The path of the checkpoint of a step."""
     return directory / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The optimizer steps done, by the name of a checkpoint."""
+    """The optimizer steps done, from the name of a checkpoint."""
     return int(path.name.rpartition("-")[2])
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """All checkpoints, the newest (by its step) first; no promise that they are intact."""
+    """All checkpoints, intact or not; the newest (by its step) first."""
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-Fill = Callable[[Path], dict[str, Any] | None]
-_Found = TypeVar("_Found")
-
-
 def save_checkpoint(directory: Path, step: int, fill: Fill, keep: int | None, mode: int | None = None) -> Path:
-    """Write a checkpoint and then, when it is on the disk, delete all but the newest `keep`.
+    """Write a checkpoint and, once it is on the disk, delete all but the newest `keep`.
 
     Args:
         directory: of the checkpoints.
         step: the optimizer steps done.
-        fill: writes the checkpoint's files into the directory that it is given; what it returns are the descriptions,
-            for the manifest, of those that others have written and looked at.
-        keep: checkpoints to keep; None: all, those included that were set aside.
-        mode: of the checkpoint's directory, by default as the process makes them.
+        fill: writes the checkpoint's files into the directory that it gets; may return the manifest's entries for
+            files that others have written and checked.
+        keep: checkpoints to keep; None: all, rejected ones too.
+        mode: of the checkpoint's directory; None: the process's default.
 
     Raises:
         OSError: it could not be written; the older ones are all there.
@@ -58,7 +56,7 @@ def save_checkpoint(directory: Path, step: int, fill: Fill, keep: int | None, mo
 
     def complete(temporary: Path) -> None:
         files = fill(temporary) or {}
-        files |= {file.name: described(file) for file in sorted(temporary.iterdir()) if file.name not in files}
+        files |= {file.name: describe_file(file) for file in sorted(temporary.iterdir()) if file.name not in files}
         (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 
     path = checkpoint_path(directory, step)
@@ -69,58 +67,63 @@ def save_checkpoint(directory: Path, step: int, fill: Fill, keep: int | None, mo
     return path
 
 
-def set_aside(path: Path) -> None:
-    """Have nobody take a checkpoint for a good one any more."""
+def reject(path: Path) -> None:
+    """Mark a checkpoint as unusable."""
     path.rename(path.with_name(_REJECTED + path.name))
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """The manifest's entry for a file."""
+    return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def read_checkpoint(path: Path) -> dict[str, bytes] | str:
     """The files of a checkpoint, or what is wrong with it.
 
     Raises:
-        TorchrelayError: the storage does not give them. That says nothing of the checkpoint, which may be intact.
+        TorchrelayError: the storage cannot be read. The checkpoint may be intact.
     """
-    return _by_manifest(path, lambda files: _wrong(path, files) or _contents(path, files))
+
+    def read(files: dict[str, Any]) -> dict[str, bytes] | str:
+        return _first_damage(path, files) or {name: (path / name).read_bytes() for name in files}
+
+    return _with_manifest(path, read)
 
 
-def damage(path: Path, turn: int = 0, turns: int = 1) -> str:
-    """What is wrong with the files of a checkpoint; nothing if they are as they were written.
+def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
+    """What is wrong with the files of a checkpoint; empty if they are as they were written.
 
     Args:
         path: of the checkpoint.
-        turn: of the first file to look at,
-        turns: and of which on the next one is: 3 is every third, where three share the work.
+        first: the index of the first file to check.
+        stride: from one file to the next: with rank and world size, the ranks share the work.
 
     Raises:
-        TorchrelayError: the storage does not give them.
+        TorchrelayError: the storage cannot be read.
     """
-    return _by_manifest(path, lambda files: _wrong(path, dict(sorted(files.items())[turn::turns])))
+    return _with_manifest(path, lambda files: _first_damage(path, dict(sorted(files.items())[first::stride])))
 
 
-def _by_manifest(path: Path, look: Callable[[dict[str, Any]], _Found]) -> _Found | str:
-    """What is found by looking at files and what the manifest says of them, or what is wrong with it."""
+def _with_manifest(path: Path, read: Callable[[dict[str, Any]], _Result]) -> _Result | str:
+    """What `read` returns for the manifest's entries, or what is wrong with the manifest."""
     try:
-        return look(json.loads((path / _MANIFEST).read_bytes())["files"])
+        return read(json.loads((path / _MANIFEST).read_bytes())["files"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest does not work: {error!r}"
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-def _wrong(path: Path, files: dict[str, Any]) -> str:
-    wrong = [name for name, known in files.items() if described(path / name) != known]
-    return f"{wrong[0]} is not as it was written" if wrong else ""
-
-
-def _contents(path: Path, names: Iterable[str]) -> dict[str, bytes]:
-    return {name: (path / name).read_bytes() for name in names}
+def _first_damage(path: Path, files: dict[str, Any]) -> str:
+    damaged = next((name for name, entry in files.items() if describe_file(path / name) != entry), None)
+    return f"{damaged} is not as it was written" if damaged else ""
 
 
 def read_file(path: Path) -> bytes:
     """The content of a file of a checkpoint.
 
     Raises:
-        TorchrelayError: the storage does not give it.
+        TorchrelayError: the storage cannot be read.
     """
     try:
         return path.read_bytes()
@@ -130,8 +133,3 @@ def read_file(path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> TorchrelayError:
     return TorchrelayError(f"{path} cannot be read ({error}): start the run again when it can")
-
-
-def described(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
-    return {"size": path.stat().st_size, "sha256": sha256_of(path)}

@@ -1,6 +1,7 @@
-"""Images that cannot be read: every rank meets some, all ranks must know of all. Runs on every rank."""
+"""Images of the training set that cannot be read: each rank meets some, all must know all. Runs on every rank."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -8,42 +9,48 @@ from training.data.dataset import check_corrupt_limit
 from training.data.loader import ImageSource
 from training.monitoring.run_logger import RunLogger
 from training.runtime.process_group import ProcessGroup
-from training.runtime.progress import Progress
 
 
 class CorruptImages:
-    """The unreadable images of the training set that any rank has met."""
+    """The unreadable images of the training set that any rank has met. A part of the training's state."""
 
-    def __init__(
-        self, source: ImageSource, limit: int, progress: Progress, group: ProcessGroup, logger: RunLogger
-    ) -> None:
+    def __init__(self, source: ImageSource, limit: int, group: ProcessGroup, logger: RunLogger) -> None:
         self._source, self._limit, self._group, self._logger = source, limit, group, logger
-        # What all ranks know is in there, and saved with it.
-        self._progress = progress
-        self._news: set[int] = set()
+        self.indices: list[int] = []
+        """The images that all ranks know, sorted; always the same list."""
+        self._unshared: set[int] = set()
 
     def add(self, indices: Iterable[int]) -> None:
-        """This rank has met these."""
-        self._news |= set(indices) - set(self._progress.corrupt)
+        """Add images that this rank has met."""
+        self._unshared |= set(indices) - set(self.indices)
 
     @property
-    def has_news(self) -> bool:
-        """Whether this rank knows of some that others may not know of."""
-        return bool(self._news)
+    def has_unshared(self) -> bool:
+        """Whether this rank knows of images that other ranks may not know."""
+        return bool(self._unshared)
 
     def share(self) -> None:
-        """Tell all ranks. All of them must call this.
+        """Share what each rank has met. All ranks must call this.
 
         Raises:
             SharedError: there are more than are allowed.
         """
-        # Hardly ever is there anything: a number costs less time than a set.
-        any_news = bool(self._group.all_reduce(torch.tensor(len(self._news))))
-        everybodys = set().union(*self._group.all_gather_object(self._news)) if any_news else set()
-        self._news = set()
-        new = sorted(everybodys - set(self._progress.corrupt))
-        self._progress.corrupt = sorted([*self._progress.corrupt, *new])
+        # There are hardly ever any, and summing a number is faster than gathering sets.
+        some_unshared = bool(self._group.all_reduce(torch.tensor(len(self._unshared))))
+        found = set().union(*self._group.all_gather_object(self._unshared)) if some_unshared else set()
+        self._unshared = set()
+        new = sorted(found - set(self.indices))
+        self.indices[:] = sorted([*self.indices, *new])
         for name in map(self._source.name, new):
             self._logger.console.warn(f"{name} cannot be read: another image takes its place")
             self._logger.event("image_corrupt", path=name)
-        check_corrupt_limit(self._source, self._progress.corrupt, self._limit)
+        check_corrupt_limit(self._source, self.indices, self._limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Share, and return the indices. All ranks must call this."""
+        self.share()
+        return {"indices": list(self.indices)}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Restore the indices."""
+        self.indices[:] = state_dict["indices"]

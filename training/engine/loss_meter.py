@@ -1,8 +1,7 @@
-"""What has happened since the last line of metrics, kept on the device so that no step waits. Runs on every rank."""
+"""Losses, images and time since the last line of metrics. Runs on every rank; the loss stays on the device."""
 
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from training.runtime.process_group import ProcessGroup, SharedError
 
 
 class DivergedError(SharedError):
-    """The loss is not finite any more. Another attempt would come to the same."""
+    """The loss is not finite. Another attempt would diverge too."""
 
     exit_code = EXIT_DIVERGED
 
@@ -23,10 +22,10 @@ class DivergedError(SharedError):
 
 
 class LossMeter:
-    """Sums since the last line of metrics: the losses of this rank's images, the images of all, and the time.
+    """Sums since the last line of metrics: the losses of this rank's images, the images of all ranks, and the time.
 
-    The losses are float32, of similar size, and added up as float64: their sum has no rounding, so it depends neither
-    on the number of ranks nor on when a state was saved.
+    The losses are float32 numbers of similar size. Summed as float64 they are not rounded, so the sum depends neither
+    on the number of ranks nor on when a state was saved. A part of the training's state.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -34,10 +33,10 @@ class LossMeter:
         self.loss = torch.zeros((), dtype=torch.float64, device=group.device)
         """The sum of the losses of this rank's images."""
         self.images = 0
-        """Images of all ranks whose losses are in the sums."""
+        """Images of all ranks whose losses are in the sum."""
         self._steps = 0
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=group.device)
-        """Steps before the first one with which the sum ceased to be finite: it does not become so again."""
+        """Steps with a finite sum: once it is not finite, it stays so."""
         self._timed_images = 0
         self._started: float | None = None
         self._waited = 0.0
@@ -45,83 +44,80 @@ class LossMeter:
         self._earlier_seconds = 0.0
 
     def begin_step(self) -> None:
-        """A step begins. With the first one the clock starts: getting ready is not training."""
+        """Begin a step. The clock starts with the first one: the start of a process is not training time."""
         if self._started is None:
             self._started = time.monotonic()
 
     def add_wait(self, seconds: float) -> None:
-        """Count the time that this rank has waited for a batch; the first one is awaited before the clock starts."""
+        """Count time that this rank has waited for a batch; the wait for the first batch precedes the clock."""
         if self._started is not None:
             self._waited += seconds
 
     def add_loss(self, loss: Tensor) -> None:
-        """Count the sum (float32) of the losses of some of this rank's images."""
+        """Add the sum (float32) of the losses of some of this rank's images."""
         self.loss += loss.detach()
 
     def add_images(self, images: int) -> None:
-        """Count all ranks' images of a step."""
+        """Count a step with this many images on all ranks."""
         self.images += images
         self._timed_images += images
         self._steps += 1
         self._finite_steps += torch.isfinite(self.loss)
 
     def total_loss(self, step: int) -> float:
-        """The sum of the losses of all ranks' images, after so many steps.
+        """The sum of the losses of all ranks' images after step `step`. All ranks must call this.
 
         Raises:
             DivergedError: the sum is not finite.
         """
         share = self._waited / max(self._seconds, 1e-9)
-        # Together: another message between the ranks would be another wait.
+        # One all-reduce for both: each one waits for all ranks.
         sums = self._group.all_reduce(torch.stack([self.loss.to("cpu"), torch.tensor(share, dtype=torch.float64)]))
         self._data_wait_share = float(sums[1]) / self._group.world_size
-        return self.check(float(sums[0]), step)
+        total = float(sums[0])
+        if not math.isfinite(total):
+            finite_steps = min(self._group.all_gather_object(int(self._finite_steps)))
+            raise DivergedError(total, step - self._steps + finite_steps + 1)
+        return total
 
     @property
     def data_wait_share(self) -> float:
-        """The part of its time that a rank has waited for data, the mean of all ranks, when the loss was last told."""
+        """The share of the time that ranks waited for data, the mean of all ranks, as of the last `total_loss`."""
         return self._data_wait_share
-
-    def check(self, total: float, step: int) -> float:
-        """The sum of the losses of all ranks' images, which is finite. Every rank must have the same sum.
-
-        Raises:
-            DivergedError: it is not.
-        """
-        if math.isfinite(total):
-            return total
-        finite = min(self._group.all_gather_object(int(self._finite_steps)))
-        raise DivergedError(total, step - self._steps + finite + 1)
 
     @property
     def _seconds(self) -> float:
-        """Since the last line of metrics, without what was left out."""
+        """Training time since the last line of metrics."""
         return 0.0 if self._started is None else time.monotonic() - self._started
 
     @property
     def train_seconds(self) -> float:
-        """Since the run began, in steps that led to the present state, without what was left out."""
+        """Training time of all steps that led to the present state, by all attempts."""
         return self._earlier_seconds + self._seconds
 
     def images_per_second(self) -> float:
-        """Speed of all ranks together, over the time that was not left out."""
+        """Images of all ranks per second of training time."""
         return self._timed_images / max(self._seconds, 1e-9)
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count this time, which was not for training."""
+        """Do not count this time as training time."""
         if self._started is not None:
             self._started += seconds
 
     def restart(self) -> None:
-        """Begin anew, after a line of metrics."""
+        """Reset the sums, after a line of metrics."""
         self._earlier_seconds = self.train_seconds
         self._started, self._waited = time.monotonic(), 0.0
         self.loss.zero_()
         self.images = self._timed_images = self._steps = 0
         self._finite_steps.zero_()
 
-    def restore(self, numbers: Mapping[str, Any], *, counts_loss: bool) -> None:
-        """Go on from what a saved state had counted; one rank alone counts the losses."""
-        self.loss.fill_(numbers["window"]["loss"] if counts_loss else 0.0)
-        self.images = numbers["window"]["images"]
-        self._earlier_seconds = numbers["accounting"]["train_seconds"]
+    def state_dict(self) -> dict[str, Any]:
+        """The loss of all ranks' images, on the device, and counts. All ranks must call this; no host waits for it."""
+        loss = self._group.all_reduce_on_device(self.loss)
+        return {"loss": loss, "images": self.images, "train_seconds": self.train_seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from a saved state. The saved loss is that of all ranks: rank 0 alone counts it."""
+        self.loss.copy_(state_dict["loss"] if self._group.is_rank_zero else torch.zeros(()))
+        self.images, self._earlier_seconds = state_dict["images"], state_dict["train_seconds"]

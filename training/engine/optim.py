@@ -45,6 +45,6 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def rate_of(optimizer: Optimizer) -> float:
+def current_learning_rate(optimizer: Optimizer) -> float:
     """The learning rate of the last step."""
     return float(optimizer.param_groups[0]["lr"])

@@ -40,7 +40,7 @@ class StepTimer:
         self._heartbeat, self._fault, self._rank = context.heartbeat, context.fault, group.rank
         self._on_gpu = group.device.type == "cuda"
         self._began = 0.0
-        self.loading = 0.0
+        self.loading_seconds = 0.0
         """Seconds that the last batch was waited for."""
         self._entered: _Mark = 0.0
         self._forwards: list[tuple[_Mark, _Mark]] = []
@@ -68,7 +68,7 @@ class StepTimer:
             batch = next(batches, None)
             if batch is None:
                 return
-            self.loading = time.perf_counter() - self._began
+            self.loading_seconds = time.perf_counter() - self._began
             self._heartbeat.beat("step", progress.step)
             # What a pass that was no step, or a validation, has left.
             self._forwards = []
@@ -77,7 +77,7 @@ class StepTimer:
     def step_done(self) -> None:
         """The step is over, on the CPU's side."""
         wall = time.perf_counter() - self._began
-        self._unread.append(_Step(wall=wall, loading=self.loading, forwards=self._forwards))
+        self._unread.append(_Step(wall=wall, loading=self.loading_seconds, forwards=self._forwards))
         while self._unread and (busy := _busy_seconds(self._unread[0])) is not None:
             self._recent.append((self._unread.popleft().wall, busy))
         if self._recent:

@@ -4,7 +4,7 @@ Runs on every rank; rank 0 writes.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -40,6 +40,8 @@ class Validator:
     evaluator: Evaluator
     data: Data
     state: TrainState
+    corrupt_images: Sequence[int]
+    """The training images that could not be read so far; the training adds to it."""
     logger: RunLogger
 
     def evaluate(self, source: ImageSource, split: str, before_batch: Callable[[], object]) -> Evaluation:
@@ -144,7 +146,7 @@ class Validator:
             "val_loss": progress.val_loss,
             "best_val_accuracy": progress.best_accuracy,
             "weights": "moving average" if config.ema_decay else "last",
-            "corrupt_images": [self.data.train.name(index) for index in progress.corrupt],
+            "corrupt_images": [self.data.train.name(index) for index in self.corrupt_images],
             "classes": list(self.data.classes),
             "input": {**size, "mean": self.data.mean, "std": self.data.std},
             "config": asdict(config),

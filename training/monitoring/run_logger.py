@@ -105,7 +105,7 @@ class RunLogger:
             files: the content of more files, by name.
         """
         if self._writes:
-            self._best.start(partial(self._publish_best, weights, result, files))
+            self._best.submit(partial(self._publish_best, weights, result, files))
 
     def _publish_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         self._unpublished = None

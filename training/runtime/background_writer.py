@@ -1,35 +1,35 @@
-"""Writing while the training goes on. Runs on rank 0."""
+"""A thread that writes while the training goes on. Runs on the ranks that write."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class BackgroundWriter:
-    """A thread that does one thing after the other, and a queue that holds one: whoever brings the next one waits."""
+    """Runs one write at a time in a thread. Submitting blocks until the previous write is done."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
         self._pending: Future[None] | None = None
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Have it done, after what was started before has been.
+    def submit(self, write: Callable[[], None]) -> None:
+        """Start a write.
 
         Raises:
-            Exception: what the work before raised.
+            Exception: what the previous write raised.
         """
         self.wait()
-        self._pending = self._thread.submit(work)
+        self._pending = self._thread.submit(write)
 
     @property
     def busy(self) -> bool:
-        """Whether something is being done."""
+        """Whether a write is running."""
         return self._pending is not None and not self._pending.done()
 
     def wait(self) -> None:
-        """Until everything is done.
+        """Wait for the write that is running.
 
         Raises:
-            Exception: what the work raised.
+            Exception: what the write raised.
         """
         pending, self._pending = self._pending, None
         if pending:

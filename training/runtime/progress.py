@@ -1,11 +1,12 @@
 """How far a run is. Runs on every rank."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a run is: plain numbers."""
+    """How far a run is, and what its validations have shown: plain numbers, saved with the state."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -19,19 +20,17 @@ class Progress:
     """Of the last validation."""
     val_accuracy: float | None = None
     best_accuracy: float | None = None
-    """The highest in validation."""
+    """The highest of all validations."""
     best_epoch: int = 0
-    """The epoch after which it was."""
+    """The epoch with that accuracy."""
     lr_factor: float = 1.0
-    """What schedule `plateau` has made of the learning rate."""
+    """The factor by which schedule `plateau` has lowered the learning rate."""
     plateau_loss: float | None = None
-    """The lowest validation loss that it knows of."""
+    """The lowest validation loss that schedule `plateau` has seen."""
     plateau_epochs: int = 0
-    """Epochs since then, or since it has last lowered the rate."""
+    """Epochs since that loss, or since the learning rate was lowered."""
     logged_step: int = 0
-    """The last one with a line of metrics."""
-    corrupt: list[int] = field(default_factory=list)
-    """Places in the training set of the images that could not be read, sorted."""
+    """The last step with a line of metrics."""
 
     def advance(self, batch_size: int, samples_per_epoch: int) -> None:
         """Count a step."""
@@ -39,3 +38,12 @@ class Progress:
         self.samples_seen += batch_size
         if self.samples_seen == samples_per_epoch:
             self.epoch, self.samples_seen = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Set all fields."""
+        for name, value in state_dict.items():
+            setattr(self, name, value)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
-from training.checkpoint.sharded_state import read_whole
-from training.checkpoint.storage import NUMBERS, list_checkpoints
+from training.checkpoint.sharded import read_full
+from training.checkpoint.state import LOSS
+from training.checkpoint.storage import STATE_VALUES, list_checkpoints
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # What tells when and how fast something was done, not what.
@@ -46,7 +47,7 @@ def _newest(run: RunDir) -> Path:
 
 
 def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
-    tensors = [read_whole(path) for path in (one, other)]
+    tensors = [read_full(path) for path in (one, other)]
     for name, part in (
         ("weights", _select(tensors, "model/", statistics=False)),
         ("batch statistics", _select(tensors, "model/", statistics=True)),
@@ -54,14 +55,17 @@ def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
         ("optimizer", _select(tensors, "optimizer/", statistics=None)),
     ):
         yield compare_tensors(name, *part)
-    numbers = [json.loads((path / NUMBERS).read_text()) for path in (one, other)]
+    values = [json.loads((path / STATE_VALUES).read_text()) for path in (one, other)]
+    for part, full in zip(values, tensors, strict=True):
+        part["loss_meter"] = _timeless(part["loss_meter"]) | {"loss": full[LOSS].item()}
     for name, key in (
         ("learning rates", "optimizer"),
         ("loss scale", "scaler"),
         ("progress", "progress"),
-        ("window", "window"),
+        ("loss meter", "loss_meter"),
+        ("corrupt images", "corrupt_images"),
     ):
-        yield compare_values(name, [numbers[0][key]], [numbers[1][key]])
+        yield compare_values(name, [values[0][key]], [values[1][key]])
 
 
 def _select(both: list[dict[str, Tensor]], prefix: str, *, statistics: bool | None) -> list[dict[str, Tensor]]:

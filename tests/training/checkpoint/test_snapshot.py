@@ -19,7 +19,7 @@ from trainer_rig import Starter, Training, events, lines
 from hpc.core.kernel import available_memory_bytes, cgroup_available_bytes
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from training.checkpoint.snapshot import flush, no_room
+from training.checkpoint.snapshot import flush, missing_space
 from training.checkpoint.storage import list_checkpoints, step_of
 from training.verify_resume.compare_states import compare_runs
 
@@ -121,10 +121,10 @@ def test_a_stop_at_once_saves_what_came_from_a_snapshot(start: Starter, node: No
 
 def keep_snapshots(seconds: float) -> None:
     """In a rank: slow steps, and snapshots that stay."""
-    from training.checkpoint import snapshot_writer
+    from training.checkpoint import writer
 
     slow_steps(seconds)
-    snapshot_writer.remove_newer = lambda _directory, _step: None
+    writer.remove_newer = lambda _directory, _step: None
 
 
 @pytest.fixture(scope="module")
@@ -297,9 +297,9 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
 
 def trust_in_room() -> None:
     """In a rank: the memory runs full after it was looked at."""
-    from training.checkpoint import snapshot_writer
+    from training.checkpoint import writer
 
-    snapshot_writer.no_room = lambda _directory, _size: ""  # type: ignore[assignment]
+    writer.missing_space = lambda _directory, _size: ""  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("prepare", [None, trust_in_room])
@@ -316,10 +316,10 @@ def test_without_room_for_snapshots_the_training_goes_on_with_a_word(
 
 
 def test_what_does_not_fit_is_known_before(tmp_path: Path) -> None:
-    assert no_room(tmp_path, 1000) == ""
+    assert missing_space(tmp_path, 1000) == ""
     free = shutil.disk_usage(tmp_path).free
-    assert no_room(tmp_path, free).startswith(f"{tmp_path} has ")
-    assert "free, and snapshots need" in no_room(tmp_path, free)
+    assert missing_space(tmp_path, free).startswith(f"{tmp_path} has ")
+    assert "free, and snapshots need" in missing_space(tmp_path, free)
 
 
 def make_group(path: Path, **values: object) -> None:

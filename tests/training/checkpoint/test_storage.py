@@ -9,7 +9,7 @@ import pytest
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import publish_directory, remove_temporaries
-from training.checkpoint.storage import list_checkpoints, read_checkpoint, save_checkpoint, set_aside, step_of
+from training.checkpoint.storage import list_checkpoints, read_checkpoint, reject, save_checkpoint, step_of
 
 FILES = {"state.safetensors": b"x" * 5000, "state.json": b'{"step": 1}'}
 
@@ -88,7 +88,7 @@ def test_what_the_storage_does_not_give_is_not_taken_for_damaged(tmp_path: Path)
 def test_a_damaged_one_is_deleted_only_after_a_new_one_is_there(tmp_path: Path) -> None:
     for step in (10, 20):
         save_checkpoint(tmp_path, step, writing(FILES), keep=2)
-    set_aside(tmp_path / "step-00000020")
+    reject(tmp_path / "step-00000020")
     assert names(tmp_path) == ["rejected-step-00000020", "step-00000010"]
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010"]
     save_checkpoint(tmp_path, 20, writing(FILES), keep=2)

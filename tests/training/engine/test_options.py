@@ -208,7 +208,7 @@ def test_a_step_is_mixed_in_its_own_way_each_time_in_the_same() -> None:
 
 def write_late(run_dir: Path) -> None:
     """In a rank: a disk so slow that five more steps are made before a checkpoint is written."""
-    from training.checkpoint.capture import HostCopy
+    from training.checkpoint.host_copy import HostCopy
 
     write = HostCopy.write
 

@@ -219,9 +219,9 @@ def test_a_torn_newest_checkpoint_is_passed_over_with_a_warning(start: Starter) 
 
 def fail_to_save_after(step: int) -> None:
     """In a rank: the disk is full for the first checkpoint after a step."""
-    from training.checkpoint import checkpoint_writer
+    from training.checkpoint import writer
 
-    save = checkpoint_writer.save_checkpoint
+    save = writer.save_checkpoint
     failed: list[int] = []
 
     def save_or_fail(directory: Path, at: int, fill: Callable[[Path], None], keep: int) -> Path:
@@ -230,7 +230,7 @@ def fail_to_save_after(step: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(directory, at, fill, keep)
 
-    checkpoint_writer.save_checkpoint = save_or_fail
+    writer.save_checkpoint = save_or_fail
 
 
 def test_a_stop_tries_again_what_could_not_be_written(start: Starter) -> None:

@@ -18,7 +18,7 @@ from trainer_rig import Starter, lines
 
 from hpc.core import code_snapshot
 from hpc.core.rundir import RunDir
-from training.checkpoint.storage import NUMBERS, TENSORS, list_checkpoints
+from training.checkpoint.storage import STATE_TENSORS, STATE_VALUES, list_checkpoints
 from training.config.config_file import flag_names, with_config
 from training.config.train_config import TrainConfig
 from training.data.idx import read_idx_pair
@@ -49,7 +49,7 @@ def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
     assert made["config"]["epochs"] == 3
     assert made["data"]["path"] == str(idx_data)
     assert made["data"]["images"] == {"train": 193, "val": 10, "test": 101}
-    numbers = json.loads((run / "checkpoints" / "step-00000027" / NUMBERS).read_text())
+    numbers = json.loads((run / "checkpoints" / "step-00000027" / STATE_VALUES).read_text())
     assert made["data"]["fingerprint"] == numbers["identity"]["fingerprint"]
     assert made["versions"]["torch"] == version("torch")
     assert made["code"]["revision"] == code_snapshot.git_revision(Path.cwd())
@@ -173,7 +173,7 @@ def test_the_best_model_is_tested_too(start: Starter, ema: str) -> None:
         *("test_accuracy", "test_top5_accuracy", "test_loss", "test_correct", "test_total"),
     }
     assert f"; best model (epoch {best['epoch']}): " in training.output()
-    state = load_file(list_checkpoints(training.run_dir / "checkpoints")[0] / TENSORS)
+    state = load_file(list_checkpoints(training.run_dir / "checkpoints")[0] / STATE_TENSORS)
     weights = load_file(training.run_dir / "final" / "model.safetensors")
     prefix = "ema" if float(ema) else "model"
     assert all(torch.equal(value, state[f"{prefix}/{name}"]) for name, value in weights.items())

@@ -15,9 +15,9 @@ from trainer_rig import Starter, Training, events, lines
 from hpc.core.errors import UserError
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from training.checkpoint.sharded_state import read_whole
+from training.checkpoint.sharded import read_full
 from training.checkpoint.snapshot import flush
-from training.checkpoint.storage import NUMBERS, described, list_checkpoints, step_of
+from training.checkpoint.storage import STATE_VALUES, describe_file, list_checkpoints, step_of
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.models.factory import build_model
@@ -84,7 +84,7 @@ def test_each_rank_holds_and_saves_its_part(start: Starter) -> None:
     assert sum(held) == pytest.approx(3 * weights, rel=1e-3)
     assert max(held) < 1.1 * weights
     assert {path.name for path in newest(run).iterdir()} == {*(f.name for f in files), "state.json", "manifest.json"}
-    assert same({name: read_whole(newest(run))[f"model/{name}"] for name in final(run)}, final(run))
+    assert same({name: read_full(newest(run))[f"model/{name}"] for name in final(run)}, final(run))
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +129,10 @@ def test_one_rank_gets_all_that_three_have_saved(start: Starter, group: ProcessG
     trainer.logger.close()
     held = {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in trainer.state.tensors().items()
+        for name, value in trainer.state.state_dict()[0].items()
     }
-    assert {name.split("/")[0] for name in held} == {"model", "optimizer"}
-    assert same(held, read_whole(newest(run)))
+    assert {name.split("/")[0] for name in held} == {"model", "optimizer", "loss_meter"}
+    assert same(held, read_full(newest(run)))
     assert trainer.state.progress.step == STEPS
 
 
@@ -161,15 +161,15 @@ def test_a_damaged_part_makes_a_checkpoint_useless_and_the_one_before_is_taken(s
 
 def no_room_on_rank_1() -> None:
     """In a rank: another one's disk is full, until it is told to stop."""
-    from training.checkpoint.capture import HostCopy
+    from training.checkpoint.host_copy import HostCopy
     from training.runtime import signals
 
     write = HostCopy.write
 
-    def full(copy: HostCopy, directory: Path, *, shared: bool = True) -> None:
+    def full(copy: HostCopy, directory: Path, *, replicated: bool = True) -> None:
         if os.environ["RANK"] == "1" and not signals.received():
             raise OSError(28, "No space left on device")
-        write(copy, directory, shared=shared)
+        write(copy, directory, replicated=replicated)
 
     HostCopy.write = full  # type: ignore[method-assign]
 
@@ -257,10 +257,10 @@ def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(start:
     cut = killed(start, node)
     checkpoint = newest(cut.run_dir).name
     for path in list_checkpoints(node.snapshots / "rank-00001-of-00002"):
-        manifest, numbers = path / "manifest.json", path / NUMBERS
+        manifest, numbers = path / "manifest.json", path / STATE_VALUES
         numbers.write_text(json.dumps(json.loads(numbers.read_text()) | {"attempt": 7}))
         known = json.loads(manifest.read_text())
-        known["files"][NUMBERS] = described(numbers)
+        known["files"][STATE_VALUES] = describe_file(numbers)
         manifest.write_text(json.dumps(known))
     again = start.complete(*FSDP, f"--node-dir={node.path}", world_size=2)
     assert newest_before(again, 1) == checkpoint

@@ -113,12 +113,12 @@ def write_forever() -> None:
     """In a rank: a disk that does not answer."""
     import time
 
-    from training.checkpoint import checkpoint_writer
+    from training.checkpoint import writer
 
     def hang(*_arguments: object) -> None:
         time.sleep(600)
 
-    checkpoint_writer.save_checkpoint = hang  # type: ignore[assignment]
+    writer.save_checkpoint = hang  # type: ignore[assignment]
 
 
 # Ranks wait for each other in many places; and rank 0 has a thread of its own that writes.

@@ -1,0 +1,195 @@
+"""States in shards (`--strategy fsdp`): a rank saves its shards, and loads its own from those of any number of ranks.
+
+Runs on every rank. The files are safetensors in the form of torch's distributed checkpoints (DCP): each says where in
+the full tensors its own begin. DCP reads them. It does not write them: its writer would agree with the other ranks on
+who writes what, which is known, and copy everything once more.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hpc.core.files import fsync_file
+from training.checkpoint.state import TrainState
+from training.checkpoint.storage import STATE_TENSORS, Fill, describe_file, save_checkpoint
+from training.runtime.process_group import ProcessGroup
+
+# torch.distributed.checkpoint.HuggingFaceStorageReader looks for these.
+_SHARDS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+
+
+def shard_file(group: ProcessGroup) -> str:
+    """The file of this rank's shards."""
+    return f"state-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardLayout:
+    """Which part of a state a rank holds; by default all of it."""
+
+    file: str = STATE_TENSORS
+    offsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Where in the full tensors the rank's shards begin, in each dimension, by name. Other tensors are replicated."""
+
+    def select(self, tensors: Mapping[str, Tensor], *, replicated: bool) -> dict[str, Tensor]:
+        """The tensors to write: the shards, and the replicated ones if they are wanted."""
+        return {name: value for name, value in tensors.items() if replicated or name in self.offsets}
+
+    def header(self, tensors: Mapping[str, Tensor]) -> dict[str, str] | None:
+        """The metadata of a file of shards; None for a file of full tensors."""
+        if self.file == STATE_TENSORS:
+            return None
+        offsets = {name: {_OFFSETS: self.offsets.get(name, [0] * value.dim())} for name, value in tensors.items()}
+        return {_SHARDS: json.dumps(offsets)}
+
+
+def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[dict[str, Tensor], ShardLayout]:
+    """What this rank holds of sharded tensors, on its device, and where in the full ones that begins."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  # takes a second, and DDP does without
+
+    offsets = {name: _offsets(value) for name, value in tensors.items() if isinstance(value, DTensor)}
+    return {name: _local(value) for name, value in tensors.items()}, ShardLayout(
+        file=shard_file(group), offsets=offsets
+    )
+
+
+def _offsets(shard: Any) -> tuple[int, ...]:
+    """Where in the full tensor a shard begins, as DCP finds it out."""
+    return tuple(shard.__create_chunk_list__()[0].offsets)
+
+
+def _local(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+# --- reading ---
+
+
+def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
+    """The tensors of a state as this rank holds them, from the file that the same rank of as many has written."""
+    saved = load_file(directory / shard_file(group))
+    tensors = _allocate(state, saved, lambda parameter: _local(parameter).shape)
+    for name, value in saved.items():
+        _local(tensors[name]).copy_(value)
+    return tensors
+
+
+def read_shards(directory: Path, state: TrainState) -> dict[str, Tensor]:
+    """The tensors of a state as this rank holds them, from any number of files of shards or one of full tensors."""
+    return _load(directory, _allocate(state, _saved_tensors(directory), lambda parameter: parameter.shape))
+
+
+def read_full(directory: Path) -> dict[str, Tensor]:
+    """The full tensors of a state, in the host's memory."""
+    if (directory / STATE_TENSORS).exists():
+        return load_file(directory / STATE_TENSORS)
+    saved = _saved_tensors(directory)
+    return _load(directory, {name: torch.empty_like(value, device="cpu") for name, value in saved.items()})
+
+
+def _allocate(
+    state: TrainState, saved: Mapping[str, Tensor], shape_of: Callable[[Tensor], torch.Size]
+) -> dict[str, Tensor]:
+    """Memory for saved tensors: the model's own, and new tensors for all else.
+
+    Args:
+        state: of this rank.
+        saved: tensors of the saved shapes and types.
+        shape_of: the saved shape of a parameter, and of what the optimizer keeps for each of its elements.
+    """
+    own = {f"model/{name}": value for name, value in state.model.state_dict().items()}
+    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+
+    def allocate(name: str, value: Tensor) -> Tensor:
+        part, _, key = name.partition("/")
+        parameter = parameters[int(key.split("/")[0])] if part == "optimizer" else None
+        if parameter is not None and value.shape == shape_of(parameter):
+            return torch.empty_like(parameter, dtype=value.dtype)
+        return torch.empty(value.shape, dtype=value.dtype)
+
+    return {name: own[name] if name in own else allocate(name, value) for name, value in saved.items()}
+
+
+def _saved_tensors(directory: Path) -> dict[str, Tensor]:
+    """The saved tensors, with shapes and types alone."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # as above
+
+    found: Mapping[str, Any] = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    return {name: torch.empty(value.size, dtype=value.properties.dtype, device="meta") for name, value in found.items()}
+
+
+def _load(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # as above
+    from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
+
+    with warnings.catch_warnings():
+        # `no_dist`, because a rank needs no other to load its own shards, makes DCP warn that it is alone.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+    return tensors
+
+
+# --- writing ---
+
+
+def save_sharded(group: ProcessGroup, directory: Path, step: int, fill: Fill, keep: int | None) -> None:
+    """Write a checkpoint as `save_checkpoint` does, with a file of each rank. All ranks must call this.
+
+    Rank 0 makes the directory and publishes it. All ranks must see the same storage.
+
+    Args:
+        group: with a control group that nothing else uses meanwhile.
+        directory: of the checkpoints.
+        step: the optimizer steps done.
+        fill: is called on all ranks, and writes the file of this rank's shards; on rank 0 all other files too.
+        keep: checkpoints to keep.
+
+    Raises:
+        OSError: on all ranks, if some rank could not write; the older checkpoints are all there.
+    """
+    problem = ""
+    if group.is_rank_zero:
+        try:
+            save_checkpoint(directory, step, partial(_fill_on_all_ranks, group, fill), keep)
+        except OSError as error:
+            problem = str(error) or repr(error)
+        # Ends the loop of the other ranks. If rank 0 could not make a directory, they have not had one to fill.
+        group.broadcast_bytes(b"")
+    else:
+        while temporary := group.broadcast_bytes(None):
+            group.all_gather_object(_fill_own(group, fill, Path(os.fsdecode(temporary))))
+    problem = group.all_gather_object(problem)[0]
+    if problem:
+        raise OSError(problem)
+
+
+def _fill_on_all_ranks(group: ProcessGroup, fill: Fill, temporary: Path) -> dict[str, Any]:
+    """Let all ranks write into a directory, and return the manifest's entries for their files."""
+    group.broadcast_bytes(os.fsencode(temporary))
+    results = group.all_gather_object(_fill_own(group, fill, temporary))
+    problem = next((problem for _, problem in results if problem), "")
+    if problem:
+        raise OSError(problem)
+    return {name: entry for entries, _ in results for name, entry in entries.items()}
+
+
+def _fill_own(group: ProcessGroup, fill: Fill, temporary: Path) -> tuple[dict[str, Any], str]:
+    """Write this rank's shards durably; return the manifest's entry for them, and what went wrong."""
+    name = shard_file(group)
+    try:
+        fill(temporary)
+        fsync_file(temporary / name)
+        return {name: describe_file(temporary / name)}, ""
+    except OSError as error:
+        return {}, f"rank {group.rank}: {str(error) or repr(error)}"

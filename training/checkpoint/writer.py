@@ -1,0 +1,258 @@
+"""Writes states while the training goes on: durable checkpoints, and snapshots in a node's memory. Runs on every rank.
+
+A StateWriter captures the state and starts a copy of it to the host's memory, for which the training hardly waits; a
+thread writes the copy to a destination. Rank 0 writes checkpoints, and the first rank of each node that node's
+snapshots. Of a sharded state every rank writes its shards.
+"""
+
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from training.checkpoint.host_copy import HostCopy, capture
+from training.checkpoint.sharded import save_sharded
+from training.checkpoint.snapshot import KEPT, missing_space, remove_newer
+from training.checkpoint.state import TrainState
+from training.checkpoint.storage import save_checkpoint
+from training.config.rules import Interval, parse_interval
+from training.monitoring.run_logger import RunLogger
+from training.runtime.background_writer import BackgroundWriter
+from training.runtime.console import Console
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
+
+_SNAPSHOT_MODE = 0o700
+
+
+class Destination(Protocol):
+    """Where a StateWriter writes states, and what follows a success or a failure."""
+
+    interval: Interval
+    skips_while_busy: bool
+    """Whether a state is skipped while the one before is being written, instead of waiting for that."""
+
+    def is_ready(self, size_bytes: int) -> bool:
+        """Whether this rank can write a state of this size now."""
+        ...
+
+    def write(self, step: int, copy: HostCopy) -> None:
+        """Write a state; runs in the writer's thread.
+
+        Raises:
+            OSError: it could not be written; the older states are all there.
+        """
+        ...
+
+    def succeeded(self, step: int, write_seconds: float, copy_seconds: float) -> None:
+        """Report a state that was written; runs in the writer's thread."""
+        ...
+
+    def failed(self, step: int, error: OSError) -> None:
+        """Report a state that could not be written; runs in the writer's thread."""
+        ...
+
+
+class StateWriter:
+    """Writes the states of a training to one destination."""
+
+    def __init__(self, destination: Destination, state: TrainState, group: ProcessGroup) -> None:
+        self._destination, self._state, self._group = destination, state, group
+        self._copy, self._background = HostCopy(), BackgroundWriter()
+        self._unwritten_step: int | None = None
+        self._stall_seconds = self._thread_seconds = 0.0
+        self.begin()
+
+    def begin(self, *, due: bool = False) -> None:
+        """Count steps and seconds from the present step on, unless a save is due at once."""
+        self._saved_step = None if due else self._state.progress.step
+        self._saved_at = -math.inf if due else time.monotonic()
+
+    @property
+    def cost_seconds(self) -> float:
+        """What the last save took from the training."""
+        return self._stall_seconds + self._thread_seconds
+
+    def due_by_time(self) -> bool:
+        """Whether the interval has passed on this rank's clock. Clocks differ: the ranks must agree on one."""
+        interval = self._destination.interval
+        if interval.seconds is None:
+            return False
+        bearable = self.cost_seconds / interval.largest_share if interval.largest_share else 0.0
+        return time.monotonic() - self._saved_at >= max(interval.seconds, bearable)
+
+    def due_by_step(self) -> bool:
+        """Whether the step is a multiple of the interval."""
+        steps = self._destination.interval.steps
+        return steps is not None and self._state.progress.step % steps == 0
+
+    def due_after_next_step(self) -> bool:
+        """Whether the interval will have passed after the step to come. Not while a state is being written."""
+        if self._background.busy:
+            return False
+        steps = self._destination.interval.steps
+        if steps is not None and self._saved_step is not None:
+            return self._state.progress.step + 1 - self._saved_step >= steps
+        return self.due_by_time()
+
+    def save(self) -> float:
+        """Start to write the state, unless that of this step was. All ranks must call this.
+
+        Returns:
+            The seconds that the training waited for the copy.
+
+        Raises:
+            SharedError: there are more unreadable images than are allowed.
+        """
+        step, began, copy_seconds = self._state.progress.step, time.monotonic(), 0.0
+        if step == self._saved_step:
+            return copy_seconds
+        self._saved_step, self._saved_at = step, began
+        captured = capture(self._state, self._group)
+        if self._destination.skips_while_busy and self._background.busy:
+            return copy_seconds
+        self.wait()
+        reuses_memory = self._copy.is_allocated
+        if self._destination.is_ready(captured.size_bytes):
+            copying_since = time.monotonic()
+            self._state.defer_update_until(self._copy.start(captured))
+            copy_seconds = time.monotonic() - copying_since
+            self._background.submit(partial(self._write, step, copy_seconds))
+        # The first copy allocates memory, which takes longer than any other.
+        self._stall_seconds = time.monotonic() - began if reuses_memory else 0.0
+        return copy_seconds
+
+    def _write(self, step: int, copy_seconds: float) -> None:
+        began, thread_began = time.monotonic(), time.thread_time()
+        self._copy.wait()
+        if not self._copy.is_finite:
+            # The training ends when it finds that it has diverged. Until then the older states are the better ones.
+            return
+        try:
+            self._destination.write(step, self._copy)
+        except OSError as error:
+            self._unwritten_step = step
+            self._destination.failed(step, error)
+        else:
+            self._unwritten_step = None
+            self._destination.succeeded(step, time.monotonic() - began, copy_seconds)
+        # Where the ranks compute on the CPU, the thread takes CPU time from them.
+        self._thread_seconds = time.thread_time() - thread_began if self._group.device.type == "cpu" else 0.0
+
+    def wait(self) -> None:
+        """Wait until the last state is written, or could not be."""
+        self._background.wait()
+
+    def finish(self) -> None:
+        """Wait for the last state, and try again if it could not be written: there may be space by now."""
+        self.wait()
+        if self._unwritten_step is not None:
+            self._write(self._unwritten_step, 0.0)
+
+
+class CheckpointDestination:
+    """`checkpoints/` of the run directory. If a write fails, the training goes on."""
+
+    skips_while_busy = False
+
+    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger, *, sharded: bool) -> None:
+        self.interval = parse_interval("checkpoint_every", context.config.checkpoint_every)
+        self._directory, self._keep = context.run_dir.checkpoints, context.config.keep_checkpoints
+        self._fault, self._group, self._logger = context.fault, group, logger
+        self._writes = group.is_rank_zero or sharded
+        self._save = partial(save_sharded, group.new_group()) if sharded else save_checkpoint
+
+    def is_ready(self, _size_bytes: int) -> bool:
+        """Whether this rank writes."""
+        # The state refers to the best model, which must be on the disk before it.
+        self._logger.wait()
+        return self._writes
+
+    def write(self, step: int, copy: HostCopy) -> None:
+        """Write a checkpoint, and delete all but the newest."""
+
+        def fill(directory: Path) -> None:
+            copy.write(directory, replicated=self._group.is_rank_zero)
+            self._fault.inject("save", step, self._group.rank)
+
+        self._save(self._directory, step, fill, self._keep)
+
+    def succeeded(self, step: int, write_seconds: float, copy_seconds: float) -> None:
+        """Record it."""
+        seconds, copied = round(write_seconds, 3), round(copy_seconds, 4)
+        self._logger.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=copied)
+
+    def failed(self, step: int, error: OSError) -> None:
+        """Warn."""
+        self._logger.console.warn(f"no checkpoint of step {step} ({error}): free some space below {self._directory}")
+        self._logger.event("checkpoint_failed", step=step, reason=str(error))
+
+
+class SnapshotDestination:
+    """A node's memory. Where snapshots cannot be written, the training goes on without."""
+
+    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger, *, sharded: bool) -> None:
+        self.directory = snapshot_directory(context, group)
+        self.interval = Interval()
+        if self.directory:
+            self.interval = parse_interval("snapshot_every", context.config.snapshot_every)
+        # Shards are usable only if all ranks have those of the same step.
+        self.skips_while_busy = not sharded
+        self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
+        self._group, self._logger = group, logger
+        self._writers = group.rank_info.local_world_size if sharded else 1
+        self._warned = False
+
+    def is_ready(self, size_bytes: int) -> bool:
+        """Whether this rank writes, and the node's memory has space."""
+        if not self.directory:
+            return False
+        try:
+            for path in (*self._parents, self.directory):
+                path.mkdir(mode=_SNAPSHOT_MODE, exist_ok=True)
+            problem = missing_space(self.directory, size_bytes * self._writers)
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            self._warn(problem)
+        return not problem
+
+    def write(self, step: int, copy: HostCopy) -> None:
+        """Write a snapshot, and delete all but the newest."""
+        if self.directory:
+            save_checkpoint(self.directory, step, copy.write, KEPT, _SNAPSHOT_MODE)
+
+    def succeeded(self, step: int, write_seconds: float, copy_seconds: float) -> None:
+        """Record nothing: there are many snapshots."""
+
+    def failed(self, step: int, error: OSError) -> None:  # noqa: ARG002  # of the protocol
+        """Warn."""
+        self._warn(str(error))
+
+    def _warn(self, reason: str) -> None:
+        """Warn once that there are no snapshots. Each save tries again."""
+        if self._warned:
+            return
+        self._warned = True
+        # Rank 0 prints what concerns the training; this concerns the node.
+        console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
+        console.warn(f"no snapshots on this node ({reason}): a crash may cost all steps since the last checkpoint")
+        self._logger.event("snapshot_off", reason=reason)
+
+    def clear(self) -> None:
+        """Remove this rank's snapshots."""
+        if self.directory:
+            remove_newer(self.directory, 0)
+
+
+def shard_directory(rank: int, world_size: int) -> str:
+    """The name of the directory of one rank's snapshots of its shards."""
+    return f"rank-{rank:05d}-of-{world_size:05d}"
+
+
+def snapshot_directory(context: RunContext, group: ProcessGroup) -> Path | None:
+    """Where this rank writes its node's snapshots, or those of its shards; None: it writes none."""
+    if context.node_dir and context.config.strategy == "fsdp":
+        return context.node_dir.snapshots / shard_directory(group.rank, group.world_size)
+    return context.node_dir.snapshots if context.node_dir and group.rank_info.local_rank == 0 else None
