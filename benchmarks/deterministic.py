@@ -21,7 +21,7 @@ import tyro
 from torch.nn import functional
 
 from training.config.train_config import TrainConfig
-from training.engine.launch import make_repeatable
+from training.engine.launch import make_deterministic
 from training.engine.optim import make_optimizer
 from training.models.factory import build_model
 from training.models.precision import autocast
@@ -45,7 +45,7 @@ class Options:
 
 def use(setting: str) -> None:
     """Set torch up as in one of the settings."""
-    make_repeatable(everything=setting == "--deterministic")
+    make_deterministic(everything=setting == "--deterministic")
     if setting == "fastest":
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.deterministic = False

@@ -42,7 +42,7 @@ from training.data.batch_schedule import BatchRequest
 from training.data.build import load_data
 from training.data.device_dataset import move_to_device
 from training.data.loader import Batch, ImageSource, load_batches, load_device_batches
-from training.engine.launch import make_repeatable, make_trainer
+from training.engine.launch import make_deterministic, make_trainer
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RunContext, rank_info_from
@@ -233,7 +233,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> int:
     """Make, pack, measure, print."""
     options = tyro.cli(Options)
-    make_repeatable(everything=False)
+    make_deterministic(everything=False)
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory() as directory:
         root = Path(group.all_gather_object(directory)[0])

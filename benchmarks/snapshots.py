@@ -25,7 +25,7 @@ from training.checkpoint.host_copy import capture
 from training.checkpoint.writer import SnapshotDestination, StateWriter
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.engine.launch import make_repeatable, make_trainer
+from training.engine.launch import make_deterministic, make_trainer
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RunContext, rank_info_from
@@ -125,7 +125,7 @@ def row(turn: Turn, off: Turn, images: int) -> str:
 
 def main() -> None:
     """Measure and print."""
-    make_repeatable(everything=False)
+    make_deterministic(everything=False)
     group = connect(rank_info_from(os.environ))
     name = tempfile.mkdtemp(prefix="torchrelay-benchmark-", dir=_MEMORY) if group.is_rank_zero else ""
     directory = Path(group.all_gather_object(name)[0])

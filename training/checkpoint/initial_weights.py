@@ -1,4 +1,4 @@
-"""The weights that a training begins with, if they are not random. Runs on every rank; rank 0 reads them."""
+"""Loads --weights into a model that begins its training. Runs on every rank; rank 0 reads the file."""
 
 import re
 from collections.abc import Mapping
@@ -18,60 +18,60 @@ from training.models.head import head_name
 from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 
-# What others put around the weights in a file, and around their names.
-_AROUND = ("model", "state_dict")
+# Other programs save the weights below one of these keys, and with these prefixes.
+_KEYS = ("model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.")
-# torchvision's DenseNets were saved when their layers had other names.
+# torchvision saved its DenseNets before their layers got their present names.
 _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
-# Files from before torch 0.4.1 do not have it; only a BatchNorm without momentum uses it.
+# Missing in files from before torch 0.4.1; only a BatchNorm without momentum uses it.
 _OPTIONAL = "num_batches_tracked"
 
 
 def load_initial_weights(config: TrainConfig, state: TrainState, group: ProcessGroup) -> str:
-    """Have the model begin with `--weights`. All ranks must call this.
+    """Load `--weights` into the model, and into its moving average. All ranks must call this.
 
     Returns:
-        What was done, for people.
+        A line that says what was loaded.
 
     Raises:
-        SharedError: the file cannot be read, or is another model's.
+        SharedError: the file cannot be read, or holds another model's weights.
     """
     found, new, path = dict[str, Tensor](), list[str](), Path()
     with group.raise_on_all_ranks():
         if group.is_rank_zero and config.weights:
             path = resolve_weights(config.model, config.weights)
-            found, new = choose(read_weights(path), state.model, path)
-    told = load(group.broadcast_bytes(save(found) if group.is_rank_zero else None))
-    load_full_state_dict(state.model, told, sharded=state.sharded, strict=False)
+            found, new = select_weights(read_weights(path), state.model, path)
+    weights = load(group.broadcast_bytes(save(found) if group.is_rank_zero else None))
+    load_full_state_dict(state.model, weights, sharded=state.sharded, strict=False)
     if state.ema:
         state.ema.model.load_state_dict(state.model.state_dict())
     return f"beginning with {path}" + (f", but a new {', '.join(new)}" if new else "")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file, under the names that the model's own code gives them. No pickle of it is run.
+    """The tensors in a file, by the names of the model's own code. Runs no pickled code.
 
     Raises:
-        UserError: it cannot be read, or holds something else.
+        UserError: the file cannot be read, or holds something else.
     """
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else _load_pickle(path)
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, KeyError) as error:
         reason = (str(error).splitlines() or [repr(error)])[0]
         raise UserError(f"--weights is {path}, which cannot be read ({reason}): give another file") from error
-    content = next((content[name] for name in _AROUND if isinstance(content, Mapping) and name in content), content)
+    content = next((content[name] for name in _KEYS if isinstance(content, Mapping) and name in content), content)
     if not isinstance(content, Mapping) or not all(torch.is_tensor(value) for value in content.values()):
         raise UserError(f"--weights is {path}, which holds no tensors by name: give a state_dict")
     return {_own_name(str(name)): value for name, value in content.items()}
 
 
 def _load_pickle(path: Path) -> Any:
-    from pickle import UnpicklingError  # noqa: PLC0415  # what torch raises if a file wants more than tensors
+    from pickle import UnpicklingError  # noqa: PLC0415  # torch raises it for more than tensors
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        raise ValueError("it is no file of weights alone") from error
+        raise ValueError("it holds more than tensors") from error
 
 
 def _own_name(name: str) -> str:
@@ -80,11 +80,11 @@ def _own_name(name: str) -> str:
     return _OLD_NAME.sub(r"\1\2.", name)
 
 
-def choose(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors that fit a model, and the layers of its head that there are none for.
+def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors that fit a model, and the layers of its head without fitting ones, which stay random.
 
     Raises:
-        UserError: other parts of the model do not fit.
+        UserError: other layers have no fitting ones.
     """
     own, head = model.state_dict(), head_name(model)
     fitting = {name: found[name].contiguous().clone() for name in own if _fits(name, found, own)}
@@ -93,7 +93,7 @@ def choose(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> tuple[d
     if wrong:
         missing = f"{len(wrong)} of its layers have other weights or none, such as {wrong[0]}"
         raise UserError(f"--weights is {path}, which is not of this model: {missing}")
-    # A layer is taken as a whole or not at all.
+    # All tensors of a layer are loaded, or none.
     return {name: value for name, value in fitting.items() if name.rpartition(".")[0] not in layers}, sorted(layers)
 
 

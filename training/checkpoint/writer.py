@@ -27,30 +27,22 @@ _SNAPSHOT_MODE = 0o700
 
 
 class Destination(Protocol):
-    """Where a StateWriter writes states, and what follows a success or a failure."""
+    """Where a StateWriter writes states."""
 
     interval: Interval
     skips_while_busy: bool
-    """Whether a state is skipped while the one before is being written, instead of waiting for that."""
+    """Whether to skip a state while the previous one is being written, instead of waiting for that."""
 
     def is_ready(self, size_bytes: int) -> bool:
         """Whether this rank can write a state of this size now."""
         ...
 
     def write(self, step: int, copy: HostCopy) -> None:
-        """Write a state; runs in the writer's thread.
-
-        Raises:
-            OSError: it could not be written; the older states are all there.
-        """
+        """Write a state, or raise an OSError and leave the older states. Runs in the writer's thread."""
         ...
 
-    def succeeded(self, step: int, write_seconds: float, copy_seconds: float) -> None:
-        """Report a state that was written; runs in the writer's thread."""
-        ...
-
-    def failed(self, step: int, error: OSError) -> None:
-        """Report a state that could not be written; runs in the writer's thread."""
+    def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
+        """Report a state that was written or could not be. Runs in the writer's thread."""
         ...
 
 
@@ -129,14 +121,14 @@ class StateWriter:
         if not self._copy.is_finite:
             # The training ends when it finds that it has diverged. Until then the older states are the better ones.
             return
+        problem = None
         try:
             self._destination.write(step, self._copy)
         except OSError as error:
-            self._unwritten_step = step
-            self._destination.failed(step, error)
-        else:
-            self._unwritten_step = None
-            self._destination.succeeded(step, time.monotonic() - began, copy_seconds)
+            problem = error
+        self._unwritten_step = step if problem else None
+        seconds = {"seconds": round(time.monotonic() - began, 3), "copy_seconds": round(copy_seconds, 4)}
+        self._destination.report(step, seconds, problem)
         # Where the ranks compute on the CPU, the thread takes CPU time from them.
         self._thread_seconds = time.thread_time() - thread_began if self._group.device.type == "cpu" else 0.0
 
@@ -178,13 +170,11 @@ class CheckpointDestination:
 
         self._save(self._directory, step, fill, self._keep)
 
-    def succeeded(self, step: int, write_seconds: float, copy_seconds: float) -> None:
-        """Record it."""
-        seconds, copied = round(write_seconds, 3), round(copy_seconds, 4)
-        self._logger.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=copied)
-
-    def failed(self, step: int, error: OSError) -> None:
-        """Warn."""
+    def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
+        """Record the event; warn of a failure."""
+        if error is None:
+            self._logger.event("checkpoint_saved", step=step, **seconds)
+            return
         self._logger.console.warn(f"no checkpoint of step {step} ({error}): free some space below {self._directory}")
         self._logger.event("checkpoint_failed", step=step, reason=str(error))
 
@@ -223,12 +213,10 @@ class SnapshotDestination:
         if self.directory:
             save_checkpoint(self.directory, step, copy.write, KEPT, _SNAPSHOT_MODE)
 
-    def succeeded(self, step: int, write_seconds: float, copy_seconds: float) -> None:
-        """Record nothing: there are many snapshots."""
-
-    def failed(self, step: int, error: OSError) -> None:  # noqa: ARG002  # of the protocol
-        """Warn."""
-        self._warn(str(error))
+    def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
+        """Warn of a failure."""
+        if error:
+            self._warn(str(error))
 
     def _warn(self, reason: str) -> None:
         """Warn once that there are no snapshots. Each save tries again."""

@@ -1,4 +1,4 @@
-"""Puts a training together and runs it. Runs on every rank, after torch may be imported."""
+"""Connects the ranks, opens the data, builds the model and trains. Runs on every rank; imports torch."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ from training.models.sync_batch_norm import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, SharedError, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
 
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 
 
 def launch(context: RunContext, rank_info: RankInfo) -> None:
@@ -32,39 +32,40 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         UnfitNodeError: this rank's node cannot train.
         TorchrelayError: the training failed.
     """
-    make_repeatable(everything=context.config.deterministic)
+    make_deterministic(everything=context.config.deterministic)
     group = connect(rank_info, watched=context.node_dir is not None)
     context.heartbeat.beat("start")
-    # After an error there is no leaving in good order: it waits for ranks that may be no more.
+    # Not in a `finally`: after an error `disconnect` would wait for ranks that may be dead.
     if not _is_complete(context, group):
         report = check(group, context.fault)
         trainer = make_trainer(context, group)
         trainer.logger.event("preflight", **asdict(report))
-        # What there is now stays to the end: no need to look through it, and for loader workers to get copies of it.
+        # The objects so far live to the end. Frozen, they cost the garbage collector no time, and its counters do not
+        # make loader workers copy their pages.
         gc.freeze()
         gc.enable()
         trainer.run()
     disconnect()
 
 
-def make_repeatable(*, everything: bool) -> None:
-    """Have the same sums in the same order every time; the fastest algorithm of the day is not that.
+def make_deterministic(*, everything: bool) -> None:
+    """Choose deterministic kernels for convolutions and matrix products; no cuDNN autotuning.
 
-    That fixes convolutions and matrix products (with CUBLAS_WORKSPACE_CONFIG, `training.__main__`). With
-    `everything`, what cannot be repeated raises a RuntimeError instead.
+    Matrix products need CUBLAS_WORKSPACE_CONFIG too (`training.__main__`). With `everything`, operations without a
+    deterministic kernel raise a RuntimeError.
     """
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(mode=everything)
-    # Nothing reads memory that it has not written: filling it first would cost time for nothing.
+    # Nothing here reads uninitialized memory, so filling it would cost time for nothing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
 
 
 def _is_complete(context: RunContext, group: ProcessGroup) -> bool:
-    """Whether there is nothing left to do: as rank 0 sees it, for the others' view of shared storage may be older."""
+    """Whether the run is complete, as rank 0 sees it: the other ranks' view of shared storage may be older."""
     complete = any(group.all_gather_object(group.is_rank_zero and context.run_dir.final_result.exists()))
     if complete and group.is_rank_zero:
-        print(f"{context.run_dir.path} is complete already: {context.run_dir.final_result}", flush=True)
+        print(f"{context.run_dir.path} is already complete: {context.run_dir.final_result}", flush=True)
     return complete
 
 
@@ -72,7 +73,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     """Open the data and build the model.
 
     Raises:
-        SharedError: a flag or the data do not suit, on some rank; every rank raises it.
+        SharedError: on every rank, if a flag or the data do not suit on some rank.
     """
     config = context.config
     with group.raise_on_all_ranks():
@@ -100,7 +101,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
 
 
 def _share_file_index(layout: DataLayout | None, context: RunContext, group: ProcessGroup) -> bytes:
-    """The list of an image folder's images: rank 0 alone looks for them, and the others believe it."""
+    """The index of an image folder, which rank 0 alone builds."""
     file_index = b""
     with group.raise_on_all_ranks():
         if group.is_rank_zero and layout and layout.kind == "image-folder":
@@ -109,28 +110,25 @@ def _share_file_index(layout: DataLayout | None, context: RunContext, group: Pro
 
 
 def _check_same(data: Data, group: ProcessGroup) -> None:
-    """Every node has a copy of the data: make sure that they are the same.
+    """Check that the copies of the data on all nodes are the same.
 
-    Of an image folder all know rank 0's list; an image that another node lacks is missed when it is to be read.
+    Of an image folder all ranks have rank 0's index; a file that another node lacks is found out when it is read.
     """
-    prints = group.all_gather_object((len(data.train), data.fingerprint))
-    other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
+    found = group.all_gather_object((len(data.train), data.fingerprint))
+    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
     if other is not None:
         raise SharedError(
-            f"--data is not the same everywhere: rank 0 has {prints[0][0]} training images, rank {other} "
-            f"{prints[other][0]}, or other names or labels: stage the data again"
+            f"--data is not the same everywhere: rank 0 has {found[0][0]} training images, rank {other} "
+            f"{found[other][0]}, or other names or labels: stage the data again"
         )
 
 
 def _workers(wanted: int | None, data: Data, rank_info: RankInfo) -> int:
-    """Loader workers of a rank: its share of the node's cores, unless there is next to nothing to do.
-
-    What lies on a device is out of a worker's reach, and needs none.
-    """
+    """Loader workers of a rank: by default its share of the node's cores; none for data that need no work."""
     if data.on_device:
         return 0
     if wanted is not None:
         return wanted
     if data.cheap:
         return 0
-    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // rank_info.local_world_size)
+    return min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // rank_info.local_world_size)

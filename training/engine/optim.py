@@ -1,12 +1,19 @@
-"""Optimizers by name, and mixed precision. Runs on every rank."""
+"""Optimizers by name, and the learning rate as a pure function of the step and the validations. Runs on every rank.
 
+What a schedule remembers is in `Progress`, which is saved.
+"""
+
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from training.config.train_config import TrainConfig
+from training.config.rules import parse_step_epochs
+from training.config.train_config import SCALE_BATCH, TrainConfig
+from training.runtime.progress import Progress
 
 Groups = list[dict[str, Any]]
 
@@ -18,7 +25,7 @@ def _sgd(groups: Groups, config: TrainConfig) -> Optimizer:
 
 
 # By the names of `training.config.train_config.Optimizer`.
-MAKERS: dict[str, Callable[[Groups, TrainConfig], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig], Optimizer]] = {
     "sgd": _sgd,
     "adamw": lambda groups, config: AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999)),
     "adam": lambda groups, config: Adam(groups, lr=config.lr, betas=(config.momentum, 0.999)),
@@ -26,17 +33,18 @@ MAKERS: dict[str, Callable[[Groups, TrainConfig], Optimizer]] = {
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """An optimizer of what is to be trained. Biases and norms, whatever has one dimension, decay only if they should.
+    """An optimizer of the parameters that require gradients.
 
-    They are a group of their own in any case: so the flag may change in the course of a run.
+    Biases and norms (what has one dimension) are always a group of their own, so --decay-norm-and-bias may change
+    during a run.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    of_others = config.weight_decay if config.decay_norm_and_bias else 0.0
+    decay_of_others = config.weight_decay if config.decay_norm_and_bias else 0.0
     groups: Groups = [
         {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": of_others},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": decay_of_others},
     ]
-    return MAKERS[config.optimizer]([group for group in groups if group["params"]], config)
+    return OPTIMIZERS[config.optimizer]([group for group in groups if group["params"]], config)
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
@@ -48,3 +56,93 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
 def current_learning_rate(optimizer: Optimizer) -> float:
     """The learning rate of the last step."""
     return float(optimizer.param_groups[0]["lr"])
+
+
+# --- schedules ---
+
+# torch's ReduceLROnPlateau counts a loss that is lower by this share as an improvement.
+_THRESHOLD = 1e-4
+# As in torch's OneCycleLR: the first learning rate as a share of the highest, and the last as a share of the first.
+_ONE_CYCLE_FIRST, _ONE_CYCLE_LAST = 1 / 25, 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrPosition:
+    """A step's position in a training."""
+
+    step: int
+    """Steps done before it."""
+    warmup_steps: int
+    steps_per_epoch: int
+    total_steps: int
+
+    @property
+    def share(self) -> float:
+        """The share of the steps after the warm-up that are done: 0 to 1."""
+        return (self.step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+
+
+def _cosine(start: float, end: float, share: float) -> float:
+    """From start to end along half a cosine."""
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def _step(config: TrainConfig, position: LrPosition) -> float:
+    epoch, epochs = position.step // position.steps_per_epoch, parse_step_epochs(config.lr_step_epochs)
+    drops = epoch // epochs[0] if len(epochs) == 1 else sum(epoch >= drop for drop in epochs)
+    return config.lr_gamma**drops
+
+
+def _one_cycle(_config: TrainConfig, position: LrPosition) -> float:
+    """Smith and Topin, "Super-convergence" (2018), like torch's OneCycleLR in two phases with a constant momentum."""
+    top, last = max(0, position.warmup_steps - 1), max(1, position.total_steps - 1)
+    if position.step < top:
+        return _cosine(_ONE_CYCLE_FIRST, 1.0, position.step / top)
+    return _cosine(1.0, _ONE_CYCLE_FIRST * _ONE_CYCLE_LAST, (position.step - top) / max(1, last - top))
+
+
+# The share of the highest learning rate, by the names of `training.config.train_config.LrScheduler`.
+# Cosine: Loshchilov and Hutter, "SGDR" (2017), without restarts.
+SCHEDULES: dict[str, Callable[[TrainConfig, LrPosition], float]] = {
+    "cosine": lambda _, position: _cosine(1.0, 0.0, position.share),
+    "step": _step,
+    "one-cycle": _one_cycle,
+    # Progress.lr_factor lowers it.
+    "plateau": lambda *_: 1.0,
+    "constant": lambda *_: 1.0,
+}
+_SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda _: 1.0, "sqrt": math.sqrt, "linear": float}
+
+
+def highest_learning_rate(config: TrainConfig) -> float:
+    """`--lr`, scaled with the global batch size."""
+    return config.lr * _SCALINGS[config.lr_scaling](config.batch_size / SCALE_BATCH)
+
+
+def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> float:
+    """The learning rate of the next step: a linear warm-up (one-cycle has its own), then the schedule."""
+    total_steps, step = steps_per_epoch * config.epochs, progress.step
+    warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), total_steps)
+    highest = highest_learning_rate(config) * progress.lr_factor
+    if step < warmup_steps and config.lr_scheduler != "one-cycle":
+        return highest * (step + 1) / warmup_steps
+    position = LrPosition(
+        step=step, warmup_steps=warmup_steps, steps_per_epoch=steps_per_epoch, total_steps=total_steps
+    )
+    return highest * SCHEDULES[config.lr_scheduler](config, position)
+
+
+def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> None:
+    """After a validation, lower the learning rate if the loss has not improved for too long.
+
+    Like torch's ReduceLROnPlateau with its defaults.
+    """
+    if config.lr_scheduler != "plateau":
+        return
+    if progress.plateau_loss is None or val_loss < progress.plateau_loss * (1 - _THRESHOLD):
+        progress.plateau_loss, progress.plateau_epochs = val_loss, 0
+    else:
+        progress.plateau_epochs += 1
+    if progress.plateau_epochs > config.plateau_patience:
+        progress.lr_factor *= config.lr_gamma
+        progress.plateau_epochs = 0

@@ -1,7 +1,6 @@
-"""Can this rank's device compute, and the ranks talk to each other? Runs on every rank, before a training.
+"""Checks that each device computes correctly and that all ranks communicate. Runs on every rank, before a training.
 
-`python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun is the same as a program of its own, for
-scripts that are not ours.
+`python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script.
 """
 
 import faulthandler
@@ -24,28 +23,28 @@ from training.runtime.process_group import ProcessGroup, UnfitNodeError, connect
 from training.runtime.run_context import rank_info_from
 
 _SIDE = 256
-_TURNS = 3
+_REPEATS = 3
 # Enough for the bandwidth to count more than the latency, and little enough for a fraction of a second.
 _MEGABYTES = {"cpu": 2, "cuda": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """What was found out; the same on every rank, but for the clock."""
+    """The result, the same on every rank but for the clock."""
 
     world_size: int
     allreduce_gb_per_second: float | None
-    """Bus bandwidth of the fastest all-reduce, 2 (n - 1) / n x bytes / time: what each of n ranks has sent, by
-    nccl-tests' definition, so that it does not depend on n. None: there is only one rank."""
+    """Bus bandwidth of the fastest all-reduce, as nccl-tests defines it: 2 (n - 1) / n x bytes / time, which each of n
+    ranks sends, so that it does not depend on n. None: there is only one rank."""
     seconds: float
 
 
 def check(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
-    """Have all devices compute and all ranks talk.
+    """Let all devices compute and all ranks communicate.
 
     Raises:
-        UnfitNodeError: this rank's device or network makes mistakes.
-        TorchrelayError: another rank's does.
+        UnfitNodeError: this rank's device or network returned wrong results.
+        TorchrelayError: another rank's did.
     """
     began = time.monotonic()
     problem = _problem(group, falsify=fault.inject("preflight", 0, group.rank))
@@ -63,17 +62,17 @@ def check(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
 
 
 def _problem(group: ProcessGroup, *, falsify: bool) -> str:
-    """What is wrong with this rank's device; nothing if all is well."""
+    """What is wrong with this rank's device; empty if nothing is."""
     expected, found = _product(torch.device("cpu"), torch.float64), _product(group.device, torch.float32).to("cpu")
     found[0, 0] += falsify
     wrong = int((found.double() != expected).sum())
     if not wrong:
         return ""
-    return f"{_whereabouts(group)} computes wrongly: {wrong} of {_SIDE**2} elements of a matrix product are not right"
+    return f"{_describe_device(group)} computes wrongly: {wrong} of {_SIDE**2} elements of a matrix product are wrong"
 
 
 def _product(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The product of two matrices of small whole numbers: no way to add them up, and no TF32, rounds anything."""
+    """The product of two matrices of small integers, which is exact in any order of summation, also with TF32."""
     numbers = torch.arange(_SIDE, device=device, dtype=torch.int64)
     left = (numbers[:, None] * 7 + numbers * 3) % 17 - 8
     right = (numbers[:, None] * 5 + numbers * 11) % 13 - 6
@@ -81,9 +80,9 @@ def _product(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _bandwidth(group: ProcessGroup) -> float:
-    """Bus bandwidth in GB/s of the fastest of a few all-reduces of all ranks, on their devices."""
+    """Bus bandwidth in GB/s of the fastest of a few all-reduces on the devices of all ranks."""
     values = torch.empty(_MEGABYTES[group.device.type] * 2**20 // 4, device=group.device)
-    fastest = min(_all_reduce_seconds(values, group) for _ in range(_TURNS))
+    fastest = min(_all_reduce_seconds(values, group) for _ in range(_REPEATS))
     return 2 * (group.world_size - 1) / group.world_size * values.nbytes / fastest / 1e9
 
 
@@ -96,17 +95,19 @@ def _all_reduce_seconds(values: Tensor, group: ProcessGroup) -> float:
     seconds = time.perf_counter() - began
     expected = group.world_size * (group.world_size + 1) / 2
     if wrong := int((values != expected).sum()):
-        raise UnfitNodeError(f"{_whereabouts(group)} got {wrong} of {len(values)} elements of an all-reduce wrongly")
+        raise UnfitNodeError(
+            f"{_describe_device(group)} got {wrong} of {len(values)} elements of an all-reduce wrongly"
+        )
     return seconds
 
 
-def _whereabouts(group: ProcessGroup) -> str:
+def _describe_device(group: ProcessGroup) -> str:
     device = f"{torch.cuda.get_device_name()} {group.device.index}" if group.device.type == "cuda" else "the CPU"
     return f"rank {group.rank} on {platform.node()} ({device})"
 
 
 def main(run_dir: str, attempt: str) -> int:
-    """Check, print a line and record it, and turn errors into one line and an exit code."""
+    """Check, print and record the result; turn errors into one line and an exit code."""
     rank_info = rank_info_from(os.environ)
     try:
         group = connect(rank_info)
@@ -116,8 +117,8 @@ def main(run_dir: str, attempt: str) -> int:
         return error.exit_code
     if rank_info.is_rank_zero:
         speed = report.allreduce_gb_per_second
-        told = f", all-reduce {speed} GB/s" if speed is not None else ""
-        print(f"preflight: {group.description}{told}, {report.seconds} s", flush=True)
+        bandwidth = f", all-reduce {speed} GB/s" if speed is not None else ""
+        print(f"preflight: {group.description}{bandwidth}, {report.seconds} s", flush=True)
         logger = RunLogger(RunDir(Path(run_dir)), int(attempt), Console(enabled=True), writes=True)
         logger.event("preflight", **asdict(report))
     disconnect()

@@ -1,4 +1,4 @@
-"""One optimizer step: what all ranks do with a global batch, of which each has a share. Runs on every rank."""
+"""One optimizer step: all ranks train on a global batch, each on its share. Runs on every rank."""
 
 from contextlib import nullcontext
 
@@ -13,8 +13,7 @@ from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
-from training.engine.lr_schedule import learning_rate
-from training.engine.optim import set_learning_rate
+from training.engine.optim import learning_rate, set_learning_rate
 from training.models.factory import Preprocess
 from training.models.head import set_train_mode
 from training.models.parallel import compiler_error, wrap_for_training
@@ -25,7 +24,7 @@ from training.runtime.process_group import ProcessGroup, SharedError
 
 
 class Stepper:
-    """Makes steps. It has no state of its own: all of it is in the TrainState."""
+    """Makes steps. All state is in the TrainState."""
 
     def __init__(
         self,
@@ -41,27 +40,27 @@ class Stepper:
         self.wrapped = wrap_for_training(state.model, config, group)
 
     def warm_up(self, channels: int, size: int) -> None:
-        """Make a backward pass that changes nothing, of images as they come from the data.
+        """Make a backward pass that changes nothing, on blank images of this many channels and pixels a side.
 
-        DDP lays out its buckets anew after the first backward pass, which changes the order of the sums of three and
-        more ranks. If that pass is not a step, the steps of a resumed run add up as those of an uninterrupted one do.
+        DDP rebuilds its buckets after the first backward pass, which changes the order of summation for three and more
+        ranks. Because that pass is not a step, the steps of a resumed run add up in the order of an uninterrupted one.
 
         Raises:
-            SharedError: the model cannot be trained on as few images, or not repeatably.
+            SharedError: the model cannot be trained on so few images, or not deterministically.
         """
         model = self.state.model
         set_train_mode(model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         images = min(2, self.schedule.batch_size // (self.group.world_size * self.config.grad_accum_steps))
         if self.config.compile:
-            images = self._first_part()
+            images = self._first_micro_batch()
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
         try:
             with autocast(self.config, self.group.device):
                 logits = self.wrapped(self.preprocess(blank))
             logits.float().sum().backward()
         except ValueError as error:
-            # What batch normalisation says if it sees one value.
+            # Batch normalisation needs more than one value.
             raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
         except RuntimeError as error:
             if self.config.compile and (reason := compiler_error(error)):
@@ -74,19 +73,19 @@ class Stepper:
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
 
-    def _first_part(self) -> int:
-        """Images of the first part of a step on this rank: code for another number would be compiled in vain."""
+    def _first_micro_batch(self) -> int:
+        """Images of this rank's first micro-batch of a step: code compiled for another number would not be used."""
         start, end = split_range(
             self.schedule.batch_size, self.group.rank, self.group.world_size, self.schedule.samples_per_group
         )
         return split_range(end - start, 0, self.config.grad_accum_steps, self.schedule.samples_per_group)[1]
 
     def step(self, batch: Batch, loss_meter: LossMeter) -> None:
-        """One optimizer step.
+        """Make one optimizer step.
 
-        DDP averages over the ranks. Each rank's sum is scaled such that the average is the mean over the global
-        batch, however unequal the shares; FSDP averages too. Of an accumulated step only the last part's backward pass
-        communicates with DDP.
+        DDP and FSDP average gradients over the ranks. Each rank's sum is scaled so that the average is the mean over
+        the global batch, however unequal the shares. With gradient accumulation, DDP communicates in the backward pass
+        of the last micro-batch alone.
         """
         config, state, progress = self.config, self.state, self.state.progress
         loss_meter.begin_step()
@@ -94,9 +93,10 @@ class Stepper:
         set_train_mode(state.model)
         set_learning_rate(state.optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
         mix = draw_mix(config, progress.step, self.preprocess.size)
-        for part in range(config.grad_accum_steps):
-            start, end = split_range(len(batch.labels), part, config.grad_accum_steps, self.schedule.samples_per_group)
-            with nullcontext() if part == config.grad_accum_steps - 1 else self.wrapped.no_sync():
+        micro_batches = config.grad_accum_steps
+        for index in range(micro_batches):
+            start, end = split_range(len(batch.labels), index, micro_batches, self.schedule.samples_per_group)
+            with nullcontext() if index == micro_batches - 1 else self.wrapped.no_sync():
                 loss = self._loss(batch.images[start:end], batch.labels[start:end], mix)
                 scaled = state.scaler.scale(loss * (self.group.world_size / self.schedule.batch_size))
                 torch.autograd.backward(scaled)
@@ -109,7 +109,7 @@ class Stepper:
             state.ema.update(state.model, progress.step)
 
     def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> Tensor:
-        """The sum of the losses of a part of this rank's share."""
+        """The sum of the losses of a micro-batch."""
         inputs = self.preprocess(images)
         with autocast(self.config, self.group.device):
             logits = self.wrapped(mix_images(mix, inputs) if mix else inputs)
@@ -120,11 +120,11 @@ class Stepper:
         return functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
 
     def _update(self) -> None:
-        """Use the gradients, and forget them."""
+        """Apply the gradients, and clear them."""
         optimizer, scaler = self.state.optimizer, self.state.scaler
         self.state.wait_for_copies()
         if self.config.clip_grad_norm:
-            # The norm of scaled gradients would be that of the scale.
+            # The norm must not depend on the loss scale.
             scaler.unscale_(optimizer)
             clip_grad_norm_(self.state.model.parameters(), self.config.clip_grad_norm)
         scaler.step(optimizer)

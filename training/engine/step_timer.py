@@ -1,8 +1,8 @@
-"""How fast a rank is, and how much of that is its own doing: what tells a slow rank from those that wait for it.
+"""Step times of a rank, and its own share of them, which tells a straggler from the ranks that wait for it.
 
-Runs on every rank. DDP makes all ranks as slow as the slowest: their steps take the same time. So each rank measures
-what it does alone: waiting for its batch, and the forward pass of the model inside of DDP, after DDP has brought it
-rank 0's batch statistics. The backward pass is left out: the other ranks' gradients are awaited in it.
+Runs on every rank. With DDP the steps of all ranks take as long as those of the slowest. So each rank measures what it
+does alone: waiting for its batch, and the forward pass of the model inside DDP, after the broadcast of rank 0's batch
+statistics. The backward pass waits for the gradients of other ranks, and is not measured.
 """
 
 import time
@@ -22,7 +22,7 @@ from training.runtime.run_context import RunContext
 
 _RECENT_STEPS = 10
 
-# A moment: on a CPU in seconds; on a GPU an event in its queue, which has a time once the GPU has come there.
+# A point in time: on a CPU in seconds; on a GPU an event in its queue, which has a time once the GPU has reached it.
 _Mark = float | torch.cuda.Event
 
 
@@ -34,19 +34,19 @@ class _Step:
 
 
 class StepTimer:
-    """Times the steps of one rank, without making its device wait, and tells the heartbeat."""
+    """Times the steps of one rank without making its device wait, and writes the times to the heartbeat."""
 
     def __init__(self, context: RunContext, group: ProcessGroup, model: nn.Module) -> None:
         self._heartbeat, self._fault, self._rank = context.heartbeat, context.fault, group.rank
         self._on_gpu = group.device.type == "cuda"
         self._began = 0.0
         self.loading_seconds = 0.0
-        """Seconds that the last batch was waited for."""
+        """How long this rank waited for the last batch."""
         self._entered: _Mark = 0.0
         self._forwards: list[tuple[_Mark, _Mark]] = []
         self._unread: deque[_Step] = deque()
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_STEPS)
-        # SyncBN and FSDP wait for the other ranks in the middle of the forward pass: then the loading must do.
+        # With SyncBN and FSDP the forward pass waits for other ranks: there the loading alone is measured.
         if not context.config.sync_bn and context.config.strategy == "ddp":
             model.register_forward_pre_hook(self._enter)
             model.register_forward_hook(self._leave)
@@ -60,7 +60,7 @@ class StepTimer:
             self._forwards.append((self._entered, self._mark()))
 
     def batches(self, batches: Iterator[Batch], progress: Progress) -> Iterator[Batch]:
-        """The same batches; waiting for one is a part of the step that follows."""
+        """The same batches, timed: the wait for a batch is a part of the step that follows."""
         while True:
             self._heartbeat.beat("load", progress.step)
             self._began = time.perf_counter()
@@ -70,12 +70,12 @@ class StepTimer:
                 return
             self.loading_seconds = time.perf_counter() - self._began
             self._heartbeat.beat("step", progress.step)
-            # What a pass that was no step, or a validation, has left.
+            # The warm-up and validations leave some.
             self._forwards = []
             yield batch
 
     def step_done(self) -> None:
-        """The step is over, on the CPU's side."""
+        """Record a step, which is over on the CPU."""
         wall = time.perf_counter() - self._began
         self._unread.append(_Step(wall=wall, loading=self.loading_seconds, forwards=self._forwards))
         while self._unread and (busy := _busy_seconds(self._unread[0])) is not None:
@@ -93,7 +93,7 @@ class StepTimer:
 
 
 def _busy_seconds(step: _Step) -> float | None:
-    """A rank's own work in a step; None: the device has not come so far."""
+    """Seconds of a rank's own work in a step; None: the device has not finished it."""
     forwards = [_seconds_between(start, end) for start, end in step.forwards]
     known = [seconds for seconds in forwards if seconds is not None]
     return step.loading + sum(known) if len(known) == len(forwards) else None

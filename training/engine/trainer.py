@@ -22,8 +22,7 @@ from training.data.loader import Batch, load_device_batches
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
 from training.engine.loss_meter import DivergedError, LossMeter
-from training.engine.lr_schedule import follow_plateau
-from training.engine.optim import current_learning_rate, make_optimizer
+from training.engine.optim import current_learning_rate, follow_plateau, make_optimizer
 from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator

@@ -21,7 +21,7 @@ from hpc.core.program import INTERRUPTED
 from hpc.core.rundir import RunDir
 from training.config.command_line import RecipeName, parse_flags
 from training.config.train_config import TrainConfig
-from training.engine.launch import make_repeatable, make_trainer
+from training.engine.launch import make_deterministic, make_trainer
 from training.engine.trainer import Trainer
 from training.profile.measure import Costs, Meter
 from training.runtime.process_group import connect, disconnect
@@ -106,7 +106,7 @@ def profile(arguments: ProfileOptions) -> None:
         TorchrelayError: it failed.
     """
     config = replace(arguments.train, epochs=_EPOCHS)
-    make_repeatable(everything=config.deterministic)
+    make_deterministic(everything=config.deterministic)
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory(prefix="torchrelay-profile-") as directory:
         context = RunContext(config=config, run_dir=RunDir(Path(directory)), attempt=1, started=time.monotonic())

@@ -17,7 +17,7 @@ from training.config.config_file import recipe_path, recipes, with_config
 from training.config.model_names import check_model
 from training.config.pretrained import torchvision_weights
 from training.config.train_config import TrainConfig
-from training.engine.lr_schedule import highest_rate
+from training.engine.optim import highest_learning_rate
 
 KNOWN = flag_names(SubmitTraining)
 
@@ -90,7 +90,7 @@ def test_the_rate_of_the_vgg19_recipe_grows_with_the_square_root_of_the_ranks() 
     for world_size in (1, 4, 8):
         flags = ["--recipe=vgg19-20class", "--data=/photos", f"--batch-size={64 * world_size}"]
         train = parse(SubmitTraining, with_config(flags, KNOWN), "hpc submit").train
-        assert highest_rate(train) == pytest.approx(1e-4 * world_size**0.5)
+        assert highest_learning_rate(train) == pytest.approx(1e-4 * world_size**0.5)
 
 
 def test_a_copy_of_a_recipe_can_be_given_as_a_file(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class Harm:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (Harm(), "which cannot be read (it is no file of weights alone): give another file"),
+        (Harm(), "which cannot be read (it holds more than tensors): give another file"),
         (b"neither", "which cannot be read ("),
         ({"epoch": 3}, "which holds no tensors by name: give a state_dict"),
         ({"features.0.weight": torch.zeros(16, 1, 3, 3)}, "which is not of this model: 37 of its layers have other"),

@@ -15,8 +15,14 @@ from trainer_rig import Starter, lines
 from hpc.core.errors import UserError
 from training.config.rules import parse_step_epochs
 from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig
-from training.engine.lr_schedule import CURVES, follow_plateau, highest_rate, learning_rate
-from training.engine.optim import MAKERS, make_optimizer
+from training.engine.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    follow_plateau,
+    highest_learning_rate,
+    learning_rate,
+    make_optimizer,
+)
 from training.runtime.progress import Progress
 
 EPOCH = 10
@@ -39,9 +45,9 @@ def rates_of_torch(make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler], 
 
 
 def test_every_name_has_its_meaning() -> None:
-    assert MAKERS.keys() == set(get_args(Optimizer))
-    assert CURVES.keys() == set(get_args(LrScheduler))
-    assert [highest_rate(TrainConfig(data="x", lr_scaling=name)) for name in get_args(LrScaling)]
+    assert OPTIMIZERS.keys() == set(get_args(Optimizer))
+    assert SCHEDULES.keys() == set(get_args(LrScheduler))
+    assert [highest_learning_rate(TrainConfig(data="x", lr_scaling=name)) for name in get_args(LrScaling)]
 
 
 @pytest.mark.parametrize(

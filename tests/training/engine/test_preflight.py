@@ -35,7 +35,7 @@ def test_a_rank_alone_has_no_bandwidth(group: ProcessGroup) -> None:
 
 
 def test_a_device_that_computes_wrongly_is_found_out(group: ProcessGroup) -> None:
-    message = r"rank 0 on .+ \(the CPU\) computes wrongly: 1 of 65536 elements of a matrix product are not right"
+    message = r"rank 0 on .+ \(the CPU\) computes wrongly: 1 of 65536 elements of a matrix product are wrong"
     with pytest.raises(UnfitNodeError, match=message) as raised:
         check(group, parse_fault("preflight@0:0"))
     assert raised.value.exit_code == EXIT_BAD_NODE

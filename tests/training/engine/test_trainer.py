@@ -81,7 +81,7 @@ def test_a_complete_run_is_left_alone(start: Starter) -> None:
     before = (run / "final" / "result.json").stat().st_mtime_ns
     again = start(*SHORT)
     assert again.wait() == [0]
-    assert "is complete already" in again.output()
+    assert "is already complete" in again.output()
     assert (run / "final" / "result.json").stat().st_mtime_ns == before
     assert len(events(run, "train_started")) == 1
 
