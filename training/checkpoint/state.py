@@ -127,14 +127,20 @@ class TrainState:
         """Check that a saved state belongs to this run.
 
         Args:
-            values: what `state_dict` returned beside the tensors.
+            values: of the state, without its tensors.
             checkpoint: its name.
 
         Raises:
-            UserError: it was made with other data, by another version of the trainer, or with another value of a flag
-                that it depends on.
+            UserError: a flag that it depends on has changed, the data are others, or another version made it.
         """
-        check_identity(values.get("identity", {}), self.identity, checkpoint)
+        saved = values.get("identity", {})
+        for name, value in self.identity.items():
+            if saved.get(name) != value:
+                before = f"{checkpoint} was made with {saved.get(name)}"
+                if name in _IDENTIFYING:
+                    raise UserError(f"{flag(name)} is {value}, but {before}: use that, or another --run-dir")
+                label = name.replace("_", " ")
+                raise UserError(f"--data has {label} {value}, but {before}: use the same data, or another --run-dir")
         if missing := sorted(self._parts.keys() - values.keys()):
             raise UserError(
                 f"{checkpoint} lacks {', '.join(missing)}: end the run with the version that began it, "
@@ -190,23 +196,3 @@ def identity(config: TrainConfig, data: Data) -> dict[str, Any]:
     """What a state belongs to: settings and data, wherever the data lie."""
     counts = {"train_samples": len(data.train), "classes": len(data.classes), "fingerprint": data.fingerprint}
     return {name: getattr(config, name) for name in _IDENTIFYING} | counts
-
-
-def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: str) -> None:
-    """Check that a state was made with the settings and the data of this run.
-
-    Raises:
-        UserError: names the first difference.
-    """
-    for name in _IDENTIFYING:
-        if saved.get(name) != current[name]:
-            raise UserError(
-                f"{flag(name)} is {current[name]}, but {checkpoint} was made with {saved.get(name)}: "
-                f"use that, or another --run-dir"
-            )
-    for name in ("train_samples", "classes", "fingerprint"):
-        if saved.get(name) != current[name]:
-            raise UserError(
-                f"--data has {name.replace('_', ' ')} {current[name]}, but {checkpoint} was made with "
-                f"{saved.get(name)}: use the same data, or another --run-dir"
-            )
