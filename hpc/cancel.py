@@ -1,6 +1,6 @@
 """`hpc cancel`: end a run for good. Runs on the login node.
 
-The ledger is told first: from then on no agent asks for a requeue, and a job that starts all the same does nothing.
+The event is recorded first: from then on no agent asks for a requeue, and a job that starts all the same does nothing.
 """
 
 import getpass
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def cancel(options: CancelOptions) -> int:
-    """Write it down, then end the job. A run that has ended already stays as it is."""
+    """Record it, then end the job. A run that has ended stays as it is."""
     run = cli.find_run(options.run, options.runs_dir)
     before = str(StatusCache().summary(run)["state"])
-    # What has failed may be about to go on: its next job is submitted by the supervisor.
+    # A failed run may be about to continue: the supervisor submits its next job.
     if before not in _OVER:
         EventWriter(run.events / "cancel.jsonl").append("cancelled", by=getpass.getuser())
     if RunSpec.load(run).cluster == "slurm":
@@ -57,7 +57,7 @@ def cancel(options: CancelOptions) -> int:
 
 
 def _cancel_jobs(run: RunDir) -> None:
-    """End all jobs of the run, those that somebody submitted by hand as well.
+    """End all jobs of the run, also those submitted by hand.
 
     Raises:
         TorchrelayError: Slurm does not answer.
@@ -66,12 +66,12 @@ def _cancel_jobs(run: RunDir) -> None:
         for job in jobs_of(run, slurm.jobs()):
             slurm.cancel(job.job_id)
     except TorchrelayError as error:
-        message = f"run {run.name} will not be requeued, but its job may go on: {error}; try again"
+        message = f"run {run.name} will not be requeued, but its job may still run: {error}; try again"
         raise TorchrelayError(message) from error
 
 
 def _cancel_local(run: RunDir) -> None:
-    """Ask submitit's controller to stop; it passes the signal on to the agents."""
+    """Send SIGTERM to submitit's controller, which passes it on to the agents."""
     for event in ledger.read(run.events):
         if event["event"] == "submitted" and is_alive(event["job_id"], event["started"]):
             os.kill(int(event["job_id"]), signal.SIGTERM)
@@ -82,9 +82,9 @@ def _answer(options: CancelOptions, run: RunDir, before: str) -> int:
     if options.json:
         cli.print_json({"run": run.name, "run_dir": str(run.path), "state": state})
     elif before in _OVER:
-        print(f"run {run.name} had ended already: {before}")
+        print(f"run {run.name} had already ended: {before}")
     else:
-        print(f"run {run.name} is cancelled: nothing requeues it")
+        print(f"run {run.name} is cancelled and will not be requeued")
     return 0
 
 

@@ -16,7 +16,7 @@ from conftest import ROOT
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.logs import __main__ as logs
-from hpc.logs.tail import Tail, lines_before, merged, offset_of_last
+from hpc.logs.reader import Tail, lines_before, merged, offset_of_last
 
 BLOCK = 2**17
 CRASH = {"exit_code": 1, "signal": None, "cause": "crashed"}
@@ -70,7 +70,7 @@ def test_json_is_one_document(run: RunDir, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out) == lines
 
 
-def test_run_without_logs_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_logs_has_a_notice(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert logs.main([str(run.path)]) == 0
     assert "has no such log yet" in capsys.readouterr().err
 
@@ -84,8 +84,8 @@ def fail(run: RunDir, *, detail: str = "KeyError: 'x'", named: int | None = 5) -
     """Rank 3 fails and is restarted; then rank 5 fails, rank 3 because of it, and the run has ended."""
     peer = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
     failures = ((1, 3, 10.0, peer), (2, 3, 19.5, peer), (2, 5, 20.0, detail))
-    for round_, rank, at, said in failures:
-        fields = {"attempt": 2, "round": round_, "rank": rank, "node": "gpu02", "failed_at": at, "detail": said}
+    for round_, rank, at, message in failures:
+        fields = {"attempt": 2, "round": round_, "rank": rank, "node": "gpu02", "failed_at": at, "detail": message}
         happened(run, "rank_failed", **fields, **CRASH)
         if round_ == 1:
             happened(run, "interruption", attempt=2, cause="crashed", step=0, rank=3, node="gpu02", failed_at=at)
@@ -102,7 +102,7 @@ def test_failed_run_starts_before_its_first_error(
     assert logs.main([str(run.path)]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == [f"[2:5] step {i}" for i in range(460, 500)] + ["[2:5] KeyError: 'x'", "[2:5] the end"]
-    assert "attempt 2 ended the run, and of its ranks 5 on gpu02 failed first (crashed)" in err
+    assert "attempt 2 failed; first failure: rank 5 on gpu02 (crashed)" in err
     assert "--all shows everything" in err
     assert len(printed(capsys, run, "--all")) == 2 * 502
     assert len(printed(capsys, run, "--rank=3")) == 502
@@ -152,7 +152,7 @@ def test_of_a_huge_log_only_the_end_is_read(run: RunDir) -> None:
     assert lines[-1] == "[1:0] step 199999"
     assert lines == [f"[1:0] step {i:06d}" for i in range(200_000 - len(lines), 200_000)]
     assert 2**20 <= len(lines) * len("step 000000\n") < 2**20 + 100
-    assert "--all shows them whole" in done.stderr
+    assert "only the ends of long logs are shown: --all shows everything" in done.stderr
 
 
 def test_endless_line_is_cut(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_lines_before_a_place(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("0\n1\n2\n3\n")
     assert [lines_before(log, 4, count) for count in (0, 1, 2, 9)] == [4, 2, 0, 0]
-    assert lines_before(log, 5, 0) == 4, "the beginning of the line that it is in"
+    assert lines_before(log, 5, 0) == 4, "the beginning of its line"
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_following_goes_on_over_attempts_to_the_last_line(run: RunDir, following
     assert (following.returncode, out, err) == (0, "[3:0] and no line break\n", "")
 
 
-def test_ctrl_c_ends_the_following_and_says_nothing(run: RunDir, following: "subprocess.Popen[str]") -> None:
+def test_ctrl_c_ends_the_following_silently(run: RunDir, following: "subprocess.Popen[str]") -> None:
     add(run.rank_log(1, 0), "one\n")
     assert line_of(following) == "[1:0] one"
     following.send_signal(signal.SIGINT)
@@ -263,7 +263,7 @@ def test_ctrl_c_ends_the_following_and_says_nothing(run: RunDir, following: "sub
     assert (following.returncode, out, err) == (130, "", "")
 
 
-def test_reader_that_has_seen_enough_ends_it_quietly(run: RunDir) -> None:
+def test_closed_pipe_ends_it_silently(run: RunDir) -> None:
     run.rank_log(1, 0).write_text("line\n" * 100_000)
     command = [sys.executable, "-m", "hpc.logs", "--all", str(run.path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

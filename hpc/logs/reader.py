@@ -1,0 +1,184 @@
+"""Reads logs that grow, of any size: in blocks, and only what is new. Runs on the login node."""
+
+import errno
+import functools
+import heapq
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+
+from hpc.core.rundir import RunDir
+
+_BLOCK_BYTES = 2**17
+# A file that was deleted while it was read, here or by another NFS client.
+_DELETED = {errno.ENOENT, errno.ESTALE}
+# As Python's logging and most others write times: 2026-11-21 09:00:05,123; and as torch does: W1121 09:00:05.123456.
+_TIME = re.compile(r"\W{0,2}(?:\d{4}-(\d\d)-(\d\d)[T ]|[A-Z](\d\d)(\d\d) )(\d\d:\d\d:\d\d(?:[.,]\d+)?)")
+
+Line = dict[str, int | str]
+
+
+@dataclass
+class Tail:
+    """One log, and its read position. Keeps no file open: there may be a thousand ranks."""
+
+    path: Path
+    offset: int = 0
+    time: str = ""
+    """The last time at the start of a line; times compare as text."""
+    _file: tuple[int, int] | None = None
+    _rest: bytes = b""
+
+    def lines(self, *, ended: bool = False) -> Iterator[str]:
+        """New lines; with `ended` also the text after the last line break.
+
+        A log that was replaced or truncated is read from its beginning; a missing one has no lines.
+        """
+        while block := self._block():
+            *whole, self._rest = (self._rest + block).split(b"\n")
+            if len(self._rest) > _BLOCK_BYTES:  # no line of text: cut it rather than keep it in memory
+                whole, self._rest = [*whole, self._rest], b""
+            yield from map(_visible, whole)
+        if ended and self._rest:
+            yield _visible(self._rest)
+            self._rest = b""
+
+    def _block(self) -> bytes:
+        try:
+            status = self.path.stat()
+            file = status.st_dev, status.st_ino
+            if self._file not in {file, None} or status.st_size < self.offset:
+                self.offset, self._rest = 0, b""
+            self._file = file
+            block = b"" if status.st_size == self.offset else _read(self.path, self.offset)
+        except OSError as error:
+            if error.errno not in _DELETED:
+                raise
+            return b""
+        self.offset += len(block)
+        return block
+
+
+def _read(path: Path, offset: int, size: int = _BLOCK_BYTES) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def _visible(line: bytes) -> str:
+    """A line as a terminal shows it: without what a progress bar has overwritten."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail, str]]:
+    """The new lines of several logs, sorted by the times that they start with.
+
+    A line without a time stays with the one before it; logs without times come one after the other.
+    """
+    timed = heapq.merge(*(_timed(tail, ended=ended) for tail in tails), key=lambda entry: entry[0])
+    return ((tail, line) for _, tail, line in timed)
+
+
+def _timed(tail: Tail, *, ended: bool) -> Iterator[tuple[str, Tail, str]]:
+    for line in tail.lines(ended=ended):
+        if found := _TIME.match(line):
+            tail.time = "".join(part.replace(",", ".") for part in found.groups() if part)
+        yield tail.time, tail, line
+
+
+def offset_of_last(path: Path, text: str) -> int | None:
+    """The offset of the last occurrence of a text in a log, read from the end; None without one, or without a log."""
+    wanted, after = text.encode(), b""
+    for offset in _backwards(path):
+        block = _read(path, offset, _BLOCK_BYTES)
+        if (found := (block + after).rfind(wanted)) >= 0:
+            return offset + found
+        after = block[: len(wanted)]
+    return None
+
+
+def _backwards(path: Path) -> Iterator[int]:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return
+    yield from range((size - 1) // _BLOCK_BYTES * _BLOCK_BYTES, -1, -_BLOCK_BYTES)
+
+
+def lines_before(path: Path, offset: int, count: int) -> int:
+    """The offset of the line that is `count` lines before the one at `offset`; at most one block back."""
+    first = max(0, offset - _BLOCK_BYTES)
+    before = _read(path, first, offset - first)
+    end = len(before)
+    for _ in repeat(None, count + 1):
+        end = before.rfind(b"\n", 0, end)
+        if end < 0:
+            return first
+    return first + end + 1
+
+
+@dataclass
+class LogReader:
+    """The chosen logs of a run, and their read positions."""
+
+    run: RunDir
+    rank: int | None = None
+    attempt: int | None = None
+    most_bytes: int | None = None
+    """Read at most this many bytes from the end of each log."""
+    shortened: bool = False
+    """Whether `most_bytes` left anything out."""
+    _tails: dict[Path, Tail] = field(default_factory=dict)
+    _over: set[int] = field(default_factory=set)
+
+    def new_lines(self, *, ended: bool = False) -> Iterator[Line]:
+        """The lines added since the last call, each with its origin."""
+        attempts = self._attempts()
+        # There may be thousands of logs. Ranks of the last attempt but one may still print their last lines.
+        over = attempts[:-2]
+        groups = {0: self._agents(), **{number: self._ranks(number) for number in attempts}}
+        for number, paths in groups.items():
+            for tail, line in merged(map(self._tail, paths), ended=ended or number in over):
+                yield {**origin_of(tail.path), "line": line}
+        self._over.update(over)
+
+    def start_at(self, path: Path, offset: int) -> None:
+        """Start to read a log at an offset."""
+        self._tails[path] = Tail(path, offset)
+
+    def _attempts(self) -> list[int]:
+        """The chosen attempts whose logs may grow, the first one first."""
+        found = [_numbers(path)[0] for path in self.run.logs.glob("attempt-[0-9]*")]
+        return sorted(number for number in found if self.attempt in {number, None} and number not in self._over)
+
+    def _ranks(self, attempt: int) -> list[Path]:
+        wanted = "[0-9]*" if self.rank is None else f"{self.rank:02d}"
+        return sorted(self.run.attempt_logs(attempt).glob(f"rank-{wanted}.log"), key=_numbers)
+
+    def _agents(self) -> list[Path]:
+        # An agent's log is that of a job, which may have several attempts.
+        chosen = self.rank is not None or self.attempt is not None
+        return [] if chosen else sorted(self.run.logs.glob("[0-9]*_[0-9]*_log.out"), key=_numbers)
+
+    def _tail(self, path: Path) -> Tail:
+        if path not in self._tails:
+            size = path.stat().st_size if self.most_bytes and path.exists() else 0
+            skipped = max(0, size - (self.most_bytes or size))
+            self.shortened = self.shortened or skipped > 0
+            self.start_at(path, lines_before(path, skipped, 0) if skipped else 0)
+        return self._tails[path]
+
+
+def _numbers(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]
+
+
+@functools.cache
+def origin_of(path: Path) -> Line:
+    """Whose log a file is: a rank's in an attempt, or the agent's of a node in a job (submitit's file name)."""
+    if path.suffix == ".out":
+        job, node = _numbers(path)
+        return {"agent": f"job {job}", "node": node}
+    return {"attempt": _numbers(path.parent)[0], "rank": _numbers(path)[0]}
