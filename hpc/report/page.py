@@ -97,7 +97,6 @@ def comparison_page(
         setting_columns=[("setting", None, "text"), *((label, label, "text") for label, _ in specs)],
         settings=_differing_settings(dict(specs)),
         remarks=[f"{label}: {note}" for label, one in labelled for note in (*one.notes, *one.summary["warnings"])],
-        commands=[(label, shell_text(submit_command(spec))) for label, spec in specs],
     )
 
 
