@@ -1,7 +1,6 @@
-"""RunSpec: everything that one run is, frozen and validated; the single source of every flag of `submit`.
+"""RunSpec: one run with everything resolved, as `spec.json` holds it; the flags of its resources and recovery.
 
-Runs on the login node (made, checked) and on compute nodes (read back from `spec.json`). Imports no torch:
-`training.config.train_config` is free of it.
+Made on the login node, read on compute nodes. Imports no torch.
 """
 
 import json
@@ -19,47 +18,54 @@ from training.config.train_config import TrainConfig
 
 Cluster = Literal["slurm", "local"]
 
-# What submit decides itself: overriding one of these through --sbatch would break the run's contract.
-MANAGED_SBATCH = {
-    "nodes": "--nodes", "ntasks": "--nodes", "ntasks-per-node": "--gpus-per-node", "gpus-per-node": "--gpus-per-node",
-    "cpus-per-task": "--cpus-per-gpu", "mem": "--mem", "time": "--time", "partition": "--partition",
-    "account": "--account", "qos": "--qos", "constraint": "--constraint", "exclude": "--exclude",
-    "job-name": "--name", "output": "--runs-dir", "error": "--runs-dir", "open-mode": None, "requeue": None,
-    "no-requeue": None, "no-kill": None, "signal": "--stop-lead", "array": None, "chdir": None, "export": None,
-    "wrap": None,
+# The options of sbatch that --sbatch may not set, and what to do instead.
+_MANAGED_SBATCH = {
+    "nodes": "use --nodes instead", "ntasks": "use --nodes and --gpus-per-node instead",
+    "ntasks-per-node": "use --gpus-per-node instead", "gpus-per-node": "use --gpus-per-node instead",
+    "cpus-per-task": "use --cpus-per-gpu instead", "mem": "use --mem instead", "time": "use --time instead",
+    "partition": "use --partition instead", "account": "use --account instead", "qos": "use --qos instead",
+    "constraint": "use --constraint instead", "exclude": "use --exclude instead", "job-name": "use --name instead",
+    "output": "logs are in the run directory, use --runs-dir", "error": "logs are in the run directory, use --runs-dir",
+    "open-mode": "logs are always appended to: leave it out", "requeue": "runs are always requeued: leave it out",
+    "no-requeue": "runs are always requeued until hpc cancel: leave it out",
+    "no-kill": "always set for several nodes: leave it out", "signal": "use --stop-lead instead",
+    "array": "job arrays are not supported: submit one run per setting",
+    "chdir": "runs start in the current directory: change it before hpc submit",
+    "export": "runs get the whole environment: set variables before hpc submit",
+    "wrap": "to run a script of your own, use -- script.py ARGS",
 }  # fmt: skip
 _NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 _LONGEST_NAME = 100
-# The requeue itself takes some of it; sbatch keeps the number in 16 bits.
+# The requeue itself takes some of it; sbatch holds the number in 16 bits.
 _LEAST_LEAD_SECONDS, _MOST_LEAD_SECONDS = 15, 65535
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What the job asks of the cluster."""
+    """Resources of the Slurm job."""
 
     nodes: str = "1"
-    """Nodes: `N`, or `MIN:MAX` to take what is free between the two."""
+    """Number of nodes: `N`, or `MIN:MAX` for as many as are free, at least MIN."""
     gpus_per_node: int = 1
-    """GPUs, and so ranks, per node."""
+    """GPUs per node, with one rank each."""
     cpus_per_gpu: int | None = None
-    """CPUs per GPU; by default a node's CPUs divided by its GPUs."""
+    """CPUs per GPU. Default: a node's CPUs divided by its GPUs."""
     mem: str | None = None
-    """Memory per node, as in Slurm: 64G. By default the partition's."""
+    """Memory per node, as in Slurm: 64G. Default: the partition's."""
     time: str | None = None
-    """Time limit of one attempt: 12h, 90m, 1-12:00:00. By default a day, or the partition's limit if that is less."""
+    """Time limit of one attempt: 12h, 90m, 1-12:00:00. Default: a day, or the partition's limit if that is less."""
     partition: str | None = None
-    """Partition; by default the cluster's."""
+    """Partition. Default: the cluster's default."""
     account: str | None = None
     """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
-    """Node features that the job needs."""
+    """Required node features."""
     exclude: str | None = None
-    """Nodes to avoid: gpu01,gpu[07-09]."""
+    """Nodes to exclude: gpu01,gpu[07-09]."""
     sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """KEY=VALUE, one more option for sbatch."""
+    """Another sbatch option, KEY=VALUE."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
@@ -91,28 +97,26 @@ class Resources:
 
 
 def _check_sbatch(option: str) -> None:
-    """Refuse an extra sbatch option that is malformed or ours."""
     key, separator, value = option.partition("=")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or not (separator and value) or "\n" in value:
-        raise UserError(f"--sbatch {option!r} is not KEY=VALUE: write for example --sbatch mail-type=END")
-    if key in MANAGED_SBATCH:
-        flag = MANAGED_SBATCH[key]
-        raise UserError(f"--sbatch {key} is ours to set: {f'use {flag}' if flag else 'remove it'}")
+        raise UserError(f"--sbatch {option!r} is not KEY=VALUE: use for example --sbatch mail-type=END")
+    if key in _MANAGED_SBATCH:
+        raise UserError(f"--sbatch {key}: {_MANAGED_SBATCH[key]}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How the run goes on after what interrupts it."""
+    """Recovery from interruptions."""
 
     elastic: bool = False
-    """Train on with the nodes that are left when some are lost: down to one, or to the MIN of `--nodes MIN:MAX`."""
+    """When nodes are lost, continue on the others: down to one node, or to the MIN of `--nodes MIN:MAX`."""
     spares: int = 0
-    """More nodes that wait in the job, to take a lost one's place."""
+    """Additional idle nodes in the job, each to replace a lost node."""
     hang_timeout: str = "auto"
-    """How long ranks may show no progress before all are restarted: 90s, 5m. `auto`: by the measured time of a step.
-    A script of your own has to give signs of life (docs/recovery.md)."""
+    """Restart all ranks after this time without progress: 90s, 5m. `auto`: from the measured time of a step. A script
+    of your own must report its progress (docs/recovery.md)."""
     stop_lead: str | None = None
-    """How long before the time limit the run is told to save: 2m. By default a tenth of it, 30 s to 5 minutes."""
+    """Save and requeue this long before the time limit: 2m. Default: a tenth of the limit, from 30 s to 5 minutes."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
@@ -128,42 +132,42 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One run, resolved: what `spec.json` holds."""
+    """One run, resolved."""
 
     name: str
     cluster: Cluster
     resources: Resources
     data: str | None
-    """The directory that every node stages; None: there are none to read."""
+    """The directory or archive that every node stages; None: no data."""
     train: TrainConfig | None = None
-    """Our trainer's flags; None: a script runs instead."""
+    """The trainer's flags; None for a user's script."""
     script: tuple[str, ...] = ()
-    """The user's own torchrun script, by its path in the snapshot, and its arguments."""
+    """The user's torchrun script, by its path in `code/`, and its arguments."""
     stage_dir: str
     """A directory on each node's own disk."""
     stage_keep: str = "7d"
-    """How long a copy there is kept that nobody uses."""
+    """How long an unused copy there is kept."""
     pack: int | None = None
-    """Side in pixels of the images that the nodes train from, decoded once; None: from the files as they are."""
+    """Side in pixels of the packed images that the nodes train from; None: they do not pack."""
     stage_env: str | None = None
-    """The packed environment that every node unpacks and starts its ranks from; None: the one that all nodes share."""
+    """The packed environment that every node unpacks for its ranks; None: the shared one."""
     recovery: Recovery = field(default_factory=Recovery)
     recipe: str | None = None
-    """The recipe that the trainer's flags began with."""
+    """The recipe behind the trainer's flags."""
 
     @property
     def least_nodes(self) -> int:
-        """The fewest nodes that a training which is under way goes on with."""
+        """The fewest nodes on which a started run continues."""
         return 1 if self.recovery.elastic and ":" not in self.resources.nodes else self.resources.min_nodes
 
     @property
     def job_nodes(self) -> tuple[int, int]:
-        """The fewest and the most nodes of a job of this run, the spares among them."""
+        """The fewest and the most nodes of its job, spares included."""
         return self.resources.min_nodes + self.recovery.spares, self.resources.max_nodes + self.recovery.spares
 
     @property
     def stop_lead_seconds(self) -> int:
-        """Seconds before the time limit at which the run is told to save and make way."""
+        """Seconds before the time limit at which the run is signalled to save and exit."""
         if self.recovery.stop_lead is not None:
             return duration_seconds("--stop-lead", self.recovery.stop_lead)
         return stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
@@ -184,23 +188,18 @@ class RunSpec:
         except (OSError, ValueError) as error:
             raise UserError(f"{run.path} is no run directory: {run.spec.name} cannot be read ({error})") from error
         try:
-            return cls._of(fields)
+            fields["resources"]["sbatch"] = tuple(fields["resources"]["sbatch"])
+            fields["resources"] = Resources(**fields["resources"])
+            fields["recovery"] = Recovery(**fields.get("recovery", {}))
+            fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
+            fields["script"] = tuple(fields["script"])
+            return cls(**fields)
         except (KeyError, TypeError) as error:
-            raise UserError(f"{run.spec} is damaged or of another version: {error!r}") from error
-
-    @classmethod
-    def _of(cls, fields: dict[str, Any]) -> "RunSpec":
-        """From JSON."""
-        fields["resources"]["sbatch"] = tuple(fields["resources"]["sbatch"])
-        fields["resources"] = Resources(**fields["resources"])
-        fields["recovery"] = Recovery(**fields.get("recovery", {}))
-        fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
-        fields["script"] = tuple(fields["script"])
-        return cls(**fields)
+            raise UserError(f"{run.spec} is damaged, or of another version: {error!r}") from error
 
 
 def check_run_name(name: str) -> None:
-    """Refuse a name that cannot be one directory's, or that Slurm would rewrite.
+    """Refuse a name that is no directory name, or that Slurm would change.
 
     Raises:
         UserError: with the reason.
@@ -209,7 +208,7 @@ def check_run_name(name: str) -> None:
     if not name or len(name) > _LONGEST_NAME:
         reason = f"it has {len(name)} characters; use 1 to {_LONGEST_NAME}"
     elif "/" in name or name in {".", ".."} or ".." in name:
-        reason = "it must be one directory's name: no / and no .."
+        reason = "it must be a directory name, without / and .."
     elif not name.isprintable():
         reason = "it holds a newline or another control character"
     elif "%" in name or "\\" in name:
@@ -221,5 +220,5 @@ def check_run_name(name: str) -> None:
 
 
 def _suggest(name: str) -> str:
-    """A legal name close to an illegal one."""
+    """A similar name that is allowed."""
     return re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", name).strip("-.")[:_LONGEST_NAME] or "my-run"

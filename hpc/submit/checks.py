@@ -1,6 +1,6 @@
-"""What can be checked on the login node is checked here, before the queue sees the run.
+"""The checks of a submission, before anything is queued. Runs on the login node.
 
-Runs on the login node. `resolve_resources` is pure: it compares what was asked with what sinfo reported.
+`resolve_resources` is pure: it compares the flags with what sinfo reported.
 """
 
 import dataclasses
@@ -14,25 +14,25 @@ from hpc.core.units import format_minutes, walltime_minutes
 from hpc.slurm.client import Partition
 from hpc.spec import Resources, RunSpec
 from hpc.staging import archive
-from hpc.staging.source import is_archive
+from hpc.staging.source import ARCHIVES, is_archive
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation
 from training.config.train_config import TrainConfig
 
 _DAY_MINUTES = 24 * 60
-# Packing decodes every image once, as an epoch does: from the third epoch on it has paid.
-_EPOCHS_THAT_PAY = 3
-_USUAL_SIZE = 224
+# Packing costs about as much as an epoch, so that it pays from the third epoch on.
+_LEAST_EPOCHS_TO_PACK = 3
+_DEFAULT_IMAGE_SIZE = 224
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
-# A run's own files (checkpoints aside) need about this much; with less, the first write would fail in the queue.
+# What the files of a run need, without its checkpoints.
 _LEAST_FREE_BYTES = 64 * 2**20
 
 
 def resolve_resources(asked: Resources, partitions: list[Partition], spares: int = 0) -> Resources:
-    """Fill in the cluster's defaults, and refuse what the cluster can never give.
+    """Fill in the cluster's defaults, and refuse what the partition cannot provide.
 
     Raises:
-        UserError: names the flag, the value and the most that the partition has.
+        UserError: with the flag, its value and the partition's limit.
     """
     kinds = _chosen_partition(asked.partition, partitions)
     name = kinds[0].name
@@ -55,7 +55,7 @@ def resolve_resources(asked: Resources, partitions: list[Partition], spares: int
 
 
 def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Partition]:
-    """The kinds of node of the partition that was named, or of the default one."""
+    """The kinds of node of the named or the default partition."""
     names = list(dict.fromkeys(kind.name for kind in partitions))
     chosen = [kind for kind in partitions if (kind.default if name is None else kind.name == name)]
     if not chosen:
@@ -68,11 +68,11 @@ def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Par
 
 
 def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some: bool) -> None:
-    """Refuse more nodes than the partition has, or gives to one job."""
+    """Refuse more nodes than the partition has, or allows for one job."""
     has = sum(kind.nodes for kind in kinds)
     most = min([has, *(kind.max_nodes_per_job for kind in kinds if kind.max_nodes_per_job is not None)])
     if asked.max_nodes + spares > most:
-        gives = f"has {has}" if most == has else f"gives one job {most}"
+        gives = f"has {has}" if most == has else f"allows {most} per job"
         suffix = f" with {asked.gpus_per_node} GPUs" if some else ""
         given = f"--nodes is {asked.nodes}" + (f" and --spares {spares}" if spares else "")
         advice = f"--nodes {most}" if asked.max_nodes > most else f"--spares {most - asked.max_nodes}"
@@ -80,7 +80,7 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
 
 
 def _cpus_per_gpu(asked: Resources, kinds: list[Partition]) -> int:
-    """CPUs per GPU: what was asked, if a node has it, else an equal share of the smallest node."""
+    """CPUs per GPU: the flag's value, if a node has as many; by default an equal share of the smallest node."""
     if asked.cpus_per_gpu is None:
         return max(1, min(kind.cpus // kind.gpus for kind in kinds))
     most = max(kind.cpus for kind in kinds) // asked.gpus_per_node
@@ -93,7 +93,7 @@ def _cpus_per_gpu(asked: Resources, kinds: list[Partition]) -> int:
 
 
 def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
-    """The attempt's time limit: what was asked, if the partition allows it, else a day or what it allows."""
+    """The time limit: --time, if the partition allows it; by default a day, or the partition's limit if that is less."""
     limits = [kind.limit_minutes for kind in kinds if kind.limit_minutes is not None]
     limit = min(limits) if limits else None
     if asked.time is None:
@@ -103,19 +103,19 @@ def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
         longest = format_minutes(limit)
         raise UserError(
             f"--time is {asked.time}, but partition {kinds[0].name} allows {longest}: use --time {longest} or less "
-            "(the run goes on in a new attempt when its time is over)"
+            "(at the time limit, the run continues in a new attempt)"
         )
     return minutes
 
 
 def check_recovery(spec: RunSpec) -> None:
-    """Refuse what this cluster, or this time limit, cannot give.
+    """Refuse --spares without Slurm, and a --stop-lead beyond the time limit.
 
     Raises:
-        UserError: with the flag, and what to use.
+        UserError: with the flag and its value.
     """
     if spec.recovery.spares and spec.cluster == "local":
-        raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no nodes to spare: leave it out")
+        raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
     limit = 60 * walltime_minutes(spec.resources.time or "1d")
     if spec.recovery.stop_lead is not None and spec.stop_lead_seconds >= limit:
         raise UserError(
@@ -125,17 +125,17 @@ def check_recovery(spec: RunSpec) -> None:
 
 
 def local_resources(asked: Resources) -> Resources:
-    """The same for this machine alone: every pretended node gets its share of the CPUs."""
+    """`resolve_resources` for this machine: the pretended nodes share its CPUs."""
     share = (os.cpu_count() or 1) // (asked.max_nodes * asked.gpus_per_node)
     minutes = _DAY_MINUTES if asked.time is None else walltime_minutes(asked.time)
     return dataclasses.replace(asked, cpus_per_gpu=asked.cpus_per_gpu or max(1, share), time=format_minutes(minutes))
 
 
 def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
-    """Refuse a runs directory that the nodes cannot share, or that cannot be written.
+    """Refuse a runs directory that is not shared or not writable.
 
     Raises:
-        UserError: with the reason and what to use.
+        UserError: with the reason.
     """
     real = runs_dir.expanduser().resolve()
     if on_cluster and any(real.is_relative_to(local) for local in _NODE_LOCAL):
@@ -154,22 +154,17 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         )
 
 
-def check_is_shared(flag: str, path: Path) -> None:
-    """Refuse what only this node has.
+def check_is_shared(flag: str, path: Path | None) -> None:
+    """Refuse a path that other nodes do not have.
 
     Raises:
-        UserError: it is on its own disk.
+        UserError: it is on this node's own disk.
     """
-    if any(path.resolve().is_relative_to(local) for local in _NODE_LOCAL):
+    if path is not None and any(path.resolve().is_relative_to(local) for local in _NODE_LOCAL):
         raise UserError(f"{flag} {path} is on this node's own disk: use a directory that all nodes share")
 
 
-def check_archive(path: Path) -> Path:
-    """Refuse an archive that is none. Returns its absolute path.
-
-    Raises:
-        UserError: it cannot be read, or is damaged at its beginning.
-    """
+def _check_archive(path: Path) -> Path:
     try:
         archive.check(path)
     except (TorchrelayError, OSError) as error:
@@ -178,14 +173,14 @@ def check_archive(path: Path) -> Path:
 
 
 def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
-    """Side in pixels of the images that the nodes are to pack; None: they are not to.
+    """Side in pixels of the images that the nodes pack; None: they do not pack.
 
-    It is decided here, because all nodes and attempts of a run have to see the same pixels.
+    Decided at submission, because all nodes and attempts of a run must train from the same pixels.
 
     Args:
         asked: `off`, `on` or `auto`.
-        size: the side, if it was given.
-        train: where the data are, and for how many epochs.
+        size: --pack-size.
+        train: the trainer's flags.
 
     Raises:
         UserError: the data are no image folder.
@@ -194,11 +189,11 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
     if asked == "off" or train.synthetic:
         return None
     kind = None if is_archive(data) else check_data(data).kind
-    if asked == "auto" and (kind != "image-folder" or train.epochs < _EPOCHS_THAT_PAY):
+    if asked == "auto" and (kind != "image-folder" or train.epochs < _LEAST_EPOCHS_TO_PACK):
         return None
     if kind not in {None, "image-folder"}:
-        raise UserError(f"--pack is on, but {data} is no image folder: leave it out, these data need no packing")
-    seen = max(train.image_size or _USUAL_SIZE, train.eval_image_size or 0)
+        raise UserError(f"--pack is on, but {data} is no image folder and needs no packing: leave it out")
+    seen = max(train.image_size or _DEFAULT_IMAGE_SIZE, train.eval_image_size or 0)
     return size or -(-seen * 8 // 7 // 8) * 8
 
 
@@ -218,20 +213,19 @@ def check_data_on_device(train: TrainConfig) -> None:
 
 
 def training_data(train: TrainConfig) -> Path | None:
-    """Where the files of a training's data are; None: they are generated.
+    """The data to stage for the trainer: an archive, or the directory that holds the data set's files; None: synthetic.
 
-    Of a data set below the directory, nothing else is to be staged. What is in an archive is seen when it has been
-    unpacked.
+    The content of an archive is checked on the nodes, after it is unpacked.
 
     Raises:
-        UserError: there are none that the trainer can read, or none to validate with for a flag that needs it.
+        UserError: the trainer cannot read them, or a flag needs validation data and there are none.
     """
     if train.synthetic:
         check_validation(train, validates=False)
         return None
     data = resolve_data(train.data)
     if is_archive(data):
-        return check_archive(data)
+        return _check_archive(data)
     layout = check_data(data)
     check_validation(train, validates=layout.val is not None or train.val_split > 0)
     return layout.path
@@ -241,10 +235,26 @@ def check_script(script: tuple[str, ...]) -> None:
     """Refuse a user's script that does not exist.
 
     Raises:
-        UserError: with close names.
+        UserError: with similar names.
     """
     path = Path(script[0])
     if not path.is_file():
         close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}?" if close else "give the path of a Python file after --"
         raise UserError(f"script {script[0]!r} does not exist: {hint}")
+
+
+def script_data(path: Path) -> Path:
+    """The absolute path of the data to stage for a user's script.
+
+    Raises:
+        UserError: they are neither a directory nor a readable archive.
+    """
+    if is_archive(path):
+        return _check_archive(path)
+    if not path.is_dir():
+        raise UserError(
+            f"--data is {path}, which is neither a directory nor an archive ({', '.join(ARCHIVES)}): "
+            "give one of these, or leave it out"
+        )
+    return path.absolute()

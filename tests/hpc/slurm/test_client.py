@@ -131,8 +131,8 @@ def test_complaint_is_the_line_with_the_error() -> None:
 
 
 def test_clients_survive_the_signal_that_their_own_requeue_sends() -> None:
-    told = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('done')"
-    assert slurm.run([sys.executable, "-c", told]) == "done\n"
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('done')"
+    assert slurm.run(sys.executable, "-c", code) == "done\n"
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

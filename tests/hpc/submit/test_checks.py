@@ -40,7 +40,7 @@ def test_what_was_asked_stays(partitions: list[Partition]) -> None:
     [
         (Resources(nodes="7"), "--nodes is 7, but partition gpu has 6"),
         (Resources(nodes="3", gpus_per_node=8), "--nodes is 3, but partition gpu has 2 with 8 GPUs"),
-        (Resources(nodes="3", partition="small"), "--nodes is 3, but partition small gives one job 2"),
+        (Resources(nodes="3", partition="small"), "--nodes is 3, but partition small allows 2 per job"),
         (Resources(gpus_per_node=9), "--gpus-per-node is 9, but partition gpu has 8 per node"),
         (Resources(gpus_per_node=4, partition="small"), "has 2 per node: use --gpus-per-node 2 or fewer, or .* gpu"),
         (Resources(partition="cpu"), "has 0 per node"),
@@ -87,7 +87,7 @@ def spec(recovery: Recovery, cluster: Cluster = "slurm") -> RunSpec:
 
 
 def test_recovery_that_the_cluster_cannot_give() -> None:
-    with pytest.raises(UserError, match="--spares is 1, but --cluster local has no nodes to spare"):
+    with pytest.raises(UserError, match="--spares is 1, but --cluster local has no spare nodes"):
         check_recovery(spec(Recovery(spares=1), "local"))
     with pytest.raises(UserError, match="--stop-lead is 10m, but the time limit is 00:10:00"):
         check_recovery(spec(Recovery(stop_lead="10m")))

@@ -72,7 +72,7 @@ def test_node_range() -> None:
 @pytest.mark.parametrize(
     ("option", "hint"),
     [("nodes=3", "use --nodes"), ("output=x", "use --runs-dir"), ("signal=USR1@9", "use --stop-lead"),
-     ("requeue=1", "remove it"), ("x", "KEY=VALUE"),
+     ("requeue=1", "leave it out"), ("x", "KEY=VALUE"),
      ("=y", "KEY=VALUE"), ("comment=a\nb", "KEY=VALUE")],
 )  # fmt: skip
 def test_bad_sbatch_option(option: str, hint: str) -> None:
