@@ -1,5 +1,4 @@
-"""The login node's side of Torchrelay: submit, watch, cancel.
+"""The login node's side of Torchrelay: a room or file for each verb, and the libraries `core`, `slurm` and `staging`.
 
-One file per verb; `spec` holds every flag, `rundir` every file name, `slurm` every Slurm command.
-Nothing here imports torch, torchvision or pandas at import time: a verb answers in a fraction of a second.
+Without torch and pandas, which only `hpc report` imports, a verb answers in a fraction of a second.
 """

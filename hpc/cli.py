@@ -1,4 +1,4 @@
-"""What all verbs share: their flags, and how a run is named. Runs on the login node."""
+"""What all verbs share: common flags, exit codes, JSON output, finding runs. Runs on the login node."""
 
 import difflib
 import json
@@ -23,9 +23,9 @@ class Common:
     """The flags of every verb."""
 
     json: bool = False
-    """Print one JSON document, and nothing else, on stdout."""
+    """Print one JSON document and nothing else on stdout."""
     debug: bool = False
-    """Show the traceback of an error."""
+    """Print the traceback of an error."""
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
     name: str,
     expand: Callable[[list[str]], list[str]] = list,
 ) -> int:
-    """Run one verb from its command line to its exit code. `expand` may add arguments before they are parsed."""
+    """Run a verb from its command line to its exit code. `expand` may add arguments before they are parsed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
@@ -46,7 +46,7 @@ def run(
 
 
 def own_command() -> str:
-    """What to type for `hpc` here: that, if the PATH leads to this environment's, else its place."""
+    """How to call this environment's `hpc` here: by name if the PATH finds it, else by its path."""
     own = Path(sys.executable).with_name("hpc")
     on_path = shutil.which("hpc")
     if on_path is not None and Path(on_path) == own:
@@ -61,26 +61,26 @@ def print_json(document: Any) -> None:
 
 
 def find_run(run: str, runs_dir: Path) -> RunDir:
-    """The run that the user named, by its directory or by its name below the runs directory.
+    """The run that the user named by its directory, or by its name below the runs directory.
 
     Raises:
-        UserError: there is none; lists close names.
+        UserError: there is none; with similar names.
     """
     for path in (Path(run).expanduser(), runs_dir.expanduser() / run):
         if (path / "spec.json").is_file():
             return RunDir(path.resolve())
     names = [known.name for known in all_runs(runs_dir)]
     close = difflib.get_close_matches(run, names, n=3, cutoff=0.5) or sorted(names)[-3:]
-    known = f"there is {', '.join(close)}" if close else f"{runs_dir} holds no run; see --runs-dir"
-    raise UserError(f"no run {run!r}: {known}")
+    hint = f"existing runs: {', '.join(close)}" if close else f"{runs_dir} contains no runs (see --runs-dir)"
+    raise UserError(f"there is no run {run!r}: {hint}")
 
 
 def all_runs(runs_dir: Path) -> list[RunDir]:
-    """Every run below a runs directory, the oldest first."""
+    """Every run below a runs directory, oldest first."""
     directory = runs_dir.expanduser().resolve()
     if not directory.is_dir():
         return []
-    # A colleague's runs in a shared directory are closed to us, as ours are to them.
+    # In a shared directory, the runs of other users are not readable.
     entries = [entry for entry in directory.iterdir() if os.access(entry, os.R_OK | os.X_OK)]
     found = [(spec.stat().st_mtime, spec.parent) for entry in entries if (spec := entry / "spec.json").is_file()]
     return [RunDir(path) for _, path in sorted(found)]

@@ -208,7 +208,7 @@ def check_run_name(name: str) -> None:
     if not name or len(name) > _LONGEST_NAME:
         reason = f"it has {len(name)} characters; use 1 to {_LONGEST_NAME}"
     elif "/" in name or name in {".", ".."} or ".." in name:
-        reason = "it must be a directory name, without / and .."
+        reason = "it may not contain / or two dots"
     elif not name.isprintable():
         reason = "it holds a newline or another control character"
     elif "%" in name or "\\" in name:

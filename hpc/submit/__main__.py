@@ -48,7 +48,7 @@ class SubmitOptions(cli.Common):
     runs_dir: Path = Path("runs")
     """Directory of the runs, on storage that all nodes share."""
     cluster: Literal["auto", "slurm", "local"] = "auto"
-    """`slurm`, or `local`: only this machine, with one process per pretended node. `auto`: Slurm if it is configured."""
+    """`slurm`, or `local`: this machine, with one process per pretended node. `auto`: Slurm if it is configured."""
     config: Path | None = None
     """YAML file of flags. It overrides --recipe; the command line overrides both."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private

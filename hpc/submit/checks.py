@@ -93,7 +93,7 @@ def _cpus_per_gpu(asked: Resources, kinds: list[Partition]) -> int:
 
 
 def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
-    """The time limit: --time, if the partition allows it; by default a day, or the partition's limit if that is less."""
+    """The time limit: --time, if the partition allows it. Default: a day, or the partition's limit if that is less."""
     limits = [kind.limit_minutes for kind in kinds if kind.limit_minutes is not None]
     limit = min(limits) if limits else None
     if asked.time is None:
