@@ -225,7 +225,11 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path, capsys: Capture) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((), "no run"), (("nothing",), "there is no run 'nothing'"), (("r", "--output", "file/below"), "use another --output")],
+    [
+        ((), "no run"),
+        (("nothing",), "there is no run 'nothing'"),
+        (("r", "--output", "file/below"), "use another --output"),
+    ],
 )
 def test_mistakes_are_reported_in_one_line(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
