@@ -23,8 +23,7 @@ from torch.nn import functional
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_deterministic
 from training.engine.optim import make_optimizer
-from training.models.factory import build_model
-from training.models.precision import autocast
+from training.models.factory import autocast, build_model
 
 SETTINGS = ("fastest", "default", "--deterministic")
 

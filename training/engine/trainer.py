@@ -28,9 +28,8 @@ from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator
 from training.evaluation.validation import Validator
 from training.models.ema import Ema
-from training.models.factory import Preprocess
+from training.models.factory import Preprocess, make_scaler
 from training.models.parallel import place_model
-from training.models.precision import make_scaler
 from training.monitoring.metrics import JsonLines
 from training.monitoring.run_logger import RunLogger
 from training.runtime import signals

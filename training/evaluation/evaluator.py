@@ -15,9 +15,8 @@ from torch.nn import functional
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import evaluation_requests
 from training.data.loader import Batch, ImageSource, load_device_batches
-from training.models.factory import Preprocess
+from training.models.factory import Preprocess, autocast
 from training.models.parallel import load_full_state_dict
-from training.models.precision import autocast
 from training.runtime.process_group import ProcessGroup
 
 _BATCH = 256

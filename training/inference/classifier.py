@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from hpc.core.errors import UserError
 from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from training.inference.model_card import ModelCard, read_card
-from training.models.factory import Preprocess, build_model
-from training.models.precision import autocast
+from training.models.factory import Preprocess, autocast, build_model
 
 
 class Classifier(nn.Module):

@@ -1,4 +1,4 @@
-"""The exponential moving average of a model. Runs on every rank, on the model's device."""
+"""The exponential moving average (EMA) of a model. Runs on every rank, on the model's device."""
 
 import copy
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class Ema:
-    """A second model whose weights follow those of the first one: an average in which the past decays exponentially.
+    """A copy of a model whose weights are the exponential moving average of the model's.
 
-    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992). torch's AveragedModel does
-    the same, but waits for the device in every step to see whether it is the first.
+    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992). torch's AveragedModel waits
+    for the device in every step to find out whether it is the first.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -18,7 +18,7 @@ class Ema:
         self._decay = decay
 
     def update(self, model: nn.Module, step: int) -> None:
-        """Follow the model after `step` steps; more quickly in the beginning, to forget the random weights."""
+        """Add the model after `step` steps to the average; with more weight at first, to forget the random weights."""
         weight = 1 - min(self._decay, (1 + step) / (10 + step))
         pairs = list(zip(_tensors(self.model), _tensors(model), strict=True))
         averages = [average for average, _ in pairs if average.is_floating_point()]
@@ -31,5 +31,5 @@ class Ema:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters and batch statistics, which belong to the weights that they were made with."""
+    """Parameters, and the batch statistics that belong to them."""
     return [*model.parameters(), *model.buffers()]

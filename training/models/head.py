@@ -1,4 +1,4 @@
-"""The head of a model, which tells the classes, and what is before it. Runs on every rank."""
+"""The head of a model, which ends with the classes, and the backbone before it. Runs on every rank."""
 
 from torch import nn
 
@@ -14,12 +14,12 @@ def last_layer_name(model: nn.Module) -> str:
 
 
 def head_name(model: nn.Module) -> str:
-    """The name of the outermost part of a model that holds its last layer, such as `fc` or `classifier`."""
+    """The name of the model's child that contains the last layer, such as `fc` or `classifier`."""
     return last_layer_name(model).partition(".")[0]
 
 
 def add_hidden_layer(model: nn.Module, width: int) -> None:
-    """Put one more layer before the last one.
+    """Insert a layer before the last one.
 
     Raises:
         UserError: the last one is a convolution.
@@ -33,14 +33,14 @@ def add_hidden_layer(model: nn.Module, width: int) -> None:
 
 
 def freeze_backbone(model: nn.Module) -> None:
-    """Let only the head be trained."""
+    """Require gradients of the head alone."""
     head = model.get_submodule(head_name(model))
     model.requires_grad_(requires_grad=False)
     head.requires_grad_(requires_grad=True)
 
 
 def set_train_mode(model: nn.Module) -> None:
-    """Make ready for training. Frozen parts stay as they are used: their batch statistics do not change."""
+    """`model.train()`, except for frozen parts: their batch statistics do not change."""
     model.train()
     for part in model.children():
         parameters = list(part.parameters())

@@ -1,6 +1,6 @@
-"""What is done to a model for its training: the compiler and DDP with its options, or FSDP. Runs on every rank.
+"""Prepares a model for training: DDP with its options and the compiler, or FSDP. Runs on every rank.
 
-None of it changes the names of the model's tensors, nor how it is evaluated.
+Neither changes the names of the model's tensors, nor its evaluation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,33 +15,33 @@ from training.config.train_config import TrainConfig
 from training.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from training.models.fsdp import Sharded
+    from training.models.fsdp import FsdpModel
 
-# Shapes by ranks, parts of a step and the pass that warms up: more than the few that torch allows by default.
-_MOST_SHAPES = 64
+# Shapes differ by number of ranks, by part of a step and in the warm-up: torch's default limit is too low.
+_MAX_SHAPES = 64
 
 
 def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
-    """The model on this rank's device, or with `--strategy fsdp` its part of it. The optimizer comes after this."""
+    """Move the model, or with `--strategy fsdp` this rank's part of it, to the device. The optimizer comes later."""
     if config.strategy == "ddp":
         return model.to(group.device)
-    from training.models.fsdp import shard  # noqa: PLC0415  # a second, which DDP does without
+    from training.models.fsdp import shard  # noqa: PLC0415  # DDP saves this second
 
     return shard(model, config, group)
 
 
 def wrap_for_training(
     model: nn.Module, config: TrainConfig, group: ProcessGroup
-) -> "DistributedDataParallel | Sharded":
-    """The model in DDP, or as FSDP has sharded it.
+) -> "DistributedDataParallel | FsdpModel":
+    """The model in DDP, or the model that FSDP has sharded.
 
-    Before the first forward pass of a step every rank gets rank 0's batch statistics: those are saved. Gradients are
-    views of DDP's buckets, which saves a copy of all.
+    Before the first forward pass of a step, rank 0 broadcasts its batch statistics, because those are saved. Gradients
+    are views of DDP's buckets, which saves a copy of all of them.
     """
     if config.strategy == "fsdp":
-        from training.models.fsdp import Sharded  # noqa: PLC0415  # as above
+        from training.models.fsdp import FsdpModel  # noqa: PLC0415  # as above
 
-        return Sharded(model, group)
+        return FsdpModel(model, group)
     if config.compile:
         compile_training(model)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
@@ -51,45 +51,45 @@ def wrap_for_training(
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
-    """On rank 0 every tensor of a model by name, one after the other; nothing elsewhere. All ranks must call this."""
+    """The model's unsharded tensors by name, one after the other, on rank 0 alone. All ranks must call this."""
     if not sharded:
         return model.state_dict().items() if group.is_rank_zero else ()
     from training.models.fsdp import gather_tensors  # noqa: PLC0415  # as above
 
-    return gather_tensors(model, leads=group.is_rank_zero)
+    return gather_tensors(model, is_rank_zero=group.is_rank_zero)
 
 
 def load_full_state_dict(
     model: nn.Module, tensors: Mapping[str, Tensor], *, sharded: bool, strict: bool = True
 ) -> None:
-    """Have a model become tensors that every rank has whole; unless `strict`, as far as there are any."""
+    """Load unsharded tensors, which every rank has; unless `strict`, some may be missing."""
     if not sharded:
         model.load_state_dict(tensors, strict=strict)
         return
-    from training.models.fsdp import load_whole  # noqa: PLC0415  # as above
+    from training.models.fsdp import shard_and_load  # noqa: PLC0415  # as above
 
-    load_whole(model, tensors)
+    shard_and_load(model, tensors)
 
 
 def compile_training(model: nn.Module) -> None:
-    """Have the forward pass of a training compiled, and so its backward pass; an evaluation is as without.
+    """Compile the forward pass of training, and so its backward pass; evaluations stay eager.
 
-    What is computed must not depend on which shapes a process has met before, nor on what was fastest there: every
-    shape has code of its own, chosen by rule.
+    Results must not depend on the shapes that a process has seen before, nor on timing: every shape gets code of its
+    own, and `deterministic` turns off autotuning.
     """
-    torch._dynamo.config.recompile_limit = _MOST_SHAPES  # noqa: SLF001  # there is no public way
+    torch._dynamo.config.recompile_limit = _MAX_SHAPES  # noqa: SLF001  # there is no public way
     eager = model.forward
     compiled = torch.compile(eager, dynamic=False, options={"deterministic": True})
 
     def forward(images: Tensor) -> Any:
         return compiled(images) if model.training else eager(images)
 
-    # Not torch's OptimizedModule, which would put its prefix before all names.
+    # torch's OptimizedModule would put its prefix before all names.
     model.forward = forward
 
 
 def compiler_error(error: RuntimeError) -> str:
-    """What a compiler that does not work says, in a line; empty if the error is another one."""
+    """The first line of a failing compiler's message; empty if the error has another cause."""
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415  # a second, and only with a compiler loaded
 
     if not isinstance(error, BackendCompilerFailed):

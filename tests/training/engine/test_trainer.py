@@ -145,7 +145,7 @@ def test_gray_images_in_memory_fit_a_model_for_photographs(start: Starter) -> No
 
 def test_an_image_size_that_a_model_cannot_take_is_refused(start: Starter) -> None:
     message = refused(start(*SHORT, "--model=alexnet", "--image-size=16"))
-    assert message.startswith("error: --image-size is 16, which alexnet cannot take (")
+    assert message.startswith("error: --image-size is 16, which alexnet does not take (")
 
 
 def test_data_that_are_missing_on_one_node_end_all_ranks_with_one_line(start: Starter, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_images_in_memory_are_scaled_for_evaluations(start: Starter) -> None:
 @pytest.mark.parametrize(("model", "size", "other"), [("small-cnn", 28, 32), ("vit_b_32", 32, 64), ("alexnet", 96, 32)])
 def test_a_model_that_takes_one_size_alone_says_so(model: str, size: int, other: int) -> None:
     config = TrainConfig(data=".", model=model, image_size=size, eval_image_size=other)
-    message = rf"--eval-image-size is {other}, and {model} for {size} pixels does not take that \(.+\): leave it out"
+    message = rf"--eval-image-size is {other}, which {model} for {size} pixels does not take \(.+\): leave it out"
     with pytest.raises(UserError, match=message):
         build_model(config, classes=3, channels=3, size=size)
 
