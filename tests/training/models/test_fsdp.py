@@ -278,7 +278,10 @@ def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(start:
         ({"compile": True}, "--strategy fsdp cannot be combined with --compile: leave one out"),
         ({"static_graph": True}, "--strategy fsdp cannot be combined with --static-graph: leave one out"),
         ({"compress_gradients": "bf16"}, "--strategy fsdp cannot be combined with --compress-gradients: leave one out"),
-        ({"amp": "fp16"}, "--strategy fsdp does not scale losses: use --amp bf16"),
+        (
+            {"amp": "fp16"},
+            "--strategy fsdp cannot be combined with --amp fp16, because it does not scale the loss: use --amp bf16",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_in_a_line(settings: dict[str, object], message: str) -> None:
