@@ -1,262 +1,292 @@
-"""Unpacking archives from who knows where: nothing lands outside, nothing but files, directories and links inside.
+"""Unpacking tar and zip archives that may be damaged or hostile. Runs on compute nodes; `check` on the login node.
 
-Runs on compute nodes. One thread unpacks, others checksum and write. Links are made last, so that no file is ever
-written through one.
+Python's own safe extraction, tarfile's data filter, is missing from Debian 12's Python 3.11.2; it also accepts archives
+that end early, and knows no zip archives. So tarfile and zipfile only read here, and these rules hold for both:
+
+- names stay below the target; only files, directories and links; no name twice;
+- links are made last, so that no file is ever written through one, and none may lead outside;
+- the archive must have its end, and what it unpacks to must fit the disk, the number of its entries included.
 """
 
+import bz2
+import gzip
+import io
+import lzma
 import os
-import queue
 import shutil
+import stat
+import tarfile
 import threading
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import IO, Any, Self, cast
+
+import zstandard
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging.archive_members import ArchiveMember, is_damage, opened
-from hpc.staging.chunks import checksum, read_into, write_all, write_chunk
+from hpc.staging.chunks import checksum, read_with_retries, write_all
 from hpc.staging.manifest import CopiedFile
 from hpc.staging.progress import stop_if
 from hpc.staging.source import inside_name
 from hpc.staging.store import bytes_on_disk
 
-_PIECE_BYTES = 16 * 2**20
-# Small files are handed to the writers together: threads that take turns for each cost more than the writing.
-_GROUP_BYTES, _GROUP_PARTS = 4 * 2**20, 500
-_WRITERS = 2
-# Groups in memory at a time, at most.
-_WAITING = 4
-_TWO_KINDS = "is a file and a directory at once"
+_CHUNK_BYTES, _BUFFER_BYTES = 4 * 2**20, 2**18
+# tarfile reads names and other extended headers into memory, whatever their size.
+_LONGEST_HEADER_BYTES, _LONGEST_LINK = 2**20, 4096
+# File systems do not store later times.
+_LATEST_TIME = 2**33
+_EXTENDED_HEADERS = {
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+}  # fmt: skip
+_BROKEN_HEADERS = (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]  # typeshed lacks them
+_DAMAGE_ERRORS = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
+    NotImplementedError, OverflowError, RecursionError,
+)  # fmt: skip
+_ZIP_TYPES = {
+    0: tarfile.REGTYPE, stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE
+}  # fmt: skip
+_Read = Callable[[int], bytes]
+"""Reads the next bytes of a member's content, until the next member is taken."""
 
 
-def unpack(archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> tuple[CopiedFile, ...]:
-    """Unpack a tar or zip archive into a directory, and return what is in it.
+def unpack(archive: Path, target: Path, available: int, update: Callable[[int], bool]) -> tuple[CopiedFile, ...]:
+    """Unpack an archive into a directory. Returns the manifest's entries of its files.
 
     Args:
-        archive: one of `hpc.staging.source.ARCHIVES`, by its name.
-        target: an empty directory that nobody else can write to.
-        room: bytes that it may take; an archive that goes on is refused before the disk is full.
-        progress: is told the bytes unpacked so far, and says whether to stop.
+        archive: its name ends with one of `hpc.staging.source.ARCHIVES`.
+        target: an empty directory that no other user can write to.
+        available: bytes that the unpacked files may take on the disk.
+        update: receives the bytes unpacked so far; returns whether to stop.
 
     Raises:
-        StagingStopped: it said so.
-        TorchrelayError: the archive is damaged, does not fit, or has what no data set needs.
+        StagingStopped: `update` returned true.
+        TorchrelayError: the archive is damaged, unreadable, does not fit, or contains what no data set needs.
         OSError: the disk is full.
     """
-    unpacker = _Unpacker(archive, target, room, progress)
-    with _tell_damage(archive, "is it whole? Make it again"), opened(archive) as members:
+    unpacker = _Unpacker(archive, target, available, update)
+    with _damage_reported(archive, "is it complete? Create it again"), _members(archive) as members:
         return unpacker.run(members)
 
 
 def check(archive: Path) -> None:
-    """See that it can be opened and begins as it should.
+    """Open an archive and read its first header.
 
     Raises:
-        TorchrelayError: it does not.
-        OSError: it cannot be read.
+        TorchrelayError: it is damaged, unreadable, or no archive.
     """
-    with _tell_damage(archive, "is it whole?"), opened(archive) as members:
+    with _damage_reported(archive, "is it complete?"), _members(archive) as members:
         next(members, None)
 
 
 @contextmanager
-def _tell_damage(archive: Path, advice: str) -> Iterator[None]:
+def _damage_reported(archive: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_damage(error):
+        # Decompressors raise an OSError without errno; one of the disk has an errno.
+        if not isinstance(error, _DAMAGE_ERRORS) and not (isinstance(error, OSError) and error.errno is None):
             raise
         raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): {advice}") from error
 
 
-class _Part(NamedTuple):
-    """A file that is in the archive, or a piece of a large one."""
+# --- reading ---
 
-    member: ArchiveMember
-    name: str
-    offset: int
-    size: int
-    content: bytes | None
-    """None: it stands in the archive as it is."""
-    whole: bool
+
+class _TarInfo(tarfile.TarInfo):
+    """Raises where tarfile takes damage for the end of the archive, and for headers that would fill the memory."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tar)
+        except _BROKEN_HEADERS as error:
+            if tar.offset:
+                raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
+            raise
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # as above
+            # Read on to the end of the file, where decompressors verify their checksums.
+            while block := tar.fileobj.read(_BUFFER_BYTES):
+                if block.count(0) < len(block):
+                    raise tarfile.ReadError(f"it ends at byte {tar.offset}, but more data follow") from None
+            raise
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _EXTENDED_HEADERS and not 0 <= self.size <= _LONGEST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]  # typeshed lacks it
+        return member
+
+
+class _RetryingFile(io.FileIO):
+    """An archive, which may be on shared storage."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return read_with_retries(str(self.name), partial(super().read, size), threading.Event()) or b""
+
+
+def _open_zstd(raw: io.FileIO) -> IO[bytes]:
+    return cast(IO[bytes], zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+
+
+# By the first bytes of a file. tarfile would decompress gzip itself, but does not verify its checksum.
+_DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open, b"\x28\xb5\x2f\xfd": _open_zstd,
+}  # fmt: skip
+
+
+@contextmanager
+def _members(archive: Path) -> Iterator[Iterator[tuple[tarfile.TarInfo, _Read]]]:
+    """The members of an archive, one by one, those of a zip archive as tar's."""
+    with _RetryingFile(archive) as raw:
+        if archive.suffix == ".zip":
+            with zipfile.ZipFile(raw) as zipped:
+                yield (_zip_member(zipped, info) for info in zipped.infolist())
+            return
+        head = raw.read(8)
+        raw.seek(0)
+        decompress = next((opener for magic, opener in _DECOMPRESSORS.items() if head.startswith(magic)), None)
+        mode, stream = ("r|", decompress(raw)) if decompress else ("r:", raw)
+        # typeshed knows only literal modes.
+        with stream, tarfile.open(fileobj=stream, mode=mode, bufsize=_BUFFER_BYTES, tarinfo=_TarInfo) as tar:  # type: ignore[call-overload]
+            yield _tar_members(tar)
+
+
+def _tar_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, _Read]]:
+    for info in tar:
+        # After a header the file's position is the content's; `extractfile` would copy the content twice more.
+        yield info, tar.fileobj.read
+        vars(tar)["members"].clear()  # tarfile keeps a kilobyte for each
+
+
+def _zip_member(zipped: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tarfile.TarInfo, _Read]:
+    if info.flag_bits & 1:
+        raise NotImplementedError(f"{info.filename!r} is encrypted")
+    member = tarfile.TarInfo(info.filename)
+    member.size, member.mode, member.mtime = info.file_size, info.external_attr >> 16, int(time.time())
+    member.type = tarfile.DIRTYPE if info.is_dir() else _ZIP_TYPES.get(stat.S_IFMT(member.mode), tarfile.CHRTYPE)
+    if member.issym():
+        if info.file_size >= _LONGEST_LINK:
+            raise NotImplementedError(f"{info.filename!r} is a link of {info.file_size} bytes")
+        member.linkname = zipped.read(info).decode()
+    return member, zipped.open(info).read
+
+
+# --- writing ---
 
 
 class _Unpacker:
-    def __init__(self, archive: Path, target: Path, room: int, progress: Callable[[int], bool]) -> None:
-        self._archive, self._target, self._room, self._progress = archive, target, room, progress
-        self._needed = 0
-        """Bytes on the disk."""
-        self._bytes = 0
-        """Those that the writers have got."""
+    """Checks the members and writes them. One thread: more of them only contend for the GIL."""
+
+    def __init__(self, archive: Path, target: Path, available: int, update: Callable[[int], bool]) -> None:
+        self._archive, self._target, self._available, self._update = archive, target, available, update
+        self._bytes_needed = self._bytes_done = self._bytes_reported = 0
         self._directories = {PurePosixPath()}
-        self._checksums: dict[str, dict[int, str]] = {}
-        self._sizes: dict[str, int] = {}
-        self._modified: dict[str, int] = {}
-        self._links = list[ArchiveMember]()
-        self._group, self._group_bytes = list[_Part](), 0
-        self._queue: queue.Queue[list[_Part] | None] = queue.Queue(_WAITING)
-        self._error: BaseException | None = None
+        self._files = dict[str, CopiedFile]()
+        self._links = list[tarfile.TarInfo]()
 
-    def run(self, members: Iterator[ArchiveMember]) -> tuple[CopiedFile, ...]:
-        writers = [threading.Thread(target=self._write_groups, daemon=True, name="unpack") for _ in range(_WRITERS)]
-        for writer in writers:
-            writer.start()
-        try:
-            for member in members:
-                self._take(member)
-            self._hand_over()
-        finally:
-            for _ in writers:
-                self._queue.put(None)
-            for writer in writers:
-                writer.join()
-        self._raise_error()
-        # Python takes byte code for that of its source by the time of the source's last change.
-        for name, modified in self._modified.items():
-            os.utime(self._target / name, (time.time(), modified))
-        # The hard ones first: they are written, and no file is ever written through a link.
-        for link in sorted(self._links, key=lambda link: link.kind == "symlink"):
-            self._make_link(link)
+    def run(self, members: Iterator[tuple[tarfile.TarInfo, _Read]]) -> tuple[CopiedFile, ...]:
+        for member, read in members:
+            if member.name not in {"", ".", "./"}:  # the top directory
+                self._take(member, read)
+        # Hard links first: they are written as files, and no file is ever written through a symlink.
+        for link in sorted(self._links, key=tarfile.TarInfo.issym):
+            self._make_link(link, inside_name(link.name))
+        top = os.path.realpath(self._target)
         for link in self._links:
-            self._check_link(link)
-        return tuple(
-            CopiedFile(name, self._sizes[name], _PIECE_BYTES, tuple(sums[place] for place in sorted(sums)))
-            for name, sums in sorted(self._checksums.items())
-        )
+            if link.issym() and not Path(os.path.realpath(self._target / link.name)).is_relative_to(top):
+                raise self._refusal(link, f"is a link to {link.linkname!r}, outside of the archive")
+        return tuple(self._files[name] for name in sorted(self._files))
 
-    def _refuse(self, member: ArchiveMember, why: str) -> TorchrelayError:
-        return TorchrelayError(f"{self._archive.name} is refused: {member.name!r} {why}; nothing of it was kept")
+    def _refusal(self, member: tarfile.TarInfo, reason: str) -> TorchrelayError:
+        return TorchrelayError(f"{self._archive.name} is refused: {member.name!r} {reason}; nothing of it was kept")
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _take(self, member: ArchiveMember) -> None:
-        self._raise_error()
-        if PurePosixPath(member.name) == PurePosixPath():
-            return  # the top itself, `./`
+    def _take(self, member: tarfile.TarInfo, read: _Read) -> None:
         try:
             name = inside_name(member.name)
         except TorchrelayError:
-            raise self._refuse(member, "leads out of the archive") from None
+            raise self._refusal(member, "leads out of the archive") from None
         path = PurePosixPath(name)
-        self._make_directory(member, path if member.kind == "directory" else path.parent)
-        if member.kind == "directory":
-            return
-        if member.kind in {"symlink", "hardlink"}:
+        self._make_directory(member, path if member.isdir() else path.parent)
+        if member.issym() or member.islnk():
             self._links.append(member)
-        elif member.kind == "file":
-            self._take_file(member, name)
-        else:
-            raise self._refuse(member, f"is a {member.kind}")
+        elif member.isreg() and not member.issparse():
+            self._write(member, name, read)
+        elif not member.isdir():
+            kind = "sparse file" if member.issparse() else "named pipe" if member.isfifo() else "device"
+            raise self._refusal(member, f"is a {kind}")
 
-    def _make_directory(self, member: ArchiveMember, path: PurePosixPath) -> None:
+    def _reserve(self, member: tarfile.TarInfo, size: int) -> None:
+        """Count an entry against the available bytes."""
+        if size < 0:
+            raise self._refusal(member, f"has {size} bytes")
+        self._bytes_needed += bytes_on_disk(size, files=1)
+        if self._bytes_needed > self._available:
+            raise self._refusal(member, f"makes it larger than the available {self._available // 2**20} MB")
+
+    def _make_directory(self, member: tarfile.TarInfo, path: PurePosixPath) -> None:
         if path in self._directories:
             return
+        self._reserve(member, 0)
         try:
             (self._target / path).mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise self._refuse(member, _TWO_KINDS) from None
+            raise self._refusal(member, "is a file and a directory at once") from None
         self._directories.add(path)
 
-    def _take_file(self, member: ArchiveMember, name: str) -> None:
-        self._grow(member, member.size)
-        if name in self._checksums:
-            raise self._refuse(member, "is in it twice")
-        self._checksums[name], self._sizes[name] = {}, member.size
-        if member.modified is not None:
-            self._modified[name] = member.modified
-        source = member.open() if member.offset is None else None
-        whole = member.size <= _PIECE_BYTES
-        if not whole:
-            os.close(self._create(member, name))
-        for offset in range(0, max(1, member.size), _PIECE_BYTES):
-            size = min(_PIECE_BYTES, member.size - offset)
-            content = source.read(size) if source else None
-            if content is not None and len(content) != size:
-                raise self._too_short(member, offset + len(content))
-            self._group.append(_Part(member, name, offset, size, content, whole))
-            self._group_bytes += size
-            if self._group_bytes >= _GROUP_BYTES or len(self._group) >= _GROUP_PARTS:
-                self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Give what has come together to the writers."""
-        self._raise_error()
-        self._queue.put(self._group)
-        self._bytes += self._group_bytes
-        self._group, self._group_bytes = [], 0
-        stop_if(self._progress(self._bytes))
-
-    def _too_short(self, member: ArchiveMember, found: int) -> TorchrelayError:
-        return self._refuse(member, f"has {found} bytes, where the archive says {member.size}")
-
-    def _create(self, member: ArchiveMember, name: str) -> int:
+    def _write(self, member: tarfile.TarInfo, name: str, read: _Read) -> None:
+        self._reserve(member, member.size)
+        if name in self._files:
+            raise self._refusal(member, "is in it twice")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            return os.open(f"{self._target}/{name}", flags, 0o700 if member.executable else 0o600)
-        except (FileExistsError, IsADirectoryError):
-            raise self._refuse(member, _TWO_KINDS) from None
-
-    def _write_groups(self) -> None:
+            descriptor = os.open(f"{self._target}/{name}", flags, 0o700 if member.mode & stat.S_IXUSR else 0o600)
+        except FileExistsError:
+            raise self._refusal(member, "is a file and a directory at once") from None
         try:
-            with self._archive.open("rb", buffering=0) as archive:
-                room = memoryview(bytearray(_PIECE_BYTES))
-                while (group := self._queue.get()) is not None:
-                    for part in group if self._error is None else ():
-                        self._write(part, archive.fileno(), room)
-        except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that unpacks
-            self._error = error
-            while self._queue.get() is not None:
-                pass  # take them all, or who fills the queue would wait for ever
+            checksums = tuple(self._write_chunks(member, read, descriptor))
+            if 0 <= member.mtime < _LATEST_TIME:
+                # Whole seconds: Python compares them with those that byte code records of its source.
+                os.utime(descriptor, (time.time(), int(member.mtime)))
+        finally:
+            os.close(descriptor)
+        self._files[name] = CopiedFile(name, member.size, _CHUNK_BYTES, checksums)
 
-    def _write(self, part: _Part, archive: int, room: memoryview) -> None:
-        if part.content is not None:
-            content = memoryview(part.content)
-        else:
-            content, place = room[: part.size], (part.member.offset or 0) + part.offset
-            if (found := read_into(archive, content, place)) < part.size:
-                raise self._too_short(part.member, part.offset + found)
-        if part.whole:
-            descriptor = self._create(part.member, part.name)
-            try:
-                write_all(descriptor, content, part.offset)
-            finally:
-                os.close(descriptor)
-        else:
-            write_chunk(f"{self._target}/{part.name}", part.offset, content, 0o600)
-        self._checksums[part.name][part.offset] = checksum(content)
+    def _write_chunks(self, member: tarfile.TarInfo, read: _Read, descriptor: int) -> Iterator[str]:
+        """Write the content of a file. Yields the checksum of each chunk, of an empty file too."""
+        for offset in range(0, max(1, member.size), _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, member.size - offset)
+            content = read(size) if size else b""
+            if len(content) < size:
+                found = offset + len(content)
+                raise self._refusal(member, f"has {found} bytes, but the archive declares {member.size}")
+            write_all(descriptor, memoryview(content), offset)
+            yield checksum(content)
+            self._bytes_done += size
+            if self._bytes_done - self._bytes_reported >= _CHUNK_BYTES:
+                self._bytes_reported = self._bytes_done
+                stop_if(self._update(self._bytes_done))
 
-    def _grow(self, member: ArchiveMember, size: int) -> None:
-        if size < 0:
-            raise self._refuse(member, f"has {size} bytes")
-        self._needed += bytes_on_disk(size, files=1)
-        if self._needed > self._room:
-            raise self._refuse(member, f"makes it larger than the {self._room // 2**20} MB that there is room for")
-
-    def _make_link(self, member: ArchiveMember) -> None:
-        name = inside_name(member.name)
+    def _make_link(self, link: tarfile.TarInfo, name: str) -> None:
         path = self._target / name
         if os.path.lexists(path):
-            raise self._refuse(member, "is in it twice")
-        if member.kind == "symlink":
-            self._grow(member, 0)
-            path.symlink_to(member.target)
+            raise self._refusal(link, "is in it twice")
+        if link.issym():
+            self._reserve(link, 0)
+            path.symlink_to(link.linkname)
             return
-        # Only what was unpacked from this archive: the way to anything else may lead through a link.
         try:
-            original = inside_name(member.target)
+            original = inside_name(link.linkname)
         except TorchrelayError:
-            raise self._refuse(member, f"is a link to {member.target!r}, out of the archive") from None
-        if original not in self._checksums:
-            raise self._refuse(member, f"is a link to {member.target!r}, which is no file in it")
-        self._grow(member, self._sizes[original])
+            raise self._refusal(link, f"is a link to {link.linkname!r}, outside of the archive") from None
+        # Only a file of this archive: the path to any other may lead through a link.
+        if original not in self._files:
+            raise self._refusal(link, f"is a link to {link.linkname!r}, which is not a file in it")
+        self._reserve(link, self._files[original].size)
         shutil.copy(self._target / original, path, follow_symlinks=False)
-        self._checksums[name], self._sizes[name] = self._checksums[original], self._sizes[original]
-
-    def _check_link(self, member: ArchiveMember) -> None:
-        top = Path(os.path.realpath(self._target))
-        if member.kind == "symlink" and not Path(os.path.realpath(self._target / member.name)).is_relative_to(top):
-            raise self._refuse(member, f"is a link to {member.target!r}, out of the archive")
+        self._files[name] = self._files[original]._replace(name=name)

@@ -2,6 +2,8 @@
 
 import os
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import xxhash
 
@@ -10,6 +12,7 @@ from hpc.staging.source import FileChunk, SourceListing
 
 # A restarting server or a stale NFS handle recovers within seconds.
 _RETRY_SECONDS = (0.5, 2.0, 5.0)
+_Result = TypeVar("_Result")
 
 
 def checksum(content: memoryview | bytes) -> str:
@@ -38,10 +41,19 @@ def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cance
         TorchrelayError: the file cannot be read, or has changed since it was listed.
     """
     file = listing.files[chunk.file]
-    path = f"{listing.base}/{file.name}"
+    path, unchanged = f"{listing.base}/{file.name}", (file.size, file.modified_ns)
+    read_with_retries(path, lambda: _read_once(path, chunk.offset, into, unchanged), cancelled)
+
+
+def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threading.Event) -> _Result:
+    """Call `read` again after errors of shared storage.
+
+    Raises:
+        TorchrelayError: it failed every time.
+    """
     for pause in (*_RETRY_SECONDS, None):
         try:
-            return _read_once(path, chunk.offset, into, (file.size, file.modified_ns))
+            return read()
         except OSError as error:
             if pause is None or cancelled.wait(pause):
                 raise TorchrelayError(
@@ -55,10 +67,18 @@ def _read_once(path: str, offset: int, into: memoryview, unchanged: tuple[int, i
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         read_into(descriptor, into, offset)  # a file that has become shorter fails the check below
-        status = os.fstat(descriptor)
+        check_unchanged(path, os.fstat(descriptor), unchanged)
     finally:
         os.close(descriptor)
-    if (status.st_size, status.st_mtime_ns) != unchanged:
+
+
+def check_unchanged(path: str, status: os.stat_result, listed: tuple[int, int]) -> None:
+    """Compare a file of the source with its size and its modification time (ns) when it was listed.
+
+    Raises:
+        TorchrelayError: it has changed.
+    """
+    if (status.st_size, status.st_mtime_ns) != listed:
         raise TorchrelayError(
             f"{path} was changed while the data were being copied: submit again when nothing writes to them any more"
         )

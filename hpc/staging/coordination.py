@@ -66,6 +66,10 @@ class StagingGroup(Protocol):
         """Whether this node lists the source."""
 
     @property
+    def has_peers(self) -> bool:
+        """Whether the job has more than one node."""
+
+    @property
     def host(self) -> str:
         """This node's name."""
 
@@ -87,6 +91,7 @@ class SingleNode:
     """A node without peers."""
 
     is_head = True
+    has_peers = False
     host = "localhost"
     nonce = ""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _JOIN_SECONDS = 0.05, 5.0
 # Processes that wait for this one's copy see a heartbeat this often.
 _HEARTBEAT_SECONDS = 5.0
 _Result = TypeVar("_Result")
@@ -81,8 +81,22 @@ class CancellableWait:
         stop_if(self.stopped())
         time.sleep(_POLL_SECONDS)
 
-    def run_in_thread(self, work: Callable[[], _Result]) -> _Result:
-        """Run a blocking call in a thread and wait for it; a request to stop abandons the thread."""
+    def run_in_thread(
+        self,
+        work: Callable[[], _Result],
+        progress: Callable[[], CopyProgress | None] = lambda: None,
+        cancel: threading.Event | None = None,
+    ) -> _Result:
+        """Run a blocking call in a thread, because storage or the network may hang, and wait for it.
+
+        Args:
+            work: the call.
+            progress: its progress.
+            cancel: set when staging is asked to stop; the thread then has some seconds to end before it is abandoned.
+
+        Raises:
+            StagingStopped: staging was asked to stop.
+        """
         results, errors = list[_Result](), list[BaseException]()
 
         def run() -> None:
@@ -93,8 +107,15 @@ class CancellableWait:
 
         thread = threading.Thread(target=run, daemon=True, name="stage-wait")
         thread.start()
-        while thread.is_alive():
-            self.wait()
+        try:
+            while thread.is_alive():
+                stop_if(self.update(progress()))
+                thread.join(_POLL_SECONDS)
+        except BaseException:
+            if cancel is not None:
+                cancel.set()
+                thread.join(_JOIN_SECONDS)
+            raise
         if errors:
             raise errors[0]
         return results[0]

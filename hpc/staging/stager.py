@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Self
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging.archive import unpack
+from hpc.staging.chunks import check_unchanged
 from hpc.staging.coordination import Address, CacheStatus, SingleNode, StagingGroup
 from hpc.staging.copy import Copy, CopyStats, assign_batches, checksums_by_batch, copied_files
 from hpc.staging.manifest import CopiedFile, Manifest, boot_id, is_intact
@@ -184,8 +186,8 @@ class Stager:
         with entry.locked_for_copy(self._wait_for_other_job):
             self._entry, self._wait.heartbeat = entry, entry.send_heartbeat
             staged = self._reuse(entry, listing, read_all=read_all)
-        if listing.is_archive and not staged.reused:
-            self._keep_archive_for_peers()
+        if self._archive is not None:
+            self._keep_for_peers(self._archive)
         return staged
 
     def _wait_for_other_job(self) -> None:
@@ -234,7 +236,7 @@ class Stager:
         """Make a copy, or repair the damaged files of one (None: everything)."""
         entry.store.remove_partials(entry.name)
         self._evicted += entry.store.delete_unused(self._keep_seconds)
-        evicted, shortage = entry.store.make_room(*_needed(listing, damaged))
+        evicted, shortage = entry.store.make_room(*_needed(listing, damaged, copies_archive=self._group.has_peers))
         self._evicted += evicted
         if shortage:
             return self._read_in_place(listing, shortage)
@@ -242,8 +244,10 @@ class Stager:
         for name in listing.directories:
             (partial / "data" / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            if listing.is_archive:
+            if listing.is_archive and self._group.has_peers:
                 stats, files = self._copy_and_unpack(entry, partial, listing, damaged)
+            elif listing.is_archive:
+                stats, files = self._unpack_source(partial, listing)
             else:
                 stats, files = self._copy(partial, listing, damaged)
             merged = {file.name: file for file in (*(manifest.files if manifest and damaged else ()), *files)}
@@ -293,13 +297,36 @@ class Stager:
         archive = self._archive / "data" / listing.source.name
         if not is_intact(archive, copied, self._wait.stopped):
             raise TorchrelayError(f"{archive} differs from what was written to it: check the disk of this node")
-        began = time.monotonic()
+        return stats, self._unpack(archive, partial / "data")
 
-        def update(done: int) -> bool:
-            seconds = time.monotonic() - began
-            return self._wait.update(CopyProgress(activity="unpacking", bytes_done=done, seconds=seconds))
+    def _unpack_source(self, partial: Path, listing: SourceListing) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
+        """Unpack an archive from shared storage: without peers, nothing needs a copy of the archive."""
+        [file] = listing.files
 
-        return stats, unpack(archive, partial / "data", available_bytes(partial), update)
+        def check() -> None:
+            check_unchanged(str(listing.source), listing.source.stat(), (file.size, file.modified_ns))
+
+        try:
+            files = self._unpack(listing.source, partial / "data")
+        except TorchrelayError:
+            check()  # a change explains the damage
+            raise
+        check()
+        return CopyStats(from_source=file.size), files
+
+    def _unpack(self, archive: Path, target: Path) -> tuple[CopiedFile, ...]:
+        began, cancel, bytes_done = time.monotonic(), threading.Event(), 0
+
+        def update(count: int) -> bool:
+            nonlocal bytes_done
+            bytes_done = count
+            return cancel.is_set()
+
+        return self._wait.run_in_thread(
+            lambda: unpack(archive, target, available_bytes(target), update),
+            lambda: CopyProgress(activity="unpacking", bytes_done=bytes_done, seconds=time.monotonic() - began),
+            cancel,
+        )
 
     def _wait_for_owners(self) -> tuple[Address, ...]:
         """The owners of the batches; none if the head node does not name them in time."""
@@ -312,19 +339,18 @@ class Stager:
         self._notes.append(f"the head node did not assign the batches within {_PLAN_SECONDS:.0f} s")
         return ()
 
-    def _keep_archive_for_peers(self) -> None:
-        """Delete the archive as soon as no peer fetches it any more."""
+    def _keep_for_peers(self, archive: Path) -> None:
+        """Delete the copy of an archive as soon as no peer fetches it any more."""
         deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
         while time.monotonic() < deadline and (plan := self._group.plan()) and not plan.done:
             self._wait.wait()
-        if self._archive is not None:
-            shutil.rmtree(self._archive, ignore_errors=True)
+        shutil.rmtree(archive, ignore_errors=True)
 
 
-def _needed(listing: SourceListing, damaged: list[str] | None) -> tuple[int, int]:
+def _needed(listing: SourceListing, damaged: list[str] | None, *, copies_archive: bool) -> tuple[int, int]:
     """Bytes and number of the files to copy."""
     if listing.is_archive:
-        return int(listing.size * (1 + _UNPACKED_FACTOR)), 1
+        return int(listing.size * (_UNPACKED_FACTOR + copies_archive)), 1
     names = None if damaged is None else set(damaged)
     sizes = [file.size for file in listing.files if names is None or file.name in names]
     return sum(sizes), len(sizes)

@@ -28,6 +28,11 @@ class NodeGroup:
         return self._node.place.is_head
 
     @property
+    def has_peers(self) -> bool:
+        """Whether the job has more than one node."""
+        return self._node.place.num_nodes > 1
+
+    @property
     def host(self) -> str:
         """This node's name."""
         return self._node.place.host
