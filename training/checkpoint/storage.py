@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import publish_directory, sha256_of
@@ -19,7 +19,6 @@ _NAME = re.compile(r"step-(\d{8,})")
 _REJECTED = "rejected-"
 
 Fill = Callable[[Path], dict[str, Any] | None]
-_Result = TypeVar("_Result")
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -77,21 +76,8 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def read_checkpoint(path: Path) -> dict[str, bytes] | str:
-    """The files of a checkpoint, or what is wrong with it.
-
-    Raises:
-        TorchrelayError: the storage cannot be read. The checkpoint may be intact.
-    """
-
-    def read(files: dict[str, Any]) -> dict[str, bytes] | str:
-        return _first_damage(path, files) or {name: (path / name).read_bytes() for name in files}
-
-    return _with_manifest(path, read)
-
-
 def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
-    """What is wrong with the files of a checkpoint; empty if they are as they were written.
+    """What is wrong with a checkpoint; empty if its files are as they were written.
 
     Args:
         path: of the checkpoint.
@@ -99,24 +85,28 @@ def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
         stride: from one file to the next: with rank and world size, the ranks share the work.
 
     Raises:
-        TorchrelayError: the storage cannot be read.
+        TorchrelayError: the storage cannot be read. The checkpoint may be intact.
     """
-    return _with_manifest(path, lambda files: _first_damage(path, dict(sorted(files.items())[first::stride])))
-
-
-def _with_manifest(path: Path, read: Callable[[dict[str, Any]], _Result]) -> _Result | str:
-    """What `read` returns for the manifest's entries, or what is wrong with the manifest."""
     try:
-        return read(json.loads((path / _MANIFEST).read_bytes())["files"])
+        files = json.loads((path / _MANIFEST).read_bytes())["files"]
+        checked = sorted(files.items())[first::stride]
+        damaged = next((name for name, entry in checked if describe_file(path / name) != entry), None)
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its manifest does not work: {error!r}"
+        return f"it does not match its manifest: {error!r}"
     except OSError as error:
         raise _unreadable(path, error) from error
-
-
-def _first_damage(path: Path, files: dict[str, Any]) -> str:
-    damaged = next((name for name, entry in files.items() if describe_file(path / name) != entry), None)
     return f"{damaged} is not as it was written" if damaged else ""
+
+
+def read_checkpoint(path: Path) -> dict[str, bytes] | str:
+    """The files of a checkpoint, or what is wrong with it.
+
+    Raises:
+        TorchrelayError: the storage cannot be read. The checkpoint may be intact.
+    """
+    if damage := find_damage(path):
+        return damage
+    return {name: read_file(path / name) for name in json.loads(read_file(path / _MANIFEST))["files"]}
 
 
 def read_file(path: Path) -> bytes:

@@ -9,7 +9,6 @@ import math
 import time
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from training.checkpoint.host_copy import HostCopy, capture
 from training.checkpoint.sharded import save_sharded
@@ -26,30 +25,120 @@ from training.runtime.run_context import RunContext
 _SNAPSHOT_MODE = 0o700
 
 
-class Destination(Protocol):
-    """Where a StateWriter writes states."""
+class CheckpointDestination:
+    """`checkpoints/` of the run directory. If a write fails, the training goes on."""
 
-    interval: Interval
-    skips_while_busy: bool
+    skips_while_busy = False
     """Whether to skip a state while the previous one is being written, instead of waiting for that."""
 
-    def is_ready(self, size_bytes: int) -> bool:
-        """Whether this rank can write a state of this size now."""
-        ...
+    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger, *, sharded: bool) -> None:
+        self.interval = parse_interval("checkpoint_every", context.config.checkpoint_every)
+        self._directory, self._keep = context.run_dir.checkpoints, context.config.keep_checkpoints
+        self._fault, self._group, self._logger = context.fault, group, logger
+        self._writes = group.is_rank_zero or sharded
+        self._save = partial(save_sharded, group.new_group()) if sharded else save_checkpoint
+
+    def is_ready(self, _size_bytes: int) -> bool:
+        """Whether this rank writes."""
+        # The state refers to the best model, which must be on the disk before it.
+        self._logger.wait()
+        return self._writes
 
     def write(self, step: int, copy: HostCopy) -> None:
-        """Write a state, or raise an OSError and leave the older states. Runs in the writer's thread."""
-        ...
+        """Write a checkpoint, and delete all but the newest. Runs in the writer's thread.
+
+        Raises:
+            OSError: it could not be written; the older ones are all there.
+        """
+
+        def fill(directory: Path) -> None:
+            copy.write(directory, replicated=self._group.is_rank_zero)
+            self._fault.inject("save", step, self._group.rank)
+
+        self._save(self._directory, step, fill, self._keep)
 
     def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
-        """Report a state that was written or could not be. Runs in the writer's thread."""
-        ...
+        """Record the event; warn of a failure."""
+        if error is None:
+            self._logger.event("checkpoint_saved", step=step, **seconds)
+            return
+        self._logger.console.warn(f"no checkpoint of step {step} ({error}): free some space below {self._directory}")
+        self._logger.event("checkpoint_failed", step=step, reason=str(error))
+
+
+class SnapshotDestination:
+    """A node's memory. Where snapshots cannot be written, the training goes on without."""
+
+    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger, *, sharded: bool) -> None:
+        self.directory = snapshot_directory(context, group)
+        self.interval = Interval()
+        if self.directory:
+            self.interval = parse_interval("snapshot_every", context.config.snapshot_every)
+        # Shards are usable only if all ranks have those of the same step.
+        self.skips_while_busy = not sharded
+        self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
+        self._group, self._logger = group, logger
+        self._writers = group.rank_info.local_world_size if sharded else 1
+        self._warned = False
+
+    def is_ready(self, size_bytes: int) -> bool:
+        """Whether this rank writes, and the node's memory has space."""
+        if not self.directory:
+            return False
+        try:
+            for path in (*self._parents, self.directory):
+                path.mkdir(mode=_SNAPSHOT_MODE, exist_ok=True)
+            problem = missing_space(self.directory, size_bytes * self._writers)
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            self._warn(problem)
+        return not problem
+
+    def write(self, step: int, copy: HostCopy) -> None:
+        """Write a snapshot, and delete all but the newest."""
+        if self.directory:
+            save_checkpoint(self.directory, step, copy.write, KEPT, _SNAPSHOT_MODE)
+
+    def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
+        """Warn of a failure."""
+        if error:
+            self._warn(str(error))
+
+    def _warn(self, reason: str) -> None:
+        """Warn once that there are no snapshots. Each save tries again."""
+        if self._warned:
+            return
+        self._warned = True
+        # Rank 0 prints what concerns the training; this concerns the node.
+        console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
+        console.warn(f"no snapshots on this node ({reason}): a crash may cost all steps since the last checkpoint")
+        self._logger.event("snapshot_off", reason=reason)
+
+    def clear(self) -> None:
+        """Remove this rank's snapshots."""
+        if self.directory:
+            remove_newer(self.directory, 0)
+
+
+def shard_directory(rank: int, world_size: int) -> str:
+    """The name of the directory of one rank's snapshots of its shards."""
+    return f"rank-{rank:05d}-of-{world_size:05d}"
+
+
+def snapshot_directory(context: RunContext, group: ProcessGroup) -> Path | None:
+    """Where this rank writes its node's snapshots, or those of its shards; None: it writes none."""
+    if context.node_dir and context.config.strategy == "fsdp":
+        return context.node_dir.snapshots / shard_directory(group.rank, group.world_size)
+    return context.node_dir.snapshots if context.node_dir and group.rank_info.local_rank == 0 else None
 
 
 class StateWriter:
     """Writes the states of a training to one destination."""
 
-    def __init__(self, destination: Destination, state: TrainState, group: ProcessGroup) -> None:
+    def __init__(
+        self, destination: CheckpointDestination | SnapshotDestination, state: TrainState, group: ProcessGroup
+    ) -> None:
         self._destination, self._state, self._group = destination, state, group
         self._copy, self._background = HostCopy(), BackgroundWriter()
         self._unwritten_step: int | None = None
@@ -141,106 +230,3 @@ class StateWriter:
         self.wait()
         if self._unwritten_step is not None:
             self._write(self._unwritten_step, 0.0)
-
-
-class CheckpointDestination:
-    """`checkpoints/` of the run directory. If a write fails, the training goes on."""
-
-    skips_while_busy = False
-
-    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger, *, sharded: bool) -> None:
-        self.interval = parse_interval("checkpoint_every", context.config.checkpoint_every)
-        self._directory, self._keep = context.run_dir.checkpoints, context.config.keep_checkpoints
-        self._fault, self._group, self._logger = context.fault, group, logger
-        self._writes = group.is_rank_zero or sharded
-        self._save = partial(save_sharded, group.new_group()) if sharded else save_checkpoint
-
-    def is_ready(self, _size_bytes: int) -> bool:
-        """Whether this rank writes."""
-        # The state refers to the best model, which must be on the disk before it.
-        self._logger.wait()
-        return self._writes
-
-    def write(self, step: int, copy: HostCopy) -> None:
-        """Write a checkpoint, and delete all but the newest."""
-
-        def fill(directory: Path) -> None:
-            copy.write(directory, replicated=self._group.is_rank_zero)
-            self._fault.inject("save", step, self._group.rank)
-
-        self._save(self._directory, step, fill, self._keep)
-
-    def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
-        """Record the event; warn of a failure."""
-        if error is None:
-            self._logger.event("checkpoint_saved", step=step, **seconds)
-            return
-        self._logger.console.warn(f"no checkpoint of step {step} ({error}): free some space below {self._directory}")
-        self._logger.event("checkpoint_failed", step=step, reason=str(error))
-
-
-class SnapshotDestination:
-    """A node's memory. Where snapshots cannot be written, the training goes on without."""
-
-    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger, *, sharded: bool) -> None:
-        self.directory = snapshot_directory(context, group)
-        self.interval = Interval()
-        if self.directory:
-            self.interval = parse_interval("snapshot_every", context.config.snapshot_every)
-        # Shards are usable only if all ranks have those of the same step.
-        self.skips_while_busy = not sharded
-        self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
-        self._group, self._logger = group, logger
-        self._writers = group.rank_info.local_world_size if sharded else 1
-        self._warned = False
-
-    def is_ready(self, size_bytes: int) -> bool:
-        """Whether this rank writes, and the node's memory has space."""
-        if not self.directory:
-            return False
-        try:
-            for path in (*self._parents, self.directory):
-                path.mkdir(mode=_SNAPSHOT_MODE, exist_ok=True)
-            problem = missing_space(self.directory, size_bytes * self._writers)
-        except OSError as error:
-            problem = str(error)
-        if problem:
-            self._warn(problem)
-        return not problem
-
-    def write(self, step: int, copy: HostCopy) -> None:
-        """Write a snapshot, and delete all but the newest."""
-        if self.directory:
-            save_checkpoint(self.directory, step, copy.write, KEPT, _SNAPSHOT_MODE)
-
-    def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
-        """Warn of a failure."""
-        if error:
-            self._warn(str(error))
-
-    def _warn(self, reason: str) -> None:
-        """Warn once that there are no snapshots. Each save tries again."""
-        if self._warned:
-            return
-        self._warned = True
-        # Rank 0 prints what concerns the training; this concerns the node.
-        console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
-        console.warn(f"no snapshots on this node ({reason}): a crash may cost all steps since the last checkpoint")
-        self._logger.event("snapshot_off", reason=reason)
-
-    def clear(self) -> None:
-        """Remove this rank's snapshots."""
-        if self.directory:
-            remove_newer(self.directory, 0)
-
-
-def shard_directory(rank: int, world_size: int) -> str:
-    """The name of the directory of one rank's snapshots of its shards."""
-    return f"rank-{rank:05d}-of-{world_size:05d}"
-
-
-def snapshot_directory(context: RunContext, group: ProcessGroup) -> Path | None:
-    """Where this rank writes its node's snapshots, or those of its shards; None: it writes none."""
-    if context.node_dir and context.config.strategy == "fsdp":
-        return context.node_dir.snapshots / shard_directory(group.rank, group.world_size)
-    return context.node_dir.snapshots if context.node_dir and group.rank_info.local_rank == 0 else None
