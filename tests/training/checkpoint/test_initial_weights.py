@@ -1,4 +1,4 @@
-"""What a training begins with, and what of it stays as it is."""
+"""Initial weights: files, names, heads and frozen parameters."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ STILL = ("--lr=1e-30", "--weight-decay=0")
 
 
 def make_weights(path: Path, classes: int = 3, around: str = "", prefix: str = "") -> dict[str, Tensor]:
-    """A file of weights of a ResNet-20 that are not the seed's."""
+    """A file of ResNet-20 weights that differ from those of the default seed."""
     torch.manual_seed(7)
     model = build_model(TrainConfig(data="x", model="resnet20", seed=5), classes=classes, channels=1, size=12)
     with torch.no_grad():
@@ -72,14 +72,16 @@ def test_a_training_begins_with_the_weights_of_a_file(start: Starter, tmp_path: 
     ("name", "around", "prefix"),
     [("a.pth", "", "module."), ("a.pt", "model", "_orig_mod."), ("b.pth", "state_dict", ""), ("c.pt", "", "")],
 )
-def test_what_others_put_around_weights_is_taken_off(tmp_path: Path, name: str, around: str, prefix: str) -> None:
+def test_prefixes_and_wrappers_of_other_programs_are_stripped(
+    tmp_path: Path, name: str, around: str, prefix: str
+) -> None:
     weights = make_weights(tmp_path / name, around=around, prefix=prefix)
     found = read_weights(tmp_path / name)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-def test_a_head_of_another_size_is_new_and_that_is_said(start: Starter, tmp_path: Path) -> None:
+def test_a_head_of_another_size_starts_random_with_a_message(start: Starter, tmp_path: Path) -> None:
     weights = make_weights(tmp_path / "w.pth", classes=1000)
     training = start.complete(*FLAGS, *STILL, f"--weights={tmp_path / 'w.pth'}")
     assert f"beginning with {tmp_path / 'w.pth'}, but a new fc" in training.output()
@@ -91,7 +93,7 @@ def test_a_head_of_another_size_is_new_and_that_is_said(start: Starter, tmp_path
     assert torch.equal(found["features.0.weight"], weights["features.0.weight"])
 
 
-def test_a_run_under_way_no_longer_needs_the_file(start: Starter, tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_need_the_file(start: Starter, tmp_path: Path) -> None:
     path = tmp_path / "w.pth"
     make_weights(path)
     assert start(*FLAGS, f"--weights={path}", "--fault=stop@3:0").wait() == [0]
@@ -101,7 +103,7 @@ def test_a_run_under_way_no_longer_needs_the_file(start: Starter, tmp_path: Path
 
 
 class Harm:
-    """What a pickle could do."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path("harm").write_text, ("done",))
@@ -116,7 +118,7 @@ class Harm:
         ({"features.0.weight": torch.zeros(16, 1, 3, 3)}, "which is not of this model: 37 of its layers have other"),
     ],
 )
-def test_a_file_that_does_not_suit_is_said_in_one_line(
+def test_an_unsuitable_file_is_refused_in_one_line(
     start: Starter, tmp_path: Path, content: object, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -132,7 +134,7 @@ def test_a_file_that_does_not_suit_is_said_in_one_line(
 # --- names ---
 
 
-def test_names_and_addresses_are_those_that_torchvision_itself_has() -> None:
+def test_names_and_urls_are_those_of_torchvision() -> None:
     from torchvision import models
 
     for name in torchvision_models():
@@ -140,7 +142,7 @@ def test_names_and_addresses_are_those_that_torchvision_itself_has() -> None:
         assert torchvision_weights(name) == {key: member.value.url for key, member in members.items()}
 
 
-def test_the_cache_is_where_torch_looks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_the_directory_of_torch_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for variable in ("TORCH_HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(variable, str(tmp_path / variable))
         assert Path(torch.hub.get_dir()) / "checkpoints" == cache_directory()
@@ -148,7 +150,7 @@ def test_the_cache_is_where_torch_looks_for_it(monkeypatch: pytest.MonkeyPatch, 
     assert Path(torch.hub.get_dir()) / "checkpoints" == cache_directory()
 
 
-def test_a_name_is_a_file_in_the_cache_that_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_name_stands_for_an_intact_file_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     digest = hashlib.sha256(b"weights").hexdigest()[:8]
     url = f"https://download.pytorch.org/models/resnet34-{digest}.pth"
@@ -180,7 +182,7 @@ def test_a_name_is_a_file_in_the_cache_that_is_whole(monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_a_submission_refuses_weights_that_are_not_there(
+def test_a_submission_refuses_missing_weights(
     capsys: pytest.CaptureFixture[str], idx_data: Path, model: str, name: str, message: str
 ) -> None:
     flags = ["--cluster=local", "--dry-run", f"--data={idx_data}", f"--model={model}", f"--weights={name}"]
@@ -232,7 +234,7 @@ def test_a_head_may_have_one_more_layer(start: Starter) -> None:
     assert found["fc.2.weight"].shape == (3, 5)
 
 
-def test_a_head_that_is_a_convolution_gets_no_other_layer() -> None:
+def test_a_head_that_is_a_convolution_gets_no_hidden_layer() -> None:
     with pytest.raises(UserError, match="--head-hidden is 5, but the last layer of this model is a Conv2d: use 0"):
         add_hidden_layer(nn.Sequential(nn.Conv2d(1, 1, 1)), 5)
 
@@ -240,7 +242,7 @@ def test_a_head_that_is_a_convolution_gets_no_other_layer() -> None:
 # --- freezing ---
 
 
-def test_what_is_frozen_stays_and_has_no_optimizer_state(start: Starter, tmp_path: Path) -> None:
+def test_frozen_parameters_do_not_change_and_have_no_optimizer_state(start: Starter, tmp_path: Path) -> None:
     weights = make_weights(tmp_path / "w.safetensors")
     flags = (
         *FLAGS,
@@ -278,8 +280,8 @@ def test_a_small_residual_network_has_the_layers_and_weights_of_the_paper(depth:
     assert model.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_small_residual_networks_see_images_in_memory_as_they_are(start: Starter, tmp_path: Path) -> None:
+def test_small_residual_networks_do_not_resize_images_in_memory(start: Starter, tmp_path: Path) -> None:
     start.data = make_idx(tmp_path / "odd", size=15)
     run = start.complete("--model=resnet20", "--epochs=1", "--batch-size=40").run_dir
-    told = json.loads((run / "final" / "result.json").read_text())["input"]
-    assert (told["channels"], told["size"]) == (1, 15)
+    model_input = json.loads((run / "final" / "result.json").read_text())["input"]
+    assert (model_input["channels"], model_input["size"]) == (1, 15)

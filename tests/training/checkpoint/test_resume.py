@@ -1,4 +1,4 @@
-"""A run that was cut and resumed ends with the same bytes as one that was not."""
+"""An interrupted and resumed run ends with the same bytes as an uninterrupted one."""
 
 import signal
 from pathlib import Path
@@ -21,7 +21,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """The weights to the last bit, and everything that was written about the way there."""
+    """Compare the weights bit by bit, and all metrics."""
     first, second = weights(one), weights(other)
     assert first.keys() == second.keys()
     different = [name for name, value in first.items() if not torch.equal(value, second[name])]
@@ -58,7 +58,7 @@ def test_a_stop_in_the_middle_of_an_epoch_changes_nothing(start: Starter, world_
     assert [line["step"] for line in lines(cut.run_dir / "metrics" / "train.jsonl")] == list(range(1, STEPS + 1))
 
 
-def test_batch_statistics_dropout_workers_and_bfloat16_change_nothing_about_it(
+def test_a_stop_changes_nothing_with_batch_statistics_dropout_workers_and_bfloat16(
     start: Starter, folder_data: Path
 ) -> None:
     start.data = folder_data

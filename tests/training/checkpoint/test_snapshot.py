@@ -1,4 +1,4 @@
-"""Snapshots: what a crash costs when the last checkpoint is far away, and that they change nothing."""
+"""Snapshots: they limit what a crash loses, and change nothing else."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 def slow_steps(seconds: float = 0.03) -> None:
-    """In a rank: steps that take longer than the writing of a snapshot."""
+    """In a rank: make steps slower than writing a snapshot."""
     from training.engine.step import Stepper
 
     step = Stepper.step
@@ -49,7 +49,7 @@ def slow_steps(seconds: float = 0.03) -> None:
 
 
 def on_its_own_node(nodes: Path) -> None:
-    """In a rank: its node has no other rank, and a memory of its own."""
+    """In a rank: pretend to be alone on a node with its own memory."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     sys.argv.append(f"--node-dir={nodes / os.environ['RANK']}")
     slow_steps()
@@ -79,7 +79,7 @@ def resume(start: Starter, node: NodeDir, *flags: str, world_size: int = 2) -> T
     return start.complete(*FLAGS, f"--snapshot-every={EVERY}", f"--node-dir={node.path}", *flags, world_size=world_size)
 
 
-def test_a_kill_costs_what_came_after_the_last_snapshot(start: Starter, node: NodeDir) -> None:
+def test_a_kill_loses_only_the_steps_since_the_last_snapshot(start: Starter, node: NodeDir) -> None:
     whole = start.complete(*FLAGS, f"--snapshot-every={EVERY}", run="whole", world_size=2)
     cut = killed(start, node)
     last = lines(cut.run_dir / "metrics/train.jsonl")[-1]["step"]
@@ -97,7 +97,7 @@ def test_a_kill_costs_what_came_after_the_last_snapshot(start: Starter, node: No
     assert list(node.snapshots.iterdir()) == []
 
 
-def test_what_goes_on_from_a_snapshot_is_soon_on_the_disk(start: Starter, node: NodeDir) -> None:
+def test_a_state_restored_from_a_snapshot_is_soon_durable(start: Starter, node: NodeDir) -> None:
     cut = killed(start, node, "--checkpoint-every=1h")
     before = len(events(cut.run_dir, "checkpoint_saved"))
     resume(start, node, "--checkpoint-every=1h")
@@ -106,11 +106,11 @@ def test_what_goes_on_from_a_snapshot_is_soon_on_the_disk(start: Starter, node: 
 
 
 def stop_at_once() -> None:
-    """In a rank: be told to stop before anything else."""
+    """In a rank: receive SIGTERM before anything else."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stop_at_once_saves_what_came_from_a_snapshot(start: Starter, node: NodeDir) -> None:
+def test_an_immediate_stop_saves_a_state_restored_from_a_snapshot(start: Starter, node: NodeDir) -> None:
     cut = killed(start, node)
     training = start(*FLAGS, f"--node-dir={node.path}", world_size=2, prepare=stop_at_once)
     assert training.wait() == [0, 0], training.output()
@@ -120,7 +120,7 @@ def test_a_stop_at_once_saves_what_came_from_a_snapshot(start: Starter, node: No
 
 
 def keep_snapshots(seconds: float) -> None:
-    """In a rank: slow steps, and snapshots that stay."""
+    """In a rank: make slow steps, and remove no snapshots."""
     from training.checkpoint import writer
 
     slow_steps(seconds)
@@ -129,13 +129,13 @@ def keep_snapshots(seconds: float) -> None:
 
 @pytest.fixture(scope="module")
 def without(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that nothing disturbed, and without snapshots: there is no memory for them."""
+    """An uninterrupted run of two ranks without --node-dir, so without snapshots."""
     start = Starter(idx_data, tmp_path_factory.mktemp("without"))
     return start.complete(*NORMALISED, "--snapshot-every=1", world_size=2).run_dir
 
 
-def told(run: Path, every: str, directory: Path) -> Path:
-    """A copy of the run, as if it had been given this interval, which only its results name."""
+def with_interval(run: Path, every: str, directory: Path) -> Path:
+    """A copy of the run with another --snapshot-every in its results."""
     shutil.copytree(run, directory)
     for path in directory.rglob("result.json"):
         result = json.loads(path.read_text())
@@ -152,11 +152,11 @@ def test_taking_snapshots_changes_nothing(
     flags = (*NORMALISED, f"--snapshot-every={every}", f"--node-dir={node.path}")
     training = start(*flags, world_size=2, prepare=partial(keep_snapshots, seconds))
     assert training.wait() == [0, 0], training.output()
-    assert_same(told(without, every, start.directory / "without"), training.run_dir)
+    assert_same(with_interval(without, every, start.directory / "without"), training.run_dir)
     assert steps_of(node), "there were no snapshots"
 
 
-def test_the_snapshot_of_any_node_has_everything(start: Starter, tmp_path: Path, without: Path) -> None:
+def test_the_snapshot_of_any_node_holds_the_whole_state(start: Starter, tmp_path: Path, without: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.mkdir()
     flags = (*NORMALISED, "--snapshot-every=2")
@@ -171,11 +171,11 @@ def test_the_snapshot_of_any_node_has_everything(start: Starter, tmp_path: Path,
     assert again.wait() == [0, 0], again.output()
     [_, started] = events(cut.run_dir, "train_started")
     assert (started["source"], started["step"]) == ("snapshot", snapshots[0])
-    assert_same(told(without, "2", tmp_path / "without"), cut.run_dir)
+    assert_same(with_interval(without, "2", tmp_path / "without"), cut.run_dir)
     assert steps_of(NodeDir(nodes / "0")) == steps_of(NodeDir(nodes / "1")) == []
 
 
-def test_a_damaged_snapshot_is_passed_over(start: Starter, node: NodeDir) -> None:
+def test_a_damaged_snapshot_is_skipped(start: Starter, node: NodeDir) -> None:
     cut = killed(start, node)
     newest, older = list_checkpoints(node.snapshots)
     state = newest / "state.safetensors"
@@ -186,7 +186,7 @@ def test_a_damaged_snapshot_is_passed_over(start: Starter, node: NodeDir) -> Non
 
 
 def forget_metrics(run: Path, node: NodeDir) -> None:
-    """As if rank 0 had died before it wrote the lines that the newest snapshot knows of."""
+    """Remove the lines of the newest snapshot, as if rank 0 had died before it wrote them."""
     newest = steps_of(node)[0]
     path = run / "metrics/train.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines(path) if line["step"] < newest))
@@ -210,7 +210,7 @@ def forget_the_best(run: Path, node: NodeDir) -> None:
         (forget_the_best, "best lacks the best model"),
     ],
 )
-def test_a_snapshot_that_knows_more_than_was_written_down_is_not_used(
+def test_a_snapshot_newer_than_the_metrics_is_not_used(
     start: Starter, node: NodeDir, forget: Callable[[Path, NodeDir], None], what: str
 ) -> None:
     cut = killed(start, node)
@@ -235,9 +235,7 @@ def test_another_runs_snapshot_is_removed_and_not_used(start: Starter, node: Nod
     assert steps_of(node) == []
 
 
-def test_a_checkpoint_that_is_newer_than_the_snapshots_is_used_and_they_are_removed(
-    start: Starter, node: NodeDir
-) -> None:
+def test_a_checkpoint_newer_than_the_snapshots_is_used(start: Starter, node: NodeDir) -> None:
     cut = killed(start, node, at=20)
     start.complete(*FLAGS, world_size=2)
     shutil.rmtree(cut.run_dir / "final")
@@ -246,7 +244,7 @@ def test_a_checkpoint_that_is_newer_than_the_snapshots_is_used_and_they_are_remo
     assert steps_of(node)[-1] <= 20, "older ones may stay"
 
 
-def test_nobody_else_may_read_a_snapshot(start: Starter, node: NodeDir) -> None:
+def test_snapshots_are_readable_by_their_owner_alone(start: Starter, node: NodeDir) -> None:
     killed(start, node, world_size=1)
     assert len(steps_of(node)) == 2
     modes = {stat.S_IMODE(path.stat().st_mode) for path in node.snapshots.rglob("*") if path.is_dir()}
@@ -275,7 +273,7 @@ print(flush(NodeDir(Path({str(node.path)!r})), RunDir(Path({str(cut.run_dir)!r})
     assert (started["source"], started["step"]) == ("checkpoint", newest)
 
 
-def test_the_agent_saves_no_snapshot_that_knows_more_than_was_written_down(start: Starter, node: NodeDir) -> None:
+def test_the_agent_saves_no_snapshot_newer_than_the_metrics(start: Starter, node: NodeDir) -> None:
     cut = killed(start, node)
     newest, older = steps_of(node)
     forget_metrics(cut.run_dir, node)
@@ -285,7 +283,7 @@ def test_the_agent_saves_no_snapshot_that_knows_more_than_was_written_down(start
 
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
-    """Memory for less than a snapshot where we may mount some; else a place where nothing can be made."""
+    """A file system smaller than a snapshot if we may mount one; else a directory that cannot be made."""
     place = tmp_path / "memory"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)]
@@ -295,15 +293,15 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def trust_in_room() -> None:
-    """In a rank: the memory runs full after it was looked at."""
+def pass_the_space_check() -> None:
+    """In a rank: let the memory run full after the check."""
     from training.checkpoint import writer
 
     writer.missing_space = lambda _directory, _size: ""  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("prepare", [None, trust_in_room])
-def test_without_room_for_snapshots_the_training_goes_on_with_a_word(
+@pytest.mark.parametrize("prepare", [None, pass_the_space_check])
+def test_without_memory_for_snapshots_the_training_goes_on_with_a_warning(
     start: Starter, small_memory: Path, prepare: Callable[[], None] | None
 ) -> None:
     training = start(*FLAGS, f"--node-dir={small_memory}", "--snapshot-every=5", "--ema-decay=0.9", prepare=prepare)
@@ -315,7 +313,7 @@ def test_without_room_for_snapshots_the_training_goes_on_with_a_word(
     assert left in ([], [small_memory / "snapshots"]), "half a snapshot is left"
 
 
-def test_what_does_not_fit_is_known_before(tmp_path: Path) -> None:
+def test_missing_space_is_found_before_writing(tmp_path: Path) -> None:
     assert missing_space(tmp_path, 1000) == ""
     free = shutil.disk_usage(tmp_path).free
     assert missing_space(tmp_path, free).startswith(f"{tmp_path} has ")
@@ -329,7 +327,7 @@ def make_group(path: Path, **values: object) -> None:
         (path / f"memory.{name}").write_text(f"{value}\n")
 
 
-def test_memory_is_what_the_control_groups_allow(tmp_path: Path) -> None:
+def test_available_memory_is_limited_by_control_groups(tmp_path: Path) -> None:
     old, new = tmp_path / "memory/slurm/job_5", tmp_path / "slurm/job_5"
     cached = "cache 9\ntotal_inactive_file 20\ntotal_active_file 3\ninactive_file 1"
     make_group(old, limit_in_bytes=1000, usage_in_bytes=600, stat=cached)
@@ -342,7 +340,7 @@ def test_memory_is_what_the_control_groups_allow(tmp_path: Path) -> None:
     assert 0 < available_memory_bytes() < 2**60
 
 
-def test_time_spent_in_steps_that_count_is_carried_on(start: Starter, node: NodeDir) -> None:
+def test_train_seconds_continue_from_the_restored_step(start: Starter, node: NodeDir) -> None:
     cut = killed(start, node, world_size=1)
     before = lines(cut.run_dir / "metrics/train.jsonl")
     resume(start, node, world_size=1)

@@ -1,4 +1,4 @@
-"""The state of a training is whole: whatever a restored trainer lacks is found out here."""
+"""The saved state is complete: a restored trainer lacks nothing."""
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -49,7 +49,7 @@ NOT_STATE = {
 
 
 def leaves(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Every number, text and tensor that can be reached from a value, by path."""
+    """All numbers, strings and tensors that are reachable from a value, by path."""
     if path.removeprefix(".") in NOT_STATE or id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
@@ -64,7 +64,7 @@ def leaves(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def inside(value: Any) -> list[tuple[str, Any]]:
-    """What a value consists of, by the rest of its path."""
+    """The items of a value, by the rest of their path."""
     if isinstance(value, nn.Module | Optimizer | GradScaler):
         return [(":", value.state_dict())]
     if isinstance(value, Mapping):
@@ -77,7 +77,7 @@ def inside(value: Any) -> list[tuple[str, Any]]:
 
 
 def differing(one: Trainer, other: Trainer) -> set[str]:
-    """Where two trainers differ in more than what belongs to their processes."""
+    """The paths at which two trainers differ, without what belongs to their processes."""
     first, second = (dict(leaves("", trainer, set())) for trainer in (one, other))
     different = {path for path in first.keys() & second.keys() if not equal(first[path], second[path])}
     return different | (first.keys() ^ second.keys())
@@ -89,22 +89,20 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.fixture
 def stopped_run(start: Starter) -> tuple[TrainConfig, Path]:
-    """A run with everything that has a state, stopped in the middle of its second epoch."""
+    """The settings of a run in which everything has a state, and its directory."""
     flags = {"epochs": 3, "batch_size": 20, "log_every": 4, "amp": "fp16", "ema_decay": 0.9, "optimizer": "adamw"}
     config = TrainConfig(data=str(start.data), lr=0.002, model="shufflenet_v2_x0_5", image_size=32, **flags)  # type: ignore[arg-type]
     return config, start.directory / "run"
 
 
-def test_a_restored_trainer_has_everything_that_the_saved_one_had(
-    group: ProcessGroup, stopped_run: tuple[TrainConfig, Path]
-) -> None:
+def test_a_restored_trainer_equals_the_saved_one(group: ProcessGroup, stopped_run: tuple[TrainConfig, Path]) -> None:
     saved, restored = trained_and_restored(group, *stopped_run)
     assert saved.state.progress.step == 15
     assert differing(saved, restored) == set()
 
 
 def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
-    """A trainer after 15 steps, and a new one that has resumed from its checkpoint."""
+    """A trainer after 15 steps, in the middle of an epoch, and a new one that has resumed from its checkpoint."""
     context = RunContext(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
     trainers = [make_trainer(context, group) for _ in range(2)]
     for trainer in trainers:
@@ -126,7 +124,7 @@ def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -
 @pytest.mark.parametrize(
     "holder", ["", "stepper", "loss_meter", "checkpoint_writer", "corrupt_images", "state", "state.progress", "data"]
 )
-def test_a_new_attribute_that_is_not_saved_is_found_out(
+def test_a_new_attribute_that_is_not_saved_is_found(
     group: ProcessGroup, stopped_run: tuple[TrainConfig, Path], holder: str
 ) -> None:
     saved, restored = trained_and_restored(group, *stopped_run)

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, and the newest intact one is found."""
+"""Checkpoints on the disk: complete or absent, with damage found."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ FILES = {"state.safetensors": b"x" * 5000, "state.json": b'{"step": 1}'}
 
 
 def writing(files: dict[str, bytes]) -> Callable[[Path], None]:
-    """What writes these files into a directory."""
+    """A function that writes these files into a directory."""
 
     def write(directory: Path) -> None:
         for name, data in files.items():
@@ -28,20 +28,20 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "checkpoints", 7, writing(FILES), keep=2)
     assert list_checkpoints(tmp_path / "checkpoints") == [path]
     assert (path.name, step_of(path)) == ("step-00000007", 7)
     assert read_checkpoint(path) == FILES
 
 
-def test_the_newest_ones_are_kept_whatever_the_number_of_digits(tmp_path: Path) -> None:
+def test_the_newest_are_kept_for_any_number_of_digits(tmp_path: Path) -> None:
     for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
         save_checkpoint(tmp_path, step, writing(FILES), keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-100000001", "step-100000000"]
 
 
-def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
+def test_a_missing_directory_has_no_checkpoints(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "nothing") == []
 
 
@@ -68,15 +68,15 @@ def flip_a_bit(path: Path) -> None:
         ("manifest.json", lambda path: path.write_text("[]"), "TypeError"),
     ],
 )
-def test_a_damaged_one_is_recognised(tmp_path: Path, file: str, damage: Callable[[Path], object], reason: str) -> None:
+def test_damage_is_found(tmp_path: Path, file: str, damage: Callable[[Path], object], reason: str) -> None:
     path = save_checkpoint(tmp_path, 20, writing(FILES), keep=2)
     damage(path / file)
-    said = read_checkpoint(path)
-    assert isinstance(said, str)
-    assert reason in said
+    problem = read_checkpoint(path)
+    assert isinstance(problem, str)
+    assert reason in problem
 
 
-def test_what_the_storage_does_not_give_is_not_taken_for_damaged(tmp_path: Path) -> None:
+def test_unreadable_storage_is_an_error_and_not_damage(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 20, writing(FILES), keep=2)
     unreadable = path / "state.json"
     unreadable.unlink()
@@ -85,7 +85,7 @@ def test_what_the_storage_does_not_give_is_not_taken_for_damaged(tmp_path: Path)
         read_checkpoint(path)
 
 
-def test_a_damaged_one_is_deleted_only_after_a_new_one_is_there(tmp_path: Path) -> None:
+def test_a_rejected_checkpoint_is_deleted_after_the_next_is_written(tmp_path: Path) -> None:
     for step in (10, 20):
         save_checkpoint(tmp_path, step, writing(FILES), keep=2)
     reject(tmp_path / "step-00000020")
@@ -95,7 +95,7 @@ def test_a_damaged_one_is_deleted_only_after_a_new_one_is_there(tmp_path: Path) 
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
 
 
-def test_what_cannot_be_written_leaves_the_old_ones_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 10, writing(FILES), keep=1)
     (tmp_path / "state").mkdir()
     with pytest.raises(FileNotFoundError):
@@ -110,7 +110,7 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000010"]
 
 
-def test_a_directory_that_stepped_aside_for_nothing_comes_back(tmp_path: Path) -> None:
+def test_a_directory_moved_aside_by_a_killed_writer_is_restored(tmp_path: Path) -> None:
     publish_directory(tmp_path / "best", writing({"result.json": b"{}"}))
     (tmp_path / "best").rename(tmp_path / ".best.0123abcd.old")
     remove_temporaries(tmp_path, "best")

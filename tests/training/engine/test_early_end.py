@@ -1,4 +1,4 @@
-"""What ends a training before its last epoch: no progress, no time, a loss that is no number."""
+"""Trainings that end before their last epoch: no improvement, no time left, a loss that is not finite."""
 
 import json
 import os
@@ -41,13 +41,13 @@ def test_patience_is_counted_from_the_best_epoch() -> None:
     assert not out_of_patience(TrainConfig(data="x"), Progress(evaluated_epochs=100))
 
 
-def test_a_training_that_gets_no_better_ends_and_is_complete(start: Starter) -> None:
+def test_a_training_that_does_not_improve_ends_and_is_complete(start: Starter) -> None:
     training = start.complete(*STILL, "--early-stopping-patience=3", world_size=2)
     # The first validation is the best one; three more are not better.
     assert validations(training.run_dir) == [1, 2, 3, 4]
-    told = result(training.run_dir)
-    assert (told["ended"], told["step"], told["epoch"]) == ("early_stopping", 36, 4)
-    assert told["test_accuracy"] is not None
+    outcome = result(training.run_dir)
+    assert (outcome["ended"], outcome["step"], outcome["epoch"]) == ("early_stopping", 36, 4)
+    assert outcome["test_accuracy"] is not None
     assert (
         "no step follows step 36: no higher validation accuracy in --early-stopping-patience 3 epochs"
         in training.output()
@@ -56,14 +56,14 @@ def test_a_training_that_gets_no_better_ends_and_is_complete(start: Starter) -> 
 
 
 @pytest.mark.parametrize("flag", ["--early-stopping-patience=3", "--lr-scheduler=plateau"])
-def test_what_follows_the_validation_needs_one(start: Starter, flag: str) -> None:
+def test_flags_that_need_a_validation_are_refused_without_one(start: Starter, flag: str) -> None:
     training = start("--epochs=1", "--val-split=0", flag)
     assert training.wait() == [2]
     assert f"{flag.replace('=', ' ')} needs validation data, and there are none" in training.output()
 
 
 @pytest.mark.parametrize("flags", [("--early-stopping-patience=3",), ("--lr-scheduler=plateau",)])
-def test_a_submission_without_validation_is_refused_for_it(
+def test_a_submission_of_such_flags_without_validation_is_refused(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     where = ["--cluster=local", "--dry-run", f"--runs-dir={tmp_path}"]
@@ -76,19 +76,19 @@ def test_a_submission_without_validation_is_refused_for_it(
     assert submit([*where, f"--data={idx_data}", *flags]) == 0
 
 
-def test_flags_without_effect_are_said_when_it_is_submitted_and_when_it_begins(
+def test_flags_without_effect_are_warned_of_at_submission_and_at_the_start(
     start: Starter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [f"--data={start.data}", "--lr-step-epochs=5", "--epochs=1"]
     assert submit(["--cluster=local", "--dry-run", "--json", f"--runs-dir={tmp_path}", *flags]) == 0
-    said = capsys.readouterr()
-    assert said.err == "hpc submit: warning: --lr-step-epochs 5 has no effect: it applies to --lr-scheduler step\n"
-    assert json.loads(said.out)["cluster"] == "local"
+    printed = capsys.readouterr()
+    assert printed.err == "hpc submit: warning: --lr-step-epochs 5 has no effect: it applies to --lr-scheduler step\n"
+    assert json.loads(printed.out)["cluster"] == "local"
     assert "warning: --lr-step-epochs 5 has no effect" in start.complete(*flags).output()
 
 
 @pytest.mark.parametrize("fault", ["step@20:1", "stop@20:0", "evaluate@27:0", "save@36:0", "evaluate@36:1"])
-def test_patience_goes_over_restarts(start: Starter, fault: str) -> None:
+def test_patience_counts_across_restarts(start: Starter, fault: str) -> None:
     flags = (*STILL, "--early-stopping-patience=3", "--checkpoint-every=5")
     codes = start(*flags, f"--fault={fault}", world_size=2).wait()
     assert codes == ([0, 0] if "stop" in fault else codes)
@@ -98,7 +98,7 @@ def test_patience_goes_over_restarts(start: Starter, fault: str) -> None:
     assert result(run)["world_size"] == 2
 
 
-def test_a_training_that_gets_better_goes_on(start: Starter) -> None:
+def test_a_training_that_improves_goes_on(start: Starter) -> None:
     run = start.complete("--epochs=3", "--batch-size=20", "--early-stopping-patience=3").run_dir
     assert result(run)["ended"] is None
     assert result(run)["epoch"] == 3
@@ -108,7 +108,7 @@ def test_a_training_that_gets_better_goes_on(start: Starter) -> None:
 
 
 def spend(seconds: float) -> None:
-    """In a rank: a clock that is so much further with each step."""
+    """In a rank: let the clock advance by this much with each step."""
     from training.engine import early_stopping
     from training.engine.step import Stepper
 
@@ -127,7 +127,7 @@ def spend(seconds: float) -> None:
     early_stopping.time = Clock  # type: ignore[assignment]
 
 
-def test_the_hours_of_all_attempts_count(start: Starter) -> None:
+def test_max_hours_counts_all_attempts(start: Starter) -> None:
     # A step takes a minute: 20 of them are a third of an hour, and the wish to end is heard a step later.
     flags = ("--epochs=30", "--batch-size=20", "--max-hours=0.3333", "--checkpoint-every=4")
     training = start(*flags, "--fault=stop@8:0", world_size=2, prepare=partial(spend, 60))
@@ -139,13 +139,13 @@ def test_the_hours_of_all_attempts_count(start: Starter) -> None:
     ended = start(*flags, world_size=2, prepare=partial(spend, 60))
     assert ended.wait() == [0, 0], ended.output()
     assert 0 < stopped["step"] <= saved < 14  # the kill may have come before the checkpoint of step 12
-    told = result(training.run_dir)
-    assert (told["ended"], told["step"]) == ("max_hours", 21)
+    outcome = result(training.run_dir)
+    assert (outcome["ended"], outcome["step"]) == ("max_hours", 21)
     assert "no step follows step 21: --max-hours 0.3333 are over" in ended.output()
 
 
 def die_late(run_dir: Path, seconds: float) -> None:
-    """In a rank: be killed when the test is to be written, and the last checkpoint is there."""
+    """In a rank: die before `final/` is written, once the last checkpoint is."""
     from training.monitoring.run_logger import RunLogger
 
     def die(*_: Any) -> None:
@@ -157,7 +157,7 @@ def die_late(run_dir: Path, seconds: float) -> None:
     RunLogger.save_final = die  # type: ignore[method-assign]
 
 
-def test_no_step_is_made_when_the_hours_are_over(start: Starter) -> None:
+def test_no_step_follows_when_max_hours_are_over(start: Starter) -> None:
     flags = ("--epochs=30", "--batch-size=20", "--max-hours=0.05")
     killed = start(*flags, prepare=partial(die_late, start.directory / "run", 60))
     assert killed.wait() == [-signal.SIGKILL], killed.output()
@@ -170,8 +170,8 @@ def test_no_step_is_made_when_the_hours_are_over(start: Starter) -> None:
 # --- the time limit ---
 
 
-def test_told_of_the_time_limit_in_an_epochs_last_step_it_begins_no_other_epoch_or_save(start: Starter) -> None:
-    """The warning comes --stop-lead before the limit: it is heard within a step, and one save follows it at most."""
+def test_a_stop_in_the_last_step_of_an_epoch_starts_no_other_epoch_and_no_other_save(start: Starter) -> None:
+    """The signal comes --stop-lead before the limit, which must suffice for one step and one save."""
     training = start("--epochs=3", "--batch-size=20", "--fault=stop@9:0", world_size=2)
     assert training.wait() == [0, 0], training.output()
     assert events(training.run_dir, "train_stopped")[0]["step"] == 9
@@ -198,22 +198,22 @@ def spoil(step: int, rank: int) -> None:
 @pytest.mark.parametrize(
     "flags", [("--log-every=9",), ("--log-every=50", "--checkpoint-every=8"), ("--grad-accum-steps=2",)]
 )
-def test_the_step_and_the_images_of_a_loss_that_is_no_number_are_named(start: Starter, flags: tuple[str, ...]) -> None:
+def test_the_first_step_with_a_nan_loss_and_its_images_are_recorded(start: Starter, flags: tuple[str, ...]) -> None:
     flags = ("--epochs=3", "--batch-size=20", "--log-samples", *flags)
     training = start(*flags, world_size=2, prepare=partial(spoil, 14, 1))
     assert training.wait() == [EXIT_DIVERGED] * 2, training.output()
     assert "error: the loss is nan since step 14: the training has diverged, use a smaller --lr" in training.output()
     assert training.output().count("error: ") == 1
-    told = json.loads((training.run_dir / "diverged.json").read_text())
-    assert told["step"] == 14
+    outcome = json.loads((training.run_dir / "diverged.json").read_text())
+    assert outcome["step"] == 14
     logs = sorted((training.run_dir / "metrics" / "samples").glob("*.jsonl"))
     used = [index for log in logs for line in lines(log) if line["step"] == 14 for index in line["indices"]]
-    assert told["indices"] == used
-    assert told["images"][0] == f"image {used[0]} of the training set"
+    assert outcome["indices"] == used
+    assert outcome["images"][0] == f"image {used[0]} of the training set"
     assert events(training.run_dir, "diverged")[0]["step"] == 14
 
 
-def test_the_step_is_named_in_an_attempt_that_began_in_the_middle_too(start: Starter) -> None:
+def test_the_step_with_a_nan_loss_is_right_in_a_resumed_attempt(start: Starter) -> None:
     flags = ("--epochs=3", "--batch-size=20", "--log-every=20")
     assert start(*flags, "--fault=stop@10:0").wait() == [0]
     training = start(*flags, prepare=partial(spoil, 13, 0))
@@ -223,7 +223,7 @@ def test_the_step_is_named_in_an_attempt_that_began_in_the_middle_too(start: Sta
     start.complete(*flags, "--lr=0.01")
 
 
-def test_images_of_a_folder_are_named_by_their_files(start: Starter, tmp_path: Path) -> None:
+def test_images_of_a_folder_are_recorded_by_file_name(start: Starter, tmp_path: Path) -> None:
     start.data = make_folder(tmp_path / "photos", parts=("train",))
     flags = ("--epochs=1", "--batch-size=5", "--num-workers=0", "--image-size=16", "--lr=1e30", "--warmup-epochs=0")
     training = start(*flags)
@@ -233,7 +233,7 @@ def test_images_of_a_folder_are_named_by_their_files(start: Starter, tmp_path: P
     assert all(name.endswith((".jpg", ".png")) for name in images)
 
 
-def test_a_steps_batch_is_what_its_ranks_are_asked_for() -> None:
+def test_the_batch_of_a_step_is_what_its_ranks_request() -> None:
     schedule = make_schedule(101, 20, 3, seed=4)
     requests = [list(schedule.requests(0, 0, rank, 3)) for rank in range(3)]
     for step, shares in enumerate(zip(*requests, strict=True), start=1):

@@ -44,7 +44,7 @@ def rates_of_torch(make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler], 
     return found
 
 
-def test_every_name_has_its_meaning() -> None:
+def test_every_name_has_an_implementation() -> None:
     assert OPTIMIZERS.keys() == set(get_args(Optimizer))
     assert SCHEDULES.keys() == set(get_args(LrScheduler))
     assert [highest_learning_rate(TrainConfig(data="x", lr_scaling=name)) for name in get_args(LrScaling)]

@@ -47,7 +47,7 @@ def test_an_accumulated_step_is_the_step_of_the_large_batch(start: Starter, worl
         assert torch.allclose(value, final(parts)[name], rtol=1e-3, atol=1e-5), name
 
 
-def test_the_average_is_that_of_torch() -> None:
+def test_the_moving_average_equals_that_of_torch() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     ema = Ema(model, 0.1)  # so low that it is not lowered further in the beginning
     reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.1), use_buffers=True)
@@ -66,7 +66,7 @@ def test_the_average_is_that_of_torch() -> None:
     assert int(ema.model.state_dict()["1.num_batches_tracked"]) == 5
 
 
-def test_the_average_forgets_the_first_weights_quickly() -> None:
+def test_the_moving_average_forgets_the_first_weights_quickly() -> None:
     model = nn.Linear(1, 1, bias=False)
     ema = Ema(model, 0.9999)
     nn.init.constant_(model.weight, 1.0)
@@ -76,7 +76,7 @@ def test_the_average_forgets_the_first_weights_quickly() -> None:
     assert float(ema.model.weight) > 0.99
 
 
-def test_the_average_is_what_is_evaluated_and_kept(start: Starter) -> None:
+def test_the_moving_average_is_evaluated_and_kept(start: Starter) -> None:
     run = start.complete("--epochs=2", "--batch-size=20", "--ema-decay=0.9").run_dir
     state = load_file(list_checkpoints(run / "checkpoints")[0] / "state.safetensors")
     for name, value in final(run).items():
@@ -127,25 +127,25 @@ def test_synchronised_normalisation_of_shares_is_that_of_the_whole_batch(start: 
     assert int(shared["bn1.num_batches_tracked"]) == 1
 
 
-def flaky_model(classes: int, channels: int, size: int) -> nn.Module:
-    """A model with an operation that has no repeatable form."""
+def nondeterministic_model(classes: int, channels: int, size: int) -> nn.Module:
+    """A model with an operation that has no deterministic kernel."""
 
-    class Flaky(nn.Module):
+    class Nondeterministic(nn.Module):
         def forward(self, values: Tensor) -> Tensor:
             return values.clone().put_(torch.tensor([0]), torch.zeros(1))
 
-    return nn.Sequential(Flaky(), nn.Flatten(), nn.Linear(channels * size * size, classes))
+    return nn.Sequential(Nondeterministic(), nn.Flatten(), nn.Linear(channels * size * size, classes))
 
 
-def train_a_flaky_model() -> None:
+def use_nondeterministic_model() -> None:
     from training.models import factory
 
-    factory.small_cnn = flaky_model  # type: ignore[assignment]
+    factory.small_cnn = nondeterministic_model  # type: ignore[assignment]
 
 
-def test_deterministic_refuses_what_is_not(start: Starter) -> None:
+def test_deterministic_refuses_an_operation_without_deterministic_kernel(start: Starter) -> None:
     start.complete("--epochs=1", "--batch-size=20", run="allowed")
-    refused = start("--epochs=1", "--batch-size=20", "--deterministic", prepare=train_a_flaky_model)
+    refused = start("--epochs=1", "--batch-size=20", "--deterministic", prepare=use_nondeterministic_model)
     assert refused.wait() == [2], refused.output()
     assert "error: --deterministic does not work with small-cnn here: put_ does not have" in refused.output()
     assert "Traceback" not in refused.output()
@@ -193,7 +193,7 @@ def test_the_label_has_the_mass_of_what_is_in_the_image(count: int, settings: di
         assert all(set(row.nonzero().flatten().tolist()) <= {n, n ^ 1} for n, row in enumerate(targets))
 
 
-def test_a_step_is_mixed_in_its_own_way_each_time_in_the_same() -> None:
+def test_each_step_mixes_differently_and_the_same_step_identically() -> None:
     config = TrainConfig(data="x", mixup=0.4, cutmix=1.0)
     mixes = [draw_mix(config, step, 32) for step in range(400)]
     assert mixes == [draw_mix(config, step, 32) for step in range(400)]
@@ -207,7 +207,7 @@ def test_a_step_is_mixed_in_its_own_way_each_time_in_the_same() -> None:
 
 
 def write_late(run_dir: Path) -> None:
-    """In a rank: a disk so slow that five more steps are made before a checkpoint is written."""
+    """In a rank: delay the write of a checkpoint until five more steps are done."""
     from training.checkpoint.host_copy import HostCopy
 
     write = HostCopy.write
@@ -221,7 +221,7 @@ def write_late(run_dir: Path) -> None:
     HostCopy.write = slow_write  # type: ignore[method-assign]
 
 
-def test_the_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(start: Starter) -> None:
+def test_steps_during_the_write_of_a_checkpoint_do_not_change_it(start: Starter) -> None:
     flags = ("--epochs=4", "--batch-size=20", "--log-every=1", "--lr=0.05", "--ema-decay=0.9")
     whole = start.complete(*flags, run="whole").run_dir
     late = start(*flags, "--fault=step@29:0", prepare=partial(write_late, start.directory / "run"))

@@ -1,4 +1,4 @@
-"""The check before a training: what it says of ranks that are well, and of one whose device computes wrongly."""
+"""The preflight: its report of ranks that pass, and of one whose device computes wrongly."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from training.runtime.run_context import RankInfo
 SHORT = ("--epochs=1", "--batch-size=64")
 
 
-def test_every_start_of_the_ranks_is_preceded_by_a_check_that_is_recorded(start: Starter) -> None:
+def test_every_start_of_the_ranks_records_a_preflight(start: Starter) -> None:
     run = start.complete(*SHORT, world_size=3).run_dir
     [preflight] = events(run, "preflight")
     assert preflight["world_size"] == 3
@@ -29,19 +29,19 @@ def test_every_start_of_the_ranks_is_preceded_by_a_check_that_is_recorded(start:
     assert preflight["time"] <= events(run, "train_started")[0]["time"]
 
 
-def test_a_rank_alone_has_no_bandwidth(group: ProcessGroup) -> None:
+def test_a_single_rank_has_no_bandwidth(group: ProcessGroup) -> None:
     report = check(group)
     assert (report.world_size, report.allreduce_gb_per_second) == (1, None)
 
 
-def test_a_device_that_computes_wrongly_is_found_out(group: ProcessGroup) -> None:
+def test_a_device_that_computes_wrongly_is_found(group: ProcessGroup) -> None:
     message = r"rank 0 on .+ \(the CPU\) computes wrongly: 1 of 65536 elements of a matrix product are wrong"
     with pytest.raises(UnfitNodeError, match=message) as raised:
         check(group, parse_fault("preflight@0:0"))
     assert raised.value.exit_code == EXIT_BAD_NODE
 
 
-def test_the_unfit_rank_is_told_from_the_others_by_its_exit_code(start: Starter) -> None:
+def test_the_exit_code_identifies_the_unfit_rank(start: Starter) -> None:
     training = start(*SHORT, "--fault=preflight@0:1", world_size=3)
     assert training.wait() == [TorchrelayError.exit_code, EXIT_BAD_NODE, TorchrelayError.exit_code]
     output = training.output()
@@ -91,7 +91,7 @@ def test_a_node_whose_gpus_cannot_be_used_is_unfit() -> None:
     assert second.startswith("TorchrelayError: this rank passed")
 
 
-def test_the_check_is_a_program_of_its_own(tmp_path: Path) -> None:
+def test_the_preflight_is_a_program_of_its_own(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     argv += ["--rdzv-endpoint=localhost:0", "-m", "training.engine.preflight", str(tmp_path / "run"), "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -99,22 +99,22 @@ def test_torchrun_trains_on_cifars_batches_of_real_clothes(batches: Path, tmp_pa
         "--ema-decay=0.99",
     ]
     subprocess.run([*command, *flags], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
-    told = result(tmp_path / "run")
-    assert told["classes"][9] == "Ankle boot"
-    assert told["test_total"] == 500
-    assert told["test_accuracy"] > 0.65, "a tenth would be chance"
+    outcome = result(tmp_path / "run")
+    assert outcome["classes"][9] == "Ankle boot"
+    assert outcome["test_total"] == 500
+    assert outcome["test_accuracy"] > 0.65, "a tenth would be chance"
 
 
 def test_a_folder_of_real_clothes_is_learned(start: Starter, wardrobe: Path) -> None:
     start.data = wardrobe
     flags = ("--epochs=4", "--batch-size=20", "--lr=0.03", "--image-size=28", "--crop=padded", "--num-workers=0")
-    told = result(start.complete(*flags, world_size=2).run_dir)
-    assert told["test_total"] == 300
-    assert told["test_accuracy"] > 0.6, "a tenth would be chance"
+    outcome = result(start.complete(*flags, world_size=2).run_dir)
+    assert outcome["test_total"] == 300
+    assert outcome["test_accuracy"] > 0.6, "a tenth would be chance"
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_photographs_are_told_apart_and_others_can_use_the_model(
+def test_photographs_are_classified_and_other_programs_can_use_the_model(
     start: Starter, album: Path, tmp_path: Path, ask: Ask
 ) -> None:
     layout = check_data(album)
@@ -122,16 +122,16 @@ def test_photographs_are_told_apart_and_others_can_use_the_model(
     start.data = album
     flags = ("--epochs=12", "--batch-size=18", "--lr=0.03", "--image-size=32", "--num-workers=0")
     run = start.complete(*flags, world_size=2).run_dir
-    told = result(run)
-    assert told["classes"] == [Path(name).stem for name in PHOTOS]
-    assert told["test_total"] == len(PHOTOS) * PIECES["test"]
-    assert told["test_accuracy"] > 0.5, "a sixth would be chance"
+    outcome = result(run)
+    assert outcome["classes"] == [Path(name).stem for name in PHOTOS]
+    assert outcome["test_total"] == len(PHOTOS) * PIECES["test"]
+    assert outcome["test_accuracy"] > 0.5, "a sixth would be chance"
 
     assert ask(run, f"--output={tmp_path / 'model.pt2'}", program=export.main)[0] == 0
     for model in (run, tmp_path / "model.pt2"):
         code, out, _ = ask(model, album / "test", "--csv")
         right = [row["class"] == Path(row["path"]).parent.name for row in csv.DictReader(io.StringIO(out))]
-        assert (code, sum(right), len(right)) == (0, told["test_correct"], told["test_total"])
+        assert (code, sum(right), len(right)) == (0, outcome["test_correct"], outcome["test_total"])
 
 
 # --- recipes for photographs ---

@@ -1,4 +1,4 @@
-"""What the flags make of a step and of an evaluation, seen from inside the model."""
+"""How flags change a step and an evaluation, seen from inside the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from training.runtime.process_group import ProcessGroup
 
 @contextmanager
 def watched(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """What goes into a module and what comes out, at each pass."""
+    """The input and the output of a module in each forward pass."""
     seen: list[tuple[Tensor, Tensor]] = []
     hook = module.register_forward_hook(lambda _, args, output: seen.append((args[0].detach(), output.detach())))
     yield seen
@@ -78,7 +78,7 @@ def test_mixed_precision_computes_in_it_and_keeps_weights_whole(
 
 
 @pytest.mark.parametrize("size", [None, 17])
-def test_the_model_sees_images_of_the_size_that_was_asked_for(
+def test_the_model_gets_images_of_image_size(
     group: ProcessGroup, folder_data: Path, idx_data: Path, tmp_path: Path, size: int | None
 ) -> None:
     for data, channels, usual in ((idx_data, 1, 12), (folder_data, 3, 64)):
@@ -90,9 +90,7 @@ def test_the_model_sees_images_of_the_size_that_was_asked_for(
         assert {images.shape[1:] for images, _ in seen} == {(channels, size or usual, size or usual)}
 
 
-def test_a_step_is_computed_in_as_many_parts_as_were_asked_for(
-    group: ProcessGroup, idx_data: Path, tmp_path: Path
-) -> None:
+def test_a_step_has_grad_accum_steps_micro_batches(group: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
     trainer = trainer_with(group, idx_data, tmp_path / "run", grad_accum_steps=3)
     with watched(trainer.state.model) as seen:
         make_step(trainer, group)
@@ -108,7 +106,7 @@ def test_weights_follow_from_the_seed(group: ProcessGroup, idx_data: Path, tmp_p
     assert not any(map(torch.equal, one, other))
 
 
-def test_a_rank_has_the_loader_workers_that_it_was_given(
+def test_a_rank_has_num_workers_loader_workers(
     group: ProcessGroup, idx_data: Path, folder_data: Path, tmp_path: Path
 ) -> None:
     asked = [
@@ -119,7 +117,7 @@ def test_a_rank_has_the_loader_workers_that_it_was_given(
     assert trainer_with(group, idx_data, tmp_path / "idx").workers == 0, "they cost nothing to make"
 
 
-def test_as_many_checkpoints_are_kept_as_were_asked_for(start: Starter) -> None:
+def test_keep_checkpoints_checkpoints_are_kept(start: Starter) -> None:
     flags = ("--epochs=4", "--batch-size=20", "--checkpoint-every=4", "--snapshot-every=off")
     run = start.complete(*flags, "--keep-checkpoints=3").run_dir
     assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["36", "32", "28"]

@@ -1,4 +1,4 @@
-"""What ends a training early, at any moment: signals, kills, a full disk. Nothing is lost but what must be."""
+"""Signals, kills and full disks at any moment: no more is lost than necessary."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ def assert_whole_history(run_dir: Path) -> None:
     assert evaluations == [(1, "val"), (2, "val"), (3, "val"), (3, "test")]
 
 
-def test_signals_after_the_first_change_nothing(start: Starter) -> None:
+def test_signals_after_the_first_have_no_effect(start: Starter) -> None:
     training = start(*FLAGS, world_size=2)
     training.wait_for_step(5)
     training.send(signal.SIGUSR2, 1)
@@ -56,7 +56,7 @@ def test_signals_after_the_first_change_nothing(start: Starter) -> None:
 
 
 def evaluate_slowly() -> None:
-    """In a rank: a validation of many small batches."""
+    """In a rank: validate slowly, in many small batches."""
     from training.data.batch_schedule import BatchRequest, evaluation_requests
     from training.evaluation import evaluator
 
@@ -81,7 +81,7 @@ def test_a_stop_in_a_validation_does_not_wait_for_its_end(start: Starter) -> Non
     assert_whole_history(training.run_dir)
 
 
-def test_a_stop_in_the_test_is_made_good_by_the_next_attempt(start: Starter) -> None:
+def test_the_next_attempt_repeats_a_test_that_was_stopped(start: Starter) -> None:
     training = start(*FLAGS, prepare=evaluate_slowly)
     training.wait_until(lambda: len(lines(training.run_dir / "metrics" / "eval.jsonl")) == 3)
     training.send(signal.SIGUSR2)
@@ -112,7 +112,7 @@ def handles(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def test_torchrun_hands_the_signal_on_and_resumes(idx_data: Path, tmp_path: Path) -> None:
+def test_torchrun_forwards_the_signal_and_resumes(idx_data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     argv = [*torchrun, "--rdzv-endpoint=localhost:0", "-m", "training", "--data", str(idx_data), "--run-dir", str(run)]
@@ -130,7 +130,7 @@ def test_torchrun_hands_the_signal_on_and_resumes(idx_data: Path, tmp_path: Path
     assert_whole_history(run)
 
 
-def test_a_kill_costs_what_came_after_the_last_checkpoint(start: Starter) -> None:
+def test_a_kill_loses_only_the_steps_since_the_last_checkpoint(start: Starter) -> None:
     flags = (*FLAGS, "--checkpoint-every=8")
     training = start(*flags, world_size=2)
     training.wait_for_step(29)
@@ -144,13 +144,13 @@ def test_a_kill_costs_what_came_after_the_last_checkpoint(start: Starter) -> Non
     assert_whole_history(training.run_dir)
 
 
-def test_time_makes_checkpoints_too(start: Starter) -> None:
+def test_checkpoints_by_time(start: Starter) -> None:
     run = start.complete(*FLAGS, "--checkpoint-every=0.01s", world_size=2).run_dir
     assert len(events(run, "checkpoint_saved")) > 5
 
 
 def slow_down() -> None:
-    """In a rank: steps that take longer than the time between two checkpoints."""
+    """In a rank: make steps slower than --checkpoint-every."""
     from training.engine.step import Stepper
 
     step = Stepper.step
@@ -162,17 +162,17 @@ def slow_down() -> None:
     Stepper.step = slow_step  # type: ignore[method-assign]
 
 
-def test_one_wish_makes_one_checkpoint(start: Starter) -> None:
+def test_one_request_makes_one_checkpoint(start: Starter) -> None:
     training = start("--epochs=1", "--batch-size=6", "--checkpoint-every=0.01s", world_size=2, prepare=slow_down)
     assert training.wait() == [0, 0], training.output()
     saved = [event["step"] for event in events(training.run_dir, "checkpoint_saved")]
-    # A wish is heard a step later, and then made anew: every other step, and the end.
+    # A request takes effect a step later, and then the next one is made: every other step, and the end.
     assert len(saved) > 12
     assert {later - earlier for earlier, later in pairwise(saved[:-1])} == {2}, saved
 
 
 def die_at_fsync(number: int) -> None:
-    """In a rank: be killed when it flushes for the n-th time."""
+    """In a rank: die at the n-th fsync."""
     flush = os.fsync
     flushed = iter(range(1, number + 1))
 
@@ -186,7 +186,7 @@ def die_at_fsync(number: int) -> None:
 
 # A checkpoint flushes two files, the manifest, and two directories: the second of them after the rename.
 @pytest.mark.parametrize("number", [6, 8, 9, 10])
-def test_a_kill_in_the_middle_of_a_save_leaves_a_state_to_resume(start: Starter, number: int) -> None:
+def test_a_kill_in_the_middle_of_a_save_leaves_an_older_state(start: Starter, number: int) -> None:
     flags = (*FLAGS, "--checkpoint-every=5", "--keep-checkpoints=1")
     whole = start.complete(*flags, run="whole").run_dir
     training = start(*flags, prepare=partial(die_at_fsync, number))
@@ -199,7 +199,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_a_state_to_resume(start: Starter,
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_a_torn_newest_checkpoint_is_passed_over_with_a_warning(start: Starter) -> None:
+def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(start: Starter) -> None:
     flags = (*FLAGS, "--checkpoint-every=8")
     training = start(*flags)
     training.wait_for_step(29)
@@ -218,7 +218,7 @@ def test_a_torn_newest_checkpoint_is_passed_over_with_a_warning(start: Starter) 
 
 
 def fail_to_save_after(step: int) -> None:
-    """In a rank: the disk is full for the first checkpoint after a step."""
+    """In a rank: fail to write the first checkpoint after a step, as on a full disk."""
     from training.checkpoint import writer
 
     save = writer.save_checkpoint
@@ -233,7 +233,7 @@ def fail_to_save_after(step: int) -> None:
     writer.save_checkpoint = save_or_fail
 
 
-def test_a_stop_tries_again_what_could_not_be_written(start: Starter) -> None:
+def test_a_stop_retries_a_failed_checkpoint(start: Starter) -> None:
     training = start(*FLAGS, "--fault=stop@25:0", world_size=2, prepare=partial(fail_to_save_after, 19))
     assert training.wait() == [0, 0], training.output()
     [failed] = events(training.run_dir, "checkpoint_failed")
@@ -245,7 +245,7 @@ def test_a_stop_tries_again_what_could_not_be_written(start: Starter) -> None:
 
 
 def fail_to_publish_once() -> None:
-    """In a rank: the disk is full when the best model is to be written."""
+    """In a rank: fail to write the first best model, as on a full disk."""
     from training.monitoring import run_logger
 
     publish = run_logger.publish
@@ -260,7 +260,7 @@ def fail_to_publish_once() -> None:
     run_logger.publish = publish_or_fail
 
 
-def test_a_best_model_that_could_not_be_written_is_written_at_the_end(start: Starter) -> None:
+def test_a_best_model_that_failed_to_be_written_is_written_at_the_end(start: Starter) -> None:
     training = start("--epochs=1", "--batch-size=10", prepare=fail_to_publish_once)
     assert training.wait() == [0], training.output()
     assert f"warning: {training.run_dir}/best cannot be written (" in training.output()
@@ -271,7 +271,7 @@ def test_a_best_model_that_could_not_be_written_is_written_at_the_end(start: Sta
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None] | None]]:
-    """A directory that holds less than a second checkpoint: a small file system, or a limit that we may set."""
+    """A directory too small for two checkpoints: a small file system, or a limit of the file size."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = (
@@ -284,11 +284,11 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None] | None
 
 
 def limit_files() -> None:
-    """In a rank: files end at a size between that of the metrics and that of a checkpoint."""
+    """In a rank: limit files to a size between that of the metrics and that of a checkpoint."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def test_a_full_disk_stops_the_saving_but_not_the_training(
+def test_a_full_disk_does_not_stop_the_training(
     start: Starter, small_disk: tuple[Path, Callable[[], None] | None]
 ) -> None:
     disk, prepare = small_disk

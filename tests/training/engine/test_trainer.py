@@ -1,4 +1,4 @@
-"""Whole trainings: what they leave behind, whatever the number of ranks, and what they do when something is wrong."""
+"""Whole trainings: what they write, for any world size, and how they report mistakes."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ def result(run_dir: Path) -> dict[str, object]:
 
 
 def refused(training: Training, world_size: int = 1) -> str:
-    """What the user is told: one line, without a traceback."""
+    """The one line of the error, without a traceback."""
     assert training.wait() == [2] * world_size, training.output()
     output = [line for line in training.output().splitlines() if "[Gloo]" not in line]
     assert len([line for line in output if line.startswith("error: ")]) == 1, training.output()
@@ -29,7 +29,7 @@ def refused(training: Training, world_size: int = 1) -> str:
     return next(line for line in output if line.startswith("error: "))
 
 
-def test_a_training_learns_and_leaves_everything_that_is_promised(start: Starter) -> None:
+def test_a_training_learns_and_writes_all_its_files(start: Starter) -> None:
     run = start.complete("--epochs=6", "--batch-size=20", "--log-every=7", "--lr=0.05", world_size=2).run_dir
 
     final = result(run)
@@ -155,7 +155,7 @@ def test_data_that_are_missing_on_one_node_end_all_ranks_with_one_line(start: St
     )
 
 
-def test_nodes_with_different_data_are_told_apart(start: Starter, tmp_path: Path) -> None:
+def test_nodes_with_different_data_are_refused(start: Starter, tmp_path: Path) -> None:
     other = make_idx(tmp_path / "other", train=200)
     message = refused(start(*SHORT, world_size=2, data=[start.data, other]), 2)
     assert message.startswith("error: --data is not the same everywhere: rank 0 has 193 training images, rank 1 190")
@@ -233,7 +233,7 @@ def test_a_checkpoint_of_other_data_is_not_resumed(start: Starter, tmp_path: Pat
 
 
 def self_stopped(start: Starter) -> None:
-    """A run with a checkpoint and no end."""
+    """A run with a checkpoint and no `final/`."""
     training = start.complete("--epochs=1", "--image-size=24", *SHORT[1:])
     shutil.rmtree(training.run_dir / "final")
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_of_an_older_version_is_not_resumed(start: Starter) -> None
     assert "step-00000009 has state.pt instead of state.safetensors and state.json: end the run with" in message
 
 
-def test_flags_that_may_change_count_from_the_checkpoint_on(start: Starter) -> None:
+def test_flags_that_may_change_take_effect_from_the_checkpoint_on(start: Starter) -> None:
     self_stopped(start)
     run = start.complete(*SHORT, "--image-size=24", "--weight-decay=0.125", "--momentum=0.5").run_dir
     newest = list_checkpoints(run / "checkpoints")[0]
@@ -281,7 +281,7 @@ def test_flags_that_may_change_count_from_the_checkpoint_on(start: Starter) -> N
         (("--mixup=0.2", "--grad-accum-steps=3"), "in 3 parts each, in pairs to be mixed"),
     ],
 )
-def test_fewer_images_than_parts_of_a_batch_are_refused(
+def test_fewer_images_than_micro_batches_are_refused(
     start: Starter, tmp_path: Path, flags: tuple[str, ...], parts: str
 ) -> None:
     start.data = make_idx(tmp_path / "ten", train=10)
@@ -291,13 +291,13 @@ def test_fewer_images_than_parts_of_a_batch_are_refused(
     )
 
 
-def test_a_run_directory_that_cannot_be_made_is_said_in_one_line(start: Starter) -> None:
+def test_an_unusable_run_directory_is_refused_in_one_line(start: Starter) -> None:
     (start.directory / "run").write_text("a file")
     message = refused(start(*SHORT, world_size=2), 2)
     assert message.startswith(f"error: rank 0: --run-dir is {start.directory}/run, which cannot be made (")
     assert message.endswith("): use another")
 
 
-def test_a_data_set_without_images_is_said_in_one_line(start: Starter, tmp_path: Path) -> None:
+def test_a_data_set_without_images_is_refused_in_one_line(start: Starter, tmp_path: Path) -> None:
     start.data = make_idx(tmp_path / "empty", test=0)
     assert refused(start(*SHORT)).endswith("t10k-images-idx3-ubyte.gz is [0, 1, 12, 12], which is no image: replace it")
