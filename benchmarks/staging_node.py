@@ -3,13 +3,14 @@
     python benchmarks/staging_node.py --rank 1 --nodes 4 --port 17777 --run DIR --source DIR --stage-dir DIR
 
 The nodes are 127.0.0.1, 127.0.0.2 and so on; node 0 listens on the port. Waits until all nodes are there, stages,
-prints a JSON object, and gives to the others until all have what they need.
+prints a JSON object, and serves the others until all have what they need.
 """
 
 import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,14 +21,14 @@ from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
-from jobs.context import AgentContext
-from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
+from jobs.allocation import NodeAllocation
+from jobs.attempt import NodeAttempt
+from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import NodeStatus, Phase
-from jobs.ranks.local_ranks import LocalRanks
-from jobs.ranks.rendezvous import NodeAllocation
-from jobs.ranks.torchrun import StopRequest
-from jobs.staging.data import stage
+from jobs.ranks.monitor import NodeMonitor
+from jobs.staging.node_staging import NodeStaging
 from jobs.staging.unpack_environment import stage_environment
+from jobs.stop_request import StopRequest
 
 NONCE = "not-a-secret"
 
@@ -49,88 +50,92 @@ class Options:
     """The source is a packed environment, to be used like one."""
 
 
+@dataclass(frozen=True)
+class Node:
+    """What an agent works with."""
+
+    attempt: NodeAttempt
+    channel: ControlChannel
+    monitor: NodeMonitor
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Poll until a condition holds."""
+        while not condition():
+            if self.monitor.must_leave:
+                sys.exit("stopped")
+            self.monitor.poll()
+            time.sleep(0.05)
+
+    def all_have_joined(self) -> bool:
+        """On the head node, whether all have reported; on the others, whether the head has answered."""
+        if isinstance(self.channel, ControlServer):
+            return len(self.channel.statuses()) == self.attempt.allocation.num_nodes
+        return self.channel.has_met
+
+
 def main(options: Options) -> None:
     """Stage on one node."""
     node = make_node(options)
-    wait(node, lambda: len(all_reports(node)) == options.nodes)
+    node.wait(node.all_have_joined)
     began, began_cpu = time.monotonic(), time.process_time()
-    answer = _use_environment(node) if options.env else _stage(node, options.source)
-    # The clock is the machine's: what nodes on one machine say can be compared.
-    times = {"began": began, "ended": time.monotonic(), "cpu": time.process_time() - began_cpu}
-    print(json.dumps({**answer, **times}), flush=True)
-    node.tell(phase=Phase.READY)
-    # An agent trains now, and gives to the others meanwhile.
-    wait(node, lambda: bool(node.orders.plans) and node.orders.plans[-1].done)
-    if isinstance(node.link, ControlClient):
-        node.tell(phase=Phase.LEFT)
-        node.link.close()
-    else:
-        wait(node, lambda: all(has_left(node, rank) for rank in range(1, options.nodes)))
-    node.held.close()
+    with ExitStack() as resources:
+        staging = NodeStaging(node.attempt, node.channel, node.monitor, resources)
+        answer = {"python": stage_environment(staging)} if options.env else _stage(staging, options.source)
+        # The clock is the machine's: what nodes on one machine print can be compared.
+        times = {"began": began, "ended": time.monotonic(), "cpu": time.process_time() - began_cpu}
+        print(json.dumps({**answer, **times}), flush=True)
+        node.channel.report(phase=Phase.READY)
+        # An agent trains now, and serves the others meanwhile.
+        node.wait(lambda: bool(node.channel.directive.plans) and node.channel.directive.plans[-1].done)
+        if isinstance(node.channel, ControlServer):
+            server = node.channel
+            node.wait(lambda: all(has_left(server, rank) for rank in range(1, options.nodes)))
+        else:
+            node.channel.report(phase=Phase.LEFT)
+            node.channel.close()
 
 
-def _stage(node: AgentContext, source: Path) -> dict[str, object]:
-    staged = stage(node, source)
+def _stage(staging: NodeStaging, source: Path) -> dict[str, object]:
+    staged = staging.stage(source)
     return {**asdict(staged), "path": str(staged.path)}
 
 
-def _use_environment(node: AgentContext) -> dict[str, object]:
-    stage_environment(node)
-    return {"python": node.python}
-
-
-def make_node(options: Options) -> AgentContext:
-    """What an agent works with."""
+def make_node(options: Options) -> Node:
+    """Start the parts of an agent."""
     hosts = tuple(f"127.0.0.{number + 1}" for number in range(options.nodes))
-    place = NodeAllocation(cluster="slurm", job_id="1", restart=0, node_rank=options.rank, hostnames=hosts, cpus=None)
-    run, memory = RunDir(options.run), NodeDir(options.run / f"memory-{options.rank}")
+    run, node_dir = RunDir(options.run), NodeDir(options.run / f"memory-{options.rank}")
     run.events.mkdir(parents=True, exist_ok=True)
-    memory.make()
-    report = NodeStatus(node_rank=options.rank)
-    node = AgentContext(
+    node_dir.make()
+    attempt = NodeAttempt(
         run=run,
         spec=RunSpec(
             name=run.name, cluster="slurm", resources=Resources(nodes=str(options.nodes)), data=str(options.source),
             stage_dir=str(options.stage_dir), stage_keep=options.keep,
             stage_env=str(options.source) if options.env else None,
         ),
-        place=place,
-        stop=StopRequest(),
+        allocation=NodeAllocation(
+            cluster="slurm", job_id="1", restart=0, node_rank=options.rank, hostnames=hosts, cpus=None
+        ),
         attempt=Attempt(
             attempt=1, job_id="1", restart=0, nonce=NONCE, port=options.port, nodes=hosts, started=time.time()
         ),
+        node_dir=node_dir,
         writer=EventWriter(run.events / f"node-{options.rank}.jsonl"),
-        memory=memory,
-        ranks=LocalRanks(memory, 0, place.host),
-        link=ControlServer(NONCE, options.port) if options.rank == 0 else ControlClient(place.head, options.port,
-        NONCE, report), report=report,
     )  # fmt: skip
-    node.stop.install()
-    node.tell()
-    return node
+    stop = StopRequest()
+    stop.install()
+    channel: ControlChannel
+    if options.rank == 0:
+        channel = ControlServer(NONCE, options.port)
+    else:
+        channel = ControlClient(hosts[0], options.port, NONCE, NodeStatus(node_rank=options.rank))
+    channel.report()
+    return Node(attempt, channel, NodeMonitor(attempt, channel, stop))
 
 
-def all_reports(node: AgentContext) -> dict[int, NodeStatus]:
-    """What the head node knows; the others only see that it is there."""
-    if isinstance(node.link, ControlServer):
-        return node.link.reports()
-    return dict.fromkeys(range(node.place.num_nodes), node.report) if node.link.has_met else {}
-
-
-def has_left(node: AgentContext, rank: int) -> bool:
+def has_left(server: ControlServer, rank: int) -> bool:
     """Whether the head node need not wait for another one any more."""
-    assert isinstance(node.link, ControlServer)  # noqa: S101 - for the type checker
-    silent = (node.link.silent_seconds(rank) or 0.0) > LOST_SECONDS
-    return silent or node.link.reports()[rank].phase is Phase.LEFT
-
-
-def wait(node: AgentContext, condition: Callable[[], bool]) -> None:
-    """Turn until something is so."""
-    while not condition():
-        if node.stop or node.head_is_lost:
-            sys.exit("stopped")
-        node.turn()
-        time.sleep(0.05)
+    return server.is_silent(rank) or server.statuses()[rank].phase is Phase.LEFT
 
 
 if __name__ == "__main__":

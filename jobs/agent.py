@@ -1,8 +1,8 @@
-"""The per-node process: claim or join an attempt, stage the data, take part in its rounds, see that the run goes on.
+"""The node agent: claims or joins an attempt, stages the data, takes part in its rounds, has the run continue.
 
-Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent decides
-(jobs.control.coordinator);
-the others report to it and follow its orders; when it dies, one of them hands the run to a new job.
+Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent coordinates the attempt
+(jobs.control.coordinator); the others report to it and follow its directive. When it is lost, one of them hands the run
+to a new job (jobs.ending).
 """
 
 import contextlib
@@ -12,44 +12,36 @@ import shutil
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.core import ledger
-from hpc.core.attempts import Attempt, attempts_of
+from hpc.core.attempts import Attempt
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import refresh_nfs_cache
 from hpc.core.nodedir import DEV_SHM, open_node_dir
-from hpc.core.outcome import Cause, JobState
 from hpc.core.rundir import RunDir
-from hpc.slurm import client as slurm
-from hpc.slurm import relaunch
 from hpc.spec import RunSpec
 from hpc.staging import StagingStopped
 from jobs import claim
-from jobs.context import AgentContext
-from jobs.control.channel import ControlClient, ControlServer
+from jobs.allocation import NodeAllocation, find_allocation
+from jobs.attempt import NodeAttempt, log
+from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.membership import NodeLimits
 from jobs.control.messages import Directive, NodeStatus, Phase
-from jobs.ending.conclusion import conclude
-from jobs.ending.failover import save_snapshot, take_over
-from jobs.log import log
-from jobs.ranks.local_ranks import LocalRanks
-from jobs.ranks.rendezvous import NodeAllocation, find_allocation, pick_port
-from jobs.ranks.round import run_round
-from jobs.ranks.torchrun import StopRequest
-from jobs.staging.data import stage_data
+from jobs.ending import conclude, save_snapshot, take_over
+from jobs.ranks.monitor import NodeMonitor
+from jobs.ranks.rendezvous import pick_port
+from jobs.ranks.round import RankSetup, run_round
+from jobs.staging.node_staging import NodeStaging
 from jobs.staging.unpack_environment import stage_environment
+from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
-_WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 600.0
 _ALIVE_SECONDS = 5.0
 _MEET_SECONDS = 30.0
-# KillWait, which an ending job may take to save, is seldom more than a minute.
-_ENDING_SECONDS = 120.0
 # A clock that is further off than this makes times in the ledger, and certificates, useless.
 _MOST_SKEW_SECONDS = 5.0
 
@@ -59,219 +51,184 @@ def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     stop = StopRequest()
     stop.install()
-    place = find_allocation(os.environ)
+    allocation = find_allocation(os.environ)
     try:
-        exit_code = _run_attempt(run, RunSpec.load(run), place, stop)
+        exit_code = _run_attempt(run, RunSpec.load(run), allocation, stop)
     except (TorchrelayError, OSError) as error:
         log(str(error))
         exit_code = 1
-    # srun ends all agents when one fails; the head's has the last word. submitit restarts for one of any.
-    return exit_code if place.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
+    # srun ends all agents when one fails, so only the head's exit code counts. submitit restarts for any task's.
+    return exit_code if allocation.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
 
 
-def _run_attempt(run: RunDir, spec: RunSpec, place: NodeAllocation, stop: StopRequest) -> int:
+def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: StopRequest) -> int:
     if run.final_result.exists():
         log(f"run {run.name} is complete: see {run.final_result}")
         return 0
-    link, attempt = _lead(run, place) if place.is_head else _join(run, place, stop)
-    if attempt is None or link is None:
+    started = _claim(run, allocation) if allocation.is_head else _join(run, allocation, stop)
+    if started is None:
         return 0
-    memory, held = open_node_dir(run.path, place.node_rank if place.cluster == "local" else 0)
+    channel, attempt = started
+    # On a cluster a node runs one agent; without one, this machine is all nodes.
+    node_dir, lock = open_node_dir(run.path, allocation.node_rank if allocation.cluster == "local" else 0)
     try:
-        node = AgentContext(
-            run=run, spec=spec, place=place, stop=stop, attempt=attempt, memory=memory, link=link,
-            writer=claim.event_file(run, attempt.attempt, place.node_rank),
-            ranks=LocalRanks(memory, spec.resources.gpus_per_node, place.host),
-            report=NodeStatus(node_rank=place.node_rank),
-        )  # fmt: skip
-        if place.is_head:
+        node = NodeAttempt(
+            run=run,
+            spec=spec,
+            allocation=allocation,
+            attempt=attempt,
+            node_dir=node_dir,
+            writer=claim.event_file(run, attempt.attempt, allocation.node_rank),
+        )
+        if allocation.is_head:
             threading.Thread(target=_keep_alive, args=(run,), daemon=True, name="alive").start()
-        with node.held:
-            exit_code = _take_part(node)
-        if not node.unsaved:
-            shutil.rmtree(memory.path, ignore_errors=True)
+        with ExitStack() as resources:
+            exit_code = _Agent(node, channel, stop, resources).run()
+        if not node.has_unsaved_snapshot.is_set():
+            shutil.rmtree(node_dir.path, ignore_errors=True)
         return exit_code
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 def _keep_alive(run: RunDir) -> None:
-    """Give the supervisor a sign of life, for as long as this process runs; in a thread of its own."""
+    """Touch the file by which the supervisor knows that the run is alive, as long as this process runs."""
     while True:
-        # A storage that is full, or away, is not this process's death.
+        # Storage that is full, or not reachable, must not end this process.
         with contextlib.suppress(OSError):
             run.alive.touch()
         time.sleep(_ALIVE_SECONDS)
 
 
-def _lead(run: RunDir, place: NodeAllocation) -> tuple[ControlServer, Attempt]:
-    """Claim the next attempt, or tell the other nodes' agents why not."""
-    nonce = secrets.token_hex(8)
-    hub = ControlServer(nonce)
+def _claim(run: RunDir, allocation: NodeAllocation) -> tuple[ControlChannel, Attempt]:
+    """On the head node: claim the next attempt, or report to the other nodes' agents why not."""
+    nonce = secrets.token_hex(16)
+    server = ControlServer(nonce)
     try:
-        return hub, _claim(run, place, hub.port, nonce)
+        return server, claim.claim_next(run, allocation, server.port, nonce)
     except (TorchrelayError, OSError) as error:
-        claim.refuse(run, place, str(error))
+        claim.refuse(run, allocation, str(error))
         raise
 
 
-def _claim(run: RunDir, place: NodeAllocation, port: int, nonce: str) -> Attempt:
-    """Claim the next attempt, after making sure that no other job works on this run.
-
-    Raises:
-        TorchrelayError: another job does, or the run was cancelled.
-    """
-    refresh_nfs_cache(run.events)
-    events = ledger.read(run.events)
-    if any(event["event"] == "cancelled" for event in events):
-        raise TorchrelayError(f"run {run.name} was cancelled: submit it under a new name")
-    last = next(reversed(attempts_of(events)), None)
-    if last is not None and last.ended is None:
-        if last.job_id != place.job_id:
-            _wait_for_the_end_of(last.job_id, run, place)
-        cause, detail = _fate(last, place)
-        heard = max(event["time"] for event in events if event.get("attempt") == last.attempt)
-        step = relaunch.last_step(run) or (0 if RunSpec.load(run).train else None)
-        relaunch.record_end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=heard)
-    return claim.claim(run, place, port, nonce)
-
-
-def _fate(last: Attempt, place: NodeAllocation) -> tuple[Cause, str]:
-    """Why an attempt ended of which no agent could log it."""
-    try:
-        dead = slurm.dead_nodes(list(last.nodes)) if place.cluster == "slurm" else []
-    except TorchrelayError as error:
-        return Cause.LOST, f"it left no word, and Slurm does not answer ({error})"
-    return (Cause.NODE_FAILURE, f"down: {', '.join(dead)}") if dead else (Cause.LOST, "it left no word")
-
-
-def _wait_for_the_end_of(job_id: str, run: RunDir, place: NodeAllocation) -> None:
-    """Let another job that is ending save its state.
-
-    Raises:
-        TorchrelayError: it runs, or does not end.
-    """
-    deadline = time.monotonic() + _ENDING_SECONDS
-    while place.cluster == "slurm" and (job := slurm.jobs().get(job_id)) and job.state is not JobState.PENDING:
-        if not job.state.alive and job.state is not JobState.UNKNOWN:
-            return
-        if job.state is JobState.RUNNING or time.monotonic() > deadline:
-            raise TorchrelayError(f"run {run.name} is in the hands of job {job_id}: hpc cancel, or wait")
-        time.sleep(_WAIT_SECONDS)
-
-
-def _join(run: RunDir, place: NodeAllocation, stop: StopRequest) -> tuple[ControlClient | None, Attempt | None]:
-    """Find the head node's agent; nothing if this one was told to stop first."""
-    attempt = claim.join(run, place, lambda: bool(stop), _JOIN_SECONDS)
+def _join(run: RunDir, allocation: NodeAllocation, stop: StopRequest) -> tuple[ControlChannel, Attempt] | None:
+    """On another node: join the head node's attempt; None if this agent was asked to stop first."""
+    attempt = claim.join(run, allocation, lambda: bool(stop), _JOIN_SECONDS)
     if attempt is None:
-        return None, None
-    return ControlClient(place.head, attempt.port, attempt.nonce, NodeStatus(node_rank=place.node_rank)), attempt
+        return None
+    status = NodeStatus(node_rank=allocation.node_rank)
+    return ControlClient(allocation.head, attempt.port, attempt.nonce, status), attempt
 
 
-def _take_part(node: AgentContext) -> int:
-    """This node's part in the attempt. Returns the exit code."""
-    captain = None
-    if isinstance(node.link, ControlServer):
-        limits = NodeLimits(least=node.spec.least_nodes, most=node.spec.resources.max_nodes)
-        captain = Coordinator(node, node.link, limits)
-        node.duties.append(captain.tick)
-    data, able = _prepare(node)
-    while able and (orders := _next_orders(node)):
-        node.tell(phase=Phase.RUNNING, round=orders.round)
-        try:
-            exit_code = run_round(node, orders, data, threads_per_rank(node.place, node.spec.resources.gpus_per_node))
-        except (TorchrelayError, OSError) as error:
-            _fail(node, error)
-            break
-        phase = Phase.READY if exit_code is None else Phase.ENDED
-        node.tell(phase=phase, exit_code=exit_code or 0, port=pick_port())
-    return _leave(node, captain)
+class _Agent:
+    """One node's part in an attempt, from staging to its end."""
 
+    def __init__(self, node: NodeAttempt, channel: ControlChannel, stop: StopRequest, resources: ExitStack) -> None:
+        self._node, self._channel, self._stop = node, channel, stop
+        self._monitor = NodeMonitor(node, channel, stop)
+        self._staging = NodeStaging(node, channel, self._monitor, resources)
 
-def _fail(node: AgentContext, error: Exception) -> None:
-    """This node cannot take part any more, and says why."""
-    node.note("node_failed", node=node.place.host, detail=str(error))
-    log(str(error))
-    node.tell(phase=Phase.FAILED, detail=str(error))
-
-
-def _leave(node: AgentContext, captain: Coordinator | None) -> int:
-    """End this node's part: for the head node's agent, that of all."""
-    if node.head_is_lost and not node.orders.over:
-        return take_over(node)
-    if isinstance(node.link, ControlServer) and captain is not None:
-        while not node.orders.over:
-            node.turn()
+    def run(self) -> int:
+        """Take part. Returns the exit code."""
+        if not isinstance(self._channel, ControlServer):
+            self._train()
+            return self._leave(self._channel)
+        limits = NodeLimits(least=self._node.spec.least_nodes, most=self._node.spec.resources.max_nodes)
+        coordinator = Coordinator(self._node, self._channel, self._stop, limits)
+        self._monitor.callbacks.append(coordinator.poll)
+        self._train()
+        while not self._channel.directive.over:
+            self._monitor.poll()
             time.sleep(_POLL_SECONDS)
-        node.tell(phase=Phase.LEFT)
-        return conclude(node, node.link, captain)
-    if node.orders.members[:1] == (node.place.node_rank,) and not node.run.final_result.exists():
-        save_snapshot(node)  # the head node has none
-    node.tell(phase=node.report.phase if node.report.phase is Phase.FAILED else Phase.LEFT, beats=())
-    node.link.close()
-    return 0
+        self._channel.report(phase=Phase.LEFT)
+        return conclude(self._node, self._channel, self._monitor, coordinator)
+
+    def _train(self) -> None:
+        """Prepare this node, and take part in rounds until there are no more."""
+        try:
+            setup = self._prepare()
+            self._channel.report(phase=Phase.READY, port=pick_port())
+            while directive := self._next_round():
+                self._channel.report(phase=Phase.RUNNING, round=directive.round)
+                exit_code = run_round(self._node, self._channel, self._monitor, self._stop, directive, setup)
+                phase = Phase.READY if exit_code is None else Phase.ENDED
+                self._channel.report(phase=phase, exit_code=exit_code or 0, port=pick_port())
+        except StagingStopped:
+            return
+        except (TorchrelayError, OSError) as error:
+            self._node.record_event("node_failed", node=self._node.host, detail=str(error))
+            log(str(error))
+            self._channel.report(phase=Phase.FAILED, detail=str(error))
+
+    def _prepare(self) -> RankSetup:
+        """Make this node ready to train.
+
+        Raises:
+            StagingStopped: the agent was asked to stop, or the attempt is over.
+            TorchrelayError: this node cannot take part.
+        """
+        threads = threads_per_rank(self._node.allocation, self._node.spec.resources.gpus_per_node)
+        self._record_joined()
+        data = self._staging.stage_data()
+        return RankSetup(data=data, python=stage_environment(self._staging), threads=threads)
+
+    def _record_joined(self) -> None:
+        """Meet the head node's agent, and record what this node has."""
+        node, channel, allocation = self._node, self._channel, self._node.allocation
+        if isinstance(channel, ControlClient) and not channel.meet(_MEET_SECONDS):
+            raise TorchrelayError(
+                f"{node.host} cannot reach the agent on {allocation.head}, port {node.attempt.port}: is there a "
+                "firewall between the nodes, or does the name mean another address here?"
+            )
+        skew = channel.clock_skew_seconds
+        node.record_event(
+            "joined", node=node.host, node_rank=allocation.node_rank,
+            clock_skew_seconds=round(skew, 3),
+            tmp_free_bytes=shutil.disk_usage(node.spec.stage_dir).free,
+            shm_free_bytes=shutil.disk_usage(DEV_SHM).free if DEV_SHM.exists() else 0,
+        )  # fmt: skip
+        if abs(skew) > _MOST_SKEW_SECONDS:
+            log(f"the clock of {node.host} is {-skew:+.1f} s off that of {allocation.head}")
+
+    def _next_round(self) -> Directive | None:
+        """Wait for a round that includes this node; None when there will be none."""
+        while not self._monitor.must_leave:
+            self._monitor.poll()
+            directive = self._channel.directive
+            if directive.round > self._channel.status.round and self._node.allocation.node_rank in directive.members:
+                return directive
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _leave(self, channel: ControlClient) -> int:
+        """On another node than the head: end this node's part, or take over if the head is lost."""
+        if channel.head_is_lost and not channel.directive.over:
+            return take_over(self._node, channel, self._monitor.last_step)
+        is_first_member = channel.directive.members[:1] == (self._node.allocation.node_rank,)
+        if is_first_member and not self._node.run.final_result.exists():
+            save_snapshot(self._node)  # the head node, which takes no part in the round, has none
+        failed = channel.status.phase is Phase.FAILED
+        channel.report(phase=Phase.FAILED if failed else Phase.LEFT, heartbeats=())
+        channel.close()
+        return 0
 
 
-def _prepare(node: AgentContext) -> tuple[Path | None, bool]:
-    """Make this node ready: where the data are, and whether it can take part."""
-    try:
-        threads_per_rank(node.place, node.spec.resources.gpus_per_node)
-        _introduce(node)
-        data = stage_data(node)
-        stage_environment(node)
-    except StagingStopped:
-        return None, False
-    except (TorchrelayError, OSError) as error:
-        _fail(node, error)
-        return None, False
-    node.tell(phase=Phase.READY, port=pick_port())
-    return data, True
-
-
-def _introduce(node: AgentContext) -> None:
-    """Say that this node is there, and what it has."""
-    skew = node.link.meet(_MEET_SECONDS) if isinstance(node.link, ControlClient) else 0.0
-    if skew is None:
-        raise TorchrelayError(
-            f"{node.place.host} cannot reach the agent on {node.place.head}, port {node.attempt.port}: is there a "
-            "firewall between the nodes, or does the name mean another address here?"
-        )
-    node.note(
-        "joined", node=node.place.host, node_rank=node.place.node_rank,
-        clock_skew_seconds=round(skew, 3),
-        tmp_free_bytes=shutil.disk_usage(node.spec.stage_dir).free,
-        shm_free_bytes=shutil.disk_usage(DEV_SHM).free if DEV_SHM.exists() else 0,
-    )  # fmt: skip
-    if abs(skew) > _MOST_SKEW_SECONDS:
-        log(f"the clock of {node.place.host} is {-skew:+.1f} s off that of {node.place.head}")
-
-
-def threads_per_rank(place: NodeAllocation, ranks: int) -> int:
+def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
     """Threads for each rank, so that all ranks of the machine together do not oversubscribe its cores.
 
     Raises:
         TorchrelayError: this process may use fewer cores than the job was given.
     """
     usable, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if place.cpus is not None and usable < min(place.cpus, machine):
+    if allocation.cpus is not None and usable < min(allocation.cpus, machine):
         raise TorchrelayError(
-            f"{place.host} lets the job use {usable} of the {place.cpus} CPUs it asked for: a CPU binding leaked into "
-            "it; type `unset SLURM_CPU_BIND` before sbatch, or submit with hpc submit"
+            f"{allocation.host} lets the job use {usable} of the {allocation.cpus} CPUs it asked for: a CPU binding "
+            "leaked into it; type `unset SLURM_CPU_BIND` before sbatch, or submit with hpc submit"
         )
     # Without binding, a process may use the cores of other jobs as well.
-    usable = min(usable, place.cpus or usable)
-    sharing = ranks * (place.num_nodes if place.cluster == "local" else 1)
+    usable = min(usable, allocation.cpus or usable)
+    sharing = num_ranks * (allocation.num_nodes if allocation.cluster == "local" else 1)
     return max(1, usable // sharing)
-
-
-def _next_orders(node: AgentContext) -> Directive | None:
-    """Wait for a round that needs this node; None when there will be none."""
-    while not (node.orders.over or node.stop or node.head_is_lost):
-        node.turn()
-        if node.orders.round > node.report.round and node.place.node_rank in node.orders.members:
-            return node.orders
-        time.sleep(_POLL_SECONDS)
-    return None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Who begins an attempt: exactly one agent does, the others join and follow.
+"""Who starts an attempt: exactly one agent claims it, the others join.
 
-Runs on compute nodes. A claim, like an end (hpc.slurm.relaunch), is a file of events that is created exclusively,
+Runs on compute nodes. A claim, like an end (hpc.slurm.relaunch), is an event file that is created exclusively,
 with its line in it.
 """
 
@@ -12,10 +12,16 @@ from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import json_line, refresh_nfs_cache, write_exclusive
 from hpc.core.ledger import EventWriter
+from hpc.core.outcome import Cause, JobState
 from hpc.core.rundir import RunDir
-from jobs.ranks.rendezvous import NodeAllocation
+from hpc.slurm import client as slurm
+from hpc.slurm import relaunch
+from hpc.spec import RunSpec
+from jobs.allocation import NodeAllocation
 
 _POLL_SECONDS = 0.5
+# KillWait, which an ending job may take to save, is seldom more than a minute.
+_ENDING_SECONDS = 120.0
 
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
@@ -23,14 +29,63 @@ def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
     return EventWriter(run.events / f"attempt-{attempt:03d}-node-{node_rank:02d}.jsonl")
 
 
-def claim(run: RunDir, place: NodeAllocation, port: int, nonce: str) -> Attempt:
+def claim_next(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -> Attempt:
+    """Claim the next attempt, after making sure that no other job works on this run. Arguments as of `claim`.
+
+    Raises:
+        TorchrelayError: another job does, or the run was cancelled.
+    """
+    refresh_nfs_cache(run.events)
+    events = ledger.read(run.events)
+    if any(event["event"] == "cancelled" for event in events):
+        raise TorchrelayError(f"run {run.name} was cancelled: submit it under a new name")
+    last = next(reversed(attempts_of(events)), None)
+    if last is not None and last.ended is None:
+        if last.job_id != allocation.job_id:
+            _wait_for_job_end(last.job_id, run, allocation)
+        cause, detail = _cause_of_silent_end(last, allocation)
+        last_heard = max(event["time"] for event in events if event.get("attempt") == last.attempt)
+        step = relaunch.last_step(run) or (0 if RunSpec.load(run).train else None)
+        relaunch.record_end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=last_heard)
+    return claim(run, allocation, port, nonce)
+
+
+def _cause_of_silent_end(last: Attempt, allocation: NodeAllocation) -> tuple[Cause, str]:
+    """The cause and detail of an attempt whose agents recorded no end."""
+    try:
+        dead = slurm.dead_nodes(list(last.nodes)) if allocation.cluster == "slurm" else []
+    except TorchrelayError as error:
+        return Cause.LOST, f"ended without reporting (node lost?), and Slurm does not answer: {error}"
+    if dead:
+        return Cause.NODE_FAILURE, f"down: {', '.join(dead)}"
+    return Cause.LOST, "ended without reporting (node lost?)"
+
+
+def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
+    """Wait while another job of the run is ending and saves its state.
+
+    Raises:
+        TorchrelayError: it is running, or does not end.
+    """
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while allocation.cluster == "slurm" and (job := slurm.jobs().get(job_id)) and job.state is not JobState.PENDING:
+        if not job.state.alive and job.state is not JobState.UNKNOWN:
+            return
+        if job.state is JobState.RUNNING or time.monotonic() > deadline:
+            raise TorchrelayError(
+                f"run {run.name} is running in job {job_id}: wait for it, or type hpc cancel {run.name}"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def claim(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -> Attempt:
     """Claim the next attempt of the run for this job.
 
     Args:
         run: the run.
-        place: of this agent, which is the head node's.
-        port: where it listens to the other agents.
-        nonce: what they know each other by.
+        allocation: of this agent, which is the head node's.
+        port: where it listens for the other agents.
+        nonce: the attempt's secret, which authenticates them.
 
     Raises:
         TorchrelayError: another agent was quicker.
@@ -39,40 +94,44 @@ def claim(run: RunDir, place: NodeAllocation, port: int, nonce: str) -> Attempt:
     event = ledger.record(
         "claimed",
         attempt=number,
-        job_id=place.job_id,
-        restart=place.restart,
+        job_id=allocation.job_id,
+        restart=allocation.restart,
         nonce=nonce,
         port=port,
-        nodes=list(place.hostnames),
+        nodes=list(allocation.hostnames),
     )
-    if not write_exclusive(event_file(run, number, place.node_rank).path, json_line(event)):
+    if not write_exclusive(event_file(run, number, allocation.node_rank).path, json_line(event)):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([event])[0]
 
 
-def refuse(run: RunDir, place: NodeAllocation, reason: str) -> None:
-    """Tell the other nodes' agents that this start of the job does nothing."""
-    writer = EventWriter(run.events / f"job-{place.job_id}-{place.restart}.jsonl")
-    writer.append("refused", job_id=place.job_id, restart=place.restart, detail=reason)
+def refuse(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
+    """Report to the other nodes' agents that this start of the job does nothing."""
+    writer = EventWriter(run.events / f"job-{allocation.job_id}-{allocation.restart}.jsonl")
+    writer.append("refused", job_id=allocation.job_id, restart=allocation.restart, detail=reason)
 
 
-def _start(place: NodeAllocation) -> tuple[str, int]:
-    """What tells one start of a job from another."""
-    return place.job_id, place.restart
+def _start_of(allocation: NodeAllocation) -> tuple[str, int]:
+    """Identifies one start of a job."""
+    return allocation.job_id, allocation.restart
 
 
-def find_claim(attempts: list[Attempt], place: NodeAllocation, joined: Callable[[Attempt], bool]) -> Attempt | None:
+def find_claim(
+    attempts: list[Attempt], allocation: NodeAllocation, joined: Callable[[Attempt], bool]
+) -> Attempt | None:
     """The claim of this agent's own head node for this very start of the job. Pure but for `joined`."""
     if not attempts:
         return None
     newest = attempts[-1]
-    same_start = (newest.job_id, newest.restart) == _start(place)
-    # submitit's local executor starts a job again without counting: what this node has been in is not its claim.
+    same_start = (newest.job_id, newest.restart) == _start_of(allocation)
+    # submitit's local executor restarts a job without counting: an attempt that this node has joined is an older one.
     return newest if same_start and not joined(newest) else None
 
 
-def join(run: RunDir, place: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float) -> Attempt | None:
-    """Wait for the head node's claim; None when it was told to stop first.
+def join(
+    run: RunDir, allocation: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float
+) -> Attempt | None:
+    """Wait for the head node's claim; None if `stopped` first.
 
     Raises:
         TorchrelayError: the head node's agent refused, or no claim came.
@@ -82,15 +141,17 @@ def join(run: RunDir, place: NodeAllocation, stopped: Callable[[], bool], timeou
         refresh_nfs_cache(run.events)
         events = ledger.read(run.events)
         for event in events:
-            if event["event"] == "refused" and (event["job_id"], event["restart"]) == _start(place):
+            if event["event"] == "refused" and (event["job_id"], event["restart"]) == _start_of(allocation):
                 raise TorchrelayError(event["detail"])
         attempts = attempts_of(events)
-        found = find_claim(attempts, place, lambda a: event_file(run, a.attempt, place.node_rank).path.exists())
+        found = find_claim(
+            attempts, allocation, lambda a: event_file(run, a.attempt, allocation.node_rank).path.exists()
+        )
         if found is not None and found.ended:
             raise TorchrelayError(f"attempt {found.attempt} ended before this node could join it")
         if found is not None:
             return found
         if time.monotonic() > deadline:
-            raise TorchrelayError(f"the head node {place.head} claimed no attempt within {timeout_seconds:.0f} s")
+            raise TorchrelayError(f"the head node {allocation.head} claimed no attempt within {timeout_seconds:.0f} s")
         time.sleep(_POLL_SECONDS)
     return None

@@ -1,7 +1,7 @@
-"""A node's part in `hpc doctor --node`: look at the node, and have its GPUs compute and talk to those of the others.
+"""A node's part in `hpc doctor --node`: inspect the node, and run the preflight on its GPUs and between all nodes.
 
 Runs on compute nodes, once per node, in a job of its own. `python -m jobs.doctor DIRECTORY STAGE_DIR RANKS` prints a
-`Machine` as JSON. DIRECTORY was made beside the runs, on the login node.
+`NodeInfo` as JSON. DIRECTORY was made beside the runs, on the login node.
 """
 
 import json
@@ -17,64 +17,62 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.node_info import NodeInfo, NodeInfoInJob, inspect_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
-from jobs.ranks import script_command
+from jobs.allocation import NodeAllocation, find_allocation
 from jobs.ranks.rendezvous import (
     LOWEST_PORT,
-    NodeAllocation,
     Rendezvous,
-    find_allocation,
     interface_of,
     local_address,
     program_argv,
     torchrun_argv,
 )
-from jobs.ranks.round import rank_environment
+from jobs.ranks.round import preflight_command, rank_environment
 from jobs.ranks.torchrun import ENVIRONMENT
 
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 # Enough for a slow import of torch from shared storage.
 _PREFLIGHT_SECONDS = 180
 _TIMED_OUT = 124
-_LONGEST_WORDS = 500
+_LONGEST_MESSAGE = 500
 
 
 def main(argv: list[str]) -> int:
-    """Look at this node and print what there is."""
+    """Inspect this node and print the result."""
     shared, stage_dir, ranks = Path(argv[0]), Path(argv[1]), int(argv[2])
-    machine = examine(find_allocation(os.environ), shared, stage_dir, ranks)
-    # Short lines: those of several nodes are told apart line by line.
-    print(json.dumps(asdict(machine), indent=0), flush=True)
+    node = inspect(find_allocation(os.environ), shared, stage_dir, ranks)
+    # Short lines: those of several nodes arrive mixed, line by line.
+    print(json.dumps(asdict(node), indent=0), flush=True)
     return 0
 
 
-def examine(place: NodeAllocation, shared: Path, stage_dir: Path, ranks: int) -> NodeInfo:
-    """All that can be told of this node."""
+def inspect(allocation: NodeAllocation, shared: Path, stage_dir: Path, ranks: int) -> NodeInfo:
+    """What this node has, and whether it passes the preflight."""
     sees_runs = shared.is_dir()
     own = shared if sees_runs else Path(tempfile.mkdtemp(prefix="torchrelay-doctor-"))
-    passed, words = preflight(place, own, ranks)
+    passed, message = preflight(allocation, own, ranks)
     if not sees_runs:
         shutil.rmtree(own, ignore_errors=True)
     job = NodeInfoInJob(
         sees_runs=sees_runs,
-        slurm_error=complaint_of_clients(),
-        interface=_interface(place),
+        slurm_error=client_error(),
+        interface=_interface(allocation),
         nccl_interfaces=os.environ.get("NCCL_SOCKET_IFNAME", ""),
         passed=passed,
-        preflight=words,
+        preflight=message,
     )
-    return replace(inspect_node(stage_dir), name=place.host, job=job)
+    return replace(inspect_node(stage_dir), name=allocation.host, job=job)
 
 
-def _interface(place: NodeAllocation) -> str | None:
+def _interface(allocation: NodeAllocation) -> str | None:
     """The interface towards the other nodes."""
     try:
-        return interface_of(local_address(place)) if place.num_nodes > 1 else None
+        return interface_of(local_address(allocation)) if allocation.num_nodes > 1 else None
     except OSError:
-        return None  # the preflight says what is wrong
+        return None  # the preflight reports what is wrong
 
 
-def complaint_of_clients() -> str:
-    """Why the agents could not requeue a run from here; nothing if they could."""
+def client_error() -> str:
+    """Why the agents could not requeue a run from here; empty if they could."""
     missing = [name for name in _CLIENTS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)}: not on the PATH"
@@ -85,49 +83,55 @@ def complaint_of_clients() -> str:
     return ""
 
 
-def preflight(place: NodeAllocation, own: Path, ranks: int) -> tuple[bool, str]:
-    """Start the ranks as an attempt does, and have them run `training.engine.preflight`.
+def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, str]:
+    """Start the ranks as an attempt does, and run `training.engine.preflight` on them.
 
     Returns:
-        Whether all is well, and what was said.
+        Whether it passed, and its message.
     """
     try:
-        address = local_address(place)
+        address = local_address(allocation)
     except OSError as error:
-        return False, f"{place.host} does not find the other nodes: {error}"
-    argv = torchrun_argv(meeting(place), ranks, address, sys.executable)
-    program = program_argv(script_command.preflight(RunDir(own), 1, sys.executable))
+        return False, f"{allocation.host} cannot find the other nodes: {error}"
+    argv = torchrun_argv(rendezvous_of(allocation), ranks, address, sys.executable)
+    program = program_argv(preflight_command(RunDir(own), 1, sys.executable))
     limit = ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS)]
     done = subprocess.run(
         [*limit, *argv, "--max-restarts=0", *program],
-        env={**rank_environment(os.environ, place, ranks, address, threads=1), **ENVIRONMENT},
+        env={**rank_environment(os.environ, allocation, ranks, address, threads=1), **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         check=False,
     )
-    return done.returncode == 0, words_of(done.stdout, done.returncode)[:_LONGEST_WORDS]
+    return done.returncode == 0, summarize(done.stdout, done.returncode)[:_LONGEST_MESSAGE]
 
 
-def meeting(place: NodeAllocation) -> Rendezvous:
-    """Where the ranks of all nodes meet. A job that is never requeued may derive its port from its id. Pure."""
-    port = LOWEST_PORT + int(place.job_id) % 20_000
+def rendezvous_of(allocation: NodeAllocation) -> Rendezvous:
+    """The rendezvous of all nodes. A job that is never requeued may derive its port from its id. Pure."""
+    port = LOWEST_PORT + int(allocation.job_id) % 20_000
     return Rendezvous(
-        run="doctor", attempt=1, nonce=place.job_id, round=1, members=place.hostnames, port=port, is_host=place.is_head
+        run="doctor",
+        attempt=1,
+        nonce=allocation.job_id,
+        round=1,
+        members=allocation.hostnames,
+        port=port,
+        is_host=allocation.is_head,
     )
 
 
-def words_of(output: str, exit_code: int) -> str:
-    """What matters of what torchrun and its ranks printed. Pure."""
+def summarize(output: str, exit_code: int) -> str:
+    """The line that matters of what torchrun and its ranks printed. Pure."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if exit_code == _TIMED_OUT:
         return f"no answer in {_PREFLIGHT_SECONDS} s: the nodes do not reach each other, or something hangs"
     if exit_code == 0:
         return next((line for line in lines if line.startswith("preflight:")), "passed")
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    # Those that only suffer say so, and are to be heard last.
-    return next(iter(sorted(errors, key=lambda line: "this rank passed" in line)), (lines or ["no word"])[-1])
+    # Those of ranks that passed come last: another rank's failure ended them.
+    return next(iter(sorted(errors, key=lambda line: "this rank passed" in line)), (lines or ["no output"])[-1])
 
 
 if __name__ == "__main__":

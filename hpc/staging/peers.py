@@ -1,39 +1,29 @@
 """Data from node to node: a server of this node's batches, and a client of another's. Runs on compute nodes.
 
-A request is one JSON line, `{"salt", "entry", "want", "proof"}` with a batch's number or `list`. The answer is four
-bytes with a length, so much JSON, `{"answer", "proof"}`, and the bytes after it. Who cannot prove that he knows the
-job's nonce, which stands in the run directory, gets nothing, and is not believed. What comes is checked against the
-checksums of what was read.
+A request is a message `{"version", "batch"}`, with a batch's number or null for the listing. The answer is a message
+with checksums, and the bytes; or `failed`, or `waiting` as long as the owner has not read the batch. Both ends prove
+that they have the attempt's nonce (hpc.core.transport). The bytes are checked against the checksums of what was read.
 """
 
-import contextlib
-import hmac
-import json
 import os
-import secrets
-import select
 import socket
-import struct
 import threading
 import time
 from pathlib import Path
-from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any, Self
 
-from hpc.core.files import json_line
+from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
 from hpc.staging.chunks import checksum
 from hpc.staging.coordination import Address
 from hpc.staging.source import FileChunk, SourceListing
 
-_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20
-# The owner answers "later" this often while its storage lets it wait, and is given up when nothing comes for so long.
-_LATER_SECONDS, _PATIENCE_SECONDS, _IDLE_SECONDS = 5.0, 60.0, 3600.0
-# What a stranger may make this node remember; an answer has a checksum for every piece of a batch.
-_LONGEST_REQUEST, _LONGEST_ANSWER = 2**12, 2**26
-_LIST = "list"
-_LENGTH, _TIMEVAL = struct.Struct("!I"), struct.Struct("@ll")
-# What a node that is broken, or none of ours, may make of an answer.
-_BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, RecursionError)
+# While its storage keeps it waiting an owner answers this often; it is given up if it reads nothing for so long.
+_WAITING_SECONDS, _STALLED_SECONDS = 5.0, 60.0
+# A client that asks several owners in turn may come back late.
+_SERVER_LIMITS = Limits(timeout_seconds=3600.0, max_message_bytes=2**12)
+# An answer has a checksum for every chunk of a batch.
+_CLIENT_LIMITS = Limits(timeout_seconds=20.0, max_message_bytes=2**26)
+_PURPOSE = "staging"
 
 
 class PeerError(Exception):
@@ -45,35 +35,35 @@ class ChunkStore:
 
     def __init__(self, listing: SourceListing, data: Path) -> None:
         self.listing = listing
-        # Survives that the directory gets another name.
+        # By descriptor: the directory is renamed when the copy is complete.
         self._directory = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._checksums: dict[int, tuple[str, ...]] = {}
         self._changed = threading.Condition()
         self._failed: str | None = None
-        self.read = 0
-        """How many batches this node has read from the source: who waits for one of them waits for that to go on."""
+        self.batches_read = 0
+        """How many batches this node has read from the source: shows a waiting peer that it makes progress."""
 
     def put(self, number: int, checksums: tuple[str, ...], *, read: bool = False) -> None:
-        """A batch is there; this node may have `read` it from the source."""
+        """Add a batch, which this node may have `read` from the source."""
         with self._changed:
-            self.read += read
+            self.batches_read += read
             self._checksums[number] = checksums
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """What is not there will not come."""
+        """Report that no more batches will come."""
         with self._changed:
             self._failed = reason
             self._changed.notify_all()
 
     def get(self, number: int) -> tuple[str, ...] | None:
-        """The checksums of a batch's pieces, as soon as it is there; None if that takes longer.
+        """The checksums of a batch's chunks; None if this node does not have it within 5 s.
 
         Raises:
-            PeerError: it will not come.
+            PeerError: the batch will not come.
         """
         with self._changed:
-            self._changed.wait_for(lambda: number in self._checksums or self._failed, _LATER_SECONDS)
+            self._changed.wait_for(lambda: number in self._checksums or self._failed, _WAITING_SECONDS)
             if number in self._checksums:
                 return self._checksums[number]
             if self._failed:
@@ -81,132 +71,93 @@ class ChunkStore:
             return None
 
     def send(self, number: int, connection: socket.socket) -> None:
-        """Send the bytes of a batch that is there."""
-        for piece in self.listing.batches[number]:
+        """Send the bytes of a batch that this node has."""
+        for chunk in self.listing.batches[number]:
             descriptor = os.open(
-                self.listing.files[piece.file].name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._directory
+                self.listing.files[chunk.file].name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._directory
             )
             try:
-                _send_file(connection, descriptor, piece)
+                _send_file(connection, descriptor, chunk)
             finally:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Nothing is to be had here any more."""
-        self.fail("it has left")
+        """Serve nothing more."""
+        self.fail("the node has left")
         descriptor, self._directory = self._directory, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _send_file(connection: socket.socket, descriptor: int, piece: FileChunk) -> None:
+def _send_file(connection: socket.socket, descriptor: int, chunk: FileChunk) -> None:
     # socket.sendfile makes a selector for each file.
-    takes_more, sent = select.poll(), 0
-    takes_more.register(connection, select.POLLOUT)
-    while sent < piece.length:
-        try:
-            count = os.sendfile(connection.fileno(), descriptor, piece.offset + sent, piece.length - sent)
-        except BlockingIOError:
-            if not takes_more.poll(_IDLE_SECONDS * 1000):
-                raise TimeoutError("the other node takes nothing any more") from None
-            continue
+    sent = 0
+    while sent < chunk.length:
+        count = os.sendfile(connection.fileno(), descriptor, chunk.offset + sent, chunk.length - sent)
         if not count:
             raise OSError("the file has become shorter")
         sent += count
 
 
 class PeerServer:
-    """Hands out what is on the shelves, in threads of its own."""
+    """Serves this node's listings and batches to the other nodes of the job."""
 
     def __init__(self, nonce: str) -> None:
-        self.nonce = nonce
         self.listings: dict[str, bytes] = {}
-        self.shelves: dict[str, ChunkStore] = {}
-        """Both by entry."""
-        self._server = _TcpServer(("", 0), _Conversation)
-        self._server.owner = self
-        threading.Thread(target=self._server.serve_forever, daemon=True, name="peers").start()
+        self.chunk_stores: dict[str, ChunkStore] = {}
+        """Both by version of the data set."""
+        self._server = Server(nonce, _PURPOSE, self._serve, _SERVER_LIMITS)
+        self.port, self.close = self._server.port, self._server.close
 
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._server.server_address[1])
+    def _serve(self, connection: Connection) -> None:
+        # Whatever is wrong with a request or a connection ends it: the other node reads the batch itself.
+        while True:
+            request = connection.receive()
+            if request["batch"] is None:
+                content = self.listings[request["version"]]
+                connection.send({"bytes": len(content), "checksum": checksum(content)})
+                connection.send_bytes(content)
+            else:
+                self._send_batch(connection, self.chunk_stores.get(request["version"]), int(request["batch"]))
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _TcpServer(ThreadingTCPServer):
-    daemon_threads = True
-    request_queue_size = 1024
-    allow_reuse_address = True
-    owner: PeerServer
-
-
-class _Conversation(StreamRequestHandler):
-    # Who asks several owners in turn may come back late.
-    timeout = _IDLE_SECONDS
-    disable_nagle_algorithm = True
-
-    def handle(self) -> None:
-        # Whatever is wrong with a request or a connection: the other node reads the batch itself.
-        with contextlib.suppress(*_BROKEN):
-            while line := self.rfile.readline(_LONGEST_REQUEST):
-                self._answer(json.loads(line))
-
-    def _answer(self, request: dict[str, Any]) -> None:
-        assert isinstance(self.server, _TcpServer)  # noqa: S101 - for the type checker
-        owner, want = self.server.owner, request["want"]
-        asked = (str(request["salt"]), str(request["entry"]), str(want))
-        if not hmac.compare_digest(str(request["proof"]), _proof(owner.nonce, "ask", *asked)):
-            raise ValueError("proof")
-
-        def say(**answer: object) -> None:
-            text = json.dumps(answer)
-            said = json.dumps({"answer": text, "proof": _proof(owner.nonce, "answer", *asked, text)}).encode()
-            self.wfile.write(_LENGTH.pack(len(said)) + said)
-
-        if want == _LIST:
-            content = owner.listings[request["entry"]]
-            say(bytes=len(content), checksum=checksum(content))
-            self.wfile.write(content)
+    @staticmethod
+    def _send_batch(connection: Connection, store: ChunkStore | None, number: int) -> None:
+        if store is None:
+            connection.send({"failed": "it has no copy"})
             return
-        shelf = owner.shelves.get(request["entry"])
         try:
-            checksums = shelf.get(int(want)) if shelf else ()
+            checksums = store.get(number)
         except PeerError as error:
-            say(failed=str(error))
+            connection.send({"failed": str(error)})
             return
-        if shelf is None:
-            say(failed="it has no copy")
-        elif checksums is None:
-            say(later=shelf.read)
+        if checksums is None:
+            connection.send({"waiting": store.batches_read})
         else:
-            say(checksums=checksums)
-            shelf.send(int(want), self.connection)
-
-
-def _proof(nonce: str, *words: str) -> str:
-    """Shows that one knows the nonce, without saying it, to whoever may listen on another's former port."""
-    return hmac.new(nonce.encode(), json.dumps(words).encode(), "sha256").hexdigest()
+            connection.send({"checksums": checksums})
+            store.send(number, connection.socket)
 
 
 class Peer:
-    """A connection to one other node's server."""
+    """A connection to another node's server."""
 
-    def __init__(self, address: Address, nonce: str, entry: str) -> None:
-        self._name, self._nonce, self._entry, self._salt = address[0], nonce, entry, secrets.token_hex(16)
+    def __init__(self, address: Address, nonce: str, version: str) -> None:
+        """Connect.
+
+        Args:
+            address: of the other node's server.
+            nonce: the attempt's secret.
+            version: of the data set to ask for.
+
+        Raises:
+            PeerError: the node cannot be reached, or the server there is not its agent.
+        """
+        self._name, self._version = address[0], version
         try:
-            self._connection = socket.create_connection(address, _CONNECT_SECONDS)
+            self._connection = connect(address, nonce, _PURPOSE, _CLIENT_LIMITS)
         except OSError as error:
             raise PeerError(f"{self._name} cannot be reached ({error})") from error
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The kernel's own timeouts: with Python's, the many pieces of a large file would come one by one.
-        self._connection.settimeout(None)
-        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._connection.setsockopt(socket.SOL_SOCKET, direction, _TIMEVAL.pack(_ANSWER_SECONDS, 0))
+        self.close = self._connection.close
+        """Ends the connection; a thread that waits for an answer gets an error."""
 
     def __enter__(self) -> Self:
         return self
@@ -214,85 +165,60 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End it; who waits for an answer in another thread gets an error."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-
     def listing(self) -> SourceListing:
-        """The list of files.
+        """The listing of the source.
 
         Raises:
             PeerError: it does not come.
         """
         try:
-            answer = self._ask(_LIST)
+            answer = self._ask(None)
             content = bytearray(answer["bytes"])
             return SourceListing.unpack(bytes(self.receive(memoryview(content), answer["checksum"])))
-        except _BROKEN as error:
-            raise PeerError(f"{self._name} does not send the list of files ({error!r})") from error
+        except MALFORMED as error:
+            raise PeerError(f"{self._name} does not send the listing ({error!r})") from error
 
     def ask(self, number: int) -> tuple[str, ...]:
-        """Ask for a batch; the checksums of its pieces, as soon as the other node has them. The pieces follow.
+        """Ask for a batch, and wait until the other node has it. Its chunks follow (`receive`).
+
+        Returns:
+            The checksums of its chunks.
 
         Raises:
-            PeerError: they do not come.
+            PeerError: it does not come.
         """
+        batches_read, deadline = -1, 0.0
         try:
-            return tuple(self._patiently(number)["checksums"])
-        except _BROKEN as error:
+            while "checksums" not in (answer := self._ask(number)):
+                if answer["waiting"] != batches_read:
+                    batches_read, deadline = answer["waiting"], time.monotonic() + _STALLED_SECONDS
+                if time.monotonic() > deadline:
+                    raise PeerError(f"{self._name} has read nothing for {_STALLED_SECONDS:.0f} s")
+            return tuple(answer["checksums"])
+        except MALFORMED as error:
             raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
 
     def receive(self, into: memoryview, expected: str) -> memoryview:
-        """The next piece of the batch.
+        """The next chunk of the batch.
+
+        Args:
+            into: the buffer to fill; its length is the chunk's.
+            expected: the chunk's checksum.
 
         Raises:
-            PeerError: it does not come, or is not what it must be.
+            PeerError: it does not come, or its checksum is another one.
         """
         try:
-            self._fill(into)
-        except _BROKEN as error:
-            raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
+            self._connection.receive_bytes(into)
+        except OSError as error:
+            raise PeerError(f"{self._name} does not send ({error})") from error
         if checksum(into) != expected:
             raise PeerError(f"what {self._name} sent is not what it had read")
         return into
 
-    def _patiently(self, number: int) -> dict[str, Any]:
-        count, deadline = -1, 0.0
-        while True:
-            answer = self._ask(number)
-            if "later" not in answer:
-                return answer
-            if answer["later"] != count:
-                count, deadline = answer["later"], time.monotonic() + _PATIENCE_SECONDS
-            if time.monotonic() > deadline:
-                raise PeerError(f"{self._name} has read nothing for {_PATIENCE_SECONDS:.0f} s")
-
-    def _ask(self, want: int | str) -> dict[str, Any]:
-        asked = (self._salt, self._entry, str(want))
-        proof = _proof(self._nonce, "ask", *asked)
-        request = {"salt": self._salt, "entry": self._entry, "want": want, "proof": proof}
-        self._connection.sendall(json_line(request).encode())
-        length = bytearray(_LENGTH.size)
-        self._fill(memoryview(length))
-        text = bytearray(min(*_LENGTH.unpack(length), _LONGEST_ANSWER))
-        self._fill(memoryview(text))
-        said = json.loads(text)
-        if not hmac.compare_digest(str(said["proof"]), _proof(self._nonce, "answer", *asked, said["answer"])):
-            raise PeerError(f"who answers on {self._name} does not belong to the job")
-        answer: dict[str, Any] = json.loads(said["answer"])
+    def _ask(self, batch: int | None) -> dict[str, Any]:
+        self._connection.send({"version": self._version, "batch": batch})
+        answer = self._connection.receive()
         if "failed" in answer:
             raise PeerError(f"{self._name}: {answer['failed']}")
         return answer
-
-    def _fill(self, view: memoryview) -> None:
-        have = 0
-        while have < len(view):
-            try:
-                got = self._connection.recv_into(view[have:], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise PeerError(f"{self._name} has sent nothing for {_ANSWER_SECONDS} s") from None
-            if not got:
-                raise PeerError(f"{self._name} has closed the connection")
-            have += got

@@ -214,7 +214,7 @@ class Stager:
         self._held.callback(chunks.close)
         for number, checksums in checksums_by_batch(listing, files).items():
             chunks.put(number, checksums)
-        self._server.shelves[listing.version] = chunks
+        self._server.chunk_stores[listing.version] = chunks
         self._group.report(CacheStatus.COMPLETE, self._server.port)
 
     def _read_in_place(self, listing: SourceListing, reason: str) -> Staged:
@@ -279,7 +279,7 @@ class Stager:
         chunks = ChunkStore(listing, partial / "data")
         self._held.callback(chunks.close)
         if self._server and damaged is None:
-            self._server.shelves[listing.version] = chunks
+            self._server.chunk_stores[listing.version] = chunks
         self._group.report(CacheStatus.MISSING if damaged is None else CacheStatus.DAMAGED, self._port)
         batches, own = _wanted_batches(listing, damaged), (self._group.host, self._port)
         assignment = assign_batches(batches, self._wait_for_owners(), own, self._group.nonce)

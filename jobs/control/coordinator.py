@@ -1,291 +1,268 @@
-"""What the head node's agent decides during an attempt: who is lost, what failed, who trains, when it is over.
+"""The head node's agent coordinates the attempt: which nodes are lost, what failed, who trains, when it is over.
 
-Runs on compute nodes. It looks a few times a second at the reports of all agents; nothing here waits.
+Runs on compute nodes. It looks at the statuses of all agents a few times a second, and never waits.
+
+A *failure* is what fails: a rank, a node, or all ranks in a hang. The run experiences it as an *interruption*, which
+the attempt survives (the event "interruption"), or as the attempt's end (the event "attempt_ended").
 """
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
-from hpc.core import ledger
 from hpc.core.attempts import attempts_of, failures_in_a_row
-from hpc.core.outcome import Cause, is_consequence, may_restart
+from hpc.core.outcome import Cause, may_restart
 from hpc.slurm import relaunch
-from jobs.context import AgentContext
+from jobs.attempt import NodeAttempt, log
 from jobs.control.channel import LOST_SECONDS, ControlServer
-from jobs.control.hang_detection import hung
 from jobs.control.membership import MembershipView, NodeLimits, next_step
-from jobs.control.messages import OVER, Directive, Phase, RankFailure, RankHeartbeat
-from jobs.log import log
+from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
+from jobs.control.rank_health import StragglerDetector, find_hang
+from jobs.control.root_failure import RootFailure
+from jobs.stop_request import StopRequest
 
-# Long enough that all agents have told of the ranks that ended together, and that a dead node's silence shows.
-_SETTLE_SECONDS, _FRESH_SECONDS = 1.0, 0.9
+# A node heard from within this time is not about to be lost.
+_FRESH_SECONDS = 0.9
 _FENCE_SECONDS = 5.0
-# What came about longer ago is not the reason for what happens now.
+# A failure that is older is not the reason for what happens now.
 _RECENT_SECONDS = 60.0
 # Rounds that end sooner than this because torchrun failed are counted.
 _SHORT_SECONDS = 120.0
-# Twice as long as the others for so many seconds on end is slow; a hundredth of a second is noise.
-_SLOW_FACTOR, _SLOW_LEAST_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundFailure:
-    """Something that interrupted the training."""
+class Failure:
+    """What interrupted the training, or ended the attempt."""
 
     cause: Cause
     failed_at: float
     noticed_at: float
     """Seconds since the epoch, both."""
     step: int | None
-    """The last step that any rank had done; None of a script, whose steps nobody knows."""
+    """The last step that any rank had done; None of a user's script, whose steps are not known."""
     detail: str
     rank: int | None = None
     node: str | None = None
 
 
-def _by_time(failure: RankFailure) -> tuple[bool, float]:
-    """The order in which ranks failed: those that died of another one's death after it."""
-    return is_consequence(failure.detail), failure.failed_at
-
-
 class Coordinator:
     """Decides for all agents of an attempt."""
 
-    def __init__(self, node: AgentContext, hub: ControlServer, limits: NodeLimits) -> None:
-        self._node, self._hub, self._limits = node, hub, limits
-        self.verdict: RoundFailure | None = None
+    def __init__(self, node: NodeAttempt, server: ControlServer, stop: StopRequest, limits: NodeLimits) -> None:
+        self._node, self._server, self._stop, self._limits = node, server, stop, limits
+        self.failure: Failure | None = None
         """What ended the attempt; None if it ended well, or was asked to stop."""
         self.done = False
-        """Whether the torchrun of every member ended well."""
+        """Whether the torchrun of every member ended with 0."""
         self.lost: dict[int, float] = {}
         """Node ranks that fell silent, and when, in seconds since the epoch."""
         self.unfit: set[int] = set()
-        """AgentContext ranks that failed the preflight."""
-        self._began = self._announced = self._looked = time.monotonic()
-        self.peak = 0
-        """The last step that any rank had done since the last interruption."""
+        """Node ranks that failed the preflight."""
+        self.last_step = 0
+        """The last step that any rank has done since the last interruption."""
+        self._began = self._announced = self._fence_checked = time.monotonic()
         self._failed_rounds = 0
-        self._counted: set[RankFailure] = set()
-        self._failures_seen: float | None = None
-        self._last: RoundFailure | None = None
-        self._victims_before = 0.0
-        self._met = list[tuple[str, int | None]]()
-        self._slow: dict[int, float] = {}
-        checked = (event["nodes"] for event in ledger.read(node.run.events) if event["event"] == "checked")
-        self._checked = {name for names in checked for name in names}
+        self._root_failure, self._stragglers = RootFailure(), StragglerDetector()
+        self._last_failure: Failure | None = None
+        self._interruptions = list[tuple[str, int | None]]()
+        passed = (event["nodes"] for event in node.run_events() if event["event"] == "checked")
+        self._preflight_passed = {name for names in passed for name in names}
 
     @property
     def signal(self) -> str | None:
-        """What asked the run to stop: it may have reached other nodes than this one."""
-        own = self._node.stop.signal
-        told = (report.signal for report in self._hub.reports().values() if report.signal)
-        return own.name if own else next(told, None)
+        """The signal that asked the run to stop: it may have reached other nodes than this one."""
+        others = (status.signal for status in self._server.statuses().values() if status.signal)
+        return self._stop.name or next(others, None)
 
-    def tick(self) -> None:
-        """One look, and what follows from it."""
-        if self._hub.orders.over:
+    def poll(self) -> None:
+        """Look at the statuses once, and act."""
+        if self._server.directive.over:
             return
-        self._note_lost()
-        beats = self._beats()
-        self.peak = max([self.peak, *(beat.step for beat in beats.values())])
-        self._note_failures()
-        self._abort_hung(beats)
-        self._name_slow(beats)
-        if not self._hub.orders.over:
-            self._form()
-
-    # --- what is seen ---
-
-    def _beats(self) -> dict[int, RankHeartbeat]:
-        """Of all ranks of the round, by rank."""
-        orders, reports = self._hub.orders, self._hub.reports()
-        members = [reports[rank] for rank in orders.members if rank in reports and rank not in self.lost]
-        return {beat.rank: beat for report in members if report.round == orders.round for beat in report.beats}
-
-    def _name(self, node_rank: int) -> str:
-        return self._node.place.hostnames[node_rank]
-
-    def _note_lost(self) -> None:
-        """Nodes that are silent, though they have not left; those that fall silent together are one interruption."""
-        members = list[str]()
-        for node_rank, report in self._hub.reports().items():
-            silent = self._hub.silent_seconds(node_rank) or 0.0
-            known = node_rank in self.lost or node_rank == self._node.place.node_rank
-            if known or report.phase in OVER or silent <= LOST_SECONDS:
-                continue
-            self.lost[node_rank] = heard = time.time() - silent
-            name = self._name(node_rank)
-            self._node.note("node_lost", node=name, last_heard=heard, detail=f"{name} says nothing any more")
-            if node_rank in self._hub.orders.members:
-                members.append(name)
-        if members:
-            heard = min(self.lost.values()) if len(members) == len(self.lost) else time.time() - LOST_SECONDS
-            detail = f"{', '.join(members)} says nothing any more"
-            self._meet(self._interruption(Cause.NODE_FAILURE, heard, detail, node=members[0]))
-
-    def _interruption(self, cause: Cause, failed_at: float, detail: str, **place: object) -> RoundFailure:
-        now = time.time()
-        step = self.peak if self._node.spec.train else None
-        return RoundFailure(cause=cause, failed_at=failed_at, noticed_at=now, step=step, detail=detail, **place)  # type: ignore[arg-type]
+        self._find_lost_nodes()
+        heartbeats = self._heartbeats()
+        self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats.values())])
+        self._find_failed_ranks()
+        self._abort_hung_ranks(heartbeats)
+        self._report_stragglers(heartbeats)
+        if not self._server.directive.over:
+            self._choose_members()
 
     # --- what failed ---
 
-    def _note_failures(self) -> None:
-        """Ranks that ended badly: the first of those that ended together is the one that failed."""
-        since = self._victims_before
-        failures = {failure for report in self._hub.reports().values() for failure in report.failures} - self._counted
-        # Those that ran when the last interruption came about are its victims.
-        # So are those that an order to abort reached late, when torchrun had started them anew.
-        fresh = sorted((f for f in failures if f.started_at > since and f.signal != "SIGABRT"), key=_by_time)
-        self._counted |= failures - set(fresh)
-        if not fresh:
-            self._failures_seen = None
+    def _heartbeats(self) -> dict[int, RankHeartbeat]:
+        """Of all ranks of the round, by rank."""
+        directive, statuses = self._server.directive, self._server.statuses()
+        members = [statuses[rank] for rank in directive.members if rank in statuses and rank not in self.lost]
+        return {
+            heartbeat.rank: heartbeat
+            for status in members
+            if status.round == directive.round
+            for heartbeat in status.heartbeats
+        }
+
+    def _find_lost_nodes(self) -> None:
+        """Nodes that are silent though they have not left; members that fall silent together are one failure."""
+        lost_members = list[str]()
+        for node_rank, status in self._server.statuses().items():
+            known = node_rank in self.lost or node_rank == self._node.allocation.node_rank
+            if known or status.phase in OVER or not self._server.is_silent(node_rank):
+                continue
+            last_heard = time.time() - (self._server.silent_seconds(node_rank) or 0.0)
+            self.lost[node_rank] = last_heard
+            name = self._name(node_rank)
+            self._node.record_event("node_lost", node=name, last_heard=last_heard, detail=f"lost contact with {name}")
+            if node_rank in self._server.directive.members:
+                lost_members.append(name)
+        if lost_members:
+            first = len(lost_members) == len(self.lost)
+            failed_at = min(self.lost.values()) if first else time.time() - LOST_SECONDS
+            detail = f"lost contact with {', '.join(lost_members)}"
+            self._handle(self._failure(Cause.NODE_FAILURE, failed_at, detail, node=lost_members[0]))
+
+    def _find_failed_ranks(self) -> None:
+        statuses = self._server.statuses().values()
+        root = self._root_failure.find({each for status in statuses for each in status.failures}, self._all_heard)
+        if root is None:
             return
-        self._failures_seen = self._failures_seen or time.monotonic()
-        if time.monotonic() - self._failures_seen < _SETTLE_SECONDS or not self._all_heard():
-            return
-        self._failures_seen = None
-        self._counted |= failures
-        # Where one node is unfit the ranks of the others leave too, and may be quicker.
-        first = next((failure for failure in fresh if failure.cause == Cause.BAD_NODE), fresh[0])
-        if first.cause == Cause.BAD_NODE:
-            self.unfit |= {rank for rank in range(self._node.place.num_nodes) if self._name(rank) == first.node}
-        what = f"signal {first.signal}" if first.signal else f"exit code {first.exit_code}"
-        detail = f"rank {first.rank} on {first.node}: {what}" + (f": {first.detail}" if first.detail else "")
-        met = self._interruption(Cause(first.cause), first.failed_at, detail, rank=first.rank, node=first.node)
-        # Its own step, not the furthest rank's: what fails at the same step every time makes no progress, though the
-        # others may have finished that step, or not.
-        self._meet(met if met.step is None or first.step is None else replace(met, step=first.step))
+        if root.cause == Cause.BAD_NODE:
+            hostnames = self._node.allocation.hostnames
+            self.unfit |= {node_rank for node_rank, name in enumerate(hostnames) if name == root.node}
+        code = f"signal {root.signal}" if root.signal else f"exit code {root.exit_code}"
+        detail = f"rank {root.rank} on {root.node}: {code}" + (f": {root.detail}" if root.detail else "")
+        failure = self._failure(Cause(root.cause), root.failed_at, detail, rank=root.rank, node=root.node)
+        # Its own step, not the furthest rank's: a failure at the same step every time makes no progress, whether the
+        # other ranks finish that step or not.
+        known = failure.step is not None and root.step is not None
+        self._handle(replace(failure, step=root.step) if known else failure)
 
     def _all_heard(self) -> bool:
-        """Whether every member has spoken since: one that has not may be the dead node that the others fail of."""
-        others = (rank for rank in self._hub.orders.members if rank != self._node.place.node_rank)
-        return all((self._hub.silent_seconds(rank) or 0.0) < _FRESH_SECONDS for rank in others if rank not in self.lost)
+        """Whether every other member that is not lost has just reported."""
+        own = self._node.allocation.node_rank
+        others = (rank for rank in self._server.directive.members if rank != own and rank not in self.lost)
+        return all((self._server.silent_seconds(rank) or 0.0) < _FRESH_SECONDS for rank in others)
 
-    def _abort_hung(self, beats: dict[int, RankHeartbeat]) -> None:
-        """Ranks without a sign of life: all are killed, and torchrun starts them again."""
-        found = hung(beats, self._node.spec.recovery.hang_timeout)
-        if found is None or self._node.stop or self._victims_before > time.time() - found.seconds:
+    def _abort_hung_ranks(self, heartbeats: dict[int, RankHeartbeat]) -> None:
+        """Have all ranks of a hang killed; torchrun restarts them."""
+        hang = find_hang(heartbeats, self._node.spec.recovery.hang_timeout)
+        if hang is None or self._stop or self._root_failure.victims_before > time.time() - hang.seconds:
             return
-        self._meet(self._interruption(Cause.HANG, time.time() - found.seconds, found.detail, rank=found.rank))
-        # Whoever began before now is a victim of it.
-        self._victims_before = time.time()
-        if not self._hub.orders.over:
-            self._hub.orders = replace(self._hub.orders, aborts=self._hub.orders.aborts + 1)
+        self._handle(self._failure(Cause.HANG, time.time() - hang.seconds, hang.detail, rank=hang.rank))
+        # Every rank that was started until now is killed.
+        self._root_failure.victims_before = time.time()
+        if not self._server.directive.over:
+            self._direct(aborts=self._server.directive.aborts + 1)
 
-    def _meet(self, interruption: RoundFailure) -> None:
-        """Write an interruption down, or end the attempt with it."""
-        self._last, self.peak = interruption, 0
-        self._victims_before = interruption.failed_at
-        if not self._is_worth_another_try(interruption):
-            self._end(interruption)
+    def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
+        step = self.last_step if self._node.spec.train else None
+        return Failure(cause=cause, failed_at=failed_at, noticed_at=time.time(), step=step, detail=detail, **fields)
+
+    def _handle(self, failure: Failure) -> None:
+        """Record an interruption, or end the attempt."""
+        self._last_failure, self.last_step = failure, 0
+        self._root_failure.victims_before = failure.failed_at
+        if not self._may_continue(failure):
+            self._end(failure)
             return
-        self._node.note(
-            "interruption", cause=interruption.cause, step=interruption.step, rank=interruption.rank,
-            node=interruption.node, detail=interruption.detail, failed_at=interruption.failed_at,
-            noticed_at=interruption.noticed_at, round=self._hub.orders.round,
+        self._node.record_event(
+            "interruption", cause=failure.cause, step=failure.step, rank=failure.rank, node=failure.node,
+            detail=failure.detail, failed_at=failure.failed_at, noticed_at=failure.noticed_at,
+            round=self._server.directive.round,
         )  # fmt: skip
-        log(f"{interruption.cause}: {interruption.detail}")
+        log(f"{failure.cause}: {failure.detail}")
 
-    def _is_worth_another_try(self, interruption: RoundFailure) -> bool:
-        """As the earlier attempts tell, and this one as far as it is in memory: a full disk takes no events."""
-        self._met.append((interruption.cause, interruption.step))
-        *earlier, this = attempts_of(ledger.read(self._node.run.events))
-        this = replace(this, interruptions=tuple(self._met))
-        return may_restart(interruption.cause, failures_in_a_row([*earlier, this]))
+    def _may_continue(self, failure: Failure) -> bool:
+        """Whether the budget of the failure's cause allows another try.
 
-    def _end(self, verdict: RoundFailure | None = None, *, done: bool = False) -> None:
-        self.verdict, self.done = verdict, done
-        self._hub.orders = replace(self._hub.orders, over=True)
+        The interruptions of this attempt are taken from memory: a full disk may not have recorded them.
+        """
+        self._interruptions.append((failure.cause, failure.step))
+        *earlier, this = attempts_of(self._node.run_events())
+        this = replace(this, interruptions=tuple(self._interruptions))
+        return may_restart(failure.cause, failures_in_a_row([*earlier, this]))
 
-    # --- who is slow ---
+    def _report_stragglers(self, heartbeats: dict[int, RankHeartbeat]) -> None:
+        for found in self._stragglers.find(heartbeats):
+            node = self._node_of_rank(found.rank)
+            self._node.record_event(
+                "slow_rank", rank=found.rank, node=node,
+                busy_seconds=found.busy_seconds, median_seconds=found.usual_seconds,
+            )  # fmt: skip
+            log(
+                f"rank {found.rank} on {node} slows the others down: it works {found.busy_seconds:.3f} s per step, "
+                f"they {found.usual_seconds:.3f} s"
+            )
 
-    def _name_slow(self, beats: dict[int, RankHeartbeat]) -> None:
-        """A rank whose own work takes much longer than the others' holds all of them up."""
-        busy = {rank: beat.busy_seconds for rank, beat in beats.items() if beat.busy_seconds is not None}
-        ordered = sorted(busy.values())
-        for rank, seconds in busy.items():
-            # Of two, the other one; of many, the one in the middle.
-            usual = ordered[(len(ordered) - 1) // 2] if len(ordered) > 1 else seconds
-            if seconds < max(_SLOW_FACTOR * usual, usual + _SLOW_LEAST_SECONDS):
-                self._slow.pop(rank, None)
-                continue
-            since = self._slow.setdefault(rank, time.monotonic())
-            if time.monotonic() - since > _SLOW_FOR_SECONDS:
-                self._slow[rank] = float("inf")  # once is enough
-                node = self._name_of_rank(rank)
-                self._node.note("slow_rank", rank=rank, node=node, busy_seconds=seconds, median_seconds=usual)
-                log(
-                    f"rank {rank} on {node} works {seconds:.3f} s a step, the others {usual:.3f} s: "
-                    "it holds all of them up"
-                )
+    def _node_of_rank(self, rank: int) -> str | None:
+        statuses = self._server.statuses().items()
+        found = (node for node, status in statuses for heartbeat in status.heartbeats if heartbeat.rank == rank)
+        return next((self._name(node_rank) for node_rank in found), None)
 
-    def _name_of_rank(self, rank: int) -> str | None:
-        reports = self._hub.reports()
-        places = (n for n in reports for beat in reports[n].beats if beat.rank == rank)
-        return next((self._name(place) for place in places), None)
+    def _name(self, node_rank: int) -> str:
+        return self._node.allocation.hostnames[node_rank]
 
     # --- who trains ---
 
-    def _form(self) -> None:
-        """Announce the next round, or the end."""
-        hub, reports = self._hub, self._hub.reports()
+    def _choose_members(self) -> None:
+        """Announce the next round, or the end, if it is time."""
+        directive, statuses = self._server.directive, self._server.statuses()
         if self._is_fenced():
             self._end()
             return
-        if self._node.stop:
-            if not any(reports[rank].phase is Phase.RUNNING for rank in reports.keys() - self.lost.keys()):
+        if self._stop:
+            if not any(statuses[rank].phase is Phase.RUNNING for rank in statuses.keys() - self.lost.keys()):
                 self._end()
             return
         view = MembershipView(
-            nodes=self._node.place.num_nodes,
-            reports=reports,
-            gone=frozenset({*self.lost, *self.unfit}),
+            num_nodes=self._node.allocation.num_nodes,
+            statuses=statuses,
+            excluded=frozenset({*self.lost, *self.unfit}),
             waited_seconds=time.monotonic() - self._began,
             failed_rounds=self._failed_rounds,
         )
-        step = next_step(hub.orders, view, self._limits)
+        step = next_step(directive, view, self._limits)
         if step.failed:
-            self._end(self._why(step.failed))
-        elif step.done and hub.orders.preflight:
-            self._note_checked(hub.orders)
-            self._announce(hub.orders.members, hub.orders)
+            self._end(self._failure_of_membership(step.failed, statuses))
+        elif step.done and directive.preflight:
+            names = [self._name(rank) for rank in directive.members]
+            self._preflight_passed.update(names)
+            self._node.record_event("checked", nodes=names)
+            self._announce_round(directive.members, statuses)
         elif step.done:
             self._end(done=True)
         elif step.members:
-            self._announce(step.members, hub.orders)
+            self._announce_round(step.members, statuses)
 
-    def _announce(self, members: tuple[int, ...], before: Directive) -> None:
-        reports = self._hub.reports()
-        failed = any(reports[rank].exit_code and reports[rank].round == before.round for rank in before.members)
+    def _announce_round(self, members: tuple[int, ...], statuses: dict[int, NodeStatus]) -> None:
+        before = self._server.directive
+        failed = any(statuses[rank].exit_code and statuses[rank].round == before.round for rank in before.members)
         short = time.monotonic() - self._announced < _SHORT_SECONDS
         self._failed_rounds = self._failed_rounds + 1 if failed and short else 0
         self._announced = time.monotonic()
-        # Our trainer checks them itself, at every start: that takes no second import of torch.
-        preflight = not self._node.spec.train and not self._checked.issuperset(map(self._name, members))
-        orders = replace(
-            before, round=before.round + 1, members=members, port=reports[members[0]].port, preflight=preflight
-        )
-        self._node.note("rendezvous", round=orders.round, port=orders.port, members=list(members))
-        self._hub.orders = orders
+        # Our trainer checks its nodes itself, at every start: a round for it would import torch a second time.
+        preflight = not self._node.spec.train and not self._preflight_passed.issuperset(map(self._name, members))
+        number, port = before.round + 1, statuses[members[0]].port
+        self._node.record_event("rendezvous", round=number, port=port, members=list(members))
+        self._direct(round=number, members=members, port=port, preflight=preflight)
 
-    def _note_checked(self, orders: Directive) -> None:
-        names = [self._name(rank) for rank in orders.members]
-        self._checked.update(names)
-        self._node.note("checked", nodes=names)
-
-    def _why(self, failed: str) -> RoundFailure:
-        """The interruption that left too few nodes, or that there never were enough."""
-        reports = self._hub.reports()
-        told = [f"{self._name(r)}: {report.detail}" for r, report in reports.items() if report.phase is Phase.FAILED]
-        if self._last and time.time() - self._last.noticed_at < _RECENT_SECONDS and not told:
-            return replace(self._last, detail=f"{self._last.detail}; {failed}")
+    def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
+        """The failure that left too few nodes; or there never were enough."""
+        failed = [f"{self._name(r)}: {status.detail}" for r, status in statuses.items() if status.phase is Phase.FAILED]
+        last = self._last_failure
+        if last and time.time() - last.noticed_at < _RECENT_SECONDS and not failed:
+            return replace(last, detail=f"{last.detail}; {reason}")
         cause = Cause.NODE_FAILURE if self.lost else Cause.CRASHED
-        return self._interruption(cause, time.time(), "; ".join([*told, failed]))
+        return self._failure(cause, time.time(), "; ".join([*failed, reason]))
 
     def _is_fenced(self) -> bool:
-        """Whether other agents, which did not hear of this one, have ended the attempt."""
-        if time.monotonic() - self._looked < _FENCE_SECONDS:
+        """Whether other agents, which have lost contact with this one, have ended the attempt."""
+        if time.monotonic() - self._fence_checked < _FENCE_SECONDS:
             return False
-        self._looked = time.monotonic()
+        self._fence_checked = time.monotonic()
         return relaunch.has_ended(self._node.run, self._node.attempt.attempt)
+
+    def _direct(self, **changes: Any) -> None:
+        self._server.directive = replace(self._server.directive, **changes)
+
+    def _end(self, failure: Failure | None = None, *, done: bool = False) -> None:
+        self.failure, self.done = failure, done
+        self._direct(over=True)

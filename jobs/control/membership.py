@@ -1,4 +1,4 @@
-"""Which nodes take part in the next round: pure, from what is known of each node to what is to be done."""
+"""Which nodes take part in the next round. Pure: from what is known of each node to a decision."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from jobs.control.messages import Directive, NodeStatus, Phase
 
 _ABLE = frozenset({Phase.READY, Phase.RUNNING, Phase.ENDED})
-# How long the nodes that are ready wait for one that may still be staging, if they could begin without it.
-_PATIENCE_SECONDS = 60.0
-# A node that has not said a word by then never will: its file systems are not mounted, or its network is closed.
-_SPEECHLESS_SECONDS = 600.0
+# How long ready nodes wait for one that may still be staging, if they could start without it.
+_WAIT_SECONDS = 60.0
+# A node that has not reported by then never will: its file systems are not mounted, or its network is closed.
+_FIRST_REPORT_SECONDS = 600.0
 # A port can be taken between its test and its use; five times in a row it is something else.
 _MOST_FAILED_ROUNDS = 5
 
@@ -24,14 +24,14 @@ class NodeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipView:
-    """What the head node's agent sees."""
+    """What the head node's agent knows."""
 
-    nodes: int
+    num_nodes: int
     """In the allocation."""
-    reports: Mapping[int, NodeStatus]
-    """By node rank, of those that have been heard of."""
-    gone: frozenset[int]
-    """Nodes that are lost, or unfit to take part."""
+    statuses: Mapping[int, NodeStatus]
+    """By node rank, of nodes that have reported."""
+    excluded: frozenset[int]
+    """Nodes that are lost, or failed the preflight."""
     waited_seconds: float
     """Since the attempt began."""
     failed_rounds: int
@@ -39,69 +39,65 @@ class MembershipView:
 
     @property
     def able(self) -> list[int]:
-        """Nodes that could take part now, the lowest node rank first."""
-        return sorted(rank for rank, report in self.reports.items() if report.phase in _ABLE and rank not in self.gone)
+        """Node ranks that could take part now, the lowest first."""
+        found = {rank for rank, status in self.statuses.items() if status.phase in _ABLE}
+        return sorted(found - self.excluded)
 
     @property
-    def hoped_for(self) -> int:
+    def num_pending(self) -> int:
         """Nodes that may yet become able."""
-        here = [rank for rank, report in self.reports.items() if report.phase is Phase.STARTING]
-        hopeful = self.waited_seconds < _SPEECHLESS_SECONDS
-        unheard = [rank for rank in range(self.nodes) if rank not in self.reports and hopeful]
-        return sum(1 for rank in (*here, *unheard) if rank not in self.gone)
+        starting = {rank for rank, status in self.statuses.items() if status.phase is Phase.STARTING}
+        may_report = self.waited_seconds < _FIRST_REPORT_SECONDS
+        unheard = set(range(self.num_nodes)) - self.statuses.keys() if may_report else set[int]()
+        return len((starting | unheard) - self.excluded)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextRound:
-    """What is to be done: nothing, a round of other nodes, or an end."""
+    """The decision: go on, a round of other nodes, or the end."""
 
     members: tuple[int, ...] = ()
     """Of the next round; none: go on as it is."""
     done: bool = False
-    """Every member's torchrun has ended well."""
+    """Every member's torchrun has ended with 0."""
     failed: str = ""
     """Why the attempt cannot go on."""
 
 
-def next_step(orders: Directive, view: MembershipView, limits: NodeLimits) -> NextRound:
-    """Decide about the round that is under way, or the first one."""
-    missing = [rank for rank in orders.members if rank not in view.able]
-    if orders.round and not missing:
-        return _go_on(orders, view, limits)
-    if len(view.able) >= limits.most or (len(view.able) >= limits.least and _need_not_wait(orders, view)):
-        return NextRound(members=_choose(orders, view, limits))
-    if len(view.able) + view.hoped_for < limits.least:
-        return NextRound(
-            failed=f"{len(view.able)} of the {view.nodes} nodes are left, and the run needs {limits.least}"
-        )
+def next_step(directive: Directive, view: MembershipView, limits: NodeLimits) -> NextRound:
+    """Decide about the current round, or the first one."""
+    able = view.able
+    if directive.round and set(directive.members) <= set(able):
+        return _continue_round(directive, view, limits)
+    if len(able) >= limits.most or (len(able) >= limits.least and _need_not_wait(directive, view)):
+        return NextRound(members=_choose(directive, able, limits))
+    if len(able) + view.num_pending < limits.least:
+        return NextRound(failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {limits.least}")
     return NextRound()
 
 
-def _need_not_wait(orders: Directive, view: MembershipView) -> bool:
-    """Whether to begin with fewer nodes than there might be: a training that was under way goes on at once."""
-    return orders.round > 0 or not view.hoped_for or view.waited_seconds > _PATIENCE_SECONDS
+def _need_not_wait(directive: Directive, view: MembershipView) -> bool:
+    """Whether to start with fewer nodes than there might be: a training that was interrupted goes on at once."""
+    return directive.round > 0 or not view.num_pending or view.waited_seconds > _WAIT_SECONDS
 
 
-def _choose(orders: Directive, view: MembershipView, limits: NodeLimits) -> tuple[int, ...]:
-    """Those that were in it stay in it; the others take the places that are free."""
-    stayed = [rank for rank in orders.members if rank in view.able]
-    others = [rank for rank in view.able if rank not in stayed]
+def _choose(directive: Directive, able: list[int], limits: NodeLimits) -> tuple[int, ...]:
+    """Members stay members; other nodes take the free places."""
+    stayed = [rank for rank in directive.members if rank in able]
+    others = [rank for rank in able if rank not in stayed]
     return tuple([*stayed, *others][: limits.most])
 
 
-def _go_on(orders: Directive, view: MembershipView, limits: NodeLimits) -> NextRound:
-    """All members are there: has the round ended, or should another node join it?"""
-    ended = [view.reports[rank] for rank in orders.members if _has_ended(view.reports[rank], orders)]
-    if any(report.exit_code for report in ended):
+def _continue_round(directive: Directive, view: MembershipView, limits: NodeLimits) -> NextRound:
+    """All members are able: has the round ended, or should another node join it?"""
+    members = [view.statuses[rank] for rank in directive.members]
+    ended = [status for status in members if status.phase is Phase.ENDED and status.round == directive.round]
+    if any(status.exit_code for status in ended):
         if view.failed_rounds >= _MOST_FAILED_ROUNDS:
             return NextRound(failed=f"torchrun failed {view.failed_rounds} times in a row")
-        return NextRound(members=_choose(orders, view, limits))
+        return NextRound(members=_choose(directive, view.able, limits))
     if ended:
-        return NextRound(done=len(ended) == len(orders.members))
+        return NextRound(done=len(ended) == len(members))
     # Each new round costs all ranks a start: late nodes join together, once none is still on its way.
-    members = orders.members if view.hoped_for else _choose(orders, view, limits)
-    return NextRound(members=members) if len(members) > len(orders.members) else NextRound()
-
-
-def _has_ended(report: NodeStatus, orders: Directive) -> bool:
-    return report.phase is Phase.ENDED and report.round == orders.round
+    chosen = () if view.num_pending else _choose(directive, view.able, limits)
+    return NextRound(members=chosen) if len(chosen) > len(members) else NextRound()

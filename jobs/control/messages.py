@@ -1,9 +1,9 @@
-"""What the agents of an attempt tell each other: reports to the head node's agent, orders from it. Pure data.
+"""What the agents of an attempt send each other: statuses to the head node's agent, its directive back. Pure data.
 
 Both are whole states, sent again and again: one that is lost on the way does no harm.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -14,21 +14,21 @@ class Phase(StrEnum):
     """What an agent is doing."""
 
     STARTING = "starting"
-    """Staging, or not there yet."""
+    """Staging, or not heard from yet."""
     READY = "ready"
-    """Waiting for a round that needs this node."""
+    """Waiting for a round that includes this node."""
     RUNNING = "running"
     """In a round."""
     ENDED = "ended"
-    """Its torchrun of the round is over, and it waits for what comes next."""
+    """Its torchrun of the round has ended, and it waits for the next directive."""
     FAILED = "failed"
     """It cannot take part in this attempt."""
     LEFT = "left"
-    """Nothing of it runs any more."""
+    """All its processes of this attempt have ended."""
 
 
 OVER = frozenset({Phase.FAILED, Phase.LEFT})
-"""Phases of an agent from which nothing more is expected."""
+"""Phases after which an agent does nothing more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class RankHeartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """A rank that ended badly. Times are seconds since the epoch."""
+    """A rank that exited with an error. Times are seconds since the epoch."""
 
     node: str
     round: int
@@ -59,7 +59,7 @@ class RankFailure:
     signal: str | None
     cause: str
     step: int | None
-    """The last step that it had done; None if nobody knows."""
+    """The last step that it had done; None if unknown."""
     detail: str
 
 
@@ -74,49 +74,51 @@ class NodeStatus:
     exit_code: int = 0
     """Of that round's torchrun, once it has ended."""
     port: int = 0
-    """A free port, should this node be the one to host the next round."""
+    """A free port, in case this node hosts the next rendezvous."""
     detail: str = ""
     """Why it failed."""
-    beats: tuple[RankHeartbeat, ...] = ()
+    heartbeats: tuple[RankHeartbeat, ...] = ()
     failures: tuple[RankFailure, ...] = ()
     """The last few, of all rounds."""
     signal: str | None = None
     """The first signal that asked this node to stop."""
-    standings: tuple[NodeCache, ...] = ()
-    """What it has of the data, by data set."""
+    caches: tuple[NodeCache, ...] = ()
+    """What it has of each data set."""
 
     @classmethod
-    def read(cls, fields: dict[str, Any]) -> "NodeStatus":
-        """From JSON."""
-        beats = tuple(RankHeartbeat(**beat) for beat in fields.pop("beats"))
-        failures = tuple(RankFailure(**failure) for failure in fields.pop("failures"))
-        phase = Phase(fields.pop("phase"))
-        standings = tuple(
-            NodeCache(**{**standing, "status": CacheStatus(standing["status"])}) for standing in fields.pop("standings")
-        )
-        return cls(**fields, phase=phase, beats=beats, failures=failures, standings=standings)
+    def from_json(cls, fields: dict[str, Any]) -> "NodeStatus":
+        """Read a status."""
+        return cls(**{
+            **fields,
+            "phase": Phase(fields["phase"]),
+            "heartbeats": tuple(RankHeartbeat(**heartbeat) for heartbeat in fields["heartbeats"]),
+            "failures": tuple(RankFailure(**failure) for failure in fields["failures"]),
+            "caches": tuple(
+                NodeCache(**{**cache, "status": CacheStatus(cache["status"])}) for cache in fields["caches"]
+            ),
+        })  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Directive:
-    """What all agents are to do."""
+    """What the head node's agent wants of all agents."""
 
     round: int = 0
     """0: wait."""
-    members: tuple[int, ...] = field(default=())
+    members: tuple[int, ...] = ()
     """Node ranks that take part in the round; the first one hosts its rendezvous."""
     port: int = 0
     preflight: bool = False
-    """The round only checks its members, before a script of the user's that would not."""
+    """The round only checks its members, before a user's script that would not."""
     aborts: int = 0
-    """How often all ranks were to be killed, so that torchrun starts them again."""
+    """How often all ranks were to be killed, so that torchrun restarts them."""
     over: bool = False
-    """The attempt ends: end what runs."""
+    """The attempt ends: end all ranks."""
     plans: tuple[StagingPlan, ...] = ()
-    """Who reads what of the data, by data set."""
+    """By data set: which node reads what."""
 
     @classmethod
-    def read(cls, fields: dict[str, Any]) -> "Directive":
-        """From JSON."""
+    def from_json(cls, fields: dict[str, Any]) -> "Directive":
+        """Read a directive."""
         plans = tuple(map(read_plan, fields["plans"]))
         return cls(**{**fields, "members": tuple(fields["members"]), "plans": plans})

@@ -1,100 +1,166 @@
-"""One round on one node: torchrun from its start to its end, or until something better is to be done.
+"""One round on one node: torchrun and what it runs, from its start to its end or the next directive.
 
-Runs on compute nodes.
+Runs on compute nodes. The ranks run our trainer (jobs.ranks.trainer_command), or the user's own torchrun script. That
+finds in its environment TORCHRELAY_RUN_DIR, TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA; on SIGUSR2 or
+SIGTERM it should save and exit with 0.
 """
 
 import os
+import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.context import AgentContext
+from hpc.core.rundir import RunDir
+from jobs.allocation import NodeAllocation
+from jobs.attempt import NodeAttempt
+from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
-from jobs.ranks import script_command, trainer_command
-from jobs.ranks.rendezvous import NodeAllocation, Rendezvous, interface_of, local_address, program_argv, torchrun_argv
-from jobs.ranks.torchrun import Torchrun
-from jobs.staging import unpack_environment
+from jobs.ranks import trainer_command
+from jobs.ranks.monitor import NodeMonitor
+from jobs.ranks.rendezvous import Rendezvous, interface_of, local_address, program_argv, torchrun_argv
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
+from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
-# After a request to stop, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
+# After a stop request, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
-_KEEPER = Path(__file__).with_name("rank_wrapper.py")
+_PATHS = ("PATH", "LD_LIBRARY_PATH")
 
 
-def run_round(node: AgentContext, orders: Directive, data: Path | None, threads: int) -> int | None:
-    """Take part in a round. Returns torchrun's exit code, or None if it was ended because of new orders."""
-    node.ranks.begin(orders.round, ours=orders.preflight or node.spec.train is not None)
-    argv, environment = _command(node, orders, data, threads)
-    aborts, patience = orders.aborts, 0.0
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """What the ranks of this node start with."""
+
+    data: Path | None
+    """This node's copy; None: the run reads none."""
+    python: str
+    """The interpreter of torchrun and its ranks: this process's own, or that of a copy on this node's disk."""
+    threads: int
+    """Per rank."""
+
+
+def run_round(
+    node: NodeAttempt,
+    channel: ControlChannel,
+    monitor: NodeMonitor,
+    stop: StopRequest,
+    directive: Directive,
+    setup: RankSetup,
+) -> int | None:
+    """Take part in a round.
+
+    Returns:
+        torchrun's exit code; None if it was ended because of another directive.
+    """
+    monitor.ranks.begin(directive.round, ours=directive.preflight or node.spec.train is not None)
+    argv, environment = _command(node, directive, setup)
+    aborts, timeout_seconds = directive.aborts, 0.0
     with Torchrun(argv, environment, node.run.code) as torchrun:
         ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
-            node.turn()
-            now = node.orders
-            if now.over or now.round != orders.round or node.head_is_lost:
+            monitor.poll()
+            now = channel.directive
+            if now.over or now.round != directive.round or channel.head_is_lost:
                 return None
             if now.aborts > aborts:
                 aborts = now.aborts
                 torchrun.abort_ranks()
-            if node.stop.signal:
-                torchrun.tell(node.stop.signal)
+            if stop.signal:
+                torchrun.forward(stop.signal)
                 ranks_seen = time.monotonic() if torchrun.ranks() else ranks_seen
-                patience = patience or node.patience_seconds
-                if _is_out_of_patience(node, ranks_seen, patience):
+                timeout_seconds = timeout_seconds or stop.save_timeout_seconds(node.spec, node.run_events())
+                without_ranks = min(time.monotonic() - ranks_seen, stop.seconds)
+                if without_ranks > _WITHOUT_RANKS_SECONDS or stop.seconds > timeout_seconds:
                     break
             time.sleep(_POLL_SECONDS)
         return 1 if torchrun.exit_code is None else torchrun.exit_code
 
 
-def _is_out_of_patience(node: AgentContext, ranks_seen: float, patience: float) -> bool:
-    """Whether ranks that were asked to stop take too long, or there are none that could."""
-    without = min(time.monotonic() - ranks_seen, node.stop.seconds)
-    return without > _WITHOUT_RANKS_SECONDS or node.stop.seconds > patience
-
-
-def _command(
-    node: AgentContext, orders: Directive, data: Path | None, threads: int
-) -> tuple[list[str], dict[str, str]]:
+def _command(node: NodeAttempt, directive: Directive, setup: RankSetup) -> tuple[list[str], dict[str, str]]:
     """The command line and environment of torchrun on this node."""
-    spec, run, attempt = node.spec, node.run, node.attempt
-    logs = run.attempt_logs(attempt.attempt)
+    spec, run, number, allocation = node.spec, node.run, node.attempt.attempt, node.allocation
+    logs, num_ranks, python = run.attempt_logs(number), spec.resources.gpus_per_node, setup.python
     logs.mkdir(parents=True, exist_ok=True)
-    ranks, place = spec.resources.gpus_per_node, node.place
     rendezvous = Rendezvous(
-        run=run.name, attempt=attempt.attempt, nonce=attempt.nonce, round=orders.round,
-        members=tuple(place.hostnames[rank] for rank in orders.members), port=orders.port,
-        is_host=orders.members[0] == place.node_rank,
+        run=run.name, attempt=number, nonce=node.attempt.nonce, round=directive.round,
+        members=tuple(allocation.hostnames[rank] for rank in directive.members), port=directive.port,
+        is_host=directive.members[0] == allocation.node_rank,
     )  # fmt: skip
-    address = local_address(place)
+    address = local_address(allocation)
     environment = rank_environment(
-        unpack_environment.activated(os.environ, node.python), place, ranks, address, threads
+        activated_environment(os.environ, python), allocation, num_ranks, address, setup.threads
     )
     if spec.train is not None:
-        program = trainer_command.command(run, attempt.attempt, data, node.memory, node.python)
-    elif orders.preflight:
-        program = script_command.preflight(run, attempt.attempt, node.python)
+        program = trainer_command.command(run, number, setup.data, node.node_dir, python)
+    elif directive.preflight:
+        program = preflight_command(run, number, python)
     else:
-        program = script_command.command(spec.script, run, node.python)
-        environment = script_command.environment(environment, run, attempt.attempt, data)
-    keeper = [node.python, "-S", str(_KEEPER), str(logs), str(node.memory.path)]
-    argv = torchrun_argv(rendezvous, ranks, address, node.python)
-    return [*argv, *program_argv([*keeper, *program])], environment
+        program = script_command(spec.script, run, python)
+        environment = script_environment(environment, run, number, setup.data)
+    wrapper = [python, "-S", str(PROCESS_WRAPPER), "rank", str(logs), str(node.node_dir.path)]
+    return [*torchrun_argv(rendezvous, num_ranks, address, python), *program_argv([*wrapper, *program])], environment
+
+
+def preflight_command(run: RunDir, attempt: int, python: str) -> list[str]:
+    """Checks that the nodes can train, before a user's script runs on them for the first time."""
+    return [python, "-u", "-P", "-m", "training.engine.preflight", str(run.path), str(attempt)]
+
+
+def script_command(script: tuple[str, ...], run: RunDir, python: str) -> list[str]:
+    """The user's script as it was submitted, from the code copy."""
+    return [python, "-u", str(run.code / script[0]), *script[1:]]
+
+
+def script_environment(base: Mapping[str, str], run: RunDir, attempt: int, data: Path | None) -> dict[str, str]:
+    """The environment of the script's ranks: the user's modules on the path, ours not."""
+    own = str(run.packages)
+    path = [entry for entry in base.get("PYTHONPATH", "").split(":") if entry and entry != own]
+    return {
+        **base,
+        "PYTHONPATH": ":".join([str(run.code), *path]),
+        "TORCHRELAY_RUN_DIR": str(run.path),
+        "TORCHRELAY_ATTEMPT": str(attempt),
+        **({"TORCHRELAY_DATA": str(data)} if data else {}),
+    }
 
 
 def rank_environment(
-    base: Mapping[str, str], place: NodeAllocation, ranks: int, address: str, threads: int
+    base: Mapping[str, str], allocation: NodeAllocation, num_ranks: int, address: str, threads: int
 ) -> dict[str, str]:
-    """What the ranks of this node find in their environment beside torchrun's own variables."""
-    changes = {
-        "OMP_NUM_THREADS": str(threads),
-        # A hung rank is sent SIGABRT: Python then prints where it is.
-        "PYTHONFAULTHANDLER": "1",
-    }
+    """The environment of this node's ranks, without torchrun's own variables."""
+    # A hung rank gets SIGABRT: Python then prints its stacks.
+    changes = {"OMP_NUM_THREADS": str(threads), "PYTHONFAULTHANDLER": "1"}
     # gloo publishes the address that this node's own name resolves to, and on many systems that is 127.0.1.1.
     interface = interface_of(address)
     if interface:
         changes["GLOO_SOCKET_IFNAME"] = interface
     visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if place.cluster == "local" and len(visible) == ranks * place.num_nodes:
-        changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[place.node_rank * ranks : (place.node_rank + 1) * ranks])
+    if allocation.cluster == "local" and len(visible) == num_ranks * allocation.num_nodes:
+        first = allocation.node_rank * num_ranks
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + num_ranks])
     return {**base, **changes}
+
+
+def activated_environment(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:
+    """A process environment in which the Python environment of an interpreter is the active one. Pure.
+
+    Args:
+        base: with another Python environment active, or this very one, in which case nothing changes.
+        python: `bin/python` of the Python environment.
+        prefix: of the other one; paths to its programs and libraries become paths to the new one's.
+    """
+    copy = str(Path(python).parent.parent)
+    if copy == prefix:
+        return dict(base)
+    changes = {name: _replace_prefix(base[name], prefix, copy) for name in _PATHS if name in base}
+    others = (entry for entry in changes.get("PATH", "").split(":") if entry not in {f"{copy}/bin", ""})
+    changes["PATH"] = ":".join([f"{copy}/bin", *others])
+    active = "CONDA_PREFIX" if base.get("CONDA_PREFIX") == prefix else "VIRTUAL_ENV"
+    return {**{name: value for name, value in base.items() if name != "PYTHONHOME"}, **changes, active: copy}
+
+
+def _replace_prefix(path: str, old: str, new: str) -> str:
+    entries = path.split(":")
+    return ":".join(new + entry.removeprefix(old) if f"{entry}/".startswith(f"{old}/") else entry for entry in entries)

@@ -1,9 +1,9 @@
-"""This node's torchrun: start it, pass on a request to stop, end it. Runs on compute nodes.
+"""This node's torchrun: start it, forward a stop signal to its ranks, end it. Runs on compute nodes.
 
-Slurm delivers a step's signal to every process of the step. torchrun would answer by killing its ranks, before they
-could save; so it ignores SIGTERM and SIGUSR2 (jobs.ranks.ignore_signals), and so do the ranks until their own
-handlers stand. A
-signal that came before that is lost to them, therefore the agent sends it again as soon as a rank can take it.
+Slurm delivers a step's signal to every process of the step. torchrun would answer by killing its ranks before they
+could save; so it ignores SIGTERM and SIGUSR2 (jobs.ranks.process_wrapper), and so do the ranks until they have
+installed their own handlers. They miss a signal that comes earlier, so the agent sends it again as soon as a rank
+handles it.
 """
 
 import contextlib
@@ -18,44 +18,17 @@ from typing import Self
 
 from hpc.core.kernel import children
 
-_SHIELD = Path(__file__).with_name("ignore_signals.py")
+PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 ENVIRONMENT = {
-    # A crashed rank's peers hang in a collective and cannot obey SIGTERM; who is to save is told by the agent.
+    # A crashed rank's peers hang in a collective and ignore SIGTERM; the agent asks those that can save.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1",
-    # A store of their own for the ranks of each restart. In torchrun's, which all restarts share, a rank finds the
-    # address of one that is dead (gloo: "connectFullMesh failed"), unless all nodes' torchruns have counted the same
-    # number of restarts; they have not (pytorch/pytorch#135712, #108158).
+    # Each restart's ranks get a store of their own. In torchrun's, which all restarts share, a rank finds the address
+    # of a dead one (gloo: "connectFullMesh failed"), unless all nodes' torchruns have counted the same number of
+    # restarts; they have not (pytorch/pytorch#135712, #108158).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
-
-
-class StopRequest:
-    """Remembers the first signal that asked this agent to stop. The handler does nothing else."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.time: float | None = None
-
-    def install(self) -> None:
-        """Listen to the time limit's warning, to Slurm's SIGTERM and to Ctrl-C."""
-        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.handle)
-
-    def handle(self, number: int, _frame: object) -> None:
-        """Note the first signal."""
-        if self.signal is None:
-            self.signal = signal.Signals(number)
-            self.time = time.monotonic()
-
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
-    @property
-    def seconds(self) -> float:
-        """Since the request; 0 before it."""
-        return 0.0 if self.time is None else time.monotonic() - self.time
 
 
 class Torchrun:
@@ -63,12 +36,12 @@ class Torchrun:
 
     def __init__(self, argv: list[str], environment: Mapping[str, str], directory: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-S", str(_SHIELD), *argv],
+            [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv],
             env={**environment, **ENVIRONMENT},
             cwd=directory,
             stdin=subprocess.DEVNULL,
         )
-        self._told: set[int] = set()
+        self._signalled = set[int]()
 
     def __enter__(self) -> Self:
         return self
@@ -83,25 +56,25 @@ class Torchrun:
 
     def ranks(self) -> list[int]:
         """The process ids of its ranks."""
-        return [rank for keeper in children(self._process.pid) for rank in children(keeper)]
+        return [rank for wrapper in children(self._process.pid) for rank in children(wrapper)]
 
-    def tell(self, number: signal.Signals) -> None:
-        """Send the signal to those ranks that have a handler for it.
+    def forward(self, number: signal.Signals) -> None:
+        """Send a stop signal to the ranks that handle it.
 
-        Once each: a Python that shuts down has taken its handlers away, and a second signal would kill it there.
+        Once each: a Python that shuts down has removed its handlers, and a second signal would kill it.
         """
         # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
-        polite = signal.SIGTERM if number is signal.SIGINT else number
-        for pid in set(self.ranks()) - self._told:
-            if catches(pid, polite):
-                _send(pid, polite)
-                self._told.add(pid)
+        number = signal.SIGTERM if number is signal.SIGINT else number
+        for pid in set(self.ranks()) - self._signalled:
+            if handles(pid, number):
+                _send(pid, number)
+                self._signalled.add(pid)
 
     def abort_ranks(self) -> None:
-        """Have the ranks print where they are and die, by force if need be; torchrun starts them again.
+        """Have the ranks print their stacks and die; kill those that do not. torchrun restarts them.
 
-        Python's faulthandler answers SIGABRT with the stacks of all threads, also while one waits for a device or
-        another rank; a stopped process answers nothing.
+        On SIGABRT Python's faulthandler prints the stacks of all threads, even if one waits for a device or another
+        rank; a stopped process does nothing.
         """
         ranks = self.ranks()
         for pid in ranks:
@@ -113,20 +86,20 @@ class Torchrun:
             _send(pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """End all of it at once: ranks that wait for a lost one answer nothing else."""
+        """Kill all of it: ranks that wait for a lost one react to nothing else."""
         if self.exit_code is not None:
             return
         # While it is stopped it starts no new ranks.
         self._process.send_signal(signal.SIGSTOP)
-        for keeper in children(self._process.pid):
-            # A keeper leads a session, with its rank and the rank's loader workers in it.
+        for wrapper in children(self._process.pid):
+            # A wrapper leads a session, with its rank and the rank's loader workers in it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(keeper, signal.SIGKILL)
+                os.killpg(wrapper, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
+def handles(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()

@@ -10,23 +10,24 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging.manifest import Manifest, boot_id, describe_file, write_manifest
 from hpc.staging.progress import CopyProgress, Watch, stop_if
 from hpc.staging.store import CacheEntry, open_store
-from jobs.context import AgentContext
 from training.config.packed_index import INDEX, read_index
 
 _POLL_SECONDS = 0.2
 
 
-def pack(node: AgentContext, folder: Path, size: int, watch: Watch) -> Path:
+def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: Watch) -> Path:
     """Have the images of a staged folder as packed data on this node's disk, in use until the attempt is over.
 
     Args:
-        node: this node.
+        stage_dir: where this node keeps its copies.
+        resources: keeps the packed data in use until it is closed.
         folder: the copy of the image folder.
         size: side of the packed images in pixels.
         watch: is told how far it is, and says whether to stop.
@@ -35,7 +36,7 @@ def pack(node: AgentContext, folder: Path, size: int, watch: Watch) -> Path:
         StagingStopped: it said so. What is packed by then is not packed again.
         TorchrelayError: they cannot be packed, or there is no room.
     """
-    store = open_store(Path(node.spec.stage_dir))
+    store = open_store(stage_dir)
     # What is packed belongs to one version of the data set, whose name the copy's directory has.
     version = folder.relative_to(store.root).parts[0]
     entry = store.entry(f"{version}-{size}px")
@@ -46,7 +47,7 @@ def pack(node: AgentContext, folder: Path, size: int, watch: Watch) -> Path:
 
     while (in_use := entry.lock_for_use()) is None:
         wait()
-    node.held.callback(os.close, in_use)
+    resources.callback(os.close, in_use)
     with entry.locked_for_copy(wait):
         manifest = entry.manifest()
         if manifest is None or entry.find_damaged(manifest, lambda: watch(None)):

@@ -147,7 +147,7 @@ def test_further_jobs_leave_a_run_that_is_being_trained_or_cancelled_alone(site:
     run.wait_for_steps(5)
     second = site.slurm("sbatch", "--parsable", str(run.directory.script))
     log = run.directory.logs / f"{second}_0_log.out"
-    run.wait("the refusal", lambda: log.exists() and "in the hands of job" in log.read_text())
+    run.wait("the refusal", lambda: log.exists() and "is running in job" in log.read_text())
     assert run.status()["attempt"] == 1
     run.cancel()
     assert run.status()["state"] == "cancelled"

@@ -12,7 +12,6 @@ from types import FrameType
 
 # Preemption sends SIGTERM; Slurm's --signal, some time before the limit, SIGUSR2.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1
 
 _received: list[tuple[int, float]] = []
 
@@ -49,12 +48,13 @@ def received_at() -> float | None:
 
 def die_with_parent(ignored: Iterable[signal.Signals]) -> None:
     """In a worker process: ignore signals that the parent handles, and be killed when the parent dies."""
-    import ctypes  # noqa: PLC0415  # a rank installs its handlers first: these two would delay that by 10 ms
-    import multiprocessing  # noqa: PLC0415
+    import multiprocessing  # noqa: PLC0415  # a rank installs its handlers first: these two would delay that by 10 ms
+
+    from hpc.core import parent_death  # noqa: PLC0415
 
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent_death.die_with_parent()
     parent = multiprocessing.parent_process()
     # The kernel sends nothing if the parent died before the call.
     if parent is not None and os.getppid() != parent.pid:

@@ -17,7 +17,7 @@ from hpc.core.rundir import RunDir
 from hpc.doctor.__main__ import DoctorOptions, experience_of, find_run
 from hpc.doctor.node_check import NodeCheckRequest, read_reports, srun_argv
 from hpc.spec import Resources, RunSpec
-from jobs.doctor import words_of
+from jobs.doctor import summarize
 
 ROOT = Path(__file__).parents[3]
 ANSWERS = {
@@ -167,12 +167,12 @@ def test_reports_of_tasks_that_print_at_the_same_time() -> None:
         ("", 0, "passed"),
         ("error: this rank passed, but x\nerror: rank 1 computes wrongly\nnoise\n", 1, "rank 1 computes wrongly"),
         ("Traceback\nRuntimeError: no route\n\n", 1, "RuntimeError: no route"),
-        ("", 1, "no word"),
+        ("", 1, "no output"),
         ("waiting\n", 124, "no answer in 180 s: the nodes do not reach each other, or something hangs"),
     ],
 )
-def test_words_of_a_preflight(output: str, exit_code: int, words: str) -> None:
-    assert words_of(output, exit_code) == words
+def test_summary_of_a_preflight(output: str, exit_code: int, words: str) -> None:
+    assert summarize(output, exit_code) == words
 
 
 def test_node_looks_at_itself(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from hpc.report.command import submit_command
 from hpc.spec import Resources, RunSpec
 from hpc.staging import stage
 from hpc.submit.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
-from jobs.ranks import script_command, trainer_command
-from jobs.staging.unpack_environment import activated, make_link
+from jobs.ranks import trainer_command
+from jobs.ranks.round import activated_environment, preflight_command, script_command
+from jobs.staging.unpack_environment import make_link
 
 
 @pytest.fixture
@@ -280,8 +281,8 @@ def test_every_command_of_a_rank_starts_with_the_copys_interpreter(tmp_path: Pat
     run = RunDir(tmp_path)
     commands = (
         trainer_command.command(run, 1, tmp_path, NodeDir(tmp_path), "/copy/bin/python"),
-        script_command.command(("s.py",), run, "/copy/bin/python"),
-        script_command.preflight(run, 1, "/copy/bin/python"),
+        script_command(("s.py",), run, "/copy/bin/python"),
+        preflight_command(run, 1, "/copy/bin/python"),
     )
     assert {command[0] for command in commands} == {"/copy/bin/python"}
 
@@ -291,10 +292,10 @@ def test_copy_is_the_active_environment() -> None:
         "PATH": "/home/me/bin:/shared/env/bin:/usr/bin", "LD_LIBRARY_PATH": "/shared/env/lib:/shared/envs",
         "VIRTUAL_ENV": "/shared/env", "PYTHONHOME": "/x", "HOME": "/home/me",
     }  # fmt: skip
-    assert activated(base, "/tmp/copy/bin/python", "/shared/env") == {
+    assert activated_environment(base, "/tmp/copy/bin/python", "/shared/env") == {
         "PATH": "/tmp/copy/bin:/home/me/bin:/usr/bin", "LD_LIBRARY_PATH": "/tmp/copy/lib:/shared/envs",
         "VIRTUAL_ENV": "/tmp/copy", "HOME": "/home/me",
     }  # fmt: skip
-    of_conda = activated({"CONDA_PREFIX": "/shared/env"}, "/tmp/copy/bin/python", "/shared/env")
+    of_conda = activated_environment({"CONDA_PREFIX": "/shared/env"}, "/tmp/copy/bin/python", "/shared/env")
     assert of_conda == {"PATH": "/tmp/copy/bin", "CONDA_PREFIX": "/tmp/copy"}
-    assert activated(base, "/shared/env/bin/python", "/shared/env") == base
+    assert activated_environment(base, "/shared/env/bin/python", "/shared/env") == base

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from jobs.allocation import NodeAllocation, find_allocation
 from jobs.ranks import rendezvous
 from jobs.ranks.rendezvous import (
-    NodeAllocation,
     Rendezvous,
-    find_allocation,
     interface_of,
     is_free,
     local_address,
@@ -17,29 +16,29 @@ from jobs.ranks.rendezvous import (
 )
 
 
-def test_place_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {
         "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "3", "SLURM_PROCID": "2",
         "SLURM_JOB_NODELIST": "gpu[01-02,07]", "SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "3", "SLURM_NODEID": "2",
     }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    place = find_allocation(environment)
-    assert place == NodeAllocation(
+    allocation = find_allocation(environment)
+    assert allocation == NodeAllocation(
         cluster="slurm", job_id="42", restart=3, node_rank=2, hostnames=("gpu01", "gpu02", "gpu07"), cpus=8
     )
-    assert (place.head, place.host, place.is_head) == ("gpu01", "gpu07", False)
+    assert (allocation.head, allocation.host, allocation.is_head) == ("gpu01", "gpu07", False)
 
 
-def test_place_from_submitits_local_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_from_submitits_local_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {
         "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "99", "SUBMITIT_LOCAL_NTASKS": "2",
         "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1",
     }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    place = find_allocation(environment)
-    assert (place.cluster, place.job_id, place.node_rank, place.num_nodes) == ("local", "99", 1, 2)
+    allocation = find_allocation(environment)
+    assert (allocation.cluster, allocation.job_id, allocation.node_rank, allocation.num_nodes) == ("local", "99", 1, 2)
 
 
 @pytest.fixture
@@ -82,6 +81,10 @@ def test_rendezvous_id_differs_by_attempt_round_and_nonce() -> None:
         for attempt in (1, 2) for nonce in ("a", "b") for number in (1, 2)
     }  # fmt: skip
     assert len(ids) == 8
+
+
+def test_rendezvous_id_does_not_show_the_secret() -> None:
+    assert "5ecret" not in replace(MEETING, nonce="5ecret").id
 
 
 def test_the_first_member_hosts_the_store() -> None:

@@ -8,16 +8,20 @@ TWO = NodeLimits(least=2, most=2)
 
 
 def view(
-    *phases: Phase | None, gone: tuple[int, ...] = (), waited: float = 1.0, failed: int = 0, code: int = 0
+    *phases: Phase | None, excluded: tuple[int, ...] = (), waited: float = 1.0, failed: int = 0, code: int = 0
 ) -> MembershipView:
-    """One node per phase; None: not heard of yet."""
-    reports = {
+    """One node per phase; None: has not reported yet."""
+    statuses = {
         rank: NodeStatus(node_rank=rank, phase=phase, round=1, exit_code=code if phase == Phase.ENDED else 0)
         for rank, phase in enumerate(phases)
         if phase is not None
     }
     return MembershipView(
-        nodes=len(phases), reports=reports, gone=frozenset(gone), waited_seconds=waited, failed_rounds=failed
+        num_nodes=len(phases),
+        statuses=statuses,
+        excluded=frozenset(excluded),
+        waited_seconds=waited,
+        failed_rounds=failed,
     )
 
 
@@ -56,11 +60,11 @@ def test_nothing_changes_while_all_members_train() -> None:
 
 
 def test_spare_takes_the_place_of_a_lost_node() -> None:
-    assert next_step(running(0, 1), view(RUNNING, RUNNING, READY, gone=(1,)), TWO) == NextRound(members=(0, 2))
+    assert next_step(running(0, 1), view(RUNNING, RUNNING, READY, excluded=(1,)), TWO) == NextRound(members=(0, 2))
 
 
 def test_others_go_on_without_a_lost_node_if_they_may() -> None:
-    seen = view(RUNNING, RUNNING, RUNNING, gone=(1,))
+    seen = view(RUNNING, RUNNING, RUNNING, excluded=(1,))
     assert next_step(running(0, 1, 2), seen, NodeLimits(least=1, most=3)) == NextRound(members=(0, 2))
     assert next_step(running(0, 1, 2), seen, NodeLimits(least=3, most=3)).failed
 
@@ -80,5 +84,5 @@ def test_round_whose_torchrun_failed_is_repeated_but_not_for_ever() -> None:
 
 
 def test_end_of_an_older_round_is_no_end_of_this_one() -> None:
-    orders = Directive(round=2, members=(0, 1), port=1)
-    assert next_step(orders, view(ENDED, ENDED), TWO) == WAIT
+    directive = Directive(round=2, members=(0, 1), port=1)
+    assert next_step(directive, view(ENDED, ENDED), TWO) == WAIT

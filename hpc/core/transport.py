@@ -1,0 +1,282 @@
+"""Authenticated connections between the nodes of a run: the agents' control channel, and staging's peers.
+
+Runs on compute nodes.
+
+Handshake, after which both ends know that the other one has the secret, which never travels:
+
+    client -> server   32 random bytes: the client's challenge
+    server -> client   32 random bytes: the server's challenge, and the server's proof
+    client -> server   the client's proof
+
+A proof is an HMAC-SHA256 of purpose, role and both challenges, keyed with the secret: neither a replayed nor a
+reflected one is valid, nor one for another purpose. Each direction then has a key of its own, made in the same way.
+
+A message is a JSON object: four bytes of length, an HMAC of its number and text, the text. Nothing is encrypted: an
+eavesdropper can read messages, but not alter, repeat, or add any. Bulk data may follow a message without an HMAC: the
+receiver checks them against checksums that came in a message.
+
+Until its proof is valid a client may send 64 bytes, none of which is parsed, within `HANDSHAKE_SECONDS`.
+"""
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+HANDSHAKE_SECONDS = 5.0
+MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError)
+"""What a broken connection, or a message with unexpected fields, raises where it is read."""
+_CHALLENGE_BYTES = _MAC_BYTES = 32
+_LENGTH, _NUMBER, _TIMEVAL = struct.Struct("!I"), struct.Struct("!Q"), struct.Struct("@ll")
+_BACKLOG = 1024  # all agents of a large job connect at once
+_RETRY_SECONDS = 0.1
+
+
+class TransportError(ConnectionError):
+    """The other end has left, does not have the secret, or sends what is no message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a connection or a server bears with."""
+
+    timeout_seconds: float
+    """How long one send or receive may wait."""
+    max_message_bytes: int
+    """A longer message ends its connection."""
+    max_connections: int = 4096
+    """Authenticated ones of a server at a time; more are closed."""
+    max_strangers: int = 128
+    """A server's connections that are not yet authenticated. One more closes the oldest, not the newest: idle strangers
+    keep no agent out, which authenticates within milliseconds."""
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"\0".join(parts), "sha256")
+
+
+class Connection:
+    """One end of an authenticated connection. One thread at a time may send, and one receive."""
+
+    def __init__(self, connected: socket.socket, limits: Limits) -> None:
+        """Take over a socket; `handshake` authenticates it."""
+        self.socket, self._limits = connected, limits
+        self._send_key = self._receive_key = b""
+        self._sent = self._received = 0
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The kernel's timeouts, on a blocking socket: with Python's, MSG_WAITALL returns after each packet.
+        connected.settimeout(None)
+        self._set_timeout(min(limits.timeout_seconds, HANDSHAKE_SECONDS))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _set_timeout(self, seconds: float) -> None:
+        value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self.socket.setsockopt(socket.SOL_SOCKET, option, value)
+
+    def close(self) -> None:
+        """End the connection; a thread that waits in it gets an error."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def handshake(self, secret: str, purpose: str, *, is_server: bool) -> None:
+        """Prove to the other end that this one has the secret, and have it prove the same.
+
+        Args:
+            secret: shared by both ends.
+            purpose: what the connection is for; both ends must name the same.
+            is_server: the role of this end.
+
+        Raises:
+            TransportError: the other end did not prove it.
+            TimeoutError: or not in time.
+        """
+        deadline, own = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_bytes(_CHALLENGE_BYTES)
+        if not is_server:
+            self.send_bytes(own)
+        other = self._read(_CHALLENGE_BYTES, deadline)
+        challenges = [other, own] if is_server else [own, other]
+
+        def derive(role: str, use: str) -> bytes:
+            return _mac(secret.encode(), b"torchrelay", purpose.encode(), role.encode(), use.encode(), *challenges)
+
+        own_role, other_role = ("server", "client") if is_server else ("client", "server")
+        if is_server:
+            self.send_bytes(own + derive(own_role, "proof"))
+        if not hmac.compare_digest(self._read(_MAC_BYTES, deadline), derive(other_role, "proof")):
+            raise TransportError("the other end does not have the run's secret")
+        if not is_server:
+            self.send_bytes(derive(own_role, "proof"))
+        self._send_key, self._receive_key = derive(own_role, "key"), derive(other_role, "key")
+        self._set_timeout(self._limits.timeout_seconds)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message."""
+        self._send_text(json.dumps(message, separators=(",", ":")).encode())
+
+    def _send_text(self, text: bytes) -> None:
+        mac = _mac(self._send_key, _NUMBER.pack(self._sent), text)
+        self._sent += 1
+        self.send_bytes(_LENGTH.pack(len(text)) + mac + text)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            TransportError: the connection has ended, or what came is no message of the other end's.
+            TimeoutError: nothing came.
+        """
+        length = int(_LENGTH.unpack(self._read(_LENGTH.size))[0])
+        if length > self._limits.max_message_bytes:
+            raise TransportError(f"a message has {length} bytes, and {self._limits.max_message_bytes} are allowed")
+        mac, text = self._read(_MAC_BYTES), self._read(length)
+        if not hmac.compare_digest(mac, _mac(self._receive_key, _NUMBER.pack(self._received), text)):
+            raise TransportError("a message was altered, repeated or added on its way")
+        self._received += 1
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise TransportError(f"a message is no JSON: {type(error).__name__}") from error
+        if not isinstance(message, dict):
+            raise TransportError("a message is no JSON object")
+        return message
+
+    def send_bytes(self, content: bytes) -> None:
+        """Send bulk data: after a message that has their checksum."""
+        try:
+            self.socket.sendall(content)
+        except BlockingIOError:
+            raise TimeoutError("the other end has taken nothing in time") from None
+
+    def receive_bytes(self, into: memoryview, deadline: float = float("inf")) -> None:
+        """Fill a buffer with bulk data, which the caller must check.
+
+        Raises:
+            TransportError: the connection has ended.
+            TimeoutError: nothing came.
+        """
+        received = 0
+        while received < len(into):
+            try:
+                count = self.socket.recv_into(into[received:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise TimeoutError("the other end has sent nothing in time") from None
+            if not count:
+                raise TransportError("the other end has closed the connection")
+            received += count
+            if received < len(into) and time.monotonic() > deadline:
+                raise TimeoutError("the other end is too slow")
+
+    def _read(self, count: int, deadline: float = float("inf")) -> bytes:
+        content = bytearray(count)
+        self.receive_bytes(memoryview(content), deadline)
+        return bytes(content)
+
+
+def connect(address: tuple[str, int], secret: str, purpose: str, limits: Limits) -> Connection:
+    """Connect to a server of the same run.
+
+    Raises:
+        OSError: it cannot be reached.
+        TransportError: the process that listens there is none of this run's servers.
+    """
+    timeout_seconds = min(limits.timeout_seconds, HANDSHAKE_SECONDS)
+    connection = Connection(socket.create_connection(address, timeout_seconds), limits)
+    try:
+        connection.handshake(secret, purpose, is_server=False)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class Server:
+    """Listens, and serves each authenticated connection in a thread of its own."""
+
+    def __init__(
+        self, secret: str, purpose: str, serve: Callable[[Connection], None], limits: Limits, port: int = 0
+    ) -> None:
+        """Listen.
+
+        Args:
+            secret: what clients must have.
+            purpose: what they must connect for.
+            serve: called with each authenticated connection. `MALFORMED` errors end that connection alone.
+            limits: of this end.
+            port: to listen on; by default the kernel chooses.
+        """
+        self._secret, self._purpose, self._serve, self._limits = secret, purpose, serve, limits
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._strangers, self._authenticated = dict[Connection, None](), set[Connection]()
+        self._listener = socket.create_server(("", port), backlog=_BACKLOG)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True, name=f"{purpose}-server").start()
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            connections = [*self._strangers, *self._authenticated]
+        for connection in connections:
+            _shut_down(connection)
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._admit(Connection(self._listener.accept()[0], self._limits))
+            except (OSError, RuntimeError):
+                self._closed.wait(_RETRY_SECONDS)  # no file or thread is left: others end
+
+    def _admit(self, connection: Connection) -> None:
+        with self._lock:
+            oldest = next(iter(self._strangers)) if len(self._strangers) >= self._limits.max_strangers else None
+            if oldest:
+                del self._strangers[oldest]
+            self._strangers[connection] = None
+        if oldest:
+            _shut_down(oldest)
+        try:
+            threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
+        except RuntimeError:
+            self._forget(connection)
+            raise
+
+    def _converse(self, connection: Connection) -> None:
+        with contextlib.suppress(*MALFORMED):
+            connection.handshake(self._secret, self._purpose, is_server=True)
+            with self._lock:
+                self._strangers.pop(connection, None)
+                admitted = len(self._authenticated) < self._limits.max_connections and not self._closed.is_set()
+                if admitted:
+                    self._authenticated.add(connection)
+            if admitted:
+                self._serve(connection)
+        self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._authenticated.discard(connection)
+        connection.close()
+
+
+def _shut_down(connection: Connection) -> None:
+    """Wake the thread that owns the connection; it closes it. Closing here could hand its descriptor to another one."""
+    with contextlib.suppress(OSError):
+        connection.socket.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,103 @@
+"""Ranks that hang, and ranks that slow the others down, from their heartbeats. Runs in the head node's agent."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc.core.units import duration_seconds
+from jobs.control.messages import RankHeartbeat
+
+# While training, twenty steps without a sign of life are a hang; but slow storage may take a minute for one batch.
+_HANG_STEPS, _HANG_LEAST_SECONDS = 20.0, 60.0
+# Starting, compiling (the first step), saving and the end have no usual duration.
+_OTHER_PHASES_SECONDS = 900.0
+_TIMED_PHASES = frozenset({"load", "step", "evaluate"})
+_STUCK = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a device or storage"}
+# Straggler: twice the usual step time for 10 s on end; a hundredth of a second is noise.
+_SLOW_FACTOR, _SLOW_LEAST_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """Ranks that show no sign of life."""
+
+    rank: int | None
+    """The one that the others wait for, if that is known."""
+    seconds: float
+    detail: str
+
+
+def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
+    """How long a rank may show no sign of life in its present phase. `setting` is --hang-timeout."""
+    given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
+    if heartbeat.phase not in _TIMED_PHASES or heartbeat.step_seconds is None:
+        return max(_OTHER_PHASES_SECONDS, given or 0)
+    return given or max(_HANG_LEAST_SECONDS, _HANG_STEPS * heartbeat.step_seconds)
+
+
+def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
+    """The hang, if every rank has been still for too long.
+
+    While one is slow to save, the others wait for it in a step: as long as one may be still, none hangs.
+    """
+    if not heartbeats or any(beat.still_seconds <= timeout_seconds(beat, setting) for beat in heartbeats.values()):
+        return None
+    seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
+    culprit = _find_culprit(heartbeats)
+    if culprit is None:
+        phases = Counter(f"{heartbeat.phase} after step {heartbeat.step}" for heartbeat in heartbeats.values())
+        counts = ", ".join(f"{count} in {phase}" for phase, count in phases.items())
+        return Hang(rank=None, seconds=seconds, detail=f"no rank has moved for {seconds:.0f} s: {counts}")
+    found = heartbeats[culprit]
+    state = _STUCK.get(
+        found.state, f"has been in {found.phase} after step {found.step} for {found.still_seconds:.0f} s"
+    )
+    return Hang(rank=culprit, seconds=seconds, detail=f"rank {culprit} {state}, and the others wait for it")
+
+
+def _find_culprit(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
+    """The rank that is stopped, or is alone in its step and phase: the others wait for it in a collective."""
+    stuck = [rank for rank, heartbeat in heartbeats.items() if heartbeat.state in _STUCK and heartbeat.state != "D"]
+    if len(stuck) == 1:
+        return stuck[0]
+    positions = {rank: (heartbeat.step, heartbeat.phase) for rank, heartbeat in heartbeats.items()}
+    ranks_at = Counter(positions.values())
+    alone = [rank for rank, position in positions.items() if ranks_at[position] == 1]
+    if len(alone) == 1 and len(heartbeats) > 2:
+        return alone[0]
+    first_step = min(step for step, _ in positions.values())
+    behind = [rank for rank, (step, _) in positions.items() if step == first_step]
+    return behind[0] if len(behind) == 1 and len(heartbeats) > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A rank whose own work takes much longer than the others'."""
+
+    rank: int
+    busy_seconds: float
+    usual_seconds: float
+
+
+class StragglerDetector:
+    """Reports each straggler once, when it has been slow for some time."""
+
+    def __init__(self) -> None:
+        self._slow_since: dict[int, float] = {}
+
+    def find(self, heartbeats: Mapping[int, RankHeartbeat]) -> list[Straggler]:
+        """Stragglers that are new."""
+        busy = {rank: beat.busy_seconds for rank, beat in heartbeats.items() if beat.busy_seconds is not None}
+        if not busy:
+            return []
+        # Of two ranks the faster one, of many the median.
+        usual = sorted(busy.values())[(len(busy) - 1) // 2]
+        found, now = [], time.monotonic()
+        for rank, seconds in busy.items():
+            if seconds < max(_SLOW_FACTOR * usual, usual + _SLOW_LEAST_SECONDS):
+                self._slow_since.pop(rank, None)
+            elif now - self._slow_since.setdefault(rank, now) > _SLOW_FOR_SECONDS:
+                self._slow_since[rank] = float("inf")  # once is enough
+                found.append(Straggler(rank=rank, busy_seconds=seconds, usual_seconds=usual))
+        return found

@@ -1,0 +1,67 @@
+"""Which rank failed first; the others that end with it are its victims. Runs in the head node's agent.
+
+Two controllers act when a rank dies:
+
+- torchrun, on each node, restarts the round's ranks at once, as often as necessary (--max-restarts=1000000). It knows
+  nothing of steps, budgets, or of nodes that are silent. It is not asked to wait: mostly the run is to go on, and the
+  ranks' imports take longer than the coordinator's decision.
+- The coordinator (jobs.control.coordinator) decides whether the run goes on, and on which nodes. It never restarts
+  ranks in a round: it ends the attempt, announces another round, or has hung ranks aborted, for torchrun to restart.
+
+So the coordinator sees what torchrun's restart leaves of one failure: several ranks that have ended, on several nodes,
+reported in any order. This module finds the one that failed:
+
+- It waits until every node has reported what ended together.
+- Ranks that were started before the last interruption are its victims, not failures of their own.
+- A rank that died of SIGABRT was aborted by the coordinator: the directive may arrive late, when torchrun has already
+  restarted the ranks.
+- Ranks whose last words tell of a lost peer come after those that failed by themselves.
+"""
+
+import time
+from collections.abc import Callable
+
+from hpc.core.outcome import Cause, is_consequence
+from jobs.control.messages import RankFailure
+
+# Long enough for all agents to report ranks that ended together.
+_SETTLE_SECONDS = 1.0
+
+
+class RootFailure:
+    """Finds the rank that failed first, once for each interruption."""
+
+    def __init__(self) -> None:
+        self.victims_before = 0.0
+        """Ranks started before this time (seconds since the epoch) ended because of an interruption already known."""
+        self._handled: set[RankFailure] = set()
+        self._settling_since: float | None = None
+
+    def find(self, reported: set[RankFailure], all_heard: Callable[[], bool]) -> RankFailure | None:
+        """The failure to act on now; None if there is none, or not all nodes have reported.
+
+        Args:
+            reported: by all agents, old ones included.
+            all_heard: whether all members have just reported: a silent one may be the dead node that made the others
+                fail.
+        """
+        unhandled = reported - self._handled
+        roots = {failure for failure in unhandled if self._may_be_root(failure)}
+        self._handled |= unhandled - roots
+        if not roots:
+            self._settling_since = None
+            return None
+        self._settling_since = self._settling_since or time.monotonic()
+        if time.monotonic() - self._settling_since < _SETTLE_SECONDS or not all_heard():
+            return None
+        self._settling_since = None
+        self._handled |= unhandled
+        return min(roots, key=_order)
+
+    def _may_be_root(self, failure: RankFailure) -> bool:
+        return failure.started_at > self.victims_before and failure.signal != "SIGABRT"
+
+
+def _order(failure: RankFailure) -> tuple[bool, bool, float]:
+    # The other nodes' ranks leave when one node is unfit, and may be quicker.
+    return failure.cause != Cause.BAD_NODE, is_consequence(failure.detail), failure.failed_at

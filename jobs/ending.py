@@ -1,0 +1,311 @@
+"""How an attempt ends, and how the run continues: a requeue, or a new job. Runs on compute nodes.
+
+The head node's agent concludes the attempt (`conclude`). If it is lost, exactly one of the others takes over
+(`take_over`), and hands the run to another job.
+
+A job with a dead node must not be requeued before Slurm has marked the node down: until then it stays COMPLETING, and
+Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the same run can start at once, elsewhere.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+
+from hpc.core.attempts import attempts_of, failures_in_a_row, may_restart_after
+from hpc.core.errors import TorchrelayError
+from hpc.core.files import refresh_nfs_cache
+from hpc.core.outcome import Cause, Ending, JobState, cause_of, may_restart, must_requeue
+from hpc.slurm import client as slurm
+from hpc.slurm import relaunch
+from jobs.allocation import NodeAllocation
+from jobs.attempt import NodeAttempt, log
+from jobs.control.channel import ControlClient, ControlServer
+from jobs.control.coordinator import Coordinator
+from jobs.control.messages import OVER
+from jobs.ranks.monitor import NodeMonitor
+from training.checkpoint.snapshot import flush
+
+_POLL_SECONDS, _RETRY_SECONDS = 0.2, 3.0
+# The others kill their ranks within seconds; one that does not report it is stuck.
+_OTHERS_SECONDS = 60.0
+# Longer than Slurm takes to notice a dead node, unless the administrators have changed that (SlurmdTimeout, 300 s), and
+# than a fail-over of its controller (SlurmctldTimeout, 120 s). A job that can do nothing more must not keep its nodes.
+_SLURM_SECONDS = 900.0
+# A node with a snapshot goes first: a spare waits this long.
+_SPARE_SECONDS = 5.0
+# A single agent that has lost contact may be cut off itself: if there are others, it waits for one to confirm the loss.
+_CONFIRM_SECONDS = 15.0
+# Three calls of Slurm's clients take no longer, each with its timeout.
+_SUCCESSOR_SECONDS = 100.0
+
+
+# --- the head node's agent ---
+
+
+def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coordinator: Coordinator) -> int:
+    """Record how the attempt ended, and have the run continue if it should. Returns the exit code."""
+    # Slurm has noticed by now what was lost long ago, or it has come back.
+    recent = {rank for rank, last_heard in coordinator.lost.items() if time.time() - last_heard < _SLURM_SECONDS}
+    lost = recent | _wait_for_others(node, server, monitor)
+    ending = _inspect_ending(node, coordinator)
+    cause, failure, fields = cause_of(ending), coordinator.failure, dict[str, object]()
+    if cause is not Cause.COMPLETED:
+        save_snapshot(node)
+    if failure and cause is failure.cause:
+        fields = {"detail": failure.detail, "failed_at": failure.failed_at, "node": failure.node, "rank": failure.rank}
+    if not record_end(node, cause=cause, step=_last_step(node, coordinator), **fields):
+        return 1  # other agents, which have lost contact with this one, have ended it
+    log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
+    ending = replace(ending, failures=failures_in_a_row(attempts_of(node.run_events())))
+    if not must_requeue(cause, ending):
+        return 0 if cause is Cause.COMPLETED or may_restart(cause, ending.failures) else 1
+    if not node.on_slurm:
+        node.record_event("requeued", job_id=node.allocation.job_id)
+        return LOCAL_REQUEUE_RETURN_CODE
+    unfit = node.allocation.names(coordinator.unfit)
+    if lost:
+        hand_over(node, node.allocation.names(lost), unfit)
+    else:
+        requeue(node, unfit)
+    return 0
+
+
+def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor) -> set[int]:
+    """Wait until the other nodes have ended their ranks; returns the node ranks that fell silent instead."""
+    deadline = time.monotonic() + _OTHERS_SECONDS
+    while time.monotonic() < deadline:
+        monitor.poll()
+        own = node.allocation.node_rank
+        busy = {rank for rank, status in server.statuses().items() if rank != own and status.phase not in OVER}
+        silent = {rank for rank in busy if server.is_silent(rank)}
+        if busy == silent:
+            return silent
+        time.sleep(_POLL_SECONDS)
+    return set()
+
+
+def _inspect_ending(node: NodeAttempt, coordinator: Coordinator) -> Ending:
+    """What is known of the ending: from the coordinator, the run directory, and Slurm."""
+    refresh_nfs_cache(node.run.path)
+    signal = coordinator.signal
+    fields = _show_job(node)
+    return Ending(
+        finished=node.run.final_result.exists() if node.spec.train else coordinator.done and not signal,
+        cancelled=any(event["event"] == "cancelled" for event in node.run_events()),
+        signal=signal,
+        job_state=slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING,
+        preempted=slurm.is_preempted(fields),
+        failure=coordinator.failure.cause if coordinator.failure else Cause.CRASHED,
+    )
+
+
+def _show_job(node: NodeAttempt) -> dict[str, str]:
+    """Slurm's record of the job; empty without Slurm, or if its controller does not answer."""
+    if not node.on_slurm:
+        return {}
+    try:
+        return slurm.show_job(node.allocation.job_id)
+    except TorchrelayError as error:
+        log(f"Slurm does not report the state of this job: {error}")
+        return {}
+
+
+def _last_step(node: NodeAttempt, coordinator: Coordinator) -> int | None:
+    """The last step that any rank had done: the metrics may be some steps behind."""
+    if node.spec.train is None:
+        return None
+    failed_at = coordinator.failure.step if coordinator.failure else 0
+    return max(failed_at or 0, coordinator.last_step, relaunch.last_step(node.run) or 0)
+
+
+# --- another node's agent, after the head node is lost ---
+
+
+def take_over(node: NodeAttempt, channel: ControlClient, last_step: int) -> int:
+    """End the attempt whose head node is lost, and start the next one, unless another agent does.
+
+    Args:
+        node: this node's part in the attempt.
+        channel: to the head node.
+        last_step: the last step that a rank of this node has done.
+
+    Returns:
+        The exit code.
+    """
+    failed_at, head = channel.head_heard_at, node.allocation.head
+    detail = f"lost contact with {head}"
+    log(detail)
+    node.record_event("node_lost", node=head, last_heard=failed_at, detail=detail)
+    if node.allocation.node_rank not in channel.directive.members:
+        time.sleep(_SPARE_SECONDS)
+    if not _confirm_head_is_lost(node) or not _is_running(node):
+        return 0
+    step = last_step if node.spec.train else None
+    first = record_end(node, cause=Cause.NODE_FAILURE, step=step, detail=detail, failed_at=failed_at, node=head)
+    if not node.on_slurm:
+        return LOCAL_REQUEUE_RETURN_CODE if first else 0
+    if not first and not _is_left_undone(node):
+        return 0
+    save_snapshot(node)
+    if may_restart_after(attempts_of(node.run_events())):
+        hand_over(node, [head], [])
+    else:
+        slurm.cancel(node.allocation.job_id)
+    return 0
+
+
+def _confirm_head_is_lost(node: NodeAttempt) -> bool:
+    """Whether the head node is lost, and not this one cut off."""
+    deadline = time.monotonic() + _CONFIRM_SECONDS
+    while node.on_slurm and time.monotonic() < deadline:
+        if relaunch.has_ended(node.run, node.attempt.attempt):
+            return True
+        confirmed = head_is_lost([event["node"] for event in node.events("node_lost")], node.allocation)
+        if confirmed is not None:
+            return confirmed
+        time.sleep(_POLL_SECONDS)
+    # No other agent reports: they have died together, as the nodes of a rack do.
+    return True
+
+
+def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
+    """Whether the head node is lost to all that are left, or only to one that is cut off itself. Pure.
+
+    Args:
+        lost: the lost nodes, a name for each agent that reports one; this agent has reported the head.
+        allocation: of this agent.
+
+    Returns:
+        None as long as another agent has to confirm it.
+    """
+    if allocation.host in lost:
+        return False
+    others = set(allocation.hostnames) - {allocation.host, *lost}
+    return True if not others or lost.count(allocation.head) > 1 else None
+
+
+def _is_left_undone(node: NodeAttempt) -> bool:
+    """Whether the agent that ended the attempt has died before it started the next one."""
+    deadline = time.monotonic() + _SUCCESSOR_SECONDS
+    while time.monotonic() < deadline:
+        continued = node.events("relaunched") or node.events("requeued")
+        if continued or not may_restart_after(attempts_of(node.run_events())):
+            return False
+        time.sleep(_POLL_SECONDS)
+    return _is_running(node)
+
+
+def _is_running(node: NodeAttempt) -> bool:
+    """Whether the job runs, and Slurm is not ending it. If Slurm does not answer, it is not ending anything."""
+    if not node.on_slurm:
+        return True
+    try:
+        job = slurm.jobs().get(node.allocation.job_id)
+    except TorchrelayError as error:
+        log(f"Slurm does not report the state of this job: {error}")
+        return True
+    return job is not None and job.state is JobState.RUNNING
+
+
+# --- both ---
+
+
+def record_end(node: NodeAttempt, /, **fields: object) -> bool:
+    """Record the end of the attempt; False if another agent has recorded one.
+
+    A full disk must not keep the run from continuing: then the agent with the lowest node rank decides.
+    """
+    try:
+        return relaunch.record_end(node.run, node.attempt.attempt, **fields)
+    except OSError as error:
+        log(f"the end of the attempt could not be recorded: {error}")
+        return node.allocation.node_rank <= 1
+
+
+def save_snapshot(node: NodeAttempt) -> None:
+    """Make this node's newest snapshot a checkpoint, if it is newer than those; otherwise it stays in memory."""
+    began = time.monotonic()
+    try:
+        step = flush(node.node_dir, node.run)
+    except (OSError, TorchrelayError) as error:
+        log(f"the newest snapshot could not be saved and stays in the memory of {node.host}: {error}")
+        node.has_unsaved_snapshot.set()
+        return
+    if step is not None:
+        node.record_event("flushed", step=step, seconds=round(time.monotonic() - began, 3))
+
+
+def hand_over(node: NodeAttempt, lost: list[str], unfit: list[str]) -> None:
+    """Requeue the job if Slurm has marked the lost nodes down; otherwise submit a new job and end this one.
+
+    Args:
+        node: this node's part in the attempt.
+        lost: host names of silent nodes.
+        unfit: host names of other nodes to avoid.
+
+    Raises:
+        TorchrelayError: neither was possible.
+    """
+
+    def leave() -> None:
+        # Some clusters take no jobs from their compute nodes: then Slurm has to notice first.
+        if set(slurm.dead_nodes(lost)) == set(lost):
+            slurm.requeue(node.allocation.job_id)
+            node.record_event("requeued", job_id=node.allocation.job_id)
+        else:
+            _relaunch(node, [*lost, *unfit])
+
+    if relaunch.claim_next_job(node.run, node.attempt.attempt, node.run_events()):
+        _retry(leave)
+
+
+def requeue(node: NodeAttempt, unfit: list[str]) -> None:
+    """Requeue the job, and keep it away from some nodes.
+
+    Raises:
+        TorchrelayError: Slurm refused.
+    """
+    job_id = node.allocation.job_id
+    _retry(lambda: slurm.requeue(job_id))
+    node.record_event("requeued", job_id=job_id)
+    if unfit:
+        excluded = relaunch.nodes_to_exclude(node.spec, node.run_events(), unfit)
+        _retry(lambda: slurm.set_excluded_nodes(job_id, excluded))  # nothing can be changed before the requeue
+        node.record_event("excluded", job_id=job_id, excluded=excluded)
+
+
+def _retry(ask: Callable[[], None]) -> None:
+    """Ask Slurm again until it complies: its controller does not answer for minutes while it fails over.
+
+    Raises:
+        TorchrelayError: it refused to the end.
+    """
+    deadline = time.monotonic() + _SLURM_SECONDS
+    while True:
+        try:
+            return ask()
+        except TorchrelayError as error:
+            if time.monotonic() > deadline:
+                raise
+            log(f"the run cannot continue yet, trying again: {error}")
+            time.sleep(_RETRY_SECONDS)
+
+
+def _relaunch(node: NodeAttempt, avoid: list[str]) -> None:
+    """Submit a new job for the run, and end this one.
+
+    Raises:
+        TorchrelayError: Slurm refused the new job.
+    """
+    job_id, events = node.allocation.job_id, node.run_events()
+    excluded = relaunch.nodes_to_exclude(node.spec, events, avoid)
+    old = {attempt.job_id for attempt in attempts_of(events)}
+    new = relaunch.submit_next_job(node.run, node.spec, excluded, old)
+    node.record_event("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
+    log(f"the run continues in job {new}; this one ends")
+    try:
+        slurm.cancel(job_id)
+    except TorchrelayError as error:
+        log(f"this job has nothing left to do, and could not be ended: type scancel {job_id} ({error})")

@@ -1,0 +1,134 @@
+"""This node's ranks as seen from outside: their heartbeats and failures, polled and reported. Runs in every agent."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpc.core.kernel import process_state
+from hpc.core.nodedir import NodeDir
+from hpc.core.outcome import cause_of_exit
+from jobs.attempt import NodeAttempt, log
+from jobs.control.channel import ControlChannel
+from jobs.control.messages import RankFailure, RankHeartbeat
+from jobs.stop_request import StopRequest
+
+# A head node's agent that is busy for a moment misses none; the ledger has all of them.
+_KEPT_FAILURES = 16
+_INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
+
+
+class LocalRanks:
+    """Reads what the ranks of one node write, round after round."""
+
+    def __init__(self, node_dir: NodeDir, num_ranks: int, host: str) -> None:
+        self._node_dir, self._num_ranks, self._host = node_dir, num_ranks, host
+        self._last_signs: dict[int, tuple[Any, float]] = {}
+        self._round, self._ours = 0, True
+        self.failures: tuple[RankFailure, ...] = ()
+        """The last few, the newest last."""
+
+    def begin(self, number: int, *, ours: bool) -> None:
+        """Begin a round: remove what the ranks of the last one left.
+
+        Args:
+            number: of the round.
+            ours: whether the ranks run our code, whose exit codes have a meaning.
+        """
+        self._round, self._ours, self._last_signs = number, ours, {}
+        self._node_dir.make()
+        for path in (*self._node_dir.exits.iterdir(), *self._node_dir.heartbeat(0).parent.iterdir()):
+            path.unlink(missing_ok=True)
+
+    def heartbeats(self) -> tuple[RankHeartbeat, ...]:
+        """The last heartbeat of each rank that is alive."""
+        found = (self._heartbeat(local_rank) for local_rank in range(self._num_ranks))
+        return tuple(heartbeat for heartbeat in found if heartbeat is not None)
+
+    def _heartbeat(self, local_rank: int) -> RankHeartbeat | None:
+        fields = _read(self._node_dir.heartbeat(local_rank))
+        state = process_state(fields["pid"]) if fields and "pid" in fields else None
+        if fields is None or state in {None, "Z"}:
+            return None
+        sign, now = (fields["pid"], fields.get("count"), fields.get("step")), time.monotonic()
+        if self._last_signs.get(local_rank, (None, 0.0))[0] != sign:
+            self._last_signs[local_rank] = (sign, now)
+        return RankHeartbeat(
+            rank=fields.get("rank", local_rank),
+            step=fields.get("step", 0),
+            phase=fields.get("phase", ""),
+            state=state or "",
+            still_seconds=round(now - self._last_signs[local_rank][1], 2),
+            step_seconds=fields.get("step_seconds"),
+            busy_seconds=fields.get("busy_seconds"),
+        )
+
+    def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
+        """Ranks that have failed since the last call, in the order of their ends.
+
+        Args:
+            clock_skew_seconds: added to this node's times, to compare them with other nodes'.
+        """
+        found = []
+        for path in sorted(self._node_dir.exits.glob("[0-9]*.json")):
+            fields = _read(path)
+            path.unlink(missing_ok=True)
+            if fields is not None:
+                found.append(self._failure(fields, clock_skew_seconds))
+        self.failures = (*self.failures, *found)[-_KEPT_FAILURES:]
+        return found
+
+    def _failure(self, fields: dict[str, Any], clock_skew_seconds: float) -> RankFailure:
+        for key in ("started_at", "failed_at"):
+            fields[key] += clock_skew_seconds
+        out_of_memory = fields.pop("out_of_memory")
+        cause = cause_of_exit(fields["exit_code"], fields["signal"], out_of_memory, fields["detail"], ours=self._ours)
+        return RankFailure(node=self._host, round=self._round, cause=cause, **fields)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None if there is none, or none yet."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+class NodeMonitor:
+    """Polled from every loop of the agent that waits: reports this node's ranks, and runs callbacks."""
+
+    def __init__(self, node: NodeAttempt, channel: ControlChannel, stop: StopRequest) -> None:
+        self._node, self._channel, self._stop = node, channel, stop
+        self.ranks = LocalRanks(node.node_dir, node.spec.resources.gpus_per_node, node.host)
+        self.callbacks = list[Callable[[], None]]()
+        """Called at every poll, on the head node."""
+        self.last_step = 0
+        """The last step that a rank of this node has done in this attempt."""
+        self._next = 0.0
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether to end what this node does: a stop request, the end of the attempt, or a lost head node."""
+        return bool(self._stop) or self._channel.directive.over or self._channel.head_is_lost
+
+    def poll(self) -> None:
+        """Look at the ranks and report, a few times a second."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _INTERVAL_SECONDS
+        for failure in self.ranks.new_failures(self._channel.clock_skew_seconds):
+            self._node.record_event("rank_failed", **asdict(failure))
+        heartbeats = self.ranks.heartbeats()
+        self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats)])
+        self._channel.report(heartbeats=heartbeats, failures=self.ranks.failures, signal=self._stop.name)
+        try:
+            for callback in self.callbacks:
+                callback()
+        except OSError as error:
+            # Shared storage that does not answer for a while (ESTALE, EIO) must not end the agent: the ranks may not
+            # need it.
+            log(f"{error}: trying again")
+            self._next += _RETRY_SECONDS

@@ -1,0 +1,52 @@
+"""The signals that ask an agent to stop, and how long its ranks may take to save. Runs on compute nodes."""
+
+import signal
+import time
+from collections.abc import Sequence
+
+from hpc.core.ledger import Event
+from hpc.core.units import KILL_WAIT_SECONDS, REQUEUE_SECONDS, save_timeout_seconds
+from hpc.spec import RunSpec
+
+
+class StopRequest:
+    """Records the first signal that asked this agent to stop. The handler does nothing else."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._time = 0.0
+
+    def install(self) -> None:
+        """Handle the time limit's warning (SIGUSR2), Slurm's SIGTERM, and Ctrl-C."""
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle)
+
+    def handle(self, number: int, _frame: object) -> None:
+        """Record the first signal."""
+        if self.signal is None:
+            self.signal, self._time = signal.Signals(number), time.monotonic()
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def name(self) -> str | None:
+        """The signal's name; None before it came."""
+        return self.signal.name if self.signal else None
+
+    @property
+    def seconds(self) -> float:
+        """Since the request; 0 before it."""
+        return time.monotonic() - self._time if self.signal else 0.0
+
+    def save_timeout_seconds(self, spec: RunSpec, events: Sequence[Event]) -> float:
+        """How long the ranks may take to save: SIGTERM leaves less time than the time limit's warning.
+
+        Args:
+            spec: of the run.
+            events: of the run; those named "submitted" have the grace time of its partition.
+        """
+        if self.signal is not signal.SIGTERM:
+            return spec.stop_lead_seconds - REQUEUE_SECONDS
+        known = [event.get("grace_seconds") for event in events if event["event"] == "submitted"]
+        return save_timeout_seconds(next(filter(None, reversed(known)), KILL_WAIT_SECONDS))

@@ -1,0 +1,119 @@
+"""The control channel between agents, over real sockets."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from cluster import ROOT
+
+from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
+from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
+
+
+@pytest.fixture
+def server() -> Iterator[ControlServer]:
+    made = ControlServer("secret")
+    yield made
+    made.close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+HEARTBEAT = RankHeartbeat(
+    rank=3, step=7, phase="step", state="S", still_seconds=0.1, step_seconds=0.5, busy_seconds=None
+)
+FAILURE = RankFailure(
+    node="n1",
+    round=1,
+    rank=3,
+    started_at=1.0,
+    failed_at=2.5,
+    exit_code=-9,
+    signal="SIGKILL",
+    cause="crashed",
+    step=7,
+    detail="x",
+)
+
+
+def test_statuses_and_directives_arrive_whole(server: ControlServer) -> None:
+    status = NodeStatus(node_rank=1, phase=Phase.RUNNING, round=2, port=7, heartbeats=(HEARTBEAT,), failures=(FAILURE,))
+    client = ControlClient("127.0.0.1", server.port, "secret", status)
+    wait_for(lambda: server.statuses().get(1) == status)
+    server.directive = Directive(round=3, members=(1, 0), port=9, aborts=1)
+    wait_for(lambda: client.directive == server.directive)
+    assert abs(client.clock_skew_seconds) < 0.5, "one machine has one clock"
+    client.report(phase=Phase.LEFT)
+    client.close()
+    assert server.statuses()[1].phase is Phase.LEFT
+
+
+def test_strangers_are_not_heard(server: ControlServer) -> None:
+    client = ControlClient("127.0.0.1", server.port, "guess", NodeStatus(node_rank=1))
+    with socket.create_connection(("127.0.0.1", server.port)) as noise:
+        noise.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert noise.recv(100) == b""
+    wait_for(lambda: client.silent_seconds > LOST_SECONDS)
+    assert not server.statuses()
+    client.close()
+
+
+def test_an_agent_that_is_gone_falls_silent_at_both_ends(server: ControlServer) -> None:
+    client = ControlClient("127.0.0.1", server.port, "secret", NodeStatus(node_rank=1))
+    wait_for(server.statuses)
+    assert (server.silent_seconds(1) or 0.0) < LOST_SECONDS
+    assert server.silent_seconds(2) is None
+    client.close()
+    wait_for(lambda: (server.silent_seconds(1) or 0.0) > LOST_SECONDS)
+
+
+HEAD = """
+import time
+from jobs.control.channel import ControlServer
+print(ControlServer("secret").port, flush=True)
+time.sleep(300)
+"""
+
+
+LISTENER = """
+import time
+from jobs.control.channel import ControlServer
+server = ControlServer("secret")
+print(server.port, flush=True)
+most, until = 0.0, time.monotonic() + 8
+while time.monotonic() < until:
+    most = max(most, server.silent_seconds(1) or 0.0)
+print(most)
+"""
+
+
+def test_who_was_suspended_does_not_take_the_others_for_silent() -> None:
+    with subprocess.Popen([sys.executable, "-c", LISTENER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
+        assert head.stdout is not None
+        client = ControlClient("127.0.0.1", int(head.stdout.readline()), "secret", NodeStatus(node_rank=1))
+        wait_for(lambda: client.has_met)
+        head.send_signal(signal.SIGSTOP)
+        time.sleep(LOST_SECONDS)
+        head.send_signal(signal.SIGCONT)
+        assert float(head.stdout.readline()) < LOST_SECONDS
+        client.close()
+
+
+def test_head_that_is_killed_falls_silent() -> None:
+    with subprocess.Popen([sys.executable, "-c", HEAD], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
+        assert head.stdout is not None
+        client = ControlClient("127.0.0.1", int(head.stdout.readline()), "secret", NodeStatus(node_rank=2))
+        wait_for(lambda: client.has_met)
+        assert client.silent_seconds < LOST_SECONDS
+        head.kill()
+    wait_for(lambda: client.silent_seconds > LOST_SECONDS)
+    client.close()

@@ -1,0 +1,66 @@
+"""Whether ranks hang, and which one is named."""
+
+from dataclasses import replace
+
+from jobs.control.messages import RankHeartbeat
+from jobs.control.rank_health import find_hang, timeout_seconds
+
+
+def heartbeat(rank: int, still: float = 0.0, step: int = 10, phase: str = "step", state: str = "S") -> RankHeartbeat:
+    return RankHeartbeat(
+        rank=rank, step=step, phase=phase, state=state, still_seconds=still, step_seconds=0.5, busy_seconds=0.1
+    )
+
+
+def of(*heartbeats: RankHeartbeat) -> dict[int, RankHeartbeat]:
+    return {each.rank: each for each in heartbeats}
+
+
+def test_time_out_follows_the_steps() -> None:
+    assert timeout_seconds(heartbeat(0), "auto") == 60.0
+    assert timeout_seconds(replace(heartbeat(0), step_seconds=10.0), "auto") == 200.0
+    assert timeout_seconds(heartbeat(0), "30s") == 30.0
+
+
+def test_start_first_step_and_saving_are_given_time() -> None:
+    for patient in (heartbeat(0, phase="start"), heartbeat(0, phase="save"), replace(heartbeat(0), step_seconds=None)):
+        assert timeout_seconds(patient, "5s") == timeout_seconds(patient, "auto") == 900.0
+
+
+def test_ranks_that_move_do_not_hang() -> None:
+    assert find_hang({}, "auto") is None
+    assert find_hang(of(heartbeat(0, still=29.0), heartbeat(1, still=29.0)), "30s") is None
+
+
+def test_ranks_that_wait_for_one_that_saves_do_not_hang() -> None:
+    assert find_hang(of(heartbeat(0, still=31, phase="save"), heartbeat(1, still=31)), "30s") is None
+    assert find_hang(of(heartbeat(0, still=901, phase="save"), heartbeat(1, still=901)), "30s") is not None
+
+
+def test_rank_that_stopped_alone_is_named() -> None:
+    found = find_hang(
+        of(*(heartbeat(rank, still=31) for rank in (0, 1, 3)), heartbeat(2, still=31, phase="load")), "30s"
+    )
+    assert found is not None
+    assert found.rank == 2
+    assert found.detail == "rank 2 has been in load after step 10 for 31 s, and the others wait for it"
+
+
+def test_stopped_process_is_named_wherever_it_is() -> None:
+    found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=31, state="T")), "30s")
+    assert found is not None
+    assert found.rank == 1
+    assert found.detail == "rank 1 is stopped, and the others wait for it"
+
+
+def test_the_one_of_two_that_is_a_step_behind_is_named() -> None:
+    found = find_hang(of(heartbeat(0, still=31, step=11, phase="load"), heartbeat(1, still=31)), "30s")
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_hang_of_all_names_nobody() -> None:
+    found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=35)), "30s")
+    assert found is not None
+    assert found.rank is None
+    assert found.detail == "no rank has moved for 35 s: 2 in step after step 10"

@@ -1,0 +1,194 @@
+"""torchrun, its ranks and their wrappers, against real processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import ROOT
+
+from hpc.core.kernel import children, process_state
+from hpc.core.nodedir import NodeDir
+from jobs.ranks.monitor import LocalRanks
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun, handles
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# A pretended torchrun: its child, a wrapper, has a child, the rank.
+NESTED = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {code!r}], start_new_session={new}))"
+
+
+def start(rank: str) -> Torchrun:
+    wrapper = NESTED.format(code=rank, new=False)
+    return Torchrun([sys.executable, "-c", NESTED.format(code=wrapper, new=True)], os.environ, Path("/"))
+
+
+def test_exit_code_is_torchruns() -> None:
+    with start("raise SystemExit(7)") as torchrun:
+        wait_for(lambda: torchrun.exit_code is not None)
+        assert torchrun.exit_code == 7
+
+
+def test_only_ranks_that_can_take_a_signal_are_told() -> None:
+    slow = "import signal, time; time.sleep(1); signal.signal(signal.SIGUSR2, lambda *_: exit(3)); time.sleep(300)"
+    with start(slow) as torchrun:
+        wait_for(torchrun.ranks)
+        [rank] = torchrun.ranks()
+        assert not handles(rank, signal.SIGUSR2)
+        torchrun.forward(signal.SIGUSR2)
+        assert torchrun.exit_code is None
+        wait_for(lambda: handles(rank, signal.SIGUSR2))
+        torchrun.forward(signal.SIGUSR2)
+        wait_for(lambda: torchrun.exit_code is not None)
+        assert torchrun.exit_code == 3
+    assert not handles(rank, signal.SIGUSR2), "a process that has ended handles nothing"
+
+
+def test_signals_to_all_processes_do_not_end_torchrun() -> None:
+    with start("import os, signal; [os.kill(0, n) for n in (signal.SIGTERM, signal.SIGUSR2)]; exit(5)") as torchrun:
+        wait_for(lambda: torchrun.exit_code is not None)
+        assert torchrun.exit_code == 5
+
+
+WAITING = "import time; time.sleep(300)"
+
+
+def test_killed_torchrun_leaves_nothing() -> None:
+    worker = f"import subprocess, sys; subprocess.call([sys.executable, '-c', {WAITING!r}])"
+    with start(worker) as torchrun:
+        wait_for(lambda: torchrun.ranks() and children(torchrun.ranks()[0]))
+        [rank] = torchrun.ranks()
+        [loader] = children(rank)
+    for pid in (rank, loader):
+        wait_for(lambda pid=pid: process_state(pid) in {None, "Z"})
+
+
+def test_nothing_outlives_a_killed_agent() -> None:
+    code = (
+        "import os, sys, time; from pathlib import Path; from jobs.ranks.torchrun import Torchrun\n"
+        f"wrapper = [sys.executable, '-c', {NESTED.format(code=WAITING, new=True)!r}]\n"
+        "with Torchrun(wrapper, os.environ, Path('/')): time.sleep(300)"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    wait_for(lambda: children(agent.pid) and children(children(agent.pid)[0]))
+    [torchrun] = children(agent.pid)
+    agent.kill()
+    agent.wait()
+    wait_for(lambda: process_state(torchrun) in {None, "Z"})
+    assert not children(torchrun)
+
+
+def test_hung_rank_tells_where_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = f"import os, time; os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT), 2); time.sleep(300)"
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    nested = NESTED.format(code=NESTED.format(code=code, new=False), new=True)
+    with Torchrun([sys.executable, "-c", nested], environment, Path("/")) as torchrun:
+        wait_for(lambda: torchrun.ranks() and log.exists())
+        torchrun.abort_ranks()
+        wait_for(lambda: torchrun.exit_code is not None)
+    assert "Fatal Python error: Aborted" in log.read_text()
+
+
+def test_stopped_rank_is_killed() -> None:
+    with start("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)") as torchrun:
+        wait_for(lambda: [rank for rank in torchrun.ranks() if process_state(rank) == "T"])
+        torchrun.abort_ranks()
+        wait_for(lambda: torchrun.exit_code is not None)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> LocalRanks:
+    memory = NodeDir(tmp_path)
+    memory.make()
+    return LocalRanks(memory, 2, "gpu01")
+
+
+WRAPPER = [sys.executable, "-S", str(PROCESS_WRAPPER), "rank"]
+
+
+def wrap(directory: Path, *program: str, rank: int = 5) -> int:
+    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": "1"}
+    command = [*WRAPPER, str(directory), str(directory), *program]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def test_wrapper_ends_as_its_rank_and_writes_down_why(tmp_path: Path, ranks: LocalRanks) -> None:
+    assert wrap(tmp_path, sys.executable, "-c", "print('fine')") == 0
+    assert ranks.new_failures() == []
+    assert wrap(tmp_path, sys.executable, "-c", "raise ValueError('no luck')") == 1
+    assert wrap(tmp_path, sys.executable, "-c", "import os; os.abort()") == -signal.SIGABRT
+    assert wrap(tmp_path, "no-such-program") == 127
+    raised, aborted, missing = ranks.new_failures()
+    assert (raised.rank, raised.exit_code, raised.signal, raised.detail) == (5, 1, None, "ValueError: no luck")
+    assert (aborted.exit_code, aborted.signal, aborted.detail) == (-6, "SIGABRT", ""), (
+        "an older last line is not its own"
+    )
+    assert missing.detail.startswith("no-such-program cannot be started")
+    assert [failure.cause for failure in (raised, aborted, missing)] == ["crashed"] * 3
+    assert raised.started_at <= raised.failed_at <= aborted.started_at
+    assert "fine" in (tmp_path / "rank-05.log").read_text()
+
+
+def test_wrapper_without_a_log_of_its_own(tmp_path: Path, ranks: LocalRanks) -> None:
+    wrapper = [*WRAPPER, str(tmp_path / "gone"), str(tmp_path)]
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
+    command = [*wrapper, sys.executable, "-c", "print('heard', flush=True); 1 / 0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "cannot be written" in done.stdout
+    assert "heard" in done.stdout
+    [failure] = ranks.new_failures()
+    assert "rank-00.log cannot be read" in failure.detail
+
+
+def test_failure_that_cannot_be_written_down_ends_torchrun(tmp_path: Path) -> None:
+    wrapper = [*WRAPPER, str(tmp_path), str(tmp_path / "gone"), "false"]
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
+    torchrun = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *wrapper]
+    assert subprocess.run(torchrun, env=environment, check=False).returncode == -signal.SIGKILL
+
+
+def test_memory_that_was_emptied_is_made_again(tmp_path: Path, ranks: LocalRanks) -> None:
+    shutil.rmtree(tmp_path)
+    ranks.begin(2, ours=True)
+    assert wrap(tmp_path, "false") == 1
+    assert len(ranks.new_failures()) == 1
+
+
+def test_rank_does_not_outlive_its_wrapper(tmp_path: Path, ranks: LocalRanks) -> None:
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
+    command = [*WRAPPER, str(tmp_path), str(tmp_path)]
+    wrapper = subprocess.Popen([*command, sys.executable, "-c", WAITING], env=environment)
+    wait_for(lambda: children(wrapper.pid))
+    [rank] = children(wrapper.pid)
+    wrapper.kill()
+    wrapper.wait()
+    wait_for(lambda: process_state(rank) in {None, "Z"})
+    assert ranks.new_failures() == []
+
+
+def test_heartbeats_of_living_ranks_only(tmp_path: Path, ranks: LocalRanks) -> None:
+    assert ranks.heartbeats() == ()
+    beat = {"rank": 5, "pid": os.getpid(), "step": 3, "phase": "step", "count": 1}
+    NodeDir(tmp_path).heartbeat(1).write_text(json.dumps(beat).ljust(512))
+    NodeDir(tmp_path).heartbeat(0).write_text(json.dumps({**beat, "pid": 2**22 + 1}))
+    [seen] = ranks.heartbeats()
+    assert (seen.rank, seen.step, seen.phase, seen.still_seconds) == (5, 3, "step", 0.0)
+    wait_for(lambda: ranks.heartbeats()[0].still_seconds > 0.0)
+    NodeDir(tmp_path).heartbeat(1).write_text(json.dumps({**beat, "count": 2}))
+    assert ranks.heartbeats()[0].still_seconds == 0.0
+    ranks.begin(2, ours=True)
+    assert ranks.heartbeats() == ()
