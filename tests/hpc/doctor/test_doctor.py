@@ -192,7 +192,7 @@ def test_node_looks_at_itself(tmp_path: Path) -> None:
     assert report["name"] == "localhost"
     assert report["job"]["sees_runs"] is True
     assert report["job"]["preflight"].startswith("preflight: 1 rank on CPU")
-    assert report["job"]["slurm"] == "sbatch: not on the PATH"
+    assert report["job"]["slurm_error"] == "sbatch: not on the PATH"
 
 
 @pytest.mark.slurm
