@@ -1,6 +1,6 @@
 """How the nodes of a job share the staging of one data set: cache states, the plan, and a node without peers. Pure.
 
-`jobs.staging.coordination` exchanges them between the node agents of a job.
+`jobs.staging.node_staging` exchanges them between the node agents of a job.
 """
 
 from collections.abc import Iterable
