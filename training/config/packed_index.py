@@ -1,6 +1,6 @@
-"""The index of a packed data set: what lies in which of its files. Runs everywhere; imports neither torch nor numpy.
+"""The index of a packed data set: its files, their sizes and checksums. Runs everywhere; imports no torch, no NumPy.
 
-A packed data set is a directory of `.npy` files and this index, which is written last: without it there is none.
+A packed data set is a directory of `.npy` files and this index, which is written last.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from hpc.core.errors import UserError
 from hpc.core.files import write_json
 
 INDEX = "torchrelay-pack.json"
-VERSION = 1
+VERSION = 2
 AGAIN = "copy the packed data again, or pack them again (python -m training.pack SRC DST)"
 
 
@@ -25,6 +25,7 @@ class PackedFile:
     name: str
     bytes: int
     sha256: str
+    """Of the content; of the pixels: of the SHA-256 (32 bytes) of each image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +36,18 @@ class PackedPart:
     """train, val or test."""
     images: int
     corrupt: tuple[int, ...]
-    """The places of images whose source could not be decoded: they are black here."""
+    """Indices of the images that could not be decoded; their pixels are black."""
+    pixels: PackedFile
+    """uint8 [images, size, size, 3]"""
     labels: PackedFile
     """int64 [images]"""
     names: PackedFile
     """Paths of the images below `source`, as bytes [images]."""
-    shards: tuple[PackedFile, ...]
-    """uint8 [n, size, size, 3]; n is the same for all but the last."""
 
     @property
     def files(self) -> tuple[PackedFile, ...]:
         """All of its files."""
-        return (self.labels, self.names, *self.shards)
+        return (self.labels, self.names, self.pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +56,15 @@ class PackIndex:
 
     size: int
     """Side of the images in pixels."""
-    shard_images: int
-    """Images in every shard but the last of a part."""
     classes: tuple[str, ...]
-    """A class's number is its place."""
+    """The names of the classes, by label."""
     parts: tuple[PackedPart, ...]
     source: str
     """The directory that was packed."""
 
     @property
     def fingerprint(self) -> str:
-        """Of the content: not of where it came from, nor of where it lies."""
+        """SHA-256 of the content; it does not depend on the directories of the source and of the packed data."""
         content = {name: value for name, value in asdict(self).items() if name != "source"}
         return hashlib.sha256(json.dumps([VERSION, content]).encode()).hexdigest()
 
@@ -76,7 +75,7 @@ class PackIndex:
 
 
 def write_index(directory: Path, index: PackIndex) -> None:
-    """Complete a packed data set: write the index, whole or not at all."""
+    """Write the index, whole or not at all, which completes the packed data set."""
     write_json(directory / INDEX, {"version": VERSION, "fingerprint": index.fingerprint, **asdict(index)})
 
 
@@ -90,37 +89,33 @@ def read_index(directory: Path) -> PackIndex:
     try:
         content = json.loads(path.read_bytes())
         version, fingerprint = content.pop("version"), content.pop("fingerprint")
+        index = _index(content) if version == VERSION else None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} is no index of packed data, or a torn one: {AGAIN}") from error
-    if version != VERSION:
-        raise UserError(f"{path} is of version {version}, and this is for version {VERSION}: pack the data again")
-    try:
-        index = _index(content)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no index of packed data, or a torn one: {AGAIN}") from error
+        raise UserError(f"{path} is torn, or no index of packed data: {AGAIN}") from error
+    if index is None:
+        raise UserError(f"{path} has version {version} instead of {VERSION}: pack the data again")
     if index.fingerprint != fingerprint:
-        raise UserError(f"{path} does not have its own fingerprint, so it is torn or was edited: {AGAIN}")
+        raise UserError(f"{path} is torn or was edited, because its fingerprint differs: {AGAIN}")
     return index
 
 
 def _index(content: dict[str, Any]) -> PackIndex:
-    parts = tuple(map(_part, content.pop("parts")))
+    parts = tuple(_part(part) for part in content.pop("parts"))
     return PackIndex(classes=tuple(content.pop("classes")), parts=parts, **content)
 
 
 def _part(content: dict[str, Any]) -> PackedPart:
-    labels, names = (PackedFile(**content.pop(name)) for name in ("labels", "names"))
-    shards = tuple(PackedFile(**shard) for shard in content.pop("shards"))
-    return PackedPart(corrupt=tuple(content.pop("corrupt")), labels=labels, names=names, shards=shards, **content)
+    pixels, labels, names = (PackedFile(**content.pop(name)) for name in ("pixels", "labels", "names"))
+    return PackedPart(corrupt=tuple(content.pop("corrupt")), pixels=pixels, labels=labels, names=names, **content)
 
 
 def check_files(directory: Path, index: PackIndex) -> None:
-    """Make sure that all files are there and have their sizes.
+    """Make sure that all files exist and have their sizes.
 
     Raises:
-        UserError: names the first that has not.
+        UserError: names the first that is missing or truncated.
     """
     for file in index.files:
         path = directory / file.name

@@ -1,4 +1,4 @@
-"""Packed data: decoded images in files that are mapped into memory, once per node: all processes share the page cache.
+"""Packed data: decoded images in files that are mapped into memory, so all processes of a node share the page cache.
 
 Runs on every rank and in its loader workers.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpc.core.errors import UserError
 from hpc.core.files import sha256_of
-from training.config.packed_index import AGAIN, INDEX, PackedFile, PackedPart, PackIndex
+from training.config.packed_index import AGAIN, PackedPart, PackIndex
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,43 +25,39 @@ class PackedImages:
     directory: Path
     source: Path
     """The directory that was packed."""
-    shards: tuple[Tensor, ...]
-    """uint8 [n, size, size, 3]: mapped files, to be read only; n is `shard_images` for all but the last."""
-    shard_images: int
+    pixels: Tensor
+    """uint8 [images of the part, size, size, 3]: a mapped file, read-only."""
     names: np.ndarray
     """Paths below `source`, as bytes, of all the part's images: a mapped file too."""
     corrupt: frozenset[int]
-    """The places in the part of images that could not be decoded."""
+    """Indices in the part of images that could not be decoded."""
     fingerprint: str
-    places: Tensor
-    """int64 [n]: the places in the part of these images."""
+    indices: Tensor
+    """int64 [n]: the indices in the part of these images."""
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def read(self, index: int) -> Tensor | None:
-        """The image, or None if there was none to pack."""
-        place = int(self.places[index])
-        if place in self.corrupt:
-            return None
-        shard, row = divmod(place, self.shard_images)
-        return self.shards[shard][row]
+        """The image (uint8 [size, size, 3]), or None if it is corrupt."""
+        packed = int(self.indices[index])
+        return None if packed in self.corrupt else self.pixels[packed]
 
     def name(self, index: int) -> str:
         """The path of the image's source."""
-        return str(self.source / os.fsdecode(self.names[int(self.places[index])]))
+        return str(self.source / os.fsdecode(self.names[int(self.indices[index])]))
 
     def fix(self) -> str:
-        """Where whole images come from."""
+        """What to do if many images are corrupt."""
         return f"replace them and pack again to {self.directory}"
 
     def identity(self) -> bytes:
-        """The fingerprint of all the content, and which of it this is."""
-        return self.fingerprint.encode() + self.places.numpy().tobytes()
+        """The fingerprint of the packed data, and the indices of these images."""
+        return self.fingerprint.encode() + self.indices.numpy().tobytes()
 
     def part(self, indices: Tensor) -> "PackedImages":
         """Some of the images."""
-        return replace(self, places=self.places[indices])
+        return replace(self, indices=self.indices[indices])
 
 
 def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[PackedImages, Tensor]:
@@ -70,31 +66,26 @@ def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[Pack
     Raises:
         UserError: a file is missing, is truncated, or holds something else.
     """
-    firsts = range(0, part.images, index.shard_images)
-    counts = [min(index.shard_images, part.images - first) for first in firsts]
-    if len(counts) != len(part.shards):
-        raise UserError(f"{directory / INDEX} has {len(part.shards)} shards for {len(counts)}: {AGAIN}")
-    shards = [
-        _as_tensor(_mapped(directory / file.name, np.uint8, (count, index.size, index.size, 3)))
-        for file, count in zip(part.shards, counts, strict=True)
-    ]
+    shape = (part.images, index.size, index.size, 3)
+    pixels = _as_tensor(_map_array(directory / part.pixels.name, np.uint8, shape))
     for file in (part.labels, part.names):
-        _check_content(directory, file)
+        # The pixels' checksum is compared when they are copied, and by `python -m training.pack --verify`.
+        if sha256_of(directory / file.name) != file.sha256:
+            raise UserError(f"{directory / file.name} does not have its checksum: {AGAIN}")
     store = PackedImages(
         directory=directory,
         source=Path(index.source),
-        shards=tuple(shards),
-        shard_images=index.shard_images,
-        names=_mapped(directory / part.names.name, np.bytes_, (part.images,)),
+        pixels=pixels,
+        names=_map_array(directory / part.names.name, np.bytes_, shape[:1]),
         corrupt=frozenset(part.corrupt),
         fingerprint=index.fingerprint,
-        places=torch.arange(part.images),
+        indices=torch.arange(part.images),
     )
-    return store, _as_tensor(_mapped(directory / part.labels.name, np.int64, (part.images,)))
+    return store, _as_tensor(_map_array(directory / part.labels.name, np.int64, shape[:1]))
 
 
-def _mapped(path: Path, kind: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
-    """An array in a mapped file, which is not read by that."""
+def _map_array(path: Path, kind: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
+    """An array in a mapped file; nothing of it is read yet."""
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
@@ -111,9 +102,3 @@ def _as_tensor(array: np.ndarray) -> Tensor:
         # torch cannot know that nobody writes to it.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)
-
-
-def _check_content(directory: Path, file: PackedFile) -> None:
-    """Make sure of a small file; the shards' checksums are compared when they are copied, or by `training.pack`."""
-    if sha256_of(directory / file.name) != file.sha256:
-        raise UserError(f"{directory / file.name} does not have its checksum: {AGAIN}")

@@ -1,4 +1,4 @@
-"""What a packer is to make of an image folder: which image goes to which place of which file. Imports no torch."""
+"""What a packer makes of an image folder: the images of each part, in order. Imports no torch."""
 
 import hashlib
 import io
@@ -14,9 +14,10 @@ from hpc.core.files import write_json
 from training.config.dataset_layout import DataLayout, check_data
 from training.config.packed_index import PackIndex
 from training.data.file_index import SplitIndex, build_index
-from training.pack.shard_writer import CHANNELS, Shard
+from training.pack.split_writer import has_records
 
 _PLAN = ".plan.json"
+_CHANGES = {"size": "another --size", "images": "other images in SRC"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,69 +26,53 @@ class PackPlan:
 
     source: Path
     size: int
-    shard_images: int
-    """Images in every shard but the last of a part."""
     classes: tuple[str, ...]
     parts: dict[str, SplitIndex]
     """By name; the images' paths are below `source`."""
 
     @property
     def images(self) -> int:
-        """In all parts together."""
+        """Images in all parts."""
         return sum(len(part.names) for part in self.parts.values())
 
-    def shards(self, directory: Path) -> list[Shard]:
-        """All shards, to be made in a directory."""
-        return [shard for name in self.parts for shard in self.shards_of(name, directory)]
-
-    def shards_of(self, name: str, directory: Path) -> list[Shard]:
-        """The shards of a part."""
-        paths, step = self.parts[name].names, self.shard_images
-        return [
-            Shard(
-                directory=directory,
-                name=f"{name}-{first // step:05d}.npy",
-                source=self.source,
-                paths=paths[first : first + step],
-                first=first,
-                size=self.size,
-            )
-            for first in range(0, len(paths), step)
-        ]
-
     def tables(self, name: str) -> dict[str, bytes]:
-        """The files of a part's labels and names, by what they hold."""
+        """The contents of a part's files of labels and names."""
         part = self.parts[name]
         return {"labels": _npy(part.labels), "names": _npy(part.names)}
 
     @cached_property
-    def state(self) -> dict[str, str | int]:
-        """Tells whether files were made for this plan."""
+    def identity(self) -> dict[str, str | int]:
+        """Differs between plans whose files differ in more than pixels."""
         digest = hashlib.sha256(json.dumps(self.classes).encode())
         for name in self.parts:
             for content in (name.encode(), *self.tables(name).values()):
                 digest.update(hashlib.sha256(content).digest())
-        return {"size": self.size, "shard_images": self.shard_images, "images": digest.hexdigest()}
+        return {"size": self.size, "images": digest.hexdigest()}
 
-    def settle(self, directory: Path) -> None:
-        """Write the plan down, or make sure that it is the one by which the files in a directory were begun.
+    def check_resumable(self, directory: Path) -> None:
+        """Write the plan, or make sure that the files in a directory were begun with it.
 
         Raises:
-            UserError: it is not.
+            UserError: they were begun with another plan.
         """
         path = directory / _PLAN
         try:
             begun = json.loads(path.read_bytes())
         except (FileNotFoundError, ValueError):
             begun = {}
-        if not any(directory.glob("*.npy")):
-            write_json(path, self.state)
-        elif begun != self.state:
-            changed = ", ".join(_CHANGES[name] for name in self.state if begun.get(name) != self.state[name])
-            raise UserError(f"{directory} was begun with {changed}: use the same, or start anew: rm -r '{directory}'")
+        if not has_records(directory):
+            write_json(path, self.identity)
+        elif begun != self.identity:
+            changed = ", ".join(_CHANGES[name] for name in self.identity if begun.get(name) != self.identity[name])
+            raise UserError(f"{directory} was begun with {changed}: use the same, or start over: rm -r '{directory}'")
 
-
-_CHANGES = {"size": "another --size", "shard_images": "another --shard-mb", "images": "other images in SRC"}
+    def matches(self, index: PackIndex) -> bool:
+        """Whether a packed data set has this plan's images, labels and size."""
+        planned = {
+            name: [hashlib.sha256(content).hexdigest() for content in self.tables(name).values()] for name in self.parts
+        }
+        packed = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
+        return (index.size, index.classes) == (self.size, self.classes) and planned == packed
 
 
 def _npy(array: np.ndarray) -> bytes:
@@ -96,8 +81,8 @@ def _npy(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def make_plan(source: Path, size: int, shard_bytes: int) -> PackPlan:
-    """List the images and spread them over shards.
+def make_plan(source: Path, size: int) -> PackPlan:
+    """List the images.
 
     Raises:
         UserError: the source is no image folder, or a directory cannot be read.
@@ -107,26 +92,12 @@ def make_plan(source: Path, size: int, shard_bytes: int) -> PackPlan:
         listing = build_index(layout)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
-    return PackPlan(
-        source=source,
-        size=size,
-        shard_images=max(1, shard_bytes // (size**2 * CHANNELS)),
-        classes=listing.classes,
-        parts={name: _below(layout, name, part) for name, part in listing.parts.items()},
-    )
+    parts = {name: _below(layout, name, part) for name, part in listing.parts.items()}
+    return PackPlan(source=source, size=size, classes=listing.classes, parts=parts)
 
 
 def _below(layout: DataLayout, name: str, part: SplitIndex) -> SplitIndex:
+    """The part with paths below the layout's directory."""
     root: Path = getattr(layout, name)
     prefix = "" if root == layout.path else f"{root.relative_to(layout.path)}/"
     return SplitIndex(names=np.char.add(prefix.encode(), part.names), labels=part.labels)
-
-
-def same_content(index: PackIndex, plan: PackPlan) -> bool:
-    """Whether a packed data set is what the plan asks for, as far as names tell."""
-    planned = {
-        name: [hashlib.sha256(content).hexdigest() for content in plan.tables(name).values()] for name in plan.parts
-    }
-    packed = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
-    same = (index.size, index.shard_images, index.classes) == (plan.size, plan.shard_images, plan.classes)
-    return same and planned == packed

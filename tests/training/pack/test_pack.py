@@ -1,5 +1,6 @@
-"""`python -m training.pack`: what it makes of images, and that it goes on whatever ends it."""
+"""`python -m training.pack`: what it makes of images, and that it resumes whatever ends it."""
 
+import contextlib
 import fcntl
 import os
 import resource
@@ -19,9 +20,8 @@ from trainer_rig import load, make_folder
 from training.config.packed_index import INDEX, read_index
 from training.data.batch_schedule import BatchRequest
 
-# At 256 pixels a shard of 1 MB has five images.
-SMALL_SHARDS = ["--shard-mb", "1"]
 NAME = ".packed.packing"
+MANY = 120
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -57,10 +57,10 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
-    """60 images that take a while: 12 small shards."""
+    """Images that take a while."""
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)).save(tmp_path / "0.jpg")
-    for number in range(60):
-        path = tmp_path / "many" / f"class {number % 3}" / f"{number:02d}.jpg"
+    for number in range(MANY):
+        path = tmp_path / "many" / f"class {number % 3}" / f"{number:03d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tmp_path / "0.jpg", path)
     return tmp_path / "many"
@@ -80,7 +80,7 @@ def test_every_image_is_packed_with_its_part_class_and_path(tmp_path: Path, part
     for part in index.parts:
         assert np.load(tmp_path / "packed" / part.labels.name).tolist() == [0] * 9 + [1] * 9 + [2] * 9
         names = np.load(tmp_path / "packed" / part.names.name)
-        images = np.load(tmp_path / "packed" / part.shards[0].name)
+        images = np.load(tmp_path / "packed" / part.pixels.name)
         assert (images.dtype, images.shape) == (np.uint8, (27, 16, 16, 3))
         for name, image in zip(names, images, strict=True):
             with Image.open(source / os.fsdecode(name)) as photo:
@@ -90,9 +90,9 @@ def test_every_image_is_packed_with_its_part_class_and_path(tmp_path: Path, part
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(photos: Path, tmp_path: Path) -> None:
     for workers in (1, 3):
-        pack(photos, tmp_path / f"{workers}", "--num-workers", f"{workers}", *SMALL_SHARDS)
+        pack(photos, tmp_path / f"{workers}", "--num-workers", f"{workers}")
     assert content(tmp_path / "1") == content(tmp_path / "3")
-    assert len(content(tmp_path / "1")) == 3 * (6 + 2) + 1
+    assert len(content(tmp_path / "1")) == 3 * 3 + 1
 
 
 def test_corrupt_images_are_named_marked_and_replaced_as_in_the_folder(photos: Path, tmp_path: Path) -> None:
@@ -114,8 +114,17 @@ def started(*arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def wait_for_shards(process: subprocess.Popen[str], directory: Path, count: int) -> None:
-    while len(list(directory.glob(".*.npy.json"))) < count:
+def packed_in(directory: Path) -> int:
+    """Images that have a record."""
+    found = 0
+    for path in directory.glob(".*-records.npy"):
+        with contextlib.suppress(ValueError, OSError):  # not completely made yet
+            found += int(np.count_nonzero(np.load(path)["state"]))
+    return found
+
+
+def wait_for_images(process: subprocess.Popen[str], directory: Path, count: int) -> None:
+    while packed_in(directory) < count:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.005)
 
@@ -133,53 +142,72 @@ def processes_below(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_an_ended_packer_goes_on_after_its_last_whole_shard(many: Path, tmp_path: Path, number: int) -> None:
-    pack(many, tmp_path / "whole", *SMALL_SHARDS)
-    process = started(many, tmp_path / "packed", *SMALL_SHARDS, "--num-workers", "2")
-    wait_for_shards(process, tmp_path / NAME, 2)
+def test_an_ended_packer_resumes_with_the_images_that_have_no_record(many: Path, tmp_path: Path, number: int) -> None:
+    pack(many, tmp_path / "whole")
+    process = started(many, tmp_path / "packed", "--num-workers", "2")
+    wait_for_images(process, tmp_path / NAME, 1)
     process.send_signal(number)
     said, _ = process.communicate()
     expected = {signal.SIGKILL: -number, signal.SIGTERM: 128 + number, signal.SIGINT: 130}
     assert process.returncode == expected[signal.Signals(number)], said
-    assert ("the same command goes on" in said) == (number != signal.SIGKILL)
+    assert ("the same command resumes" in said) == (number != signal.SIGKILL)
     assert not (tmp_path / "packed").exists()
     while processes_below(tmp_path / NAME):  # the workers die with it
         time.sleep(0.005)
-    kept = {path.name: path.stat().st_ino for path in (tmp_path / NAME).glob("*.npy")}
-    said = pack(many, tmp_path / "packed", *SMALL_SHARDS)
-    assert f"{5 * len(kept)} of 60 images were packed before" in said
+    kept = packed_in(tmp_path / NAME)
+    assert 1 <= kept < MANY
+    file = (tmp_path / NAME / "train-pixels.npy").stat().st_ino
+    said = pack(many, tmp_path / "packed")
+    assert f"{kept} of {MANY} images were packed before" in said
     assert content(tmp_path / "packed") == content(tmp_path / "whole")
-    assert {name: (tmp_path / "packed" / name).stat().st_ino for name in kept} == kept
+    assert (tmp_path / "packed" / "train-pixels.npy").stat().st_ino == file
     assert not (tmp_path / NAME).exists()
 
 
 def half_packed(source: Path, tmp_path: Path) -> Path:
     """What a killed packer leaves."""
-    process = started(source, tmp_path / "packed", *SMALL_SHARDS)
-    wait_for_shards(process, tmp_path / NAME, 1)
+    process = started(source, tmp_path / "packed")
+    wait_for_images(process, tmp_path / NAME, 1)
     process.kill()
     process.communicate()
     assert not (tmp_path / "packed").exists()
     return tmp_path / NAME
 
 
+def test_images_that_have_a_record_are_not_decoded_again(many: Path, tmp_path: Path) -> None:
+    directory = half_packed(many, tmp_path)
+    pixels = np.load(directory / "train-pixels.npy", mmap_mode="r+")
+    pixels[0], pixels[-1] = 1, 1
+    pack(many, tmp_path / "packed")
+    first, last = np.load(tmp_path / "packed" / "train-pixels.npy")[[0, -1]]
+    assert first.max() == 1
+    assert last.max() > 1
+
+
+def test_records_of_pixels_that_are_gone_are_not_believed(many: Path, tmp_path: Path) -> None:
+    directory = half_packed(many, tmp_path)
+    (directory / "train-pixels.npy").unlink()
+    assert "packed before" not in pack(many, tmp_path / "packed")
+    assert np.load(tmp_path / "packed" / "train-pixels.npy").max(axis=(1, 2, 3)).min() > 0
+
+
 def test_images_that_change_between_two_halves_are_packed_again(many: Path, tmp_path: Path) -> None:
     half_packed(many, tmp_path)
     red = Image.new("RGB", (300, 300), (255, 0, 0))
-    red.save(many / "class 0" / "00.jpg", quality=100)
-    pack(many, tmp_path / "packed", *SMALL_SHARDS)
-    image = np.load(tmp_path / "packed" / "train-00000.npy")[0]
+    red.save(many / "class 0" / "000.jpg", quality=100)
+    pack(many, tmp_path / "packed")
+    image = np.load(tmp_path / "packed" / "train-pixels.npy")[0]
     assert image[..., 0].min() > 250
     assert image[..., 1:].max() < 5
 
 
 def test_images_that_come_between_two_halves_are_noticed(many: Path, tmp_path: Path) -> None:
     directory = half_packed(many, tmp_path)
-    shutil.copy(many / "class 0" / "00.jpg", many / "class 0" / "a new one.jpg")
-    said = pack(many, tmp_path / "packed", *SMALL_SHARDS, code=2)
-    assert f"{directory} was begun with other images in SRC: use the same, or start anew: rm -r '{directory}'" in said
+    shutil.copy(many / "class 0" / "000.jpg", many / "class 0" / "a new one.jpg")
+    said = pack(many, tmp_path / "packed", code=2)
+    assert f"{directory} was begun with other images in SRC: use the same, or start over: rm -r '{directory}'" in said
     (many / "class 0" / "a new one.jpg").unlink()
-    said = pack(many, tmp_path / "packed", *SMALL_SHARDS, "--size", "128", code=2)
+    said = pack(many, tmp_path / "packed", "--size", "128", code=2)
     assert f"{directory} was begun with another --size" in said
 
 
@@ -193,7 +221,7 @@ def test_a_second_packer_is_refused_and_harms_nothing(photos: Path, tmp_path: Pa
 
 
 def test_two_packers_at_once_make_one_data_set(many: Path, tmp_path: Path) -> None:
-    both = [started(many, tmp_path / "packed", *SMALL_SHARDS, "--num-workers", "1") for _ in range(2)]
+    both = [started(many, tmp_path / "packed", "--num-workers", "1") for _ in range(2)]
     codes = sorted(process.wait() for process in both)
     said = "".join(process.communicate()[0] for process in both)
     assert codes in ([0, 0], [0, 1]), said
@@ -201,15 +229,21 @@ def test_two_packers_at_once_make_one_data_set(many: Path, tmp_path: Path) -> No
     assert pack(tmp_path / "many", tmp_path / "packed", "--verify").endswith("files have their checksums\n")
 
 
-def limit_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_full_disk_ends_it_resumably(many: Path, tmp_path: Path, *, begun: bool) -> None:
+    if begun:
+        half_packed(many, tmp_path)
+    kept = packed_in(tmp_path / NAME)
+    limit = (kept + 1) * 3 * 256**2
 
+    def limit_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-def test_a_full_disk_ends_it_resumably(many: Path, tmp_path: Path) -> None:
-    said = pack(many, tmp_path / "packed", *SMALL_SHARDS, code=1, preexec=limit_files)
-    assert "File too large: mend that; the same command goes on" in said
+    said = pack(many, tmp_path / "packed", code=1, preexec=limit_files)
+    assert "File too large: fix that; the same command resumes" in said
     assert not (tmp_path / "packed").exists()
-    pack(many, tmp_path / "packed", *SMALL_SHARDS)
+    assert packed_in(tmp_path / NAME) >= kept
+    pack(many, tmp_path / "packed")
 
 
 @pytest.fixture
@@ -225,8 +259,8 @@ def little_room(tmp_path: Path) -> Iterator[Path]:
 
 def test_space_is_looked_at_first(photos: Path, little_room: Path) -> None:
     said = pack(photos, little_room / "packed", code=2)
-    assert f"error: {little_room} has room for " in said
-    assert "needs 15 MB: make room, use a smaller --size, or give another DST" in said
+    assert f"error: {little_room} has " in said
+    assert "need 15 MB: free some space, use a smaller --size, or give another DST" in said
     pack(photos, little_room / "packed", "--size", "32")
 
 
@@ -251,7 +285,7 @@ def test_wrong_directories_are_refused(photos: Path, tmp_path: Path, idx_data: P
         ((tmp_path / "packed", tmp_path / "a"), "needs no packing"),
         ((photos, tmp_path / "full"), "exists and is no packed data set: give a new directory"),
         ((photos, tmp_path / "full" / "thesis.txt"), "exists and is no packed data set: give a new directory"),
-        ((photos, photos / "packed"), "lies in the images themselves"),
+        ((photos, photos / "packed"), "which is inside SRC: give a directory outside of"),
         ((photos, tmp_path / "packed", "--size", "64"), "was packed from other images, or with another --size"),
         ((photos, tmp_path / "a", "--size", "4"), "--size is 4: use 8 or more"),
         ((photos, tmp_path / "a", "--num-workers", "0"), "--num-workers is 0: use 1 or more"),
@@ -263,7 +297,7 @@ def test_wrong_directories_are_refused(photos: Path, tmp_path: Path, idx_data: P
 
 def test_verify_names_the_file_that_is_not_what_it_was(photos: Path, tmp_path: Path) -> None:
     pack(photos, tmp_path / "packed", "--size", "32")
-    with (tmp_path / "packed" / "test-00000.npy").open("r+b") as file:
+    with (tmp_path / "packed" / "test-pixels.npy").open("r+b") as file:
         file.seek(5000)
         file.write(b"\x00\x01\x02")
     said = pack(photos, tmp_path / "packed", "--verify", code=2)
@@ -274,14 +308,14 @@ def test_an_image_that_cannot_be_read_is_no_corrupt_one(photos: Path, tmp_path: 
     path = photos / "train" / "green" / "3.png"
     path.unlink()
     path.mkdir()
-    assert f"error: {path}: Is a directory: mend that; the same command" in pack(photos, tmp_path / "packed", code=1)
+    assert f"error: {path}: Is a directory: fix that; the same command" in pack(photos, tmp_path / "packed", code=1)
 
 
 def test_help_says_what_becomes_of_the_images() -> None:
     said = " ".join(pack("--help").split())
     assert "its shorter side is --size, and its middle square is kept" in said
     assert "RandomResizedCrop" in said
-    assert "goes on after the last whole shard" in said
+    assert "the same command resumes" in said
 
 
 def test_the_packer_needs_no_torch() -> None:
