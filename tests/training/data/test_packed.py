@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trainer_rig import Starter, load, make_folder
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data
-from training.config.packed_index import INDEX
+from training.config.packed_index import INDEX, read_index, write_index
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import Batch, ImageSource, load_batches
@@ -234,6 +235,14 @@ def test_a_foreign_file_is_named_by_the_ranks(
 ) -> None:
     damage(packed / name)
     with pytest.raises(UserError, match=re.escape(f"{packed / name} {complaint}")):
+        load(packed)
+
+
+def test_an_index_of_other_images_is_refused(packed: Path) -> None:
+    index = read_index(packed)
+    train, *others = index.parts
+    write_index(packed, replace(index, parts=(replace(train, images=28), *others)))
+    with pytest.raises(UserError, match=re.escape("holds uint8 [27, 40, 40, 3] instead of [28, 40, 40, 3]")):
         load(packed)
 
 
