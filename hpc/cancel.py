@@ -21,7 +21,7 @@ from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.spec import RunSpec
-from hpc.status.run_view import jobs_of
+from hpc.status.run_view import jobs_by_run
 from hpc.status.status_cache import StatusCache
 
 _OVER = frozenset({"completed", "cancelled"})
@@ -63,7 +63,7 @@ def _cancel_jobs(run: RunDir) -> None:
         TorchrelayError: Slurm does not answer.
     """
     try:
-        for job in jobs_of(run, slurm.jobs()):
+        for job in jobs_by_run([run], slurm.jobs())[run.path]:
             slurm.cancel(job.job_id)
     except TorchrelayError as error:
         message = f"run {run.name} will not be requeued, but its job may still run: {error}; try again"

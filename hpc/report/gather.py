@@ -31,7 +31,7 @@ ATTEMPTS = (
     *("first_step", "last_step", "detail"),
 )
 INTERRUPTIONS = (
-    *("number", "attempt", "cause", "failed_at", "noted", "step", "node", "rank", "steps_lost"),
+    *("number", "attempt", "cause", "failed_at", "recorded_at", "step", "node", "rank", "steps_lost"),
     *(f"{part}_seconds" for part in (*PARTS, "total")),
     "detail",
 )

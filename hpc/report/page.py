@@ -61,7 +61,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         time_spent=_time_spent(record, now),
         lost_by_cause=_lost_time(_by_cause(record.interruptions)),
         interruptions=[
-            {**row, "at": _first_known(row, "failed_at", "noted"), "where": _where(row)} for row in interruptions
+            {**row, "at": _first_known(row, "failed_at", "recorded_at"), "where": _where(row)} for row in interruptions
         ],
         attempts=_records(record.attempts),
         command=shell_text(submit_command(spec)) if spec else "",

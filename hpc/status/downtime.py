@@ -37,7 +37,7 @@ class Interruption:
 
     attempt: int
     cause: str
-    noted: float
+    recorded_at: float
     failed_at: float | None
     step: int | None
     """The last step that any rank had done."""
@@ -72,19 +72,19 @@ class TimeSpan:
 
 def interruptions_of(events: Sequence[Event]) -> list[Interruption]:
     """All interruptions of a run, from its events in the order of their times."""
-    found, done = list[Interruption](), 0
+    found, last_step = list[Interruption](), 0
     for before, after in pairwise([*_time_spans(events), None]):
         end = before.end if before else None
-        if before is None or end is None or (after is None and not _should_go_on(events, end)):
+        if before is None or end is None or (after is None and not _may_restart(events, end)):
             continue
         # Of two interruptions without a start of the ranks in between, the later one has the lost steps of both.
-        done = max(done, end.get("step") or 0)
-        if after and _is_the_end_of(end, after):
+        last_step = max(last_step, end.get("step") or 0)
+        if after and _ended_attempt(end, after):
             continue
         started = after.first("train_started") if after else None
-        lost = max(0, done - started["step"]) if started else 0
-        done = 0 if started else done
-        found.append(_interruption(before, end, after, lost))
+        lost = max(0, last_step - started["step"]) if started else 0
+        last_step = 0 if started else last_step
+        found.append(_interruption(before, end, after, steps_lost=lost))
     return found
 
 
@@ -103,23 +103,23 @@ def _time_spans(events: Iterable[Event]) -> list[TimeSpan]:
     return spans
 
 
-def _is_the_end_of(interruption: Event, after: TimeSpan) -> bool:
-    """Whether the attempt ended because of this very interruption, which it was to survive: they are one."""
+def _ended_attempt(interruption: Event, after: TimeSpan) -> bool:
+    """Whether the attempt did not survive the interruption after all: then its end is no second one."""
     end, failed_at = after.end or {}, interruption.get("failed_at")
     return failed_at is not None and end.get("event") == "attempt_ended" and end.get("failed_at") == failed_at
 
 
-def _should_go_on(events: Sequence[Event], end: Event) -> bool:
+def _may_restart(events: Sequence[Event], end: Event) -> bool:
     return end["event"] == "interruption" or may_restart(end["cause"], failures_in_a_row(attempts_of(events)))
 
 
-def _interruption(before: TimeSpan, end: Event, after: TimeSpan | None, steps_lost: int) -> Interruption:
+def _interruption(before: TimeSpan, end: Event, after: TimeSpan | None, *, steps_lost: int) -> Interruption:
     lost = before.last("node_lost") or {}
     failed_at = _failed_at(before, end)
     return Interruption(
         attempt=end["attempt"],
         cause=end["cause"],
-        noted=end["time"],
+        recorded_at=end["time"],
         failed_at=failed_at,
         step=end.get("step"),
         rank=end.get("rank"),

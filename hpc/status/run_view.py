@@ -24,6 +24,9 @@ from hpc.status.warnings import warnings_of
 
 Summary = dict[str, Any]
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
+_ATTEMPT_KEYS = (
+    "attempt", "job_id", "nodes", "members", "started", "ended", "cause", "first_step", "last_step", "detail",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +58,18 @@ def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None) -> Summary:
 
 
 def _read(run: RunDir) -> RunRecords:
-    validated = last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {}
+    validation = last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {}
     return RunRecords(
         events=ledger.read(run.events),
         train=last_json_line(run.train_metrics) or {},
-        val_accuracy=validated.get("accuracy"),
+        val_accuracy=validation.get("accuracy"),
         final=_final_result(run),
     )
 
 
 def _summary(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) -> Summary:
-    events, train = records.events, records.train
-    attempts = attempts_of(events)
-    interruptions = interruptions_of(events)
+    events, train, final = records.events, records.train, records.final or {}
+    attempts, interruptions, best = attempts_of(events), interruptions_of(events), final.get("best")
     job = next(iter(jobs or ()), None)
     pending = job if job and job.state is JobState.PENDING else None
     state = state_of(records, attempts, job, slurm_answers=jobs is not None)
@@ -78,7 +80,7 @@ def _summary(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) 
         "job_id": job.job_id if job else last_job_id(events),
         "state": state,
         "attempt": attempts[-1].attempt if attempts else None,
-        "attempts": [_attempt(attempt) for attempt in attempts],
+        "attempts": [{key: getattr(attempt, key) for key in _ATTEMPT_KEYS} for attempt in attempts],
         "epoch": train.get("epoch"),
         "step": train.get("step"),
         "total_steps": started[-1].get("total_steps") if started else None,
@@ -86,8 +88,8 @@ def _summary(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) 
         "images_per_second": train.get("images_per_second"),
         "train_loss": train.get("loss"),
         "val_accuracy": records.val_accuracy,
-        "test_accuracy": (records.final or {}).get("test_accuracy"),
-        "best_test_accuracy": _best_test_accuracy(records.final or {}),
+        "test_accuracy": final.get("test_accuracy"),
+        "best_test_accuracy": best.get("test_accuracy") if isinstance(best, dict) else None,
         "steps_lost": sum(interruption.steps_lost for interruption in interruptions) if attempts else None,
         "goodput": _goodput(events, attempts, train, state),
         "interruptions": [dict(vars(interruption)) for interruption in interruptions],
@@ -109,11 +111,6 @@ def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Pa
     scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
     found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
     return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}
-
-
-def jobs_of(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
-    """The jobs in the queue of one run, as `jobs_by_run` has them."""
-    return jobs_by_run([run], jobs)[run.path]
 
 
 def state_of(records: RunRecords, attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
@@ -159,21 +156,6 @@ def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
     return {key: slowest[key] for key in wanted}
 
 
-def _attempt(attempt: Attempt) -> dict[str, Any]:
-    return {
-        "attempt": attempt.attempt,
-        "job_id": attempt.job_id,
-        "nodes": list(attempt.nodes),
-        "members": list(attempt.members),
-        "started": attempt.started,
-        "ended": attempt.ended,
-        "cause": attempt.cause,
-        "first_step": attempt.first_step,
-        "last_step": attempt.last_step,
-        "detail": attempt.detail,
-    }
-
-
 def _final_result(run: RunDir) -> dict[str, Any] | None:
     try:
         result = json.loads(run.final_result.read_bytes())
@@ -182,12 +164,6 @@ def _final_result(run: RunDir) -> dict[str, Any] | None:
     except ValueError:
         result = None  # damaged, but it exists: the run is complete
     return result if isinstance(result, dict) else {}
-
-
-def _best_test_accuracy(final: Mapping[str, Any]) -> float | None:
-    """The test accuracy of the model with the best validation accuracy; None if it was not tested."""
-    best = final.get("best")
-    return best.get("test_accuracy") if isinstance(best, dict) else None
 
 
 def _goodput(

@@ -89,7 +89,7 @@ def interruption_table(console: Console, interruptions: Sequence[dict[str, Any]]
 
 
 def _interruption_cells(interruption: dict[str, Any]) -> dict[str, Text]:
-    when = time.localtime(interruption["failed_at"] or interruption["noted"])
+    when = time.localtime(interruption["failed_at"] or interruption["recorded_at"])
     rank = None if interruption["rank"] is None else f"rank {interruption['rank']}"
     cells = (
         time.strftime("%m-%d %H:%M:%S", when),

@@ -162,7 +162,7 @@ def test_end_after_too_many_failures_is_none(tmp_path: Path) -> None:
         started(45.0, step=60),
         happened(46.0, "attempt_ended", failed_at=45.0, **failure),
     )
-    assert [interruption.noted for interruption in found] == [40.0]
+    assert [interruption.recorded_at for interruption in found] == [40.0]
 
 
 def test_recovery_by_cause(tmp_path: Path) -> None:
