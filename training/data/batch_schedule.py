@@ -1,9 +1,9 @@
-"""Which images are in which step, and which of them a rank takes: pure functions of the seed and of counters.
+"""Which images are in which step, and which of them a rank takes: pure functions of seed and step. Runs on every rank.
 
-Runs on every rank. The optimisation is defined by global batches. Step s of an epoch has the images
-[s * B, (s + 1) * B) of the epoch's order; the rest, fewer than B, is left out (each epoch leaves out others). If
-the whole training set is smaller than B, it is the batch. Ranks take consecutive shares of a batch, whose sizes
-differ by one image at most (or by one pair, where pairs of neighbours are mixed).
+Global batches define the optimization. With batch size B, step s of an epoch has the images [s * B, (s + 1) * B) of
+the epoch's order. The last images, fewer than B, are left out; each epoch leaves out others. A training set smaller
+than B is one batch. Ranks take consecutive ranges of a batch, whose sizes differ by one image at most, or by one pair
+with mixup or cutmix.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from training.runtime.counter_rng import Purpose, derive_key, permutation
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """What a rank asks a data source for: some of its images, and how to augment them."""
+    """What a rank requests from a data set: some of its images, and how to augment them."""
 
     indices: tuple[int, ...]
     epoch: int | None
-    """Images are augmented as in this epoch; None: they are not augmented."""
+    """The epoch whose augmentation the images get; None: no augmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class BatchSchedule:
     epochs: int
     seed: int
     samples_per_group: int = 1
-    """Neighbours in a batch that go to the same rank: 2 where images are mixed in pairs."""
+    """Consecutive images of a batch that go to the same rank: 2 with mixup or cutmix, which mix pairs."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -54,13 +54,13 @@ class BatchSchedule:
         return permutation(derive_key(self.seed, Purpose.ORDER, epoch), self.samples)
 
     def batch(self, step: int) -> list[int]:
-        """The images of a step of the run, the first of which is 1."""
+        """The images of a step; the run's first step is 1."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         start = place * self.batch_size
         return self.order(epoch)[start : start + self.batch_size].tolist()
 
     def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
-        """A rank's shares of the batches of all steps from a position in the data on, to the end of the run."""
+        """A rank's part of every batch, from a position in the data to the end of the run."""
         start, end = split_range(self.batch_size, rank, world_size, self.samples_per_group)
         while epoch < self.epochs:
             order = self.order(epoch)
@@ -70,7 +70,7 @@ class BatchSchedule:
 
 
 def make_schedule(samples: int, batch_size: int, epochs: int, seed: int, samples_per_group: int = 1) -> BatchSchedule:
-    """A plan whose batch is no larger than the training set."""
+    """A schedule whose batch is no larger than the training set."""
     return BatchSchedule(
         samples=samples,
         batch_size=min(batch_size, samples),
@@ -81,9 +81,9 @@ def make_schedule(samples: int, batch_size: int, epochs: int, seed: int, samples
 
 
 def split_range(total: int, part: int, parts: int, samples_per_group: int = 1) -> tuple[int, int]:
-    """Start and end of one of the parts of `total` things in a row.
+    """Start and end of one of `parts` consecutive ranges that cover `total` samples.
 
-    The parts cover all. They differ by `samples_per_group` things at most; the last group may be incomplete.
+    Their lengths differ by one group of `samples_per_group` at most; the last group may be incomplete.
     """
     groups = -(-total // samples_per_group)
     start, end = groups * part // parts, groups * (part + 1) // parts
@@ -91,11 +91,11 @@ def split_range(total: int, part: int, parts: int, samples_per_group: int = 1) -
 
 
 def evaluation_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
-    """A rank's batches of an evaluation: batch i has the samples from i * `batch_size` on, whoever evaluates it.
+    """A rank's batches of an evaluation: batch i has the samples from i * `batch_size` on, at any number of ranks.
 
-    What a model computes for an image can depend on the batch that it is in, by the last bits: batches that do not
-    depend on the number of ranks make the result independent of it. The ranks take turns. Every rank gets the same
-    number of requests, so that the ranks can talk between two of them; the last may be empty.
+    What a model computes for an image can depend, in the last bits, on the rest of the batch: with fixed batches the
+    result does not depend on the number of ranks. Ranks take turns. Every rank gets the same number of requests, so
+    that the ranks can communicate between two of them; the last may be empty.
     """
     for first in range(0, samples, batch_size * world_size):
         start = min(first + rank * batch_size, samples)

@@ -1,7 +1,7 @@
-"""Reading CIFAR-10 and CIFAR-100 in their Python version. Runs on every rank; needs no torchvision.
+"""Reads CIFAR-10 and CIFAR-100 in their Python version. Runs on every rank; needs no torchvision.
 
-The files (https://www.cs.toronto.edu/~kriz/cifar.html) are pickles of dictionaries, and a pickle can name any function
-for its reader to call. This one knows the three names that an array of numbers needs and refuses all others.
+The files (https://www.cs.toronto.edu/~kriz/cifar.html) are pickles of dictionaries, and a pickle can make its reader
+call any function. This reader allows the three names that an array of numbers needs and refuses all others.
 """
 
 import pickle
@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy._core.multiarray import _reconstruct  # what pickled arrays name
+from numpy._core.multiarray import _reconstruct  # pickled arrays refer to it
 from torch import Tensor
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import CIFAR, Kind
 
 _CHANNELS, _SIDE = 3, 32
-# The files name numpy's old modules; those that numpy 2 pickles, its new ones.
-_HARMLESS = {
+# numpy 1 pickled the old module name, numpy 2 pickles the new one.
+_ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy", "ndarray"): np.ndarray,
@@ -28,11 +28,11 @@ _HARMLESS = {
 
 class _ArraysOnly(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """What a pickle may name."""
+        """Look up a name in the list of allowed ones."""
         try:
-            return _HARMLESS[module_name, global_name]
+            return _ALLOWED[module_name, global_name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it wants to call {module_name}.{global_name}") from None
+            raise pickle.UnpicklingError(f"it calls {module_name}.{global_name}, which is not allowed") from None
 
 
 def read_cifar(directory: Path, kind: Kind, part: str, classes: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def _read(path: Path) -> dict[Any, Any]:
     try:
         with path.open("rb") as file:
             content = _ArraysOnly(file, encoding="latin1").load()
-    except Exception as error:  # a torn pickle makes its reader raise nearly everything
+    except Exception as error:  # unpickling a torn file raises nearly everything
         raise UserError(f"{path} cannot be read ({error}): copy the data again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no dictionary: copy the data again")

@@ -1,7 +1,8 @@
-"""The list of the images of a folder: made by rank 0, kept in the run directory, handed to the other ranks as bytes.
+"""The index of an image folder's files: rank 0 builds it, caches it in the run directory and broadcasts it as bytes.
 
-Listing a million files takes a shared file system minutes; to see that no class directory has changed since takes one
-look at each. A directory changes when a name in it is added, removed or renamed, not when a file gets another content.
+Listing a million files on a shared file system takes minutes. The cache is valid while no class directory has changed,
+which takes one `stat` of each. A directory changes when a name in it is added, removed or renamed, not when a file's
+content changes. Packers use this module too; it imports no torch.
 """
 
 import hashlib
@@ -16,9 +17,10 @@ from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
 from training.config.dataset_layout import DataLayout, is_class_directory, is_image
 
-# A change within the same tick of a file system's clock as the last look would not be seen; some tick in seconds.
+# Two changes within one tick of a file system's clock look the same, and some clocks tick in seconds. So an index is
+# cached only if its directories have been unchanged for longer than that.
 _TICK_NS = 2 * 10**9
-_FORMAT = b"listing 1"
+_FORMAT = b"file index 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class SplitIndex:
     """The images below one directory of class directories."""
 
     names: np.ndarray
-    """Paths below the directory as bytes [n]: one array, for workers that touch a list of strings copy its pages."""
+    """Paths below the directory as bytes [n]: one array, because workers that touch a list copy its pages."""
     labels: np.ndarray
     """int64 [n]"""
 
@@ -36,42 +38,42 @@ class FileIndex:
     """All images of a folder."""
 
     classes: tuple[str, ...]
-    """The names of the class directories of the training set, sorted: a class's number is its place."""
+    """The names of the training set's class directories, sorted: a class's number is its position."""
     parts: dict[str, SplitIndex]
-    """`train`, and `val` and `test` if there are such."""
+    """`train`, and `val` and `test` if they exist."""
 
 
 _PARTS = "train", "val", "test"  # fields of DataLayout
 
 
-def load_or_build_index(layout: DataLayout, kept: Path, now_ns: int) -> bytes:
-    """The packed list of the images, from the file `kept` if the class directories have not changed since.
+def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
+    """The serialized index, from the file `cache` if the class directories have not changed since.
 
     Args:
         layout: of an image folder.
-        kept: is replaced if it is outdated, torn, or something else.
+        cache: is replaced if it is outdated, torn, or another file.
         now_ns: the time, in nanoseconds since 1970.
 
     Raises:
         UserError: as `build_index`, or a directory cannot be read.
     """
     try:
-        state, changed_ns = _state(layout)
-        known = _read(kept, state)
-        if known is not None:
-            return known
-        content = serialize(build_index(layout), state)
+        fingerprint, changed_ns = _fingerprint(layout)
+        cached = _read_cache(cache, fingerprint)
+        if cached is not None:
+            return cached
+        content = serialize(build_index(layout), fingerprint)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
     if changed_ns < now_ns - _TICK_NS:
-        _write(kept, content)
+        _write_cache(cache, content)
     return content
 
 
-def _state(layout: DataLayout) -> tuple[str, int]:
-    """A digest of the class directories and their times of change, and the last of these times in nanoseconds.
+def _fingerprint(layout: DataLayout) -> tuple[str, int]:
+    """A digest of the class directories and their change times, and the latest of these times in nanoseconds.
 
-    The time of modification can be set, as copying with rsync does; the time of the inode's change cannot.
+    The modification time can be set, as rsync does; the inode's change time cannot.
     """
     digest, newest = hashlib.sha256(_FORMAT), 0
     for part, root in _roots(layout).items():
@@ -83,27 +85,27 @@ def _state(layout: DataLayout) -> tuple[str, int]:
     return digest.hexdigest(), newest
 
 
-def _read(kept: Path, state: str) -> bytes | None:
-    """The file's content if it is whole and belongs to this state."""
+def _read_cache(cache: Path, fingerprint: str) -> bytes | None:
+    """The file's content if it is whole and has this fingerprint."""
     try:
-        content = kept.read_bytes()
-        return content if _arrays(content)["state"].item() == state else None
-    except Exception:  # noqa: BLE001  # whatever numpy says to a torn or foreign file: the images are listed anew
+        content = cache.read_bytes()
+        return content if _arrays(content)["fingerprint"].item() == fingerprint else None
+    except Exception:  # noqa: BLE001  # numpy raises nearly everything on a torn or foreign file: build the index again
         return None
 
 
-def _write(kept: Path, content: bytes) -> None:
+def _write_cache(cache: Path, content: bytes) -> None:
     try:
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(kept, content)
+        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(cache, content)
     except OSError as error:
-        print(f"warning: {kept} cannot be written ({error}): the next attempt lists the images again", flush=True)
+        print(f"warning: {cache} cannot be written ({error}): the next attempt lists the images again", flush=True)
 
 
-def serialize(listing: FileIndex, state: str = "") -> bytes:
-    """A listing as bytes: a NumPy archive without pickles."""
-    arrays = {"state": np.array(state), "classes": np.array([os.fsencode(name) for name in listing.classes])}
-    for name, part in listing.parts.items():
+def serialize(index: FileIndex, fingerprint: str = "") -> bytes:
+    """The index as bytes: a NumPy archive without pickles."""
+    arrays = {"fingerprint": np.array(fingerprint), "classes": np.array([os.fsencode(name) for name in index.classes])}
+    for name, part in index.parts.items():
         arrays |= {f"{name} names": part.names, f"{name} labels": part.labels}
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
@@ -111,7 +113,7 @@ def serialize(listing: FileIndex, state: str = "") -> bytes:
 
 
 def deserialize(content: bytes) -> FileIndex:
-    """What `serialize` wrote."""
+    """The index that `serialize` wrote."""
     arrays = _arrays(content)
     present = (name for name in _PARTS if f"{name} names" in arrays)
     parts = {name: SplitIndex(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present}
@@ -124,7 +126,7 @@ def _arrays(content: bytes) -> dict[str, np.ndarray]:
 
 
 def build_index(layout: DataLayout) -> FileIndex:
-    """Look at every name in an image folder.
+    """List every image of an image folder.
 
     Raises:
         UserError: a directory of val/ or test/ is not a class of the training set.

@@ -1,4 +1,4 @@
-"""Reading IDX files, the format of the MNIST family, plain or compressed. Runs on every rank; needs no torchvision.
+"""Reads IDX files, the format of the MNIST family, plain or compressed. Runs on every rank; needs no torchvision.
 
 The format: two zero bytes, a type (8: unsigned byte), the number of dimensions, each dimension as a big-endian
 32-bit number, then the data (http://yann.lecun.com/exdb/mnist/).
@@ -14,23 +14,10 @@ from torch import Tensor
 from hpc.core.errors import UserError
 from training.config.dataset_layout import IDX_STEMS, find_idx
 
-# The format has no place for names. The CRC of the training labels tells the data sets whose names are common
-# knowledge, wherever their files lie.
-_KNOWN_NAMES = {
-    # Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017
-    0x2ED6E46A: (
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    ),
-}
+# Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017. The format has no field for names, so the data set is recognised by the
+# CRC of its training labels.
+_FASHION_MNIST_CRC = 0x2ED6E46A
+_FASHION_MNIST = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 
 
 def read_idx(path: Path) -> Tensor:
@@ -51,7 +38,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def _read(path: Path) -> bytearray:
-    """The content, uncompressed and writable: torch warns about tensors on read-only memory."""
+    """The uncompressed content, writable because torch warns about tensors on read-only memory."""
     try:
         raw = path.read_bytes()
         return bytearray(gzip.decompress(raw) if path.suffix == ".gz" else raw)
@@ -84,6 +71,6 @@ def _existing(directory: Path, stem: str) -> Path:
 
 
 def class_names(train_labels: Tensor, count: int) -> tuple[str, ...]:
-    """The names of the classes: those of a well-known data set, else the numbers."""
+    """The names of the classes: those of Fashion-MNIST, else the numbers."""
     crc = zlib.crc32(train_labels.to(torch.uint8).numpy().tobytes())
-    return _KNOWN_NAMES.get(crc, tuple(map(str, range(count))))
+    return tuple(_FASHION_MNIST.split(",")) if crc == _FASHION_MNIST_CRC else tuple(map(str, range(count)))

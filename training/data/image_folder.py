@@ -86,7 +86,7 @@ class FolderImages:
 
     root: Path
     names: np.ndarray
-    """Paths below `root` as bytes [n]: one array, because workers that touch a list of strings copy its pages."""
+    """Paths below `root` as bytes [n]: one array, because workers that touch a list copy its pages."""
     decode_jpeg: JpegDecoder | None = field(default_factory=jpeg_decoder)
     """Found once, before loader workers are forked; None: Pillow decodes all."""
 

@@ -108,6 +108,8 @@ def test_a_malicious_file_runs_no_code(tmp_path: Path, module: str, name: str, p
         function = b"".join(b"\x8c" + bytes([len(word)]) + word for word in named) + b"\x93"
     call = b"\x80" + bytes([protocol]) + function + b"(U" + bytes([len(text)]) + text + b"tR."
     (path / "data_batch_1").write_bytes(call)
-    with pytest.raises(UserError, match=rf"data_batch_1 cannot be read \(it wants to call {module}\.{name}\)"):
+    with pytest.raises(
+        UserError, match=rf"data_batch_1 cannot be read \(it calls {module}\.{name}, which is not allowed\)"
+    ):
         load(path)
     assert not harm.exists()

@@ -1,8 +1,8 @@
-"""Mixup and cutmix: each image is mixed with its neighbour in the batch. Runs on every rank, on its device.
+"""Mixup and cutmix: each image is mixed with a partner of the batch. Runs on every rank, on its device.
 
-How to mix is a function of (seed, step), whom to mix with one of the place in the global batch (0 with 1, 2 with 3,
-..., whose images are random neighbours in the order of the epoch), so neither depends on the number of ranks: pairs
-are never torn apart (`BatchSchedule.samples_per_group`). The last image of an odd batch stays as it is.
+How to mix is a function of (seed, step). Partners are the images 0 and 1, 2 and 3, ... of the global batch, which are
+in random order; both are on the same rank (`BatchSchedule.samples_per_group`). So neither depends on the number of
+ranks. The last image of an odd batch is not mixed.
 """
 
 import math
@@ -22,16 +22,16 @@ class Mixup:
     """How the images of a step are mixed."""
 
     lam: float
-    """The image's own part in its label; the neighbour has the rest."""
+    """The image's weight, called lambda in the papers; its partner has the rest."""
     box: tuple[int, int, int, int] | None
-    """Cutmix: top, bottom, left and right of the neighbour's part in pixels; None: mixup."""
+    """Cutmix: top, bottom, left and right of the partner's box in pixels; None: mixup."""
 
 
 def draw_mix(config: TrainConfig, step: int, size: int) -> Mixup | None:
-    """How to mix in the step after `step` steps, images of `size` pixels; None: not at all.
+    """How to mix images of `size` pixels in the step after `step` steps; None: the flags ask for neither.
 
     Mixup: Zhang et al., "mixup: Beyond empirical risk minimization" (2018). Cutmix: Yun et al., "CutMix" (2019). With
-    both, half of the steps use either.
+    both flags, each step uses one of them, with equal probability.
     """
     if not config.mixup and not config.cutmix:
         return None
@@ -42,7 +42,7 @@ def draw_mix(config: TrainConfig, step: int, size: int) -> Mixup | None:
 
 
 def _cut(random: np.random.Generator, lam: float, size: int) -> Mixup:
-    """A square of the area that is not the image's own, around any pixel; what lies outside does not count."""
+    """A square of the partner's area around a random pixel, clipped to the image; lambda follows from the rest."""
     half = size * math.sqrt(1 - lam) / 2
     row, column = random.integers(0, size, 2)
     top, bottom = (int(min(max(edge, 0), size)) for edge in (row - half, row + half))
@@ -51,27 +51,24 @@ def _cut(random: np.random.Generator, lam: float, size: int) -> Mixup:
 
 
 def mix_images(mix: Mixup, images: Tensor) -> Tensor:
-    """Mix images (float [n, C, H, W]) that begin at an even place of the batch."""
-    neighbours = _swapped(images)
+    """Mix images (float [n, C, H, W]), the first of which has an even place in the global batch."""
+    partners = _partners(images)
     if mix.box is None:
-        return images * mix.lam + neighbours * (1 - mix.lam)
+        return images * mix.lam + partners * (1 - mix.lam)
     top, bottom, left, right = mix.box
     mixed = images.clone(memory_format=torch.preserve_format)
-    mixed[:, :, top:bottom, left:right] = neighbours[:, :, top:bottom, left:right]
+    mixed[:, :, top:bottom, left:right] = partners[:, :, top:bottom, left:right]
     return mixed
 
 
 def mix_labels(mix: Mixup, labels: Tensor, classes: int) -> Tensor:
-    """How much of each class is in the mixed images of these labels: int64 [n] to float [n, classes].
-
-    Each row adds up to 1.
-    """
+    """The targets of mixed images: int64 [n] to float [n, classes], whose rows add up to 1."""
     targets = functional.one_hot(labels, classes).float()
-    return targets * mix.lam + _swapped(targets) * (1 - mix.lam)
+    return targets * mix.lam + _partners(targets) * (1 - mix.lam)
 
 
-def _swapped(values: Tensor) -> Tensor:
-    """Each row's neighbour: 1, 0, 3, 2, ...; the last of an odd number is its own."""
+def _partners(values: Tensor) -> Tensor:
+    """The rows in the order 1, 0, 3, 2, ...; the last of an odd number keeps its place."""
     paired = len(values) // 2 * 2
     swapped = values[:paired].reshape(-1, 2, *values.shape[1:]).flip(1).flatten(0, 1)
     return torch.cat([swapped, values[paired:]])

@@ -1,7 +1,7 @@
-"""Random erasing: a rectangle of an image becomes the mean color. Runs on every rank and in its loader workers.
+"""Random erasing: fills a rectangle of an image with the mean color. Runs on every rank and in its loader workers.
 
-Which one is drawn on the CPU, for all images of a batch at once, by operations that round as IEEE 754 says: the same
-everywhere. It is filled wherever the images are. Needs no torchvision.
+The rectangles of a batch are drawn at once on the CPU, by operations that IEEE 754 rounds alike everywhere, and filled
+on the device of the images. Needs no torchvision.
 """
 
 import math
@@ -13,13 +13,13 @@ from torch import Tensor
 from training.data.loader import to_device
 from training.runtime.counter_rng import Purpose, derive_key, uniform
 
-# Zhong et al., "Random erasing data augmentation" (2017), as torchvision has it: the least and the greatest area, as
-# parts of the image, and height by width.
+# Zhong et al., "Random erasing data augmentation" (2017), with torchvision's settings: the least and the greatest area,
+# as parts of the image, and height by width.
 _AREA, _RATIO = (0.02, 0.33), (0.3, 3.3)
 _TRIES = 10
-# The random numbers that one image may take: whether, row, column, and an area and a ratio for each try.
+# The draws of one image: whether to erase, row, column, and an area and a ratio for each try.
 _DRAWS = 3 + 2 * _TRIES
-# The last bit of an exponential may depend on how many are computed at once: that of a table does not.
+# The last bit of exp() may depend on how many values are computed at once; a table has the same bits always.
 _STEPS = 4096
 _LOG_RATIO = tuple(map(math.log, _RATIO))
 _ROOTS = torch.tensor(
@@ -30,7 +30,7 @@ _ROOTS = torch.tensor(
 
 @dataclass(frozen=True, kw_only=True)
 class RandomErasing:
-    """Which images lose a rectangle, and what stands there instead."""
+    """Draws the rectangles, and fills them."""
 
     seed: int
     probability: float
@@ -38,14 +38,14 @@ class RandomErasing:
     """A byte for each channel."""
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-        """The images (uint8 [n, C, H, W], on any device) with these indices (int64 [n], on the CPU) in an epoch."""
+        """Erase images (uint8 [n, C, H, W], on any device), whose indices (int64 [n]) are on the CPU."""
         boxes, color = self.boxes(epoch, indices, *images.shape[2:]), torch.tensor(self.color, dtype=torch.uint8)
         if images.device.type == "cpu":
             return fill_each(images, boxes, color)
         return fill_all(images, to_device(boxes, images.device), to_device(color, images.device))
 
     def boxes(self, epoch: int, indices: Tensor, height: int, width: int) -> Tensor:
-        """Top, left, height and width (int64 [n, 4]) of what images of this size lose; of no height: nothing."""
+        """Top, left, height and width (int64 [n, 4]) of the rectangles; height 0: erase nothing."""
         key = derive_key(self.seed, Purpose.ERASE, epoch)
         drawn = uniform(key, indices[:, None] * _DRAWS + torch.arange(_DRAWS)).double()
         areas, ratios = drawn[:, 3::2], drawn[:, 4::2]
@@ -61,7 +61,7 @@ class RandomErasing:
 
 
 def fill_each(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
-    """Images (uint8 [n, C, H, W]) with their boxes (int64 [n, 4]) filled: a CPU is fastest if it looks at no others."""
+    """Fill the boxes (int64 [n, 4]) of images (uint8 [n, C, H, W]): on a CPU, touch the erased images alone."""
     filled = images.clone()
     for place in boxes[:, 2].nonzero()[:, 0].tolist():
         top, left, high, wide = boxes[place].tolist()
@@ -70,7 +70,7 @@ def fill_each(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
 
 
 def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
-    """The same in a few operations, and without any that a GPU is to be waited for."""
+    """The same in a few operations, none of which makes the host wait for a GPU."""
     height, width = images.shape[2:]
     top, left, high, wide = boxes.unbind(1)
     inside = _within(top, high, height)[:, None, :, None] & _within(left, wide, width)[:, None, None, :]
@@ -78,6 +78,6 @@ def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
 
 
 def _within(first: Tensor, length: Tensor, size: int) -> Tensor:
-    """Which places of `size` (bool [n, size]) are among the `length` ones from `first` on."""
+    """Which of `size` positions (bool [n, size]) are among the `length` from `first` on."""
     places = torch.arange(size, device=first.device)
     return (places >= first[:, None]) & (places < (first + length)[:, None])
