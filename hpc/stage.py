@@ -1,13 +1,13 @@
-"""`hpc stage`: the copies of data sets on this machine, by hand. Runs where it is typed, which is best a compute node.
+"""`hpc stage`: copy data sets to this machine's disk, list, verify and delete the copies. Runs on any node.
 
-An agent stages by itself; this is for looking, for mending, for making room, and for work without a run.
+Node agents stage by themselves; this verb is for inspection, repair, making room, and work without a run.
 """
 
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from hpc import cli
@@ -25,24 +25,24 @@ from hpc.staging.source import absolute, list_source
 from hpc.staging.stager import Staged, Stager
 from hpc.staging.store import CacheEntry, CacheStore, available_bytes, open_store
 
-_WHOLE = "whole"
+_INTACT = "intact"
 _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions(cli.Common):
-    """Copy data to this machine's own disk, where runs find them; look at the copies, check them, delete them."""
+    """Copy data to this machine's own disk, where runs find them; list, verify or delete the copies."""
 
     path: tyro.conf.Positional[Path | None] = None
-    """Directory, or .tar, .tar.gz, .tar.zst or .zip archive."""
+    """Directory, or .tar, .tar.gz, .tar.bz2, .tar.xz, .tar.zst or .zip archive."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - the directory below it is private
     """Directory on this machine's own disk."""
     list: bool = False
-    """List the copies that are there."""
+    """List the copies."""
     verify: bool = False
-    """Read every byte of the copy, or of all copies, compare, and mend what is damaged."""
+    """Read every byte of all copies, or those of PATH, compare the checksums, and repair damaged files."""
     clean: bool = False
-    """Delete the copies, or those of PATH, that nobody reads."""
+    """Delete all copies, or those of PATH, except copies in use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,22 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stage(options: StageOptions) -> int:
-    """Do what the flags say, by default copy."""
+    """Copy, or do what the flag asks for."""
     if sum((options.list, options.verify, options.clean)) > 1:
-        raise UserError("--list, --verify and --clean are three things to do: give one of them")
+        raise UserError("--list, --verify and --clean exclude each other: give one of them")
     store = open_store(options.stage_dir.absolute())
     if options.clean:
         return _clean(options, store)
     if options.verify:
         return _verify(options, store)
     if options.list:
-        return _tell(options, [_describe(entry) for entry in _chosen(options, store)])
+        return _list(options, store)
     if options.path is None:
-        raise UserError("what is to be copied? Give a directory or an archive, or --list to see what is there")
-    return _answer(options, _stage(options, absolute(options.path), read=False))
+        raise UserError("nothing to copy: give a directory or an archive, or --list to see the copies")
+    return _print_result(options, _copy(options, absolute(options.path)))
 
 
-def _chosen(options: StageOptions, store: CacheStore) -> Sequence[CacheEntry]:
+def _chosen(options: StageOptions, store: CacheStore) -> list[CacheEntry]:
     """The copies of PATH, or all."""
     if options.path is None:
         return store.entries()
@@ -86,121 +86,109 @@ def _describe(entry: CacheEntry) -> dict[str, Any]:
     }
 
 
-def _tell(options: StageOptions, copies: Sequence[dict[str, Any]]) -> int:
+def _list(options: StageOptions, store: CacheStore) -> int:
+    copies = [_describe(entry) for entry in _chosen(options, store)]
     if options.json:
         cli.print_json(copies)
         return 0
     if not copies:
-        print(f"no copies of yours in {options.stage_dir}")
+        print(f"you have no copies in {options.stage_dir}")
         return 0
-    table = Table(box=None, pad_edge=False)
-    for title, justify in (("source", "left"), ("files", "right"), ("size", "right"), ("last used", "left")):
-        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    table = Table("source", box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"
+    table.add_column("files", justify="right")
+    table.add_column("size", justify="right")
+    table.add_column("last used")
     table.add_column("copy", overflow="fold")
-    for known in copies:
-        used = "now" if known["in_use"] else time.strftime("%Y-%m-%d %H:%M", time.localtime(known["used_at"]))
-        size = decimal(known["bytes"]) if known["bytes"] is not None else "-"
-        cells = (known["source"] or "-", str(known["files"] or "-"), size, used, known["path"])
+    for copy in copies:
+        used = "now" if copy["in_use"] else time.strftime("%Y-%m-%d %H:%M", time.localtime(copy["used_at"]))
+        size = decimal(copy["bytes"]) if copy["bytes"] is not None else "-"
+        cells = (copy["source"] or "-", str(copy["files"] or "-"), size, used, copy["path"])
         table.add_row(*map(escape, cells))
     Console().print(table)
     return 0
 
 
 def _clean(options: StageOptions, store: CacheStore) -> int:
-    copies = [(entry, _describe(entry)) for entry in _chosen(options, store)]
-    deleted = [described for entry, described in copies if entry.delete()]
-    kept = [described for _, described in copies if described not in deleted]
+    deleted, in_use = list[dict[str, Any]](), list[dict[str, Any]]()
+    for entry in _chosen(options, store):
+        described = _describe(entry)
+        (deleted if entry.delete() else in_use).append(described)
     if options.json:
-        cli.print_json({"deleted": deleted, "in_use": kept})
+        cli.print_json({"deleted": deleted, "in_use": in_use})
     else:
-        freed = decimal(sum(known["bytes"] or 0 for known in deleted))
-        print(f"deleted {len(deleted)} copies, {freed}" + (f"; {len(kept)} are in use" if kept else ""))
+        freed = decimal(sum(copy["bytes"] or 0 for copy in deleted))
+        print(f"deleted {len(deleted)} copies, {freed}" + (f"; {len(in_use)} are in use" if in_use else ""))
     return 0
 
 
 def _verify(options: StageOptions, store: CacheStore) -> int:
-    """Check and mend; what cannot be mended, because its source is gone or another one, is deleted."""
-    found = [_check(options, entry) for entry in _chosen(options, store)]
-    if options.path and not found:
-        raise UserError(
-            f"there is no copy of {options.path} in {options.stage_dir}: hpc stage {options.path} makes one"
-        )
+    """Verify and repair; delete a damaged copy whose source is gone or has changed."""
+    checks = [_check(options, entry) for entry in _chosen(options, store)]
+    if options.path and not checks:
+        raise UserError(f"{options.stage_dir} has no copy of {options.path}: type hpc stage {options.path} to make one")
     if options.json:
-        cli.print_json(found)
-    for check in [] if options.json else found:
+        cli.print_json(checks)
+    for check in [] if options.json else checks:
         names = ", ".join(check["damaged"][:3]) + (" ..." if len(check["damaged"]) > 3 else "")
-        print(f"{check['source']}: " + (f"damaged: {names}; {check['now']}" if check["damaged"] else check["now"]))
-    return int(any(check["now"] != _WHOLE for check in found))
+        print(f"{check['source']}: " + (f"damaged: {names}; " if names else "") + check["result"])
+    return int(any(check["result"] != _INTACT for check in checks))
 
 
 def _check(options: StageOptions, entry: CacheEntry) -> dict[str, Any]:
-    manifest, held = entry.manifest(), entry.lock_for_use()
-    described = {"path": str(entry.data), "source": manifest.source if manifest else None, "damaged": list[str]()}
-    if manifest is None or held is None:
-        if held is not None:
-            os.close(held)
-        return {**described, "source": entry.name, "now": "it is being made or deleted, so nobody can say"}
+    manifest, in_use = entry.manifest(), entry.lock_for_use()
     try:
+        if manifest is None or in_use is None:
+            result = "not verified: it is being made or deleted"
+            return {"path": str(entry.data), "source": entry.name, "damaged": [], "result": result}
         with entry.locked_for_copy(lambda: time.sleep(_POLL_SECONDS)):
-            described["damaged"] = entry.find_damaged(manifest, lambda: False, read_all=True)
+            damaged = entry.find_damaged(manifest, lambda: False, read_all=True)
     finally:
-        os.close(held)
-    return {**described, "now": _mend(options, entry, Path(manifest.source)) if described["damaged"] else _WHOLE}
+        if in_use is not None:
+            os.close(in_use)
+    result = _repair(options, entry, Path(manifest.source)) if damaged else _INTACT
+    return {"path": str(entry.data), "source": manifest.source, "damaged": damaged, "result": result}
 
 
-def _mend(options: StageOptions, entry: CacheEntry, source: Path) -> str:
-    """What became of a damaged copy."""
+def _repair(options: StageOptions, entry: CacheEntry, source: Path) -> str:
+    """Repair or delete a damaged copy. Returns which."""
     try:
-        if list_source(source).version == entry.name and _stage(options, source, read=True).path == entry.data:
-            return "mended"
+        if list_source(source).version == entry.name and _copy(options, source, read_all=True).path == entry.data:
+            return "repaired"
     except TorchrelayError:
         pass  # the source is gone
     if not entry.delete():
-        return "still damaged: a run reads it, so end that run first"
-    return "deleted: its source is gone, or another one by now, or was packed from it; the next run makes it again"
+        return "still damaged: a run reads it, so cancel that run first"
+    return "deleted: its source is gone or has changed, or it was a packed data set; the next run makes it again"
 
 
-def _stage(options: StageOptions, source: Path, *, read: bool) -> Staged:
+def _copy(options: StageOptions, source: Path, *, read_all: bool = False) -> Staged:
     console = Console(stderr=True, quiet=options.json)
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("looking", total=None)
+        task = bar.add_task("listing", total=None)
 
         def watch(progress: CopyProgress | None) -> bool:
-            _draw(bar, task, progress)
+            if progress is not None:
+                done, total = progress.bytes_done, progress.bytes_total
+                bar.update(task, description=progress.activity, total=total, completed=done)
             return False
 
         with Stager(options.stage_dir.absolute(), watch=watch) as stager:
-            return stager.stage(source, read_all=read)
+            return stager.stage(source, read_all=read_all)
 
 
-def _draw(bar: Progress, task: TaskID, progress: CopyProgress | None) -> None:
-    if progress is not None:
-        bar.update(task, description=progress.activity, total=progress.bytes_total, completed=progress.bytes_done)
-
-
-def _answer(options: StageOptions, staged: Staged) -> int:
+def _print_result(options: StageOptions, staged: Staged) -> int:
     if options.json:
-        cli.print_json(
-            {
-                "path": str(staged.path),
-                "reused": staged.reused,
-                "in_place": staged.in_place,
-                "seconds": staged.seconds,
-                "bytes_from_source": staged.bytes_from_source,
-                "repaired": staged.repaired,
-                "evicted": staged.evicted,
-                "in_memory": staged.in_memory,
-            }
-        )
+        cli.print_json({**asdict(staged), "path": str(staged.path)})
     elif staged.in_place:
         print(f"not copied: {staged.in_place}")
     else:
-        how = "was there already" if staged.reused else f"{decimal(staged.bytes_from_source)} in {staged.seconds:.1f} s"
+        how = "reused" if staged.reused else f"{decimal(staged.bytes_from_source)} in {staged.seconds:.1f} s"
         print(f"{staged.path} ({how})")
         if staged.in_memory:
-            room = decimal(available_bytes(options.stage_dir))
-            print(f"{options.stage_dir} is memory, not disk: the copy takes some of it, and leaves room for {room}")
+            available = decimal(available_bytes(options.stage_dir))
+            print(f"{options.stage_dir} is RAM-backed: the copy takes memory; {available} remain available for copies")
     return int(staged.in_place is not None)
 
 

@@ -1,6 +1,12 @@
 """A real Slurm on one machine: `python -m hpc.testbed up`. Runs as root on that machine; DESIGN, section 8.
 
-`layout` names the shape and every file, `render` writes the configuration (both pure); `system` runs commands,
-`namespaces`, `network`, `nodes` and `daemons` each start and end one kind of thing, `accounting` the optional
-database; `lifecycle` puts them in order, `__main__` is the command line.
+The modules:
+
+    __main__.py   the command line
+    lifecycle.py  up, down, status, kill-node, revive-node
+    layout.py     the shape of a testbed and the names of its files
+    render.py     the text of its configuration files
+    daemons.py    munged, slurmctld, slurmdbd
+    nodes.py      namespaces, network, power
+    system.py     commands, waiting, the lock
 """

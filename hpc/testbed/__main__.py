@@ -19,7 +19,7 @@ NodeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
 
 @dataclass(frozen=True, kw_only=True)
 class Up(Common):
-    """Start Slurm with pretended nodes on this machine, or repair what there is of it."""
+    """Start Slurm with pretended nodes on this machine, or repair it."""
 
     shape: Annotated[TestbedShape, tyro.conf.OmitArgPrefixes] = field(default_factory=TestbedShape)
 
@@ -30,7 +30,7 @@ class Up(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class Down(Common):
-    """End the testbed and leave nothing of it behind."""
+    """End the testbed and remove all that belongs to it."""
 
     def apply(self) -> None:
         """End it."""
@@ -39,15 +39,15 @@ class Down(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class ShowStatus(Common):
-    """Show the nodes, and the slurm.conf for SLURM_CONF."""
+    """Show the nodes and the value for SLURM_CONF."""
 
     def apply(self) -> None:
-        """Change nothing: every verb ends with the status."""
+        """Change nothing: every command ends with the status."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KillNode(Common):
-    """Cut a node's power: silence at once, and Slurm notices in its own time."""
+    """Cut a node's power: it is silent at once, and Slurm marks it down after --slurmd-timeout."""
 
     name: NodeName
     """The node, for example gpu02."""
@@ -59,7 +59,7 @@ class KillNode(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class ReviveNode(Common):
-    """Boot a killed node again, with an empty /tmp and /dev/shm, and wait until Slurm uses it."""
+    """Boot a killed node, with an empty /tmp and /dev/shm, and wait until Slurm can use it."""
 
     name: NodeName
     """The node, for example gpu02."""
@@ -80,20 +80,20 @@ Verb = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one verb; the exit code is 0, 1 if the work failed, 2 if the user has to type something else."""
-    # tyro reads a union as the set of subcommands; a union is no class, which is what `run` asks for.
+    """Run one command. Returns the exit code."""
+    # tyro reads a union as subcommands, but `cli.run` is typed for a class.
     return cli.run(_run, cast("type[Any]", Verb), argv, "testbed")
 
 
 def _run(options: Options) -> int:
-    """Do the verb's work, then say how things stand."""
+    """Run the command, then print the status."""
     options.apply()
     _show(lifecycle.status(), as_json=options.json)
     return 0
 
 
 def _show(status: lifecycle.TestbedStatus, *, as_json: bool) -> None:
-    """Print the status for a program or for people."""
+    """Print the status as JSON or as a table."""
     if as_json:
         cli.print_json(asdict(status))
         return

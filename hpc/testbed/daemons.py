@@ -1,4 +1,4 @@
-"""The login host's daemons, munged and slurmctld, and how they are asked. Runs as root on the testbed's machine."""
+"""The login host's daemons: munged, slurmctld, with accounting slurmdbd and MariaDB. Runs as root on its machine."""
 
 import os
 from pathlib import Path
@@ -6,102 +6,133 @@ from pathlib import Path
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import write_atomic
 from hpc.slurm.client import running_slurm_conf
-from hpc.testbed import namespaces
+from hpc.testbed import nodes
 from hpc.testbed.layout import LOGIN_NAME, TestbedPaths
+from hpc.testbed.render import CLUSTER_NAME
 from hpc.testbed.system import run, start, succeeds, wait_until
 
-# What sinfo appends to a node's state; `*` says that the node does not respond.
+# Suffixes of sinfo's node states; `*` marks a node that does not respond.
 STATE_FLAGS = "*~#!%$@^-+"
 USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
-# All nodes, always: asked for one node (-n), Slurm 22.05 goes on saying `mixed*` of a node that it has called down,
-# until somebody asks for all.
-_SINFO_WORDS = ("--noheader", "--Node", "--format=%N %T")
+# Always all nodes: asked for one (-n), Slurm 22.05 goes on reporting `mixed*` for a node that it has marked down, until
+# somebody asks for all.
+_SINFO_OPTIONS = ("--noheader", "--Node", "--format=%N %T")
 
 
-def create_controller_host(places: TestbedPaths) -> None:
-    """Pin the namespace of the login host's daemons; its host name is the one that slurm.conf gives."""
-    namespaces.pin(places.controller_uts, "hostname", LOGIN_NAME)
+def create_login_host(paths: TestbedPaths) -> None:
+    """Pin the namespace of the login host's daemons, with the host name that slurm.conf gives."""
+    nodes.pin(paths.controller_uts, "hostname", LOGIN_NAME)
 
 
-def start_on_login_host(*command: str | Path, places: TestbedPaths, log: Path, **environment: str) -> None:
-    """Start a daemon of the login host; `log` is for what it says before it has opened its own."""
-    host = namespaces.inside_fresh(places.controller_uts, "mount")
-    start(*host, "/bin/sh", places.login_script, *command, log=log, **environment)
+def _start_on_login_host(*command: str | Path, paths: TestbedPaths, log: Path, **environment: str) -> None:
+    """Start a daemon of the login host; `log` receives its output until it opens its own log."""
+    host = nodes.inside_fresh(paths.controller_uts, "mount")
+    start(*host, "/bin/sh", paths.login_script, *command, log=log, **environment)
 
 
-def remove_controller_host(places: TestbedPaths) -> None:
+def remove_login_host(paths: TestbedPaths) -> None:
     """End every daemon of the login host. No error if there is none."""
-    namespaces.kill_all(places.controller_uts)
-    namespaces.unpin(places.controller_uts)
+    nodes.kill_all(paths.controller_uts)
+    nodes.unpin(paths.controller_uts)
 
 
-def start_munged(places: TestbedPaths) -> None:
-    """Start munged with a key of our own on a socket of our own, apart from the machine's munge."""
-    write_atomic(places.munge_key, os.urandom(128), mode=0o400)
-    start_on_login_host(
+def start_munged(paths: TestbedPaths) -> None:
+    """Start munged with a new key and its own socket, separate from the machine's munge."""
+    write_atomic(paths.munge_key, os.urandom(128), mode=0o400)
+    _start_on_login_host(
         "munged",
-        f"--key-file={places.munge_key}",
-        f"--socket={places.munge_socket}",
-        f"--pid-file={places.run}/munged.pid",
-        f"--log-file={places.log('munged')}",
-        f"--seed-file={places.secret}/munged.seed",
-        places=places,
-        log=places.log("munged.out"),
+        f"--key-file={paths.munge_key}",
+        f"--socket={paths.munge_socket}",
+        f"--pid-file={paths.run}/munged.pid",
+        f"--log-file={paths.log('munged')}",
+        f"--seed-file={paths.secret}/munged.seed",
+        paths=paths,
+        log=paths.log("munged.out"),
     )
-    wait_until(lambda: munge_answers(places), seconds=20, what=f"for munged to answer (log: {places.log('munged')})")
+    wait_until(lambda: munge_answers(paths), seconds=20, what=f"munged to answer (log: {paths.log('munged')})")
 
 
-def munge_answers(places: TestbedPaths) -> bool:
-    """Whether munged gives credentials."""
-    return succeeds("munge", "--no-input", f"--socket={places.munge_socket}", "--output=/dev/null")
+def munge_answers(paths: TestbedPaths) -> bool:
+    """Whether munged issues credentials."""
+    return succeeds("munge", "--no-input", f"--socket={paths.munge_socket}", "--output=/dev/null")
 
 
-def start_slurmctld(places: TestbedPaths) -> None:
+def start_slurmctld(paths: TestbedPaths) -> None:
     """Start the controller and wait until it answers."""
-    start_on_login_host("slurmctld", "-f", places.slurm_conf, places=places, log=places.log("slurmctld.out"))
-    log = places.log("slurmctld")
-    wait_until(lambda: controller_answers(places), seconds=30, what=f"for slurmctld to answer (log: {log})")
+    _start_on_login_host("slurmctld", "-f", paths.slurm_conf, paths=paths, log=paths.log("slurmctld.out"))
+    log = paths.log("slurmctld")
+    wait_until(lambda: controller_answers(paths), seconds=30, what=f"slurmctld to answer (log: {log})")
 
 
-def controller_answers(places: TestbedPaths) -> bool:
-    """Whether slurmctld answers; asked only if its process exists, because Slurm's tools are patient."""
-    return running_slurm_conf() is not None and succeeds("scontrol", "ping", SLURM_CONF=str(places.slurm_conf))
+def controller_answers(paths: TestbedPaths) -> bool:
+    """Whether slurmctld answers. Asks only if its process exists: Slurm's tools retry for long."""
+    return running_slurm_conf() is not None and succeeds("scontrol", "ping", SLURM_CONF=str(paths.slurm_conf))
 
 
-def node_states(places: TestbedPaths) -> dict[str, str]:
-    """Each node's state in sinfo's long words, `unresponsive` for one that Slurm has not given up yet.
+# --- nodes, as slurmctld sees them ---
 
-    Empty when slurmctld does not answer.
+
+def node_states(paths: TestbedPaths) -> dict[str, str]:
+    """Each node's state in sinfo's long words, `unresponsive` for one that Slurm has not yet marked down.
+
+    Empty if slurmctld does not answer.
     """
     if running_slurm_conf() is None:
         return {}
     try:
-        text = run("sinfo", *_SINFO_WORDS, timeout_seconds=10, SLURM_CONF=str(places.slurm_conf))
+        text = run("sinfo", *_SINFO_OPTIONS, timeout_seconds=10, SLURM_CONF=str(paths.slurm_conf))
     except TorchrelayError:
         return {}
     return parse_states(text)
 
 
 def parse_states(text: str) -> dict[str, str]:
-    """Read sinfo's lines, such as `gpu01 idle*`: a node to its state."""
+    """Parse sinfo's lines, such as `gpu01 idle*`, to states by node."""
     words = dict(line.split() for line in text.splitlines())
     states = {name: word.rstrip(STATE_FLAGS) for name, word in words.items()}
     silent = {name for name, word in words.items() if "*" in word and states[name] in USABLE_STATES}
     return states | dict.fromkeys(silent, "unresponsive")
 
 
-def update_node(name: str, state: str, places: TestbedPaths) -> None:
-    """Tell slurmctld a node's state, as an admin does."""
-    run(
-        "scontrol",
-        "update",
-        f"NodeName={name}",
-        f"State={state}",
-        "Reason=testbed",
-        SLURM_CONF=str(places.slurm_conf),
+def update_node(name: str, state: str, paths: TestbedPaths) -> None:
+    """Set a node's state, as an administrator does."""
+    change = (f"NodeName={name}", f"State={state}", "Reason=testbed")
+    run("scontrol", "update", *change, SLURM_CONF=str(paths.slurm_conf))
+
+
+# --- accounting: sacct works ---
+
+
+def start_accounting(paths: TestbedPaths) -> None:
+    """Start MariaDB and slurmdbd, and register the cluster."""
+    _start_database(paths)
+    # slurmdbd creates its tables at the first start.
+    environment = {"SLURM_CONF": str(paths.slurm_conf), "MYSQL_UNIX_PORT": str(paths.database_socket)}
+    _start_on_login_host("slurmdbd", paths=paths, log=paths.log("slurmdbd.out"), **environment)
+    log = paths.log("slurmdbd")
+    wait_until(lambda: accounting_answers(paths), seconds=60, what=f"slurmdbd to answer (log: {log})")
+    run("sacctmgr", "--immediate", "add", "cluster", CLUSTER_NAME, SLURM_CONF=str(paths.slurm_conf))
+
+
+def accounting_answers(paths: TestbedPaths) -> bool:
+    """Whether slurmdbd answers from its database."""
+    return succeeds("sacctmgr", "--noheader", "list", "cluster", SLURM_CONF=str(paths.slurm_conf))
+
+
+def _start_database(paths: TestbedPaths) -> None:
+    """Create and start a MariaDB that listens only on a Unix socket, which only root can reach."""
+    data, user = f"--datadir={paths.database}", "--user=root"
+    install = ("mariadb-install-db", "--no-defaults", data, user)
+    run(*install, "--auth-root-authentication-method=socket", "--skip-test-db", timeout_seconds=120)
+    _start_on_login_host(
+        *("setsid", "--fork", "mariadbd", "--no-defaults", data, user),
+        f"--socket={paths.database_socket}",
+        f"--pid-file={paths.run}/mariadbd.pid",
+        "--skip-networking",
+        # A temporary database: small, and not durable.
+        *("--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M", "--innodb-flush-log-at-trx-commit=0"),
+        paths=paths,
+        log=paths.log("mariadbd"),
     )
-
-
-def node_is_idle(name: str, places: TestbedPaths) -> bool:
-    """Whether a node waits for work."""
-    return node_states(places).get(name) == "idle"
+    ping = ("mariadb-admin", "--no-defaults", f"--socket={paths.database_socket}", "ping")
+    wait_until(lambda: succeeds(*ping), seconds=60, what=f"mariadbd to answer (log: {paths.log('mariadbd')})")

@@ -1,4 +1,4 @@
-"""The shape of a testbed, and every file name of one, once. Pure; everybody else in the package builds on it."""
+"""The shape of a testbed and the names of its files. Pure."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,184 +20,113 @@ class TestbedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class TestbedShape:
-    """What a testbed consists of; two `up` with equal shapes are the same testbed.
+    """Size of a testbed; `up` with the shape of the running testbed changes nothing.
 
-    CPUs and memory are declared, not had: the pretended nodes add up to more than the machine.
+    CPUs and memory are only declared: the pretended nodes may have more of them than the machine.
     """
 
     nodes: int = 4
     """Compute nodes: gpu01, gpu02, and so on."""
     gpus_per_node: int = 4
-    """Pretended GPUs: Slurm hands them out, and there is nothing behind them."""
+    """Pretended GPUs: Slurm allocates them, but no hardware is behind them."""
     cpus_per_node: int = 8
-    """CPUs that each node claims to have."""
+    """CPUs that each node declares."""
     memory_mb_per_node: int = 32_768
-    """Memory, in MiB, that each node claims to have."""
+    """Memory, in MiB, that each node declares."""
     slurmd_timeout: int = 20
-    """Seconds after which Slurm notices a dead node; 300 unless the administrators of a cluster change it."""
+    """Seconds after which Slurm marks a dead node down (SlurmdTimeout; 300 by default on a cluster)."""
     accounting: bool = False
-    """Run slurmdbd on a private MariaDB, too: sacct works."""
+    """Also run slurmdbd on a private MariaDB, so that sacct works."""
 
     def __post_init__(self) -> None:
-        """Refuse a shape that Slurm or the address plan cannot hold."""
+        """Refuse a shape that Slurm or the address range cannot hold."""
         if not 1 <= self.nodes <= MAX_NODES:
-            raise UserError(f"{self.nodes} nodes: a testbed has 1 to {MAX_NODES}; type for example --nodes 4")
+            raise UserError(f"--nodes {self.nodes}: give 1 to {MAX_NODES}; type for example --nodes 4")
         if not 0 <= self.gpus_per_node <= 16:
-            raise UserError(f"{self.gpus_per_node} GPUs per node: give 0 to 16; type for example --gpus-per-node 4")
+            raise UserError(f"--gpus-per-node {self.gpus_per_node}: give 0 to 16; type for example --gpus-per-node 4")
         if not 1 <= self.cpus_per_node <= 256:
-            raise UserError(f"{self.cpus_per_node} CPUs per node: give 1 to 256; type for example --cpus-per-node 8")
+            raise UserError(f"--cpus-per-node {self.cpus_per_node}: give 1 to 256; type for example --cpus-per-node 8")
         if not 5 <= self.slurmd_timeout <= 65_533:
             raise UserError(
-                f"a node is noticed after {self.slurmd_timeout} s: give 5 to 65533, as --slurmd-timeout 300"
+                f"--slurmd-timeout {self.slurmd_timeout}: give 5 to 65533; type for example --slurmd-timeout 300"
             )
         if self.memory_mb_per_node < 1:
-            raise UserError(f"{self.memory_mb_per_node} MB per node: type for example --memory-mb-per-node 32768")
+            raise UserError(
+                f"--memory-mb-per-node {self.memory_mb_per_node}: type for example --memory-mb-per-node 32768"
+            )
 
     @property
     def all_nodes(self) -> tuple[TestbedNode, ...]:
-        """The nodes in order: gpu01 at 10.77.0.1, and so on."""
+        """The nodes: gpu01 at 10.77.0.1, and so on."""
         return tuple(
             TestbedNode(name=f"gpu{number:02d}", address=f"10.77.0.{number}") for number in range(1, self.nodes + 1)
         )
 
     def node(self, name: str) -> TestbedNode:
-        """The node of this name; a wrong name lists the right ones."""
+        """The node of this name.
+
+        Raises:
+            UserError: there is none; the message lists the names.
+        """
         for node in self.all_nodes:
             if node.name == name:
                 return node
         names = " ".join(node.name for node in self.all_nodes)
-        raise UserError(f"no node {name!r} in the testbed; its nodes are: {names}")
+        raise UserError(f"the testbed has no node {name!r}; its nodes are: {names}")
 
 
-@dataclass(frozen=True)
 class TestbedPaths:
     """The files of one testbed, all below one directory. Creates nothing by itself."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        # Held by any command that changes the testbed. Not in `root`, because `down` removes that while it holds it.
+        self.lock = root.with_name(f"{root.name}.lock")
+        # The TestbedShape as JSON: the first file that `up` writes.
+        self.state = root / "state.json"
+        # SLURM_CONF. Slurm looks for its other configuration files beside it.
+        self.slurm_conf = root / "slurm.conf"
+        self.gres_conf = root / "gres.conf"
+        self.slurmdbd_conf = root / "slurmdbd.conf"
+        # Every node's /etc/hosts.
+        self.hosts = root / "hosts"
+        self.munge = root / "munge"
+        self.munge_socket = self.munge / "munge.socket"
+        # Readable by root only: munge's key, the controller's state, the database.
+        self.secret = root / "secret"
+        self.munge_key = self.secret / "munge.key"
+        # slurmctld's StateSaveLocation: job scripts and environments of all users.
+        self.controller_state = self.secret / "slurmctld"
+        self.database = self.secret / "mariadb"
+        self.database_socket = self.secret / "mariadb.socket"
+        # The pretended GPUs' device files, the same for every node.
+        self.devices = root / "dev"
+        # The nodes' SlurmdSpoolDir.
+        self.spool = root / "spool"
+        # Pid files.
+        self.run = root / "run"
+        self.logs = root / "log"
+        # Scripts that turn fresh namespaces into a node, or into the login host.
+        self.boot_scripts = root / "boot"
+        self.login_script = self.boot_scripts / f"{LOGIN_NAME}.sh"
+        # Pinned namespaces: the login host's host name, the bridge's network, each node's network.
+        self.namespaces = root / "ns"
+        self.controller_uts = self.namespaces / "controller.uts"
+        self.switch_net = self.namespaces / "switch.net"
 
     @property
     def directories(self) -> tuple[Path, ...]:
         """Every directory, parents first."""
-        open_to_all = (self.munge, self.devices, self.spool, self.run, self.logs, self.boot_scripts, self.namespaces)
-        return (self.root, self.secret, self.controller_state, *open_to_all)
-
-    @property
-    def lock(self) -> Path:
-        """Held by whoever changes the testbed. Beside the directory, because `down` removes that while it holds it."""
-        return self.root.with_name(f"{self.root.name}.lock")
-
-    @property
-    def state(self) -> Path:
-        """The Shape, as JSON: the first file to appear."""
-        return self.root / "state.json"
-
-    @property
-    def slurm_conf(self) -> Path:
-        """What SLURM_CONF names. Its directory is where Slurm looks for its other configuration files, too."""
-        return self.root / "slurm.conf"
-
-    @property
-    def gres_conf(self) -> Path:
-        """Which device files are GPUs."""
-        return self.root / "gres.conf"
-
-    @property
-    def slurmdbd_conf(self) -> Path:
-        """The accounting daemon's configuration; it must be readable by its own user only."""
-        return self.root / "slurmdbd.conf"
-
-    @property
-    def hosts(self) -> Path:
-        """Every node's /etc/hosts."""
-        return self.root / "hosts"
-
-    @property
-    def munge(self) -> Path:
-        """The directory of munged's socket: open to all."""
-        return self.root / "munge"
-
-    @property
-    def munge_socket(self) -> Path:
-        """Where users and daemons get and check credentials."""
-        return self.munge / "munge.socket"
-
-    @property
-    def secret(self) -> Path:
-        """The directory of what only root may read: munge's key, the controller's state, the database."""
-        return self.root / "secret"
-
-    @property
-    def munge_key(self) -> Path:
-        """The secret that all nodes share."""
-        return self.secret / "munge.key"
-
-    @property
-    def controller_state(self) -> Path:
-        """The controller's StateSaveLocation: job scripts and environments of all users."""
-        return self.secret / "slurmctld"
-
-    @property
-    def database(self) -> Path:
-        """MariaDB's data directory."""
-        return self.secret / "mariadb"
-
-    @property
-    def database_socket(self) -> Path:
-        """MariaDB's only door."""
-        return self.secret / "mariadb.socket"
-
-    @property
-    def devices(self) -> Path:
-        """The pretended GPUs' device files, the same for every node."""
-        return self.root / "dev"
-
-    @property
-    def spool(self) -> Path:
-        """The nodes' SlurmdSpoolDir."""
-        return self.root / "spool"
-
-    @property
-    def run(self) -> Path:
-        """Process id files."""
-        return self.root / "run"
-
-    @property
-    def logs(self) -> Path:
-        """What the daemons say."""
-        return self.root / "log"
+        public = (self.munge, self.devices, self.spool, self.run, self.logs, self.boot_scripts, self.namespaces)
+        return (self.root, self.secret, self.controller_state, *public)
 
     def log(self, name: str) -> Path:
         """The log of one daemon or one node."""
         return self.logs / f"{name}.log"
 
-    @property
-    def boot_scripts(self) -> Path:
-        """The directory of the nodes' boot scripts."""
-        return self.root / "boot"
-
     def boot_script(self, node: TestbedNode) -> Path:
-        """What turns fresh namespaces into the node."""
+        """The script that turns fresh namespaces into a node."""
         return self.boot_scripts / f"{node.name}.sh"
-
-    @property
-    def login_script(self) -> Path:
-        """What starts a daemon on the login host."""
-        return self.boot_scripts / f"{LOGIN_NAME}.sh"
-
-    @property
-    def namespaces(self) -> Path:
-        """The directory of the pinned namespaces."""
-        return self.root / "ns"
-
-    @property
-    def controller_uts(self) -> Path:
-        """The host-name namespace of the daemons on the login host."""
-        return self.namespaces / "controller.uts"
-
-    @property
-    def switch_net(self) -> Path:
-        """The network namespace of the bridge between the nodes."""
-        return self.namespaces / "switch.net"
 
     def node_net(self, name: str) -> Path:
         """The network namespace of a node."""

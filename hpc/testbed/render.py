@@ -1,4 +1,4 @@
-"""The testbed's configuration files as text. Pure: same shape, places and host name, same text."""
+"""The text of the testbed's configuration files. Pure: same shape, paths and host name, same text."""
 
 import shlex
 from pathlib import Path
@@ -11,11 +11,11 @@ DBD_PORT = 7819
 DATABASE_NAME = "slurm_acct_db"
 
 _CONTROLLER = """\
-# Written by python -m hpc.testbed up; a change here is lost at the next one.
+# Written by python -m hpc.testbed up, which overwrites changes.
 ClusterName={cluster}
 SlurmctldHost={login}({address})
 SlurmctldPort={port}
-# Listen on the bridge's address alone, not on the machine's real interfaces.
+# Listen on the bridge's address only, not on the machine's real interfaces.
 CommunicationParameters=NoCtldInAddrAny
 AuthType=auth/munge
 AuthInfo=socket={munge_socket}
@@ -26,14 +26,14 @@ SlurmctldPidFile={run}/slurmctld.pid
 SlurmdPidFile={run}/%n.pid
 SlurmctldLogFile={logs}/slurmctld.log
 SlurmdLogFile={logs}/%n.log
-# The nodes pretend to have more CPUs and memory than the machine: believe this file, not what slurmd finds.
+# The nodes declare more CPUs and memory than the machine has: use this file, not what slurmd detects.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
-# A node that was down and registers again is used again without an admin.
+# A node that was down and registers again is used without an administrator.
 ReturnToService=2
-# A dead node is noticed within a minute (Slurm's default is 300 s, and the tests would wait for it).
+# Mark a dead node down within a minute (Slurm's default is 300 s, and the tests would wait for it).
 SlurmdTimeout={slurmd_timeout}
 KillWait=15
 JobRequeue=1
@@ -41,8 +41,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-# Schedule at once when a job comes (default: 2 to 3 s later), and every second (default: 60; backfill 30), so that a
-# requeued job starts when it may, not a minute later.
+# Schedule at once after a submission (default: 2 to 3 s later), and every second (default: 60; backfill 30), so that
+# a requeued job starts as soon as it may, not a minute later.
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=5
 """
 
@@ -50,14 +50,14 @@ _ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={address}
 AccountingStoragePort={port}
-# Not a password: with munge, this names the socket, and without it slurmctld asks the system's munged.
+# Not a password: with munge this names the socket; without it slurmctld uses the system's munged.
 AccountingStoragePass={munge_socket}
 AccountingStorageTRES=gres/gpu
 JobAcctGatherType=jobacct_gather/linux
 """
 
-# GraceTime: on preemption SIGTERM comes at once, SIGKILL this many seconds later. MaxTime and DefaultTime give
-# time limits something to be checked against.
+# GraceTime: on preemption SIGTERM comes at once, SIGKILL this many seconds later. Requested time limits are checked
+# against MaxTime and DefaultTime.
 _PARTITIONS = """\
 PartitionName=gpu Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20 \
 MaxTime=1-00:00:00 DefaultTime=01:00:00
@@ -74,7 +74,7 @@ SlurmUser=root
 PidFile={run}/slurmdbd.pid
 LogFile={logs}/slurmdbd.log
 StorageType=accounting_storage/mysql
-# "localhost" means the Unix socket that MYSQL_UNIX_PORT names: the database has no port and needs no password.
+# "localhost" means the Unix socket in MYSQL_UNIX_PORT: the database has no port and needs no password.
 StorageHost=localhost
 StorageUser=root
 StorageLoc={database}
@@ -84,39 +84,39 @@ _LOGIN = """\
 #!/bin/sh
 # Runs one daemon of the login host, in that host's namespaces.
 set -eu
-# slurmctld and munged look up their own name, and slurmctld the name of every client: without this file that would be
-# a query to the machine's DNS for each submission.
+# slurmctld and munged resolve their own name, and slurmctld the name of every client: without this file each submission
+# would query the machine's DNS.
 mount -n --bind {hosts} /etc/hosts
 exec "$@"
 """
 
 _BOOT = """\
 #!/bin/sh
-# Runs in the node's fresh network, mount and host-name namespaces and becomes its slurmd.
+# Runs in the node's fresh network, mount and host-name namespaces, and becomes its slurmd.
 set -eu
 hostname {name}
-# A new network namespace has its loopback down, and torchrun talks to itself over it.
+# In a new network namespace the loopback is down, and torchrun connects to itself over it.
 ip link set lo up
 ip address add {address}/24 dev eth0
 ip link set eth0 up
-# -n: no record of it below /run/mount, which the nodes share with the machine.
+# -n: no entry below /run/mount, which the nodes share with the machine.
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /tmp
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /dev/shm
-# torchrun's workers find each other by host name; there is no DNS here.
+# torchrun's workers connect by host name, and there is no DNS.
 mount -n --bind {hosts} /etc/hosts
-# -b: report a new boot, or slurmctld takes a revived node for one that was never gone.
+# -b: report a new boot, or slurmctld assumes that a revived node was never down.
 exec slurmd -b -N {name} -f {slurm_conf}
 """
 
 
-def _slots(places: TestbedPaths) -> dict[str, str]:
-    """The paths that the templates name."""
+def _slots(paths: TestbedPaths) -> dict[str, str]:
+    """The paths in the templates."""
     return {
-        "munge_socket": str(places.munge_socket),
-        "controller_state": str(places.controller_state),
-        "spool": str(places.spool),
-        "run": str(places.run),
-        "logs": str(places.logs),
+        "munge_socket": str(paths.munge_socket),
+        "controller_state": str(paths.controller_state),
+        "spool": str(paths.spool),
+        "run": str(paths.run),
+        "logs": str(paths.logs),
     }
 
 
@@ -128,9 +128,9 @@ def _node_line(shape: TestbedShape, node: TestbedNode) -> str:
     )
 
 
-def slurm_conf(shape: TestbedShape, places: TestbedPaths) -> str:
-    """The whole slurm.conf."""
-    slots = _slots(places)
+def slurm_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
+    """The text of slurm.conf."""
+    slots = _slots(paths)
     text = _CONTROLLER.format(
         cluster=CLUSTER_NAME, login=LOGIN_NAME, address=LOGIN_ADDRESS, port=CONTROLLER_PORT,
         slurmd_timeout=shape.slurmd_timeout, **slots,
@@ -141,53 +141,53 @@ def slurm_conf(shape: TestbedShape, places: TestbedPaths) -> str:
     return text + "".join(_node_line(shape, node) for node in shape.all_nodes) + _PARTITIONS
 
 
-def gres_conf(shape: TestbedShape, places: TestbedPaths) -> str:
-    """The whole gres.conf. Every GPU needs a device file: a count without files leaves the node INVAL."""
+def gres_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
+    """The text of gres.conf. Every GPU needs a device file: a count without files leaves the node INVAL."""
     if not shape.gpus_per_node:
         return "# no GPUs\n"
     last = shape.gpus_per_node - 1
-    files = f"{places.devices}/nvidia[0-{last}]" if last else f"{places.devices}/nvidia0"
+    files = f"{paths.devices}/nvidia[0-{last}]" if last else f"{paths.devices}/nvidia0"
     return f"Name=gpu File={files}\n"
 
 
-def slurmdbd_conf(places: TestbedPaths) -> str:
-    """The whole slurmdbd.conf."""
+def slurmdbd_conf(paths: TestbedPaths) -> str:
+    """The text of slurmdbd.conf."""
     return _SLURMDBD.format(
-        login=LOGIN_NAME, address=LOGIN_ADDRESS, port=DBD_PORT, database=DATABASE_NAME, **_slots(places)
+        login=LOGIN_NAME, address=LOGIN_ADDRESS, port=DBD_PORT, database=DATABASE_NAME, **_slots(paths)
     )
 
 
 def hosts(shape: TestbedShape, host_name: str) -> str:
-    """The nodes' /etc/hosts; `host_name` is the machine's own, under which users' jobs know their submit host."""
+    """The nodes' /etc/hosts; `host_name` is the machine's own, which jobs see as their submit host."""
     aliases = f"{LOGIN_NAME} {host_name}" if host_name not in {LOGIN_NAME, "localhost"} else LOGIN_NAME
     lines = ["127.0.0.1 localhost", "::1 localhost", f"{LOGIN_ADDRESS} {aliases}"]
     return "\n".join([*lines, *(f"{node.address} {node.name}" for node in shape.all_nodes)]) + "\n"
 
 
-def boot_script(node: TestbedNode, places: TestbedPaths) -> str:
-    """The commands that turn fresh namespaces into the node."""
+def boot_script(node: TestbedNode, paths: TestbedPaths) -> str:
+    """The script that turns fresh namespaces into the node."""
     return _BOOT.format(
         name=shlex.quote(node.name),
         address=shlex.quote(node.address),
-        hosts=shlex.quote(str(places.hosts)),
-        slurm_conf=shlex.quote(str(places.slurm_conf)),
+        hosts=shlex.quote(str(paths.hosts)),
+        slurm_conf=shlex.quote(str(paths.slurm_conf)),
     )
 
 
-def login_script(places: TestbedPaths) -> str:
-    """The commands that turn a fresh mount namespace into the login host's, and then run its arguments."""
-    return _LOGIN.format(hosts=shlex.quote(str(places.hosts)))
+def login_script(paths: TestbedPaths) -> str:
+    """The script that turns a fresh mount namespace into the login host's, and then runs its arguments."""
+    return _LOGIN.format(hosts=shlex.quote(str(paths.hosts)))
 
 
-def files(shape: TestbedShape, places: TestbedPaths, host_name: str) -> dict[Path, str]:
-    """Every configuration file: what `up` writes, and what it compares to recognise a testbed of the same shape."""
+def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path, str]:
+    """Every configuration file, by path: `up` writes them, and compares them with those of a running testbed."""
     found = {
-        places.slurm_conf: slurm_conf(shape, places),
-        places.gres_conf: gres_conf(shape, places),
-        places.hosts: hosts(shape, host_name),
-        places.login_script: login_script(places),
-        **{places.boot_script(node): boot_script(node, places) for node in shape.all_nodes},
+        paths.slurm_conf: slurm_conf(shape, paths),
+        paths.gres_conf: gres_conf(shape, paths),
+        paths.hosts: hosts(shape, host_name),
+        paths.login_script: login_script(paths),
+        **{paths.boot_script(node): boot_script(node, paths) for node in shape.all_nodes},
     }
     if shape.accounting:
-        found[places.slurmdbd_conf] = slurmdbd_conf(places)
+        found[paths.slurmdbd_conf] = slurmdbd_conf(paths)
     return found

@@ -1,4 +1,4 @@
-"""Running the system's commands, waiting, and the testbed's lock. Runs as root on the testbed's machine."""
+"""Running commands, waiting, and the testbed's lock. Runs as root on the testbed's machine."""
 
 import contextlib
 import fcntl
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError, UserError
 
-# Daemons and what they start get this environment and nothing of the caller's: a virtual environment or an outer
-# job's SLURM_* would turn up in every job of the testbed.
+# The daemons get only this environment: the caller's virtual environment, or an outer job's SLURM_*, would appear in
+# every job of the testbed.
 CLEAN_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 
 BINARIES_OF_PACKAGE = {
@@ -28,30 +28,30 @@ ACCOUNTING_BINARIES_OF_PACKAGE = {
 
 
 def find(binary: str) -> str | None:
-    """The path of a binary, in the directories that the daemons see."""
+    """The path of a binary in the daemons' PATH."""
     return shutil.which(binary, path=CLEAN_ENVIRONMENT["PATH"])
 
 
 def require_root() -> None:
-    """Refuse to go on as an ordinary user: namespaces and interfaces are root's."""
+    """Raise UserError for an ordinary user: namespaces and network interfaces need root."""
     if os.geteuid() != 0:
-        raise UserError(f"the testbed needs root, and this is uid {os.geteuid()}; type: sudo python -m hpc.testbed ...")
+        raise UserError(f"the testbed needs root, and you are uid {os.geteuid()}; type: sudo python -m hpc.testbed ...")
 
 
 def require_packages(*, accounting: bool) -> None:
-    """Refuse to go on without the packages, with the command that installs them."""
+    """Raise UserError if packages are missing; the message has the command that installs them."""
     packages = BINARIES_OF_PACKAGE | (ACCOUNTING_BINARIES_OF_PACKAGE if accounting else {})
     missing = [package for package, binaries in packages.items() if not all(map(find, binaries))]
     if missing:
         names = " ".join(missing)
-        raise UserError(f"the testbed needs what is not installed: {names}; type: apt-get install -y {names}")
+        raise UserError(f"the testbed needs packages that are not installed: {names}; type: apt-get install -y {names}")
 
 
 def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -> str:
-    """Run a command in the clean environment and return what it printed.
+    """Run a command in the clean environment and return its stdout.
 
     Raises:
-        TorchrelayError: it failed or took too long; the message has the last line that it said.
+        TorchrelayError: it failed or took too long; the message has the last line of its output.
     """
     words = [str(word) for word in command]
     try:
@@ -67,17 +67,16 @@ def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -
     except FileNotFoundError as error:
         raise TorchrelayError(f"`{words[0]}` is not installed") from error
     except subprocess.TimeoutExpired as error:
-        raise TorchrelayError(f"`{' '.join(words)}` gave no answer in {timeout_seconds:g} s") from error
+        raise TorchrelayError(f"`{' '.join(words)}` did not end within {timeout_seconds:g} s") from error
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise TorchrelayError(f"`{' '.join(words)}` failed with exit code {done.returncode}: {said[-1]}")
+        raise _failure(words, done.returncode, done.stderr or done.stdout)
     return done.stdout
 
 
 def start(*command: str | Path, log: Path, **environment: str) -> None:
-    """Start a program that turns itself into a daemon, or that `setsid --fork` turns into one; wait for that alone.
+    """Start a program that daemonizes itself, or by `setsid --fork`, and wait until it has.
 
-    Its output goes to the log and its input is empty: a caller whose output is a pipe must not wait for the daemons.
+    Its output goes to the log, and its input is empty: a caller's pipe must not stay open until the daemons end.
 
     Raises:
         TorchrelayError: it did not start; the message has the last line of its log.
@@ -97,8 +96,12 @@ def start(*command: str | Path, log: Path, **environment: str) -> None:
             timeout=60,
         )
     if done.returncode != 0:
-        said = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise TorchrelayError(f"`{' '.join(words)}` failed with exit code {done.returncode}: {said[-1]} (log: {log})")
+        raise _failure(words, done.returncode, log.read_text(errors="replace"), f" (log: {log})")
+
+
+def _failure(words: list[str], exit_code: int, output: str, hint: str = "") -> TorchrelayError:
+    last = (output.strip().splitlines() or ["no output"])[-1]
+    return TorchrelayError(f"`{' '.join(words)}` failed with exit code {exit_code}: {last}{hint}")
 
 
 def succeeds(*command: str | Path, timeout_seconds: float = 10, **environment: str) -> bool:
@@ -114,20 +117,20 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> N
     """Poll until the condition holds.
 
     Raises:
-        TorchrelayError: it did not in time; `what` says what was waited for and where to look.
+        TorchrelayError: it did not hold in time; `what` completes "waiting for", and names the log.
     """
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TorchrelayError(f"waited {seconds:g} s in vain: {what}")
+            raise TorchrelayError(f"waited {seconds:g} s in vain for {what}")
         time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep everybody else from changing the testbed. The lock's file is gone afterwards.
+    """Hold the testbed's lock; its file is removed afterwards.
 
-    Who waited may hold the lock of a file that the holder before has removed: then it tries again with the new one.
+    A process that waited may get the lock of a file that the previous holder has removed: it then tries again.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

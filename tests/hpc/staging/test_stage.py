@@ -32,39 +32,39 @@ def answer(*arguments: str, code: int = 0) -> Any:
 def test_copy_list_verify_clean(source: Path, here: str) -> None:
     copy = answer(str(source), here)
     assert (Path(copy["path"]) / "1.jpg").read_bytes() == (source / "1.jpg").read_bytes()
-    assert "was there already" in hpc("stage", str(source), here).stdout
+    assert "(reused)" in hpc("stage", str(source), here).stdout
     [known] = answer("--list", here)
     assert (known["source"], known["files"], known["bytes"], known["in_use"]) == (str(source), 1, 1000, False)
     assert "photos" in hpc("stage", "--list", here).stdout
-    assert hpc("stage", "--verify", here).stdout == f"{source}: whole\n"
+    assert hpc("stage", "--verify", here).stdout == f"{source}: intact\n"
     (Path(copy["path"]) / "1.jpg").write_bytes(bytes(1000))
     [check] = answer("--verify", str(source), here, code=1)
-    assert (check["damaged"], check["now"]) == (["1.jpg"], "mended")
-    assert hpc("stage", "--verify", here).stdout == f"{source}: whole\n"
+    assert (check["damaged"], check["result"]) == (["1.jpg"], "repaired")
+    assert hpc("stage", "--verify", here).stdout == f"{source}: intact\n"
     assert len(answer("--clean", here)["deleted"]) == 1
     assert answer("--list", here) == []
-    assert "no copies of yours" in hpc("stage", "--list", here).stdout
+    assert "you have no copies" in hpc("stage", "--list", here).stdout
 
 
 @pytest.mark.parametrize("fate", ["changed", "gone"])
-def test_damaged_copy_that_cannot_be_mended_is_deleted(source: Path, here: str, fate: str) -> None:
+def test_damaged_copy_that_cannot_be_repaired_is_deleted(source: Path, here: str, fate: str) -> None:
     copy = answer(str(source), here)
     (Path(copy["path"]) / "1.jpg").write_bytes(bytes(1000))
     (source / "1.jpg").unlink()
     (source / "2.jpg").write_bytes(b"another") if fate == "changed" else source.rmdir()
     done = hpc("stage", "--verify", here)
     assert done.returncode == 1
-    assert done.stdout.startswith(f"{source}: damaged: 1.jpg; deleted: its source is gone, or another one by now")
+    assert done.stdout.startswith(f"{source}: damaged: 1.jpg; deleted: its source is gone or has changed")
     assert answer("--list", here) == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "what is to be copied? Give a directory or an archive"),
+        ((), "nothing to copy: give a directory or an archive"),
         (("--list", "--clean"), "give one of them"),
         (("/nowhere",), "/nowhere does not exist on this node"),
-        (("--verify", "/nowhere"), "there is no copy of /nowhere"),
+        (("--verify", "/nowhere"), "has no copy of /nowhere"),
         (("--list", "--stage-dir=/nowhere"), "/nowhere"),
     ],
 )

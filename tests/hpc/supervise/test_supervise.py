@@ -19,7 +19,7 @@ from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm.client import running_slurm_conf
 from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
-from hpc.testbed.lifecycle import PLACES
+from hpc.testbed.lifecycle import PATHS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600  # {}\n"
@@ -277,13 +277,13 @@ def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
         with site.supervised() as watching:
             assert watching.stdout is not None
             line = watching.stdout.readline()
-            start_slurmctld(PLACES)
+            start_slurmctld(PATHS)
             run.wait("the new job", lambda: len(live_jobs(run)) == 1)
     finally:
         if running_slurm_conf() is None:
-            start_slurmctld(PLACES)
+            start_slurmctld(PATHS)
         # It has forgotten which nodes answer.
-        run.wait("all nodes", lambda: set(node_states(PLACES).values()) <= USABLE_STATES)
+        run.wait("all nodes", lambda: set(node_states(PATHS).values()) <= USABLE_STATES)
     assert "next check in 2 s: slurm_load_jobs error: Unable to contact" in line
     assert_one_new_job(run)
 

@@ -18,7 +18,7 @@ from hpc.testbed import daemons
 from hpc.testbed.layout import TestbedPaths
 
 ROOT = Path(__file__).parents[3]
-PLACES = TestbedPaths(Path("/run/torchrelay-testbed"))
+PATHS = TestbedPaths(Path("/run/torchrelay-testbed"))
 # A user with an entry in /etc/passwd and with no rights.
 AS_NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 JOB_NAME = "torchrelay-test"
@@ -101,9 +101,9 @@ def nobody(slurm: Slurm) -> Slurm:
 
 
 def test_up_again_changes_nothing(testbed: dict[str, Any]) -> None:
-    before = (PLACES.run / "slurmctld.pid").read_text()
+    before = (PATHS.run / "slurmctld.pid").read_text()
     answer = type_testbed("up")
-    assert (PLACES.run / "slurmctld.pid").read_text() == before
+    assert (PATHS.run / "slurmctld.pid").read_text() == before
     assert answer["slurm_conf"] == testbed["slurm_conf"] == str(client.running_slurm_conf())
     assert [node["name"] for node in answer["nodes"]] == ["gpu01", "gpu02", "gpu03", "gpu04"]
 
@@ -155,7 +155,7 @@ def test_ordinary_user_runs_as_himself_and_requeues_his_job(nobody: Slurm) -> No
 def test_secrets_are_roots_alone(nobody: Slurm) -> None:
     assert nobody("cat", nobody.slurm_conf)
     with pytest.raises(AssertionError, match="Permission denied"):
-        nobody("cat", str(PLACES.munge_key))
+        nobody("cat", str(PATHS.munge_key))
 
 
 def test_urgent_job_preempts_with_a_sigterm_and_the_job_requeues_itself(slurm: Slurm) -> None:
@@ -225,7 +225,7 @@ def traces(box: Box) -> dict[str, list[str]]:
 
 
 def hostname_in_a_job(box: Box) -> str:
-    return call(*box, "srun", "--gpus-per-node=1", "hostname", slurm_conf=str(PLACES.slurm_conf))
+    return call(*box, "srun", "--gpus-per-node=1", "hostname", slurm_conf=str(PATHS.slurm_conf))
 
 
 def test_down_leaves_nothing_behind(box: Box) -> None:
@@ -233,7 +233,7 @@ def test_down_leaves_nothing_behind(box: Box) -> None:
     before = traces(box)
     type_testbed("up", prefix=box)
     stray = "setsid --fork sleep infinity; sleep infinity"
-    call(*box, "sbatch", "--output=/dev/null", f"--wrap={stray}", slurm_conf=str(PLACES.slurm_conf))
+    call(*box, "sbatch", "--output=/dev/null", f"--wrap={stray}", slurm_conf=str(PATHS.slurm_conf))
     wait_for(lambda: traces(box)["processes"].count("sleep") >= before["processes"].count("sleep") + 2)
     type_testbed("kill-node", "gpu03", prefix=box)
     assert type_testbed("down", prefix=box) == {"up": False, "slurm_conf": None, "nodes": []}
@@ -243,7 +243,7 @@ def test_down_leaves_nothing_behind(box: Box) -> None:
 @pytest.mark.parametrize("victim", ["slurmctld", "munged", "gpu01"])
 def test_up_mends_what_was_killed(box: Box, victim: str) -> None:
     type_testbed("up", *SMALL, prefix=box)
-    call(*box, "sh", "-c", f"kill -KILL $(cat {PLACES.run}/{victim}.pid)")
+    call(*box, "sh", "-c", f"kill -KILL $(cat {PATHS.run}/{victim}.pid)")
     assert [node["state"] for node in type_testbed("up", *SMALL, prefix=box)["nodes"]] == ["idle"]
     assert hostname_in_a_job(box) == "gpu01"
 
@@ -267,7 +267,7 @@ def test_two_at_once_and_another_shape(box: Box) -> None:
 def test_node_that_is_back_before_slurm_missed_it_has_lost_its_job(box: Box) -> None:
     type_testbed("up", *SMALL, prefix=box)
     script = '--wrap=test -n "$SLURM_RESTART_COUNT" || sleep infinity'
-    slurm = Slurm(str(PLACES.slurm_conf), ROOT, box)
+    slurm = Slurm(str(PATHS.slurm_conf), ROOT, box)
     job = slurm("sbatch", "--parsable", "--output=/dev/null", script)
     wait_for(lambda: slurm.field(job, "%T") == "RUNNING")
     type_testbed("kill-node", "gpu01", prefix=box)
@@ -291,7 +291,7 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
 def test_accounting_remembers_how_a_job_ended(box: Box) -> None:
     need("slurmdbd", "mariadbd")
     type_testbed("up", *SMALL, "--accounting", prefix=box)
-    slurm = Slurm(str(PLACES.slurm_conf), ROOT, (*box, *AS_NOBODY))
+    slurm = Slurm(str(PATHS.slurm_conf), ROOT, (*box, *AS_NOBODY))
     job = slurm("sbatch", "--parsable", "--output=/dev/null", "--gpus-per-node=1", "--wrap=exit 3")
     ask = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=user,state,exitcode")
     wait_for(lambda: slurm(*ask) == "nobody|FAILED|3:0")

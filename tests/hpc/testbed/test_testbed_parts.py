@@ -11,11 +11,11 @@ from hpc.testbed import daemons, render
 from hpc.testbed.layout import TestbedPaths, TestbedShape
 from hpc.testbed.system import locked
 
-PLACES = TestbedPaths(Path("/run/torchrelay-testbed"))
+PATHS = TestbedPaths(Path("/run/torchrelay-testbed"))
 
 
 def test_slurm_conf_names_every_node_with_its_address_and_gpus() -> None:
-    text = render.slurm_conf(TestbedShape(nodes=2, gpus_per_node=3), PLACES)
+    text = render.slurm_conf(TestbedShape(nodes=2, gpus_per_node=3), PATHS)
     nodes = [line for line in text.splitlines() if line.startswith("NodeName=")]
     assert [line.split()[:2] for line in nodes] == [
         ["NodeName=gpu01", "NodeAddr=10.77.0.1"],
@@ -25,20 +25,20 @@ def test_slurm_conf_names_every_node_with_its_address_and_gpus() -> None:
 
 
 def test_every_gpu_has_a_device_file() -> None:
-    assert render.gres_conf(TestbedShape(gpus_per_node=4), PLACES).endswith("/dev/nvidia[0-3]\n")
-    assert render.gres_conf(TestbedShape(gpus_per_node=1), PLACES).endswith("/dev/nvidia0\n")
+    assert render.gres_conf(TestbedShape(gpus_per_node=4), PATHS).endswith("/dev/nvidia[0-3]\n")
+    assert render.gres_conf(TestbedShape(gpus_per_node=1), PATHS).endswith("/dev/nvidia0\n")
 
 
 def test_nodes_without_gpus_mention_none() -> None:
     shape = TestbedShape(gpus_per_node=0)
-    assert "gpu:" not in render.slurm_conf(shape, PLACES) + render.gres_conf(shape, PLACES)
+    assert "gpu:" not in render.slurm_conf(shape, PATHS) + render.gres_conf(shape, PATHS)
 
 
 @pytest.mark.parametrize("accounting", [True, False])
 def test_accounting_is_configured_when_asked_for(accounting: bool) -> None:
     shape = TestbedShape(accounting=accounting)
-    assert ("accounting_storage/slurmdbd" in render.slurm_conf(shape, PLACES)) is accounting
-    assert (PLACES.slurmdbd_conf in render.files(shape, PLACES, "here")) is accounting
+    assert ("accounting_storage/slurmdbd" in render.slurm_conf(shape, PATHS)) is accounting
+    assert (PATHS.slurmdbd_conf in render.files(shape, PATHS, "here")) is accounting
 
 
 def test_hosts_name_the_nodes_and_the_machine() -> None:
