@@ -14,11 +14,10 @@ import pytest
 from cluster import need
 
 from hpc.slurm import client
-from hpc.testbed import daemons
-from hpc.testbed.layout import TestbedPaths
+from hpc.testbed import daemons, layout
 
 ROOT = Path(__file__).parents[3]
-PATHS = TestbedPaths(Path("/run/torchrelay-testbed"))
+PATHS = layout.TestbedPaths(Path("/run/torchrelay-testbed"))
 # A user with an entry in /etc/passwd and with no rights.
 AS_NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 JOB_NAME = "torchrelay-test"

@@ -7,15 +7,14 @@ import pytest
 
 from hpc.core.errors import UserError
 from hpc.slurm import client
-from hpc.testbed import daemons, render
-from hpc.testbed.layout import TestbedPaths, TestbedShape
+from hpc.testbed import daemons, layout, render
 from hpc.testbed.system import locked
 
-PATHS = TestbedPaths(Path("/run/torchrelay-testbed"))
+PATHS = layout.TestbedPaths(Path("/run/torchrelay-testbed"))
 
 
 def test_slurm_conf_names_every_node_with_its_address_and_gpus() -> None:
-    text = render.slurm_conf(TestbedShape(nodes=2, gpus_per_node=3), PATHS)
+    text = render.slurm_conf(layout.TestbedShape(nodes=2, gpus_per_node=3), PATHS)
     nodes = [line for line in text.splitlines() if line.startswith("NodeName=")]
     assert [line.split()[:2] for line in nodes] == [
         ["NodeName=gpu01", "NodeAddr=10.77.0.1"],
@@ -25,24 +24,24 @@ def test_slurm_conf_names_every_node_with_its_address_and_gpus() -> None:
 
 
 def test_every_gpu_has_a_device_file() -> None:
-    assert render.gres_conf(TestbedShape(gpus_per_node=4), PATHS).endswith("/dev/nvidia[0-3]\n")
-    assert render.gres_conf(TestbedShape(gpus_per_node=1), PATHS).endswith("/dev/nvidia0\n")
+    assert render.gres_conf(layout.TestbedShape(gpus_per_node=4), PATHS).endswith("/dev/nvidia[0-3]\n")
+    assert render.gres_conf(layout.TestbedShape(gpus_per_node=1), PATHS).endswith("/dev/nvidia0\n")
 
 
 def test_nodes_without_gpus_mention_none() -> None:
-    shape = TestbedShape(gpus_per_node=0)
+    shape = layout.TestbedShape(gpus_per_node=0)
     assert "gpu:" not in render.slurm_conf(shape, PATHS) + render.gres_conf(shape, PATHS)
 
 
 @pytest.mark.parametrize("accounting", [True, False])
 def test_accounting_is_configured_when_asked_for(accounting: bool) -> None:
-    shape = TestbedShape(accounting=accounting)
+    shape = layout.TestbedShape(accounting=accounting)
     assert ("accounting_storage/slurmdbd" in render.slurm_conf(shape, PATHS)) is accounting
     assert (PATHS.slurmdbd_conf in render.files(shape, PATHS, "here")) is accounting
 
 
 def test_hosts_name_the_nodes_and_the_machine() -> None:
-    text = render.hosts(TestbedShape(nodes=2), "workstation")
+    text = render.hosts(layout.TestbedShape(nodes=2), "workstation")
     assert "10.77.0.2 gpu02\n" in text
     assert "10.77.0.254 login workstation\n" in text
 
@@ -50,12 +49,12 @@ def test_hosts_name_the_nodes_and_the_machine() -> None:
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nodes": 100}, {"gpus_per_node": -1}, {"cpus_per_node": 0}])
 def test_impossible_shape_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UserError, match="type for example"):
-        TestbedShape(**wrong)  # type: ignore[arg-type]  # whole numbers all
+        layout.TestbedShape(**wrong)  # type: ignore[arg-type]  # whole numbers all
 
 
 def test_unknown_node_lists_the_known() -> None:
     with pytest.raises(UserError, match=r"'gpu9'.*gpu01 gpu02$"):
-        TestbedShape(nodes=2).node("gpu9")
+        layout.TestbedShape(nodes=2).node("gpu9")
 
 
 def test_silent_node_is_unresponsive_until_slurm_calls_it_down() -> None:
