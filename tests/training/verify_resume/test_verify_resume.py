@@ -64,7 +64,7 @@ def test_a_frozen_pretrained_model_is_bit_identical_too(
         **SHORT,
         "model": "resnet20",
         "head_hidden": 8,
-        "schedule": "step",
+        "lr_scheduler": "step",
         "lr_step_epochs": "1",
         "ema_decay": 0.9,
     }
