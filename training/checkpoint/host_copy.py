@@ -112,9 +112,7 @@ class HostCopy:
     def write(self, directory: Path, *, replicated: bool = True) -> None:
         """Write the files of the copy, which is complete, into a directory.
 
-        Args:
-            directory: an existing one.
-            replicated: of a sharded state, whether to write what all ranks hold too.
+        Of a sharded state, `replicated` says whether to write what all ranks hold too.
 
         Raises:
             OSError: the disk is full, for example.

@@ -103,10 +103,7 @@ def _allocate(
 ) -> dict[str, Tensor]:
     """Memory for saved tensors: the model's own, and new tensors for all else.
 
-    Args:
-        state: of this rank.
-        saved: tensors of the saved shapes and types.
-        shape_of: the saved shape of a parameter, and of what the optimizer keeps for each of its elements.
+    `saved` has their shapes and types, `shape_of` the saved shape of a parameter and of its optimizer state.
     """
     own = {f"model/{name}": value for name, value in state.model.state_dict().items()}
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
@@ -146,14 +143,8 @@ def _load(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def save_sharded(group: ProcessGroup, directory: Path, step: int, fill: Fill, keep: int | None) -> None:
     """Write a checkpoint as `save_checkpoint` does, with a file of each rank. All ranks must call this.
 
-    Rank 0 makes the directory and publishes it. All ranks must see the same storage.
-
-    Args:
-        group: with a control group that nothing else uses meanwhile.
-        directory: of the checkpoints.
-        step: the optimizer steps done.
-        fill: is called on all ranks, and writes the file of this rank's shards; on rank 0 all other files too.
-        keep: checkpoints to keep.
+    Rank 0 makes the directory and publishes it; `fill` writes the file of a rank's shards, and on rank 0 all other
+    files. All ranks must see the same storage. `group` needs a control group that nothing else uses meanwhile.
 
     Raises:
         OSError: on all ranks, if some rank could not write; the older checkpoints are all there.

@@ -76,10 +76,6 @@ def missing_history(values: Mapping[str, Any], run: RunDir) -> str:
 
     The snapshot of another node may be newer than the last metrics that rank 0 wrote before it was lost. Resuming from
     it would leave a gap in the metrics.
-
-    Args:
-        values: of the state, without its tensors.
-        run: with the metrics and the best model.
     """
     progress = values["progress"]
     last = last_json_line(run.train_metrics)

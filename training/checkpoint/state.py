@@ -124,11 +124,7 @@ class TrainState:
                 part.load_state_dict(saved)
 
     def check_compatible(self, values: Mapping[str, Any], checkpoint: str) -> None:
-        """Check that a saved state belongs to this run.
-
-        Args:
-            values: of the state, without its tensors.
-            checkpoint: its name.
+        """Check that the values of a saved state belong to this run.
 
         Raises:
             UserError: a flag that it depends on has changed, the data are others, or another version made it.

@@ -79,10 +79,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
     """What is wrong with a checkpoint; empty if its files are as they were written.
 
-    Args:
-        path: of the checkpoint.
-        first: the index of the first file to check.
-        stride: from one file to the next: with rank and world size, the ranks share the work.
+    With its rank as `first` and the world size as `stride`, a rank checks its share of the files.
 
     Raises:
         TorchrelayError: the storage cannot be read. The checkpoint may be intact.

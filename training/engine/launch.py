@@ -14,7 +14,7 @@ from training.data.build import load_data, synthetic_data
 from training.data.dataset import Data
 from training.data.device_dataset import move_to_device
 from training.data.file_index import load_or_build_index
-from training.engine.preflight import check
+from training.engine.preflight import run_preflight
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
 from training.models.sync_batch_norm import convert_sync_batch_norm
@@ -37,7 +37,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
     context.heartbeat.beat("start")
     # Not in a `finally`: after an error `disconnect` would wait for ranks that may be dead.
     if not _is_complete(context, group):
-        report = check(group, context.fault)
+        report = run_preflight(group, context.fault)
         trainer = make_trainer(context, group)
         trainer.logger.event("preflight", **asdict(report))
         # The objects so far live to the end. Frozen, they cost the garbage collector no time, and its counters do not

@@ -39,7 +39,7 @@ class PreflightReport:
     seconds: float
 
 
-def check(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
+def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
     """Let all devices compute and all ranks communicate.
 
     Raises:
@@ -111,7 +111,7 @@ def main(run_dir: str, attempt: str) -> int:
     rank_info = rank_info_from(os.environ)
     try:
         group = connect(rank_info)
-        report = check(group)
+        report = run_preflight(group)
     except TorchrelayError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -12,7 +12,7 @@ from trainer_rig import Starter, events
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.outcome import EXIT_BAD_NODE
-from training.engine.preflight import check
+from training.engine.preflight import run_preflight
 from training.runtime.fault_injection import parse_fault
 from training.runtime.process_group import ProcessGroup, UnfitNodeError, choose_device
 from training.runtime.run_context import RankInfo
@@ -30,14 +30,14 @@ def test_every_start_of_the_ranks_records_a_preflight(start: Starter) -> None:
 
 
 def test_a_single_rank_has_no_bandwidth(group: ProcessGroup) -> None:
-    report = check(group)
+    report = run_preflight(group)
     assert (report.world_size, report.allreduce_gb_per_second) == (1, None)
 
 
 def test_a_device_that_computes_wrongly_is_found(group: ProcessGroup) -> None:
     message = r"rank 0 on .+ \(the CPU\) computes wrongly: 1 of 65536 elements of a matrix product are wrong"
     with pytest.raises(UnfitNodeError, match=message) as raised:
-        check(group, parse_fault("preflight@0:0"))
+        run_preflight(group, parse_fault("preflight@0:0"))
     assert raised.value.exit_code == EXIT_BAD_NODE
 
 

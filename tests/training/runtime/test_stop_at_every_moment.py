@@ -19,7 +19,7 @@ FLAGS += ("--snapshot-every=2",)
 # What a rank does, by the name of the function that does it.
 MOMENTS = {
     "connecting to the other ranks": "training.engine.launch:connect",
-    "the preflight": "training.engine.launch:check",
+    "the preflight": "training.engine.launch:run_preflight",
     "opening the data": "training.engine.launch:load_data",
     "the pass that warms up": "training.engine.step:Stepper.warm_up",
     "looking for a checkpoint": "training.engine.trainer:restore",
