@@ -1,6 +1,6 @@
 """What `hpc doctor` asks of one machine: its file systems, limits, network and torch. Runs everywhere; no torch.
 
-`hpc.doctor.node_findings` judges it.
+`hpc.doctor.findings` judges it.
 """
 
 import importlib.util

@@ -1,1 +1,1 @@
-"""`hpc doctor`: what in this cluster's configuration will hurt a run. Runs on the login node."""
+"""`hpc doctor`: settings of a cluster that cost runs work or time. Runs on the login node."""

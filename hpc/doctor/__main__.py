@@ -1,6 +1,6 @@
-"""`hpc doctor`: what in this cluster's configuration will hurt, what it costs, and what to change. On the login node.
+"""`hpc doctor`: settings of a cluster that cost runs work or time, and what to change. Runs on the login node.
 
-What is true of compute nodes is said only with `--node`, of nodes that were looked at (`hpc.doctor.node_check`).
+Compute nodes are judged only with `--node`, after `hpc.doctor.node_check` has inspected them.
 """
 
 import resource
@@ -20,9 +20,22 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.kernel import file_system_type
 from hpc.core.node_info import NodeInfo
 from hpc.core.rundir import RunDir
-from hpc.doctor.findings import Finding, Severity, costs, judge, merge, note
-from hpc.doctor.node_check import NodeCheckRequest, look_at_nodes, plan
-from hpc.doctor.node_findings import OF_LOGIN, OF_MACHINE, OF_NODE, OF_RUN, LoginNode, RunMeasurements, is_handed_on
+from hpc.doctor.findings import (
+    OF_LOGIN,
+    OF_MACHINE,
+    OF_NODE,
+    OF_RUN,
+    Finding,
+    LoginNode,
+    RunMeasurements,
+    Severity,
+    costs,
+    inherits_open_files,
+    judge,
+    merge,
+    note,
+)
+from hpc.doctor.node_check import NodeCheckRequest, inspect_nodes, plan
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm import client as slurm
 from hpc.slurm import cluster
@@ -37,14 +50,14 @@ _STAGE_DIR = Path("/tmp")  # noqa: S108 - submit's default
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(cli.Common):
-    """Say what in this cluster's configuration will hurt, what it costs, and the line to ask the administrators for."""
+    """Find settings of this cluster that cost runs work or time, and print how to change them."""
 
     run: tyro.conf.Positional[str | None] = None
-    """Run whose saves have to fit into the time that there is; by default the newest that has saved."""
+    """Run whose measured save times to use. Default: the newest run that has saved."""
     runs_dir: Path = Path("runs")
     """Directory of the runs."""
     node: tuple[str, ...] | None = None
-    """Look at compute nodes too, in a short job: at these, or without a name at any (--nodes says how many)."""
+    """Also inspect compute nodes in a short job: these nodes, or without names any (as many as --nodes)."""
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
 
 
@@ -54,25 +67,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Gather, judge, tell. 1: something will cost runs something."""
+    """Gather facts, judge them, print the findings. Returns 1 if there is a `cost`."""
     found = merge(examine(options, find_run(options)))
     if options.json:
         cli.print_json([asdict(finding) for finding in found])
     else:
-        tell(found, debug=options.debug)
+        print_findings(found, debug=options.debug)
     return int(any(finding.severity is Severity.COST for finding in found))
 
 
 def find_run(options: DoctorOptions) -> RunDir | None:
-    """The run that was named, or the newest that has saved anything."""
+    """The named run, or the newest that has saved."""
     if options.run is not None:
         return cli.find_run(options.run, options.runs_dir)
     runs = reversed(cli.all_runs(options.runs_dir))
     return next((run for run in runs if save_seconds(ledger.read(run.events)) is not None), None)
 
 
-def experience_of(run: RunDir) -> RunMeasurements:
-    """What a run has met with, from its events."""
+def measurements_of(run: RunDir) -> RunMeasurements:
+    """What a run has measured, from its events."""
     events = ledger.read(run.events)
     attempt = max((event.get("attempt", 0) for event in events), default=0)
     last = [event for event in events if event.get("attempt") == attempt]
@@ -95,11 +108,11 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     """
     spec = RunSpec.load(run) if run else None
     stage_dir = Path(spec.stage_dir) if spec else _STAGE_DIR
-    experience = experience_of(run) if run else None
-    found = judge(OF_RUN, experience, f"run {experience.name}") if experience else []
+    measured = measurements_of(run) if run else None
+    found = judge(OF_RUN, measured, f"run {measured.name}") if measured else []
     if not slurm.is_available():
         if options.node is not None:
-            raise UserError("--node asks Slurm for nodes, and there is no Slurm here (no sbatch, or no slurm.conf)")
+            raise UserError("--node needs Slurm, and there is none here (no sbatch, or no slurm.conf): leave it out")
         here = node_info.inspect_node(stage_dir)
         return [_no_slurm(), *found, *judge(OF_MACHINE, here, here.name)]
     try:
@@ -107,77 +120,74 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     except UserError:
         raise
     except TorchrelayError as error:
-        return [_silent_slurm(error), *found, *judge(OF_LOGIN, look_at_login(options.runs_dir), "login")]
-    ask = None if options.node is None else plan(options.resources, site, options.node)
-    nodes = look_at_nodes(ask, options.runs_dir, stage_dir) if ask else []
-    login = look_at_login(options.runs_dir, site, nodes)
+        return [_no_answer(error), *found, *judge(OF_LOGIN, inspect_login(options.runs_dir), "login")]
+    request = None if options.node is None else plan(options.resources, site, options.node)
+    nodes = inspect_nodes(request, options.runs_dir, stage_dir) if request else []
+    login = inspect_login(options.runs_dir, site, nodes)
     return [
-        *judge(OF_SLURM, ClusterFacts(cluster=site, run=experience), "cluster"),
+        *judge(OF_SLURM, ClusterFacts(cluster=site, run=measured), "cluster"),
         *found,
         *judge(OF_LOGIN, login, "login"),
         *(finding for node in nodes for finding in judge(OF_NODE, node, node.name)),
-        *([_silent_nodes(len(nodes), ask)] if ask and len(nodes) < ask.resources.max_nodes else []),
+        *([_missing_nodes(len(nodes), request)] if request and len(nodes) < request.resources.max_nodes else []),
     ]
 
 
 def _no_slurm() -> Finding:
     verdict = note(
         "there is no Slurm here (no sbatch, or no slurm.conf)",
-        "runs use this machine alone (--cluster local), and nothing goes on elsewhere should it fail",
-        "type it on a login node",
+        "runs use this machine only (--cluster local), and end when it fails",
+        "run hpc doctor on a login node",
     )
     return Finding(check="slurm", where="login", **vars(verdict))
 
 
-def _silent_slurm(error: TorchrelayError) -> Finding:
+def _no_answer(error: TorchrelayError) -> Finding:
     verdict = costs(
         str(error),
-        "nothing can be submitted; runs go on, but cannot be requeued before it answers again",
+        "runs can be neither submitted nor requeued until it answers; those that train continue",
         "wait, or tell the administrators that slurmctld does not answer",
     )
     return Finding(check="slurm", where="cluster", **vars(verdict))
 
 
-def _silent_nodes(answered: int, ask: NodeCheckRequest) -> Finding:
+def _missing_nodes(answered: int, request: NodeCheckRequest) -> Finding:
     verdict = costs(
-        f"{answered} of {ask.resources.max_nodes} nodes answered",
-        "runs on the others fail as well",
-        f"see what srun has said, and whether the nodes have {sys.executable}: it has to be on shared storage",
+        f"{answered} of {request.resources.max_nodes} nodes answered",
+        "runs on the other nodes fail too",
+        f"see the messages of srun, and check that the nodes have {sys.executable}: it must be on shared storage",
     )
-    return Finding(check="nodes", where=ask.resources.partition or "", **vars(verdict))
+    return Finding(check="nodes", where=request.resources.partition or "", **vars(verdict))
 
 
-def look_at_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
-    """What the login node is like."""
-    handed_on = site is not None and is_handed_on(site.config)
+def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
+    """Describe the login node."""
+    inherited = site is not None and inherits_open_files(site.config)
     return LoginNode(
         runs_dir=str(runs_dir.expanduser().resolve()),
         runs_type=file_system_type(runs_dir),
         torch=node_info.torch_build(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if handed_on else None,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if inherited else None,
         nodes_see_runs=bool(nodes) and all(node.job is not None and node.job.sees_runs for node in nodes),
     )
 
 
-def tell(found: Sequence[Finding], *, debug: bool) -> None:
-    """Print for people: what costs something, and how much more was looked at."""
+def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
+    """Print costs and notes for people, and how many checks passed; with debug also what is unknown."""
     console = Console()
     console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
     shown = [finding for finding in found if finding.severity in {Severity.COST, Severity.NOTE}]
     unknown = [finding for finding in found if finding.severity is Severity.UNKNOWN]
     if shown:
         console.print(table([*shown, *(unknown if debug else [])]))
-    well = len(found) - len(shown) - len(unknown)
-    print(f"{well} of {len(found)} checks are well" + _names(unknown))
-
-
-def _names(unknown: Sequence[Finding]) -> str:
+    passed = len(found) - len(shown) - len(unknown)
     names = ", ".join(finding.check for finding in unknown)
-    return f"; {len(unknown)} could not be judged ({names})" if unknown else ""
+    rest = f"; {len(unknown)} could not be judged ({names})" if unknown else ""
+    print(f"{passed} of {len(found)} checks passed{rest}")
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """Findings for people, the costly ones first: each with what was seen, what it costs, and what to do."""
+    """Findings with value, cost and advice, costs first."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 1, 1, 0), show_header=False)
     drawn.add_column(no_wrap=True)
     drawn.add_column(max_width=_WHERE_WIDTH, overflow="fold")

@@ -1,4 +1,4 @@
-"""Have compute nodes look at themselves (`jobs.doctor`), in a short job of their own. Runs on the login node."""
+"""Runs `jobs.doctor` on compute nodes, in a short job, and reads its reports. Runs on the login node."""
 
 import json
 import os
@@ -19,28 +19,28 @@ from hpc.slurm.cluster import ClusterConfig
 from hpc.spec import Resources
 from hpc.submit import checks
 
-_OWN = Path(__file__).parents[2]
+_PACKAGES = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCheckRequest:
-    """Which nodes are to be looked at."""
+    """Which nodes to inspect, with which resources."""
 
     resources: Resources
     names: tuple[str, ...]
-    """Empty: any."""
+    """Empty: any nodes."""
 
 
 def plan(asked: Resources, site: ClusterConfig, names: Sequence[str]) -> NodeCheckRequest:
-    """Resolve what to ask Slurm for.
+    """Resolve the flags to a request.
 
     Args:
-        asked: the flags.
-        site: whose partition is looked at.
-        names: nodes, or lists of them as Slurm writes them; none: any.
+        asked: the resource flags.
+        site: the cluster and its partition.
+        names: names or lists (gpu[01-03]) of nodes; empty for any.
 
     Raises:
-        UserError: the partition cannot give that.
+        UserError: the partition cannot provide them.
     """
     nodes = tuple(slurm.hostnames(",".join(names))) if names else ()
     wanted = replace(
@@ -52,17 +52,18 @@ def plan(asked: Resources, site: ClusterConfig, names: Sequence[str]) -> NodeChe
     return NodeCheckRequest(resources=checks.resolve_resources(wanted, slurm.partitions()), names=nodes)
 
 
-def look_at_nodes(ask: NodeCheckRequest, runs_dir: Path, stage_dir: Path) -> list[NodeInfo]:
+def inspect_nodes(request: NodeCheckRequest, runs_dir: Path, stage_dir: Path) -> list[NodeInfo]:
     """The nodes that answered, in the order of their ranks."""
-    resources = ask.resources
-    print(f"waiting for {resources.nodes} nodes of partition {resources.partition}; Ctrl-C gives up", file=sys.stderr)
-    with _beside(runs_dir) as shared:
-        return read_reports(slurm.run_srun(srun_argv(ask, shared, stage_dir)))
+    resources = request.resources
+    count = "1 node" if resources.max_nodes == 1 else f"{resources.nodes} nodes"
+    print(f"waiting for {count} of partition {resources.partition}; Ctrl-C cancels", file=sys.stderr)
+    with _directory_beside(runs_dir) as shared:
+        return read_reports(slurm.run_srun(srun_argv(request, shared, stage_dir)))
 
 
 @contextmanager
-def _beside(runs_dir: Path) -> Iterator[Path]:
-    """A directory that nodes see, if they see the runs."""
+def _directory_beside(runs_dir: Path) -> Iterator[Path]:
+    """A temporary directory that a node sees if it sees the runs directory."""
     real = runs_dir.expanduser().resolve()
     existing = next(path for path in (real, *real.parents) if path.exists())
     directory = tempfile.mkdtemp(prefix=".doctor-", dir=existing)
@@ -72,28 +73,28 @@ def _beside(runs_dir: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def srun_argv(ask: NodeCheckRequest, shared: Path, stage_dir: Path) -> list[str]:
-    """The srun that starts one task on each node."""
-    resources = ask.resources
+def srun_argv(request: NodeCheckRequest, shared: Path, stage_dir: Path) -> list[str]:
+    """The srun that starts one task on each node. Pure but for the environment."""
+    resources = request.resources
     given = {key: getattr(resources, key) for key in ("mem", "account", "qos", "constraint", "exclude")}
-    path = os.pathsep.join(filter(None, [str(_OWN), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
     return [
         "srun", "--quit-on-interrupt", "--label", "--job-name=doctor", f"--partition={resources.partition}",
         f"--nodes={resources.nodes}", "--ntasks-per-node=1", f"--gpus-per-node={resources.gpus_per_node}",
-        # A CPU for each rank: a whole share of the node would only be waited for.
+        # One CPU per rank: a larger share might have to wait for other jobs.
         f"--cpus-per-task={resources.gpus_per_node}", f"--time={walltime_minutes(resources.time or '10m')}",
         *(f"--{key}={value}" for key, value in given.items() if value is not None),
         *(f"--{option}" for option in resources.sbatch),
-        *([f"--nodelist={','.join(ask.names)}"] if ask.names else []),
+        *([f"--nodelist={','.join(request.names)}"] if request.names else []),
         "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
-        # As submitit's scripts do: it says who it is that reads the allocation.
+        # As in submitit's scripts: it selects the reader of the allocation.
         "env", f"PYTHONPATH={path}", "SUBMITIT_EXECUTOR=slurm", sys.executable, "-P", "-m", "jobs.doctor",
         str(shared), str(stage_dir), str(resources.gpus_per_node),
     ]  # fmt: skip
 
 
 def read_reports(printed: str) -> list[NodeInfo]:
-    """The machines that srun's tasks printed, each line with the number of its task before it. Pure."""
+    """Parse the output of `srun --label`, whose tasks each print a NodeInfo. Pure."""
     lines = dict[int, list[str]]()
     for label, line in re.findall(r"^ *(\d+): ?(.*)$", printed, re.MULTILINE):
         lines.setdefault(int(label), []).append(line)
@@ -103,5 +104,5 @@ def read_reports(printed: str) -> list[NodeInfo]:
         try:
             found.append(node_info.from_json(json.loads(text[text.index("{") :])))
         except (ValueError, KeyError, TypeError):
-            continue  # it was ended in the middle, and counts as one that did not answer
+            continue  # cut off: counts as a node that did not answer
     return found

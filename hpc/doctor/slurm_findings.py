@@ -1,4 +1,4 @@
-"""What Slurm's configuration costs a run, and what to ask for: one small function a symptom. Pure; login node."""
+"""The findings of `hpc doctor` about Slurm's configuration: one small function per check. Pure; login node."""
 
 import re
 from collections.abc import Mapping
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from hpc.core.units import KILL_WAIT_SECONDS, save_timeout_seconds
-from hpc.doctor.findings import Check, Verdict, costs, note, ok
-from hpc.doctor.node_findings import LEAST_STAGE_BYTES, RunMeasurements, small_stage
+from hpc.doctor.findings import LEAST_STAGE_BYTES, Check, RunMeasurements, Verdict, costs, note, ok, small_stage
 from hpc.slurm.cluster import ClusterConfig, leading_number
 
-# Of the time that there is to save. The rest is for storage that is slower on another day.
+# A save should take at most this share of the available time: storage may be slower on another day.
 _MOST_SHARE = 0.8
 _LEAST_SAVE_SECONDS = 10.0
 _LONG_TIMEOUT_SECONDS = 60
@@ -19,14 +18,14 @@ _CRED_EXPIRE_SECONDS, _SHORT_EXPIRE_SECONDS, _LONG_EXPIRE_SECONDS = 120, 30, 300
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """A cluster, and a run that has been on it."""
+    """A cluster, and what a run has measured there."""
 
     cluster: ClusterConfig
     run: RunMeasurements | None = None
 
 
 def may_be_preempted(cluster: ClusterConfig) -> bool | None:
-    """Whether Slurm ends jobs of the partition for the sake of others; None if it does not say."""
+    """Whether Slurm may end jobs of the partition to start others; None if its configuration does not tell."""
     kind, mode = cluster.config.get("PreemptType"), cluster.partition.get("PreemptMode")
     if kind is None or mode is None or kind.endswith("/qos"):
         return None
@@ -36,14 +35,13 @@ def may_be_preempted(cluster: ClusterConfig) -> bool | None:
 
 
 def seconds_to_save(grace: int, kill_wait: int | None) -> float:
-    """How long the ranks of a preempted run may take: its agents know of GraceTime, but not of KillWait."""
+    """How long the ranks may take to save at a preemption. The agents know GraceTime, but not KillWait."""
     if grace:
         return save_timeout_seconds(grace)
     return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
 
 
-def _grace(took: float | None) -> int:
-    """A GraceTime that is long enough."""
+def _sufficient_grace(took: float | None) -> int:
     return max(60, ceil((took or 0) / _MOST_SHARE) + 10)
 
 
@@ -55,9 +53,9 @@ def _preemption(site: ClusterFacts) -> Verdict | None:
     config, partition = site.cluster.config, site.cluster.partition
     if config.get("PreemptType", "").endswith("/qos"):
         return note(
-            "PreemptType=preempt/qos: the time to save is the QOS's",
-            "a save that takes longer than its GraceTime is cut off, and the steps since the last checkpoint are lost",
-            "look with sacctmgr show qos format=name,preempt,preemptmode,gracetime",
+            "PreemptType=preempt/qos: the QOS defines the GraceTime",
+            "if a save takes longer than that, the steps since the last checkpoint are lost",
+            "check with sacctmgr show qos format=name,preempt,preemptmode,gracetime",
         )
     preempted, grace = may_be_preempted(site.cluster), leading_number(partition, "GraceTime")
     if preempted is None or grace is None:
@@ -70,12 +68,12 @@ def _preemption(site: ClusterFacts) -> Verdict | None:
     fits = seconds >= _LEAST_SAVE_SECONDS and grace > 0 if took is None else took <= _MOST_SHARE * seconds
     if fits:
         return ok(value)
-    say = note if took is None else costs
-    return say(
+    verdict = note if took is None else costs
+    return verdict(
         value,
-        "a save that takes longer is cut off, and the steps since the last checkpoint are lost",
-        f"ask the administrators for GraceTime={_grace(took)} in the line PartitionName="
-        f"{partition.get('PartitionName', '...')} of slurm.conf; with a shorter --checkpoint-every less is lost",
+        "if a save takes longer, the steps since the last checkpoint are lost",
+        f"ask the administrators for GraceTime={_sufficient_grace(took)} in the line PartitionName="
+        f"{partition.get('PartitionName', '...')} of slurm.conf; a shorter --checkpoint-every reduces the loss",
     )
 
 
@@ -86,20 +84,14 @@ def _user_signal(site: ClusterFacts) -> Verdict | None:
     if "preempt_send_user_signal" in given:
         return ok("preempt_send_user_signal is set")
     if may_be_preempted(site.cluster) is False:
-        return ok("not set, and jobs of this partition are not preempted")
+        return ok("not set; jobs of this partition are not preempted")
     if site.run and not site.run.is_script:
-        return ok("not set; the trainer saves on SIGTERM as well")
+        return ok("not set; the trainer also saves on SIGTERM")
     return note(
         "preempt_send_user_signal is not set",
-        "preemption comes as SIGTERM alone; the trainer saves then too, but a script of your own that only knows "
-        "SIGUSR2 loses what it has done since its last save",
-        "have the script save on SIGTERM as well, or ask for SlurmctldParameters=preempt_send_user_signal",
+        "a preemption sends only SIGTERM: a script of your own that saves on SIGUSR2 alone loses work",
+        "save on SIGTERM too, or ask the administrators for SlurmctldParameters=preempt_send_user_signal",
     )
-
-
-def _job_requeue(site: ClusterFacts) -> Verdict | None:
-    given = leading_number(site.cluster.config, "JobRequeue")
-    return None if given is None else ok(f"JobRequeue={given}; the script of a run says --requeue itself, which wins")
 
 
 def _kill_wait(site: ClusterFacts) -> Verdict | None:
@@ -114,7 +106,7 @@ def _kill_wait(site: ClusterFacts) -> Verdict | None:
     enough = given >= KILL_WAIT_SECONDS
     return note(
         value,
-        f"a run that somebody requeues has {seconds:g} s to save, else it loses the steps since the last checkpoint",
+        f"a requeued run has {seconds:g} s to save; if it takes longer, the steps since the last checkpoint are lost",
         "use a shorter --checkpoint-every" if enough else "ask the administrators for KillWait=30 in slurm.conf",
     )
 
@@ -125,14 +117,14 @@ def _slurmd_timeout(site: ClusterFacts) -> Verdict | None:
         return None
     value, ask = f"SlurmdTimeout={seconds} s", "ask the administrators for SlurmdTimeout=60 in slurm.conf"
     if seconds == 0:
-        return costs(value, "Slurm never notices a dead node: a run of one node hangs with it for ever", ask)
+        return costs(value, "Slurm never notices a dead node: a run on one node hangs forever when it dies", ask)
     if seconds <= _LONG_TIMEOUT_SECONDS:
         return ok(value)
     return note(
         value,
-        f"Slurm notices a dead node after {seconds} s; the agents of a run notice after 5 s, so only a run of one "
-        "node, which nobody survives, waits for it",
-        f"hpc supervise notices after a minute; or {ask}",
+        f"Slurm notices a dead node after {seconds} s. The node agents notice after 5 s, but a run on one node has no "
+        "other agent and waits",
+        f"start hpc supervise, which notices after a minute; or {ask}",
     )
 
 
@@ -145,12 +137,12 @@ def _cred_expire(site: ClusterFacts) -> Verdict | None:
     value = f"cred_expire={seconds} s" + ("" if match else ", Slurm's default")
     if seconds <= _SHORT_EXPIRE_SECONDS:
         return ok(value)
-    say = costs if seconds > _LONG_EXPIRE_SECONDS else note
-    return say(
+    verdict = costs if seconds > _LONG_EXPIRE_SECONDS else note
+    return verdict(
         value,
-        f"a run that was requeued, as at its time limit or by a preemption, waits {seconds} s before it may start",
-        "hpc supervise ends the wait of your jobs; or ask the administrators for "
-        "cred_expire=30 in AuthInfo= of slurm.conf, if their prologue takes less",
+        f"a requeued run (time limit, preemption) waits {seconds} s before Slurm may start it",
+        "start hpc supervise, which ends the delay; or ask the administrators for cred_expire=30 in AuthInfo= of "
+        "slurm.conf, if their prolog takes less",
     )
 
 
@@ -159,8 +151,8 @@ def _accounting(site: ClusterFacts) -> Verdict:
         return ok("sacct answers")
     return note(
         site.cluster.sacct_error,
-        "runs do not need it; but what became of a job that Slurm has forgotten (MinJobAge), sacct cannot tell",
-        "ask the administrators for AccountingStorageType=accounting_storage/slurmdbd, if you want that",
+        "runs do not need sacct; but the final state of a job that Slurm has forgotten (MinJobAge) stays unknown",
+        "ask the administrators for AccountingStorageType=accounting_storage/slurmdbd, if you need it",
     )
 
 
@@ -172,8 +164,8 @@ def _submits_from_nodes(site: ClusterFacts) -> Verdict | None:
         return ok("AllocNodes=ALL")
     return note(
         f"AllocNodes={given}",
-        "if these are not the compute nodes, a run that has lost its head node, or too many, cannot start elsewhere "
-        "before Slurm has noticed too (SlurmdTimeout)",
+        "unless these include the compute nodes, a run that lost its head node, or too many nodes, restarts only after "
+        "Slurm has noticed (SlurmdTimeout)",
         f"ask the administrators for AllocNodes=ALL in the line PartitionName="
         f"{site.cluster.partition.get('PartitionName', '...')} of slurm.conf",
     )
@@ -188,15 +180,15 @@ def _private_tmp(site: ClusterFacts) -> Verdict | None:
         return ok("jobs share the nodes' /tmp")
     return note(
         kind,
-        "each job has a /tmp of its own, which ends with it: every new job of a run copies the data again",
-        "--stage-dir with a directory on the nodes' disks that Dirs= in job_container.conf does not name",
+        "each job has its own /tmp, removed at its end: every new job of a run copies the data again",
+        "use --stage-dir with a directory on the nodes' disks that Dirs= in job_container.conf does not list",
     )
 
 
 def _tmp_disk(site: ClusterFacts) -> Verdict | None:
     sizes = [size for node in site.cluster.nodes if (size := leading_number(node, "TmpDisk"))]
     if not sizes:
-        return None  # administrators often leave it out, and Slurm then says 0
+        return None  # often not configured; Slurm then reports 0
     value = f"TmpDisk={min(sizes)} MB on the smallest node"
     return ok(value) if min(sizes) * 2**20 >= LEAST_STAGE_BYTES else small_stage(value)
 
@@ -204,7 +196,6 @@ def _tmp_disk(site: ClusterFacts) -> Verdict | None:
 OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "preemption": _preemption,
     "preempt_send_user_signal": _user_signal,
-    "JobRequeue": _job_requeue,
     "KillWait": _kill_wait,
     "SlurmdTimeout": _slurmd_timeout,
     "cred_expire": _cred_expire,

@@ -1,1 +1,1 @@
-"""`hpc drill`: break a run on purpose and measure what that costs. Runs on the login node."""
+"""`hpc drill`: cause a failure in a run and measure its cost. Runs on the login node."""

@@ -1,8 +1,7 @@
-"""`hpc drill`: break a run on purpose, wait until it trains again, and say what that cost. Runs on the login node.
+"""`hpc drill`: cause a failure in a run, wait until it trains again, and print the cost. Runs on the login node.
 
-As the run's owner and through Slurm, so on the testbed as well as in a real allocation. Only on the testbed a node's
-power can be cut and an urgent job submitted: elsewhere all processes of the run on that node are killed, and its job is
-requeued.
+It needs only the rights of the run's owner. On the testbed, node-kill cuts a node's power and preempt submits an urgent
+job; on other clusters they kill all processes of the run on the node, and requeue its job.
 """
 
 import os
@@ -29,36 +28,36 @@ from hpc.status.run_view import TERMINAL, Summary
 Kind = Literal["worker-kill", "node-kill", "preempt", "hang", "term", "disk-full"]
 _POLL_SECONDS = 1.0
 # Longer than Slurm takes to notice a dead node (SlurmdTimeout, 300 s) and to start a requeued job (120 s).
-_PATIENCE_SECONDS = 900.0
+_TIMEOUT_SECONDS = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrillOptions(cli.Common):
-    """Break a run on purpose, wait until it trains again, and say what that cost."""
+    """Cause a failure in a run, wait until it trains again, and print what it cost."""
 
     run: tyro.conf.Positional[str]
     """Run directory or name."""
     kind: tyro.conf.Positional[Kind]
-    """What to do to it."""
+    """The failure."""
     runs_dir: Path = Path("runs")
     """Directory of the runs."""
     rank: int | None = None
-    """The rank for worker-kill and hang; by default the last."""
+    """The rank for worker-kill, hang (default: the last) and disk-full (default: 0)."""
     node: str | None = None
-    """The node for node-kill; by default the last, which is not the head unless it is the only one."""
+    """The node for node-kill. Default: the last that is not the head node."""
     yes: bool = False
-    """Do not ask."""
+    """Do not ask for confirmation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrillTarget:
-    """What a drill hits."""
+    """The run, node and rank that a drill acts on."""
 
     run: RunDir
     cluster: str
     job_id: str
     nodes: tuple[str, ...]
-    """Those that train."""
+    """The nodes that train."""
     node: str
     rank: int
     testbed: bool
@@ -70,27 +69,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def drill(options: DrillOptions) -> int:
-    """Ask, break, wait, tell."""
+    """Confirm, cause the failure, wait, print the interruptions."""
     run = cli.find_run(options.run, options.runs_dir)
     target = target_of(options, run, summaries([run])[0])
-    command, does = plan(options.kind, target)
+    command, action = plan(options.kind, target)
     if not options.yes:
-        _ask(f"{does} (run {run.name}, job {target.job_id})")
+        _confirm(f"{action} (run {run.name}, job {target.job_id})")
     before = len(interruptions_of(ledger.read(run.events)))
-    said = slurm.run(*command)
-    if options.kind in _RANKS and not said.strip():
+    pids = slurm.run(*command)
+    if options.kind in _RANK_FAULTS and not pids.strip():
         raise TorchrelayError(f"rank {target.rank} has no heartbeat on {' '.join(target.nodes)}: nothing was done")
-    return _tell(options, run, _wait(run, options.kind, before))
+    return _print_result(options, run, _wait(run, options.kind, before))
 
 
 def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
-    """What the drill hits, from the flags and the status of the run.
+    """Resolve the flags against the status of the run.
 
     Raises:
         UserError: it does not train, or has no such rank or node.
     """
     if row["state"] != "running" or not row["world_size"]:
-        raise UserError(f"run {run.name} does not train now: wait until hpc status {run.name} shows its steps")
+        raise UserError(f"run {run.name} is not training: wait until hpc status {run.name} shows its step")
     attempt = row["attempts"][-1]
     nodes = tuple(attempt["members"])
     others = [node for node in nodes if node != attempt["nodes"][0]]
@@ -113,84 +112,76 @@ def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
     )
 
 
-_RANKS = {"worker-kill": "kill", "hang": "stop", "disk-full": "full"}
-_DOES = {
-    "worker-kill": "kill rank {rank} with SIGKILL",
-    "hang": "stop rank {rank} with SIGSTOP",
-    "disk-full": "let rank {rank} write no large file for 10 s",
+# Actions of `hpc.drill.node_faults` on one rank, and what they do.
+_RANK_FAULTS = {
+    "worker-kill": ("kill", "kill rank {} with SIGKILL"),
+    "hang": ("stop", "stop rank {} with SIGSTOP"),
+    "disk-full": ("full", "make writes of large files by rank {} fail for 10 s"),
 }
 
 
 def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
-    """The command that breaks the run, and what it does in words. Pure.
+    """The command that causes the failure, and what it does. Pure.
 
     Raises:
-        UserError: without Slurm, and only Slurm can do it.
+        UserError: it needs Slurm, and the run is on this machine.
     """
-    if kind in _RANKS:
-        return on_nodes(target, target.nodes, _RANKS[kind], str(target.rank)), _DOES[kind].format(rank=target.rank)
+    if kind in _RANK_FAULTS:
+        action, description = _RANK_FAULTS[kind]
+        return on_nodes(target, target.nodes, action, str(target.rank)), description.format(target.rank)
     if target.cluster == "local":
         if kind != "term":
             raise UserError(f"{kind} needs Slurm, and this run is on --cluster local: use term, worker-kill or hang")
         return ["kill", "-TERM", target.job_id], "send SIGTERM to the run"
-    power = f"{'cut the power of' if target.testbed else 'kill all processes of the run on'} {target.node}"
-    commands = {
-        "term": (_term(target), "send SIGTERM to all processes of the step"),
-        "preempt": (_preempt(target), "preempt the job" if target.testbed else "requeue the job"),
-        "node-kill": (_node_kill(target), power),
-    }
-    return commands[kind]
+    return _slurm_fault(kind, target)
 
 
-def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[str]:
-    """The command that has `hpc.drill.node_faults` act on nodes of the run, from the run's own snapshot of the code."""
-    path = f"PYTHONPATH={target.run.packages}"
-    helper = ["env", path, sys.executable, "-P", "-m", "hpc.drill.node_faults", str(target.run.path), *action]
-    if target.cluster == "local":
-        return helper
-    return [
-        "srun", f"--jobid={target.job_id}", "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
-        "--ntasks-per-node=1", "--gres=none", "--cpu-bind=none", "--mpi=none", *helper,
-    ]  # fmt: skip
-
-
-def _term(target: DrillTarget) -> list[str]:
-    # The agents' step is the first one; the batch script, which is none, would die of it.
-    return ["scancel", "--signal=TERM", f"{target.job_id}.0"]
-
-
-def _preempt(target: DrillTarget) -> list[str]:
+def _slurm_fault(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
+    if kind == "term":
+        # Step 0 has the agents. Without a step, the signal would also end the batch script.
+        return ["scancel", "--signal=TERM", f"{target.job_id}.0"], "send SIGTERM to all processes of the step"
+    if kind == "node-kill" and target.testbed:
+        command = [sys.executable, "-m", "hpc", "testbed", "kill-node", target.node]
+        return command, f"cut the power of {target.node}"
+    if kind == "node-kill":
+        return on_nodes(target, [target.node], "kill-all"), f"kill all processes of the run on {target.node}"
     if not target.testbed:
-        return ["scontrol", "requeue", target.job_id]
+        return ["scontrol", "requeue", target.job_id], "requeue the job"
     return [
         "sbatch", "--partition=urgent", "--exclusive", f"--nodes={len(target.nodes)}",
         f"--nodelist={','.join(target.nodes)}", "--job-name=drill", "--output=/dev/null", "--wrap=true",
+    ], "preempt the job"  # fmt: skip
+
+
+def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[str]:
+    """The command that runs `hpc.drill.node_faults`, from the run's copy of the code, on nodes of the run."""
+    path = f"PYTHONPATH={target.run.packages}"
+    faults = ["env", path, sys.executable, "-P", "-m", "hpc.drill.node_faults", str(target.run.path), *action]
+    if target.cluster == "local":
+        return faults
+    return [
+        "srun", f"--jobid={target.job_id}", "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
+        "--ntasks-per-node=1", "--gres=none", "--cpu-bind=none", "--mpi=none", *faults,
     ]  # fmt: skip
 
 
-def _node_kill(target: DrillTarget) -> list[str]:
-    if target.testbed:
-        return [sys.executable, "-m", "hpc", "testbed", "kill-node", target.node]
-    return on_nodes(target, [target.node], "kill-all")
-
-
-def _ask(what: str) -> None:
-    """Let the user say yes.
+def _confirm(action: str) -> None:
+    """Ask the user.
 
     Raises:
-        UserError: nobody is there, or said no.
+        UserError: stdin is no terminal, or the answer is no.
     """
     if not sys.stdin.isatty():
-        raise UserError(f"this would {what}: repeat it with --yes")
-    print(f"{what}? [y/N] ", end="", file=sys.stderr, flush=True)
+        raise UserError(f"this would {action}: add --yes to confirm")
+    print(f"{action}? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
         raise UserError("nothing was done")
 
 
 def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
-    """Wait until the run trains again, or is over; the interruptions since."""
+    """Wait until the run trains again or has ended; returns the new interruptions."""
     checkpoints = _checkpoints(run)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         new = interruptions_of(ledger.read(run.events))[before:]
@@ -198,11 +189,13 @@ def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
             return new
         if summaries([run])[0]["state"] in TERMINAL:
             return new
-    raise TorchrelayError(f"run {run.name} does not train again after {_PATIENCE_SECONDS:.0f} s: hpc status {run.name}")
+    raise TorchrelayError(
+        f"run {run.name} has not resumed training after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}"
+    )
 
 
 def trains_again(new: Sequence[Interruption]) -> bool:
-    """Whether the last of the interruptions, if there is any, is over."""
+    """Whether the last interruption, if there is one, has ended."""
     return bool(new) and new[-1].seconds["first_step"] is not None
 
 
@@ -210,7 +203,7 @@ def _checkpoints(run: RunDir) -> int:
     return sum(event["event"] == "checkpoint_saved" for event in ledger.read(run.events))
 
 
-def _tell(options: DrillOptions, run: RunDir, new: Sequence[Interruption]) -> int:
+def _print_result(options: DrillOptions, run: RunDir, new: Sequence[Interruption]) -> int:
     row = summaries([run])[0]
     found = [asdict(interruption) for interruption in new]
     if options.json:

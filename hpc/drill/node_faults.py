@@ -1,7 +1,7 @@
-"""A drill's part on one compute node: do to a process of the run what a failure would. Runs on compute nodes.
+"""The failures that a drill causes on one compute node. Runs on compute nodes.
 
-`python -m hpc.drill.node_faults RUN_DIR kill|stop|full RANK` or `RUN_DIR kill-all`; prints the processes that it
-hit, none if the rank is not on this node.
+`python -m hpc.drill.node_faults RUN_DIR kill|stop|full RANK` or `RUN_DIR kill-all` prints the ids of the processes that
+it acted on, none if the rank is not on this node.
 """
 
 import json
@@ -18,12 +18,12 @@ from hpc.core.kernel import children, start_time
 from hpc.core.nodedir import node_dirs
 
 _FULL_SECONDS = 10.0
-# More than a heartbeat and the head of a log, less than any model.
+# More than a heartbeat, less than any model.
 _FULL_BYTES = 64 * 1024
 
 
 def main(argv: list[str]) -> int:
-    """Act on this node, if there is something to act on."""
+    """Act on the run's processes on this node."""
     run, action, *ranks = argv
     pids = agent_tree(Path(run)) if action == "kill-all" else rank_pids(Path(run), int(ranks[0]))
     for pid in pids:
@@ -34,19 +34,19 @@ def main(argv: list[str]) -> int:
 
 
 def rank_pids(run: Path, rank: int) -> list[int]:
-    """The process of a rank, if it runs on this node, by its heartbeat."""
+    """The process of a rank, if it runs on this node, from its heartbeat."""
     found = []
     for path in (path for node in node_dirs(run) for path in node.heartbeat(0).parent.glob("local-*")):
         with suppress(ValueError):
-            beat = json.loads(path.read_text())
-            # A rank may have had its place here before the nodes that are left took new ones.
-            if beat["rank"] == rank and start_time(beat["pid"]) is not None:
-                found.append((beat["time"], beat["pid"]))
+            heartbeat = json.loads(path.read_text())
+            # Several processes may have been this rank: the rendezvous after a lost node assigns new ranks.
+            if heartbeat["rank"] == rank and start_time(heartbeat["pid"]) is not None:
+                found.append((heartbeat["time"], heartbeat["pid"]))
     return [max(found)[1]] if found else []
 
 
 def agent_tree(run: Path) -> list[int]:
-    """This node's agent of the run, and all processes that come from it."""
+    """This node's agent of the run, and all its descendants."""
     commands = {int(path.parent.name): _arguments(path) for path in Path("/proc").glob("[0-9]*/cmdline")}
     tree = [pid for pid, command in commands.items() if _is_agent(command, os.fspath(run))]
     for pid in tree:  # grows while it is walked
@@ -55,7 +55,7 @@ def agent_tree(run: Path) -> list[int]:
 
 
 def _is_agent(command: list[str], run: str) -> bool:
-    # The srun of the batch script has the agent's command line too, and is not part of the node that fails.
+    # The batch script's srun has the agent's command line too, but does not fail with the node.
     return {"jobs.agent", run} <= set(command) and Path(command[0]).name != "srun"
 
 
@@ -74,7 +74,7 @@ def _stop(pid: int) -> None:
 
 
 def _full(pid: int) -> None:
-    """Let a process write no large file for a while: as on a full disk, but for its own files alone."""
+    """Make a process's writes of large files fail for a while, as on a full disk."""
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, limits[1]))
     try:

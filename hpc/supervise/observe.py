@@ -16,7 +16,7 @@ from hpc.core.outcome import JobState
 from hpc.core.rundir import RunDir
 from hpc.slurm.squeue import SlurmJob
 
-# A handover, by an agent or a supervisor, takes at most three calls of Slurm's clients, with their timeouts.
+# A handover, by an agent or a supervisor, takes at most three calls of Slurm's commands, with their timeouts.
 HANDOVER_SECONDS = 100.0
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hpc.core.kernel import mounted_type
 from hpc.core.node_info import parse_torch_version
-from hpc.doctor.node_findings import is_handed_on, nccl_takes
+from hpc.doctor.findings import inherits_open_files, nccl_interfaces
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from hpc.doctor.node_findings import is_handed_on, nccl_takes
     ],
 )
 def test_interfaces_that_nccl_takes(interfaces: tuple[str, ...], asked: str, taken: list[str]) -> None:
-    assert nccl_takes(interfaces, asked) == taken
+    assert nccl_interfaces(interfaces, asked) == taken
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_interfaces_that_nccl_takes(interfaces: tuple[str, ...], asked: str, tak
 )  # fmt: skip
 def test_limit_of_open_files_is_handed_on(only: str, but: str, handed_on: bool) -> None:
     config = {"PropagateResourceLimits": only, "PropagateResourceLimitsExcept": but}
-    assert is_handed_on(config) is handed_on
-    assert is_handed_on({}) is False
+    assert inherits_open_files(config) is handed_on
+    assert inherits_open_files({}) is False
 
 
 def test_file_system_is_the_innermost_and_last_mount() -> None:

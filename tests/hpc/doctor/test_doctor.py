@@ -14,7 +14,7 @@ from test_findings import CONFIG, NODE, NODES, PARTITIONS
 
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
-from hpc.doctor.__main__ import DoctorOptions, experience_of, find_run
+from hpc.doctor.__main__ import DoctorOptions, find_run, measurements_of
 from hpc.doctor.node_check import NodeCheckRequest, read_reports, srun_argv
 from hpc.spec import Resources, RunSpec
 from jobs.doctor import summarize
@@ -88,7 +88,7 @@ def test_notes_alone_are_no_failure_and_what_is_well_takes_one_line(shared: Path
     done = doctor(shared, recorded)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SlurmdTimeout=300 s" in done.stdout
-    assert "JobRequeue" not in done.stdout
+    assert "AllocNodes" not in done.stdout
     assert done.stdout.splitlines()[-1].endswith("could not be judged (TmpDisk)")
 
 
@@ -123,7 +123,7 @@ def test_without_slurm_this_machine_is_looked_at(tmp_path: Path) -> None:
 def test_nodes_need_slurm(tmp_path: Path) -> None:
     done = without_slurm(tmp_path, "--node")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--node asks Slurm for nodes, and there is no Slurm here" in done.stderr
+    assert "--node needs Slurm, and there is none here" in done.stderr
 
 
 def test_newest_run_that_has_saved_is_compared(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_experience_is_the_last_attempts(tmp_path: Path) -> None:
     for attempt, reason in ((1, "no room"), (1, None)):
         event = {"time": 1.0 + attempt, "event": "staged", "attempt": attempt, "in_place": reason}
         append_json_line(run.events / "x.jsonl", event)
-    assert experience_of(run).in_place == "no room", "on one of its nodes"
+    assert measurements_of(run).in_place == "no room", "on one of its nodes"
     append_json_line(run.events / "x.jsonl", {"time": 9.0, "event": "claimed", "attempt": 2})
-    assert (experience_of(run).save_seconds, experience_of(run).in_place) == (3.0, None)
+    assert (measurements_of(run).save_seconds, measurements_of(run).in_place) == (3.0, None)
 
 
 def test_srun_asks_for_what_submit_would(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_nodes_of_the_testbed(site: Site) -> None:
     both = "gpu02 gpu03"
     assert done.returncode == 1, "the testbed's GPUs are none"
     assert found["runs directory", both]["severity"] == "ok"
-    assert found["Slurm's clients", both]["severity"] == "ok", found["Slurm's clients", both]["value"]
+    assert found["Slurm's commands", both]["severity"] == "ok", found["Slurm's commands", both]["value"]
     assert found["stage directory", both]["severity"] == "note", "a node of the testbed has its /tmp in memory"
     assert found["network interface", both]["severity"] == "ok"
     (told,) = [finding for (check, _), finding in found.items() if check == "preflight" and finding["cost"]]

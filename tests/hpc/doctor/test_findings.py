@@ -1,4 +1,4 @@
-"""What `hpc doctor` says of configurations and machines: tables of facts and findings."""
+"""The findings of `hpc doctor` about configurations and machines."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,8 +7,7 @@ import pytest
 
 from hpc.core.errors import UserError
 from hpc.core.node_info import NodeInfo, NodeInfoInJob, TorchBuild
-from hpc.doctor.findings import Finding, Severity, judge, merge
-from hpc.doctor.node_findings import OF_LOGIN, OF_NODE, OF_RUN, LoginNode, RunMeasurements
+from hpc.doctor.findings import OF_LOGIN, OF_NODE, OF_RUN, Finding, LoginNode, RunMeasurements, Severity, judge, merge
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm.cluster import ClusterConfig, choose_partition, leading_number, parse_config, parse_records
 
@@ -72,7 +71,7 @@ def test_configuration_as_printed() -> None:
     config = parse_config(CONFIG)
     assert (config["SLURM_VERSION"], config["PowerPlugin"], leading_number(config, "KillWait")) == ("22.05.8", "", 15)
     assert (leading_number(config, "SlurmctldParameters"), leading_number(config, "Nothing")) == (None, None)
-    assert parse_config(NEWER)["JobRequeue"] == "1", "of the sections that follow, nothing replaces what came before"
+    assert parse_config(NEWER)["JobRequeue"] == "1", "later sections replace nothing"
     assert parse_config("") == {}
 
 
@@ -122,10 +121,9 @@ TEXTS = {
         ("preemption", TEXTS["qos"], NO_GRACE, MEASURED, "note", ["sacctmgr show qos"]),
         ("preempt_send_user_signal", {}, {}, None, "note", ["SIGTERM", "SlurmctldParameters="]),
         ("preempt_send_user_signal", {}, {}, SCRIPT, "note", []),
-        ("preempt_send_user_signal", {}, {}, MEASURED, "ok", ["saves on SIGTERM"]),
+        ("preempt_send_user_signal", {}, {}, MEASURED, "ok", ["also saves on SIGTERM"]),
         ("preempt_send_user_signal", {}, NOT_PREEMPTED, SCRIPT, "ok", []),
         ("preempt_send_user_signal", TEXTS["signal"], {}, SCRIPT, "ok", []),
-        ("JobRequeue", {"JobRequeue": "0"}, {}, None, "ok", ["--requeue itself"]),
         ("KillWait", {}, {}, None, "note", ["KillWait=15 s", "KillWait=30 in slurm.conf"]),
         ("KillWait", {}, {}, experience(11.0), "ok", []),
         ("KillWait", TEXTS["wait 60"], {}, None, "ok", []),
@@ -161,7 +159,6 @@ def test_newer_names_are_known() -> None:
     config = parse_config(NEWER)
     found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config=config, partition={})), "cluster")
     assert one(found, "private /tmp").severity is Severity.NOTE
-    assert one(found, "JobRequeue").severity is Severity.OK
 
 
 def test_what_is_not_reported_is_not_judged() -> None:
@@ -170,7 +167,7 @@ def test_what_is_not_reported_is_not_judged() -> None:
 
 
 def test_odd_values_are_not_judged() -> None:
-    odd = dict.fromkeys(("KillWait", "SlurmdTimeout", "JobRequeue"), "?")
+    odd = dict.fromkeys(("KillWait", "SlurmdTimeout"), "?")
     found = judge(OF_SLURM, ClusterFacts(cluster=cluster(odd, {"GraceTime": "UNLIMITED"})), "cluster")
     assert {one(found, check).severity for check in (*odd, "preemption")} == {Severity.UNKNOWN}
 
@@ -235,10 +232,10 @@ NODE = NodeInfo(
         ("stage directory", {"stage_free_bytes": 10**9}, {}, "note", "shared storage"),
         ("stage directory", {"stage_free_bytes": None}, {}, "cost", "--stage-dir"),
         ("/dev/shm", {"memory_free_bytes": 64 * 2**20}, {}, "cost", "bus error"),
-        ("/dev/shm", {"memory_free_bytes": None}, {}, "cost", "there is no /dev/shm"),
+        ("/dev/shm", {"memory_free_bytes": None}, {}, "cost", "/dev/shm does not exist"),
         ("open files", {"open_files": 512}, {}, "cost", "ulimit -n"),
         ("runs directory", {}, {"sees_runs": False}, "cost", "--runs-dir"),
-        ("Slurm's clients", {}, {"slurm_error": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
+        ("Slurm's commands", {}, {"slurm_error": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
         ("network interface", {"interfaces": ("lo", "docker0")}, {}, "cost", "no interface leads"),
         ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, {}, "note", "NCCL_SOCKET_IFNAME==eth0"),
         ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, {"interface": None}, "ok", ""),

@@ -97,8 +97,8 @@ def test_last_rank_and_node_are_hit_unless_told_otherwise(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("changes", "row", "message"),
     [
-        ({}, {"state": "pending"}, "run r does not train now: wait until hpc status r shows its steps"),
-        ({}, {"world_size": None}, "does not train now"),
+        ({}, {"state": "pending"}, "run r is not training: wait until hpc status r shows its step"),
+        ({}, {"world_size": None}, "is not training"),
         ({"rank": 4}, {}, "--rank is 4: use 0 to 3"),
         ({"node": "c"}, {}, "--node is 'c': use one of b, a"),
     ],
@@ -258,4 +258,4 @@ def test_run_that_has_ended_is_left_alone(run: RunDir, capsys: pytest.CaptureFix
     run.final.mkdir()
     write_json(run.final_result, {"test_accuracy": 0.5})
     assert drill.main([str(run.path), "term", "--yes"]) == 2
-    assert "does not train now" in capsys.readouterr().err
+    assert "is not training" in capsys.readouterr().err

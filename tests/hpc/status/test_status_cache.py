@@ -30,7 +30,7 @@ ALIVE = "7|{state}|{reason}|gpu01|0|N/A|{start}|{script}|"
 
 @pytest.fixture
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Squeue:
-    """Slurm's clients, of which squeue is a shell script with the given text."""
+    """Slurm's commands, of which squeue is a shell script with the given text."""
     programs = tmp_path / "bin"
     programs.mkdir()
     monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
