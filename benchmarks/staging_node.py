@@ -21,8 +21,7 @@ from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
-from jobs.allocation import NodeAllocation
-from jobs.attempt import NodeAttempt
+from jobs.attempt import NodeAllocation, NodeAttempt
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import NodeStatus, Phase
 from jobs.ranks.monitor import NodeMonitor

@@ -24,8 +24,7 @@ from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.staging import StagingStopped
 from jobs import claim
-from jobs.allocation import NodeAllocation, find_allocation
-from jobs.attempt import NodeAttempt, log
+from jobs.attempt import NodeAllocation, NodeAttempt, find_allocation, log
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.membership import NodeLimits
@@ -72,14 +71,8 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     # On a cluster a node runs one agent; without one, this machine is all nodes.
     node_dir, lock = open_node_dir(run.path, allocation.node_rank if allocation.cluster == "local" else 0)
     try:
-        node = NodeAttempt(
-            run=run,
-            spec=spec,
-            allocation=allocation,
-            attempt=attempt,
-            node_dir=node_dir,
-            writer=claim.event_file(run, attempt.attempt, allocation.node_rank),
-        )
+        writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
+        node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, node_dir=node_dir, writer=writer)
         if allocation.is_head:
             threading.Thread(target=_keep_alive, args=(run,), daemon=True, name="alive").start()
         with ExitStack() as resources:

@@ -17,7 +17,7 @@ from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from hpc.spec import RunSpec
-from jobs.allocation import NodeAllocation
+from jobs.attempt import NodeAllocation
 
 _POLL_SECONDS = 0.5
 # KillWait, which an ending job may take to save, is seldom more than a minute.
@@ -91,15 +91,8 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -> Att
         TorchrelayError: another agent was quicker.
     """
     number = len(attempts_of(ledger.read(run.events))) + 1
-    event = ledger.record(
-        "claimed",
-        attempt=number,
-        job_id=allocation.job_id,
-        restart=allocation.restart,
-        nonce=nonce,
-        port=port,
-        nodes=list(allocation.hostnames),
-    )
+    job = {"job_id": allocation.job_id, "restart": allocation.restart, "nodes": list(allocation.hostnames)}
+    event = ledger.record("claimed", attempt=number, nonce=nonce, port=port, **job)
     if not write_exclusive(event_file(run, number, allocation.node_rank).path, json_line(event)):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([event])[0]
@@ -111,11 +104,6 @@ def refuse(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
     writer.append("refused", job_id=allocation.job_id, restart=allocation.restart, detail=reason)
 
 
-def _start_of(allocation: NodeAllocation) -> tuple[str, int]:
-    """Identifies one start of a job."""
-    return allocation.job_id, allocation.restart
-
-
 def find_claim(
     attempts: list[Attempt], allocation: NodeAllocation, joined: Callable[[Attempt], bool]
 ) -> Attempt | None:
@@ -123,7 +111,7 @@ def find_claim(
     if not attempts:
         return None
     newest = attempts[-1]
-    same_start = (newest.job_id, newest.restart) == _start_of(allocation)
+    same_start = (newest.job_id, newest.restart) == allocation.job_start
     # submitit's local executor restarts a job without counting: an attempt that this node has joined is an older one.
     return newest if same_start and not joined(newest) else None
 
@@ -141,7 +129,7 @@ def join(
         refresh_nfs_cache(run.events)
         events = ledger.read(run.events)
         for event in events:
-            if event["event"] == "refused" and (event["job_id"], event["restart"]) == _start_of(allocation):
+            if event["event"] == "refused" and (event["job_id"], event["restart"]) == allocation.job_start:
                 raise TorchrelayError(event["detail"])
         attempts = attempts_of(events)
         found = find_claim(

@@ -17,7 +17,7 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.node_info import NodeInfo, NodeInfoInJob, inspect_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
-from jobs.allocation import NodeAllocation, find_allocation
+from jobs.attempt import NodeAllocation, find_allocation
 from jobs.ranks.rendezvous import (
     LOWEST_PORT,
     Rendezvous,
@@ -111,14 +111,9 @@ def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, 
 def rendezvous_of(allocation: NodeAllocation) -> Rendezvous:
     """The rendezvous of all nodes. A job that is never requeued may derive its port from its id. Pure."""
     port = LOWEST_PORT + int(allocation.job_id) % 20_000
+    names, is_host = allocation.hostnames, allocation.is_head
     return Rendezvous(
-        run="doctor",
-        attempt=1,
-        nonce=allocation.job_id,
-        round=1,
-        members=allocation.hostnames,
-        port=port,
-        is_host=allocation.is_head,
+        run="doctor", attempt=1, nonce=allocation.job_id, round=1, members=names, port=port, is_host=is_host
     )
 
 

@@ -19,8 +19,7 @@ from hpc.core.files import refresh_nfs_cache
 from hpc.core.outcome import Cause, Ending, JobState, cause_of, may_restart, must_requeue
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
-from jobs.allocation import NodeAllocation
-from jobs.attempt import NodeAttempt, log
+from jobs.attempt import NodeAllocation, NodeAttempt, log
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER

@@ -13,7 +13,7 @@ reflected one is valid, nor one for another purpose. Each direction then has a k
 
 A message is a JSON object: four bytes of length, an HMAC of its number and text, the text. Nothing is encrypted: an
 eavesdropper can read messages, but not alter, repeat, or add any. Bulk data may follow a message without an HMAC: the
-receiver checks them against checksums that came in a message.
+receiver checks them against checksums that came in a message, and is as safe as those.
 
 Until its proof is valid a client may send 64 bytes, none of which is parsed, within `HANDSHAKE_SECONDS`.
 """

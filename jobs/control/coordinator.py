@@ -93,12 +93,8 @@ class Coordinator:
         """Of all ranks of the round, by rank."""
         directive, statuses = self._server.directive, self._server.statuses()
         members = [statuses[rank] for rank in directive.members if rank in statuses and rank not in self.lost]
-        return {
-            heartbeat.rank: heartbeat
-            for status in members
-            if status.round == directive.round
-            for heartbeat in status.heartbeats
-        }
+        current = [status for status in members if status.round == directive.round]
+        return {heartbeat.rank: heartbeat for status in current for heartbeat in status.heartbeats}
 
     def _find_lost_nodes(self) -> None:
         """Nodes that are silent though they have not left; members that fall silent together are one failure."""

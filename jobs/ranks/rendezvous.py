@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core.kernel import interface_addresses
-from jobs.allocation import NodeAllocation
+from jobs.attempt import NodeAllocation
 
 # Ports below this belong to system services, those of the ephemeral range to outgoing connections.
 LOWEST_PORT = 10_000

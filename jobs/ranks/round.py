@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core.rundir import RunDir
-from jobs.allocation import NodeAllocation
-from jobs.attempt import NodeAttempt
+from jobs.attempt import NodeAllocation, NodeAttempt
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
 from jobs.ranks import trainer_command
@@ -42,13 +41,9 @@ class RankSetup:
 
 
 def run_round(
-    node: NodeAttempt,
-    channel: ControlChannel,
-    monitor: NodeMonitor,
-    stop: StopRequest,
-    directive: Directive,
+    node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, stop: StopRequest, directive: Directive,
     setup: RankSetup,
-) -> int | None:
+) -> int | None:  # fmt: skip
     """Take part in a round.
 
     Returns:

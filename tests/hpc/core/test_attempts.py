@@ -10,7 +10,7 @@ from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
-from jobs.allocation import NodeAllocation
+from jobs.attempt import NodeAllocation
 from jobs.claim import claim, event_file, find_claim, join, refuse
 
 

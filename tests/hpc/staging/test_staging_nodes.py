@@ -176,13 +176,13 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
     store.close()
 
 
-def test_list_travels_as_it_is(server: PeerServer, source: Path) -> None:
+def test_listing_arrives_unchanged(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     with Peer(("127.0.0.1", server.port), "nonce", listing.version) as peer:
         assert peer.listing() == listing
 
 
-def test_who_does_not_know_the_nonce_gets_nothing(server: PeerServer, source: Path) -> None:
+def test_peer_without_the_nonce_gets_nothing(server: PeerServer, source: Path) -> None:
     with (
         pytest.raises(PeerError, match="does not have the run's secret"),
         Peer(("127.0.0.1", server.port), "guess", list_source(source).version) as peer,
@@ -198,7 +198,7 @@ def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: 
         peer.receive(memoryview(bytearray(listing.batches[0][0].length)), peer.ask(0)[0])
 
 
-def test_owner_that_fails_says_so_to_those_who_wait(server: PeerServer, source: Path) -> None:
+def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     threading.Timer(0.3, server.chunk_stores[listing.version].fail, ["its disk is full"]).start()
     peer = Peer(("127.0.0.1", server.port), "nonce", listing.version)
@@ -207,7 +207,7 @@ def test_owner_that_fails_says_so_to_those_who_wait(server: PeerServer, source: 
 
 
 @pytest.mark.parametrize("said", [b"[" * 200_000, b"null", b"[1]", b"", b"\xff\xfe"])
-def test_stranger_on_a_nodes_former_port_is_not_believed_whatever_he_says(source: Path, said: bytes) -> None:
+def test_stranger_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Path, said: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def talk() -> None:

@@ -67,7 +67,19 @@ def test_strangers_are_not_heard(server: ControlServer) -> None:
     client.close()
 
 
-def test_an_agent_that_is_gone_falls_silent_at_both_ends(server: ControlServer) -> None:
+def test_stranger_on_the_heads_former_port_directs_nobody() -> None:
+    stranger = ControlServer("guess")
+    stranger.directive = Directive(round=1, members=(1,), over=True)
+    client = ControlClient("127.0.0.1", stranger.port, "secret", NodeStatus(node_rank=1))
+    time.sleep(1)
+    assert not client.has_met
+    assert client.directive == Directive()
+    assert not stranger.statuses()
+    client.close()
+    stranger.close()
+
+
+def test_agent_that_has_left_falls_silent(server: ControlServer) -> None:
     client = ControlClient("127.0.0.1", server.port, "secret", NodeStatus(node_rank=1))
     wait_for(server.statuses)
     assert (server.silent_seconds(1) or 0.0) < LOST_SECONDS
@@ -96,7 +108,7 @@ print(most)
 """
 
 
-def test_who_was_suspended_does_not_take_the_others_for_silent() -> None:
+def test_agent_that_was_suspended_does_not_count_the_others_as_silent() -> None:
     with subprocess.Popen([sys.executable, "-c", LISTENER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
         client = ControlClient("127.0.0.1", int(head.stdout.readline()), "secret", NodeStatus(node_rank=1))
@@ -108,7 +120,7 @@ def test_who_was_suspended_does_not_take_the_others_for_silent() -> None:
         client.close()
 
 
-def test_head_that_is_killed_falls_silent() -> None:
+def test_killed_head_falls_silent() -> None:
     with subprocess.Popen([sys.executable, "-c", HEAD], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
         client = ControlClient("127.0.0.1", int(head.stdout.readline()), "secret", NodeStatus(node_rank=2))

@@ -1,4 +1,4 @@
-"""Who takes part in the next round, as a pure decision."""
+"""Which nodes take part in the next round."""
 
 from jobs.control.membership import MembershipView, NextRound, NodeLimits, next_step
 from jobs.control.messages import Directive, NodeStatus, Phase
@@ -38,7 +38,7 @@ def test_first_round_begins_when_enough_nodes_are_ready() -> None:
     assert next_step(Directive(), view(READY, READY), TWO) == NextRound(members=(0, 1))
 
 
-def test_spare_that_is_not_ready_keeps_nobody_waiting() -> None:
+def test_spare_that_is_not_ready_is_not_waited_for() -> None:
     assert next_step(Directive(), view(READY, STARTING, READY), TWO) == NextRound(members=(0, 2))
 
 
@@ -63,13 +63,13 @@ def test_spare_takes_the_place_of_a_lost_node() -> None:
     assert next_step(running(0, 1), view(RUNNING, RUNNING, READY, excluded=(1,)), TWO) == NextRound(members=(0, 2))
 
 
-def test_others_go_on_without_a_lost_node_if_they_may() -> None:
+def test_elastic_run_continues_without_a_lost_node() -> None:
     seen = view(RUNNING, RUNNING, RUNNING, excluded=(1,))
     assert next_step(running(0, 1, 2), seen, NodeLimits(least=1, most=3)) == NextRound(members=(0, 2))
     assert next_step(running(0, 1, 2), seen, NodeLimits(least=3, most=3)).failed
 
 
-def test_node_that_comes_late_joins_if_there_is_a_place() -> None:
+def test_late_node_joins_if_there_is_a_place() -> None:
     assert next_step(running(0), view(RUNNING, READY), NodeLimits(least=1, most=2)) == NextRound(members=(0, 1))
 
 

@@ -1,9 +1,12 @@
-"""Whether ranks hang, and which one is named."""
+"""Which ranks hang, and which slow the others down."""
 
 from dataclasses import replace
 
+import pytest
+
+from jobs.control import rank_health
 from jobs.control.messages import RankHeartbeat
-from jobs.control.rank_health import find_hang, timeout_seconds
+from jobs.control.rank_health import StragglerDetector, find_hang, timeout_seconds
 
 
 def heartbeat(rank: int, still: float = 0.0, step: int = 10, phase: str = "step", state: str = "S") -> RankHeartbeat:
@@ -16,13 +19,13 @@ def of(*heartbeats: RankHeartbeat) -> dict[int, RankHeartbeat]:
     return {each.rank: each for each in heartbeats}
 
 
-def test_time_out_follows_the_steps() -> None:
+def test_timeout_follows_the_step_time() -> None:
     assert timeout_seconds(heartbeat(0), "auto") == 60.0
     assert timeout_seconds(replace(heartbeat(0), step_seconds=10.0), "auto") == 200.0
     assert timeout_seconds(heartbeat(0), "30s") == 30.0
 
 
-def test_start_first_step_and_saving_are_given_time() -> None:
+def test_start_first_step_and_saving_have_a_long_timeout() -> None:
     for patient in (heartbeat(0, phase="start"), heartbeat(0, phase="save"), replace(heartbeat(0), step_seconds=None)):
         assert timeout_seconds(patient, "5s") == timeout_seconds(patient, "auto") == 900.0
 
@@ -64,3 +67,16 @@ def test_hang_of_all_names_nobody() -> None:
     assert found is not None
     assert found.rank is None
     assert found.detail == "no rank has moved for 35 s: 2 in step after step 10"
+
+
+def test_straggler_is_reported_once_when_it_has_been_slow_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(rank_health.time, "monotonic", lambda: clock[0])
+    detector = StragglerDetector()
+    slow = of(heartbeat(0), heartbeat(1), replace(heartbeat(2), busy_seconds=0.3))
+    assert detector.find(slow) == []
+    clock[0] = 11.0
+    [found] = detector.find(slow)
+    assert (found.rank, found.busy_seconds, found.usual_seconds) == (2, 0.3, 0.1)
+    assert detector.find(slow) == []
+    assert detector.find(of(heartbeat(0), replace(heartbeat(1), busy_seconds=None))) == []

@@ -41,7 +41,7 @@ def test_exit_code_is_torchruns() -> None:
         assert torchrun.exit_code == 7
 
 
-def test_only_ranks_that_can_take_a_signal_are_told() -> None:
+def test_signal_is_forwarded_only_to_ranks_that_handle_it() -> None:
     slow = "import signal, time; time.sleep(1); signal.signal(signal.SIGUSR2, lambda *_: exit(3)); time.sleep(300)"
     with start(slow) as torchrun:
         wait_for(torchrun.ranks)
@@ -90,7 +90,7 @@ def test_nothing_outlives_a_killed_agent() -> None:
     assert not children(torchrun)
 
 
-def test_hung_rank_tells_where_it_is(tmp_path: Path) -> None:
+def test_aborted_rank_prints_its_stacks(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = f"import os, time; os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT), 2); time.sleep(300)"
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
@@ -125,7 +125,7 @@ def wrap(directory: Path, *program: str, rank: int = 5) -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def test_wrapper_ends_as_its_rank_and_writes_down_why(tmp_path: Path, ranks: LocalRanks) -> None:
+def test_wrapper_ends_as_its_rank_and_records_why(tmp_path: Path, ranks: LocalRanks) -> None:
     assert wrap(tmp_path, sys.executable, "-c", "print('fine')") == 0
     assert ranks.new_failures() == []
     assert wrap(tmp_path, sys.executable, "-c", "raise ValueError('no luck')") == 1
@@ -154,7 +154,7 @@ def test_wrapper_without_a_log_of_its_own(tmp_path: Path, ranks: LocalRanks) -> 
     assert "rank-00.log cannot be read" in failure.detail
 
 
-def test_failure_that_cannot_be_written_down_ends_torchrun(tmp_path: Path) -> None:
+def test_failure_that_cannot_be_recorded_ends_torchrun(tmp_path: Path) -> None:
     wrapper = [*WRAPPER, str(tmp_path), str(tmp_path / "gone"), "false"]
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
     torchrun = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *wrapper]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.allocation import NodeAllocation, find_allocation
+from jobs.attempt import NodeAllocation, find_allocation
 from jobs.ranks import rendezvous
 from jobs.ranks.rendezvous import (
     Rendezvous,
@@ -66,7 +66,7 @@ def test_port_is_below_the_ephemeral_range() -> None:
     assert all(10_000 <= pick_port() < first_ephemeral for _ in range(50))
 
 
-def test_no_port_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "is_free", lambda _port: False)
     with pytest.raises(OSError, match="none of 7 ports"):
         pick_port(tries=7)
