@@ -20,7 +20,7 @@ from rich.table import Table
 
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.staging.progress import CopyProgress
+from hpc.staging.copy_progress import CopyProgress
 from hpc.staging.source import absolute, list_source
 from hpc.staging.stager import Staged, Stager
 from hpc.staging.store import CacheEntry, CacheStore, available_bytes, open_store

@@ -14,7 +14,7 @@ It runs once per node, before torchrun starts and so outside any collective.
 """
 
 from hpc.staging.coordination import SingleNode
-from hpc.staging.progress import StagingStopped
+from hpc.staging.copy_progress import StagingStopped
 from hpc.staging.stager import NoRoomError, Staged, stage
 
 __all__ = ["NoRoomError", "SingleNode", "Staged", "StagingStopped", "stage"]

@@ -30,8 +30,8 @@ import zstandard
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging.chunks import checksum, read_with_retries, write_all
+from hpc.staging.copy_progress import stop_if
 from hpc.staging.manifest import CopiedFile
-from hpc.staging.progress import stop_if
 from hpc.staging.source import inside_name
 from hpc.staging.store import bytes_on_disk
 

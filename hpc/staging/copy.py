@@ -14,9 +14,9 @@ from pathlib import Path
 
 from hpc.staging.chunks import checksum, read_chunk, write_chunk
 from hpc.staging.coordination import Address
+from hpc.staging.copy_progress import CopyProgress, Watch, stop_if
 from hpc.staging.manifest import CopiedFile
 from hpc.staging.peers import ChunkStore, Peer, PeerError
-from hpc.staging.progress import CopyProgress, Watch, stop_if
 from hpc.staging.source import FileChunk, SourceListing
 
 # Two readers keep one and a half cores busy, and more of them only contend; but storage with a high latency answers

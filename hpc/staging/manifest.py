@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hpc.core.files import write_atomic
 from hpc.staging.chunks import new_checksum
-from hpc.staging.progress import stop_if
+from hpc.staging.copy_progress import stop_if
 from hpc.staging.source import pack_records, unpack_records
 
 _READ_BYTES = 4 * 2**20

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging.progress import stop_if
+from hpc.staging.copy_progress import stop_if
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
 # Enough to keep a parallel file system busy; a local one is as fast with one.

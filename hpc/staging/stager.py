@@ -15,9 +15,9 @@ from hpc.staging.archive import unpack
 from hpc.staging.chunks import check_unchanged
 from hpc.staging.coordination import Address, CacheStatus, SingleNode, StagingGroup
 from hpc.staging.copy import Copy, CopyStats, assign_batches, checksums_by_batch, copied_files
+from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
 from hpc.staging.manifest import CopiedFile, Manifest, boot_id, is_intact
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
-from hpc.staging.progress import CancellableWait, CopyProgress, Watch
 from hpc.staging.source import SourceListing, absolute, list_source
 from hpc.staging.store import CacheEntry, CacheStore, StalledError, available_bytes, is_memory, open_store
 

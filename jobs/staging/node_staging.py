@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc.core.errors import TorchrelayError
 from hpc.core.units import duration_seconds
 from hpc.staging.coordination import CacheStatus, NodeCache, StagingPlan, choose_owners
-from hpc.staging.progress import CopyProgress
+from hpc.staging.copy_progress import CopyProgress
 from hpc.staging.stager import Staged, Stager
 from jobs.attempt import NodeAttempt, log
 from jobs.control.channel import ControlChannel, ControlServer

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
+from hpc.staging.copy_progress import CopyProgress, Watch, stop_if
 from hpc.staging.manifest import Manifest, boot_id, describe_file, write_manifest
-from hpc.staging.progress import CopyProgress, Watch, stop_if
 from hpc.staging.store import CacheEntry, open_store
 from training.config.packed_index import INDEX, read_index
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging import NoRoomError
-from hpc.staging.progress import stop_if
+from hpc.staging.copy_progress import stop_if
 from hpc.staging.python_environment import EnvironmentDescription
 from hpc.staging.source import inside_name
 from jobs.attempt import log

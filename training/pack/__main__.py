@@ -27,7 +27,7 @@ from hpc.core.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
 from training.pack.plan import PackPlan, make_plan
-from training.pack.progress import PackProgress
+from training.pack.progress_display import PackProgress
 from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
 from training.runtime.signals import die_with_parent
 

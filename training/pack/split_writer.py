@@ -23,7 +23,7 @@ from hpc.core.files import fsync_directory, fsync_file
 from training.config.packed_index import PackedFile
 from training.data.image_folder import as_rgb, with_image
 from training.data.transforms.crop import center_box
-from training.pack.progress import PackProgress
+from training.pack.progress_display import PackProgress
 
 CHANNELS = 3
 MISSING, DONE, CORRUPT = range(3)

@@ -16,8 +16,8 @@ from cluster import need
 from hpc.core.errors import TorchrelayError
 from hpc.staging import SingleNode, Staged, StagingStopped, stage
 from hpc.staging.coordination import StagingPlan
+from hpc.staging.copy_progress import CopyProgress, Watch
 from hpc.staging.manifest import write_manifest
-from hpc.staging.progress import CopyProgress, Watch
 from hpc.staging.stager import Stager
 from hpc.staging.store import CacheStore, open_store
 
