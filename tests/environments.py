@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc import cli
 from hpc.staging.python_environment import PythonEnvironment
-from hpc.submit.environment_archive import find_or_make, no_progress
+from hpc.submit.environment_archive import find_or_make
 
 ROOT = Path(__file__).parents[1]
 SITE = f"lib/python3.{sys.version_info.minor}/site-packages"
@@ -50,4 +50,4 @@ def described(venv: Path, python: str = "bin/python") -> PythonEnvironment:
 
 def pack(venv: Path, runs_dir: Path) -> Path:
     """Its archive."""
-    return find_or_make(described(venv), runs_dir, no_progress, cli.all_runs)
+    return find_or_make(described(venv), runs_dir, cli.all_runs)

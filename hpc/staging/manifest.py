@@ -1,8 +1,6 @@
 """The manifest of a copy: its files with sizes and checksums, compared with the disk. Runs on compute nodes."""
 
-import json
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +12,6 @@ from hpc.staging.copy_progress import stop_if
 from hpc.staging.source import pack_records, unpack_records
 
 _READ_BYTES = 4 * 2**20
-# The first line of a manifest is within these.
-_HEAD_BYTES = 2**16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -56,7 +52,7 @@ def boot_id() -> str:
 def read_manifest(directory: Path) -> Manifest | None:
     """The manifest of a copy; None if it is missing or unreadable."""
     try:
-        (source, boot, _), records = unpack_records((directory / "manifest").read_bytes())
+        (source, boot), records = unpack_records((directory / "manifest").read_bytes())
         directories = tuple(record for record in records if isinstance(record, str))
         copied = (record for record in records if not isinstance(record, str))
         files = tuple(CopiedFile(name, size, chunk_bytes, tuple(sums)) for name, size, chunk_bytes, sums in copied)
@@ -65,20 +61,9 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None
 
 
-def read_size(directory: Path) -> int:
-    """Bytes in all files of a copy, read from the head of its manifest; 0 if unknown."""
-    try:
-        with (directory / "manifest").open("rb") as file:
-            head = zlib.decompressobj().decompress(file.read(_HEAD_BYTES))
-        return int(json.loads(head.splitlines()[0])[2])
-    except (OSError, ValueError, TypeError, IndexError, zlib.error):
-        return 0
-
-
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest of a copy."""
-    head = (manifest.source, manifest.boot, manifest.size)
-    content = pack_records(head, [*manifest.directories, *manifest.files])
+    content = pack_records((manifest.source, manifest.boot), [*manifest.directories, *manifest.files])
     write_atomic(directory / "manifest", content, mode=0o600)
 
 

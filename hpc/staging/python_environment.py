@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from hpc.core.errors import TorchrelayError, UserError
 
@@ -98,7 +98,18 @@ class EnvironmentDescription:
     node makes them itself."""
 
     @classmethod
-    def load(cls, unpacked: Path) -> "EnvironmentDescription":
+    def of(cls, environment: PythonEnvironment) -> Self:
+        """The description of an environment."""
+        return cls(
+            prefix=str(environment.prefix),
+            python=environment.python,
+            torch=environment.torch,
+            torch_version=environment.torch_version,
+            links={member.name: str(member.target) for member in environment.members if member.leads_outside},
+        )
+
+    @classmethod
+    def load(cls, unpacked: Path) -> Self:
         """Read the description of an unpacked archive.
 
         Raises:
@@ -108,17 +119,6 @@ class EnvironmentDescription:
             return cls(**json.loads((unpacked / DESCRIPTION).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
             raise TorchrelayError(f"{unpacked} is not an environment of torchrelay ({error}): submit again") from error
-
-
-def describe(environment: PythonEnvironment) -> EnvironmentDescription:
-    """The description for the nodes."""
-    return EnvironmentDescription(
-        prefix=str(environment.prefix),
-        python=environment.python,
-        torch=environment.torch,
-        torch_version=environment.torch_version,
-        links={member.name: str(member.target) for member in environment.members if member.leads_outside},
-    )
 
 
 def this_environment() -> PythonEnvironment:

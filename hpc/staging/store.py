@@ -22,7 +22,7 @@ from pathlib import Path
 from hpc.core.files import fsync_directory, remove_abandoned
 from hpc.core.kernel import available_memory_bytes, file_system_type
 from hpc.core.nodedir import open_lock, private_directory, try_lock
-from hpc.staging.manifest import Manifest, boot_id, is_intact, read_manifest, read_size, size_of, write_manifest
+from hpc.staging.manifest import Manifest, boot_id, is_intact, read_manifest, size_of, write_manifest
 
 # A copying process sends a heartbeat every few seconds; after this long without one it is suspended, or its storage
 # hangs.
@@ -95,10 +95,6 @@ class CacheEntry:
     def manifest(self) -> Manifest | None:
         """Its manifest; None if it is missing or unreadable."""
         return read_manifest(self.path)
-
-    def size(self) -> int:
-        """Bytes in all its files; 0 if unknown."""
-        return read_size(self.path)
 
     def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read_all: bool = False) -> list[str]:
         """Names of the files that differ from the manifest.
@@ -267,7 +263,8 @@ class CacheStore:
             return bytes_on_disk(size, files) - available_bytes(self.root)
 
         deleted = list[str]()
-        if 0 < missing_bytes() <= sum(entry.size() for entry in self.entries() if not entry.in_use()):
+        unused = [entry.manifest() for entry in self.entries() if not entry.in_use()] if missing_bytes() > 0 else []
+        if 0 < missing_bytes() <= sum(manifest.size for manifest in unused if manifest):
             for entry in self.entries():
                 if missing_bytes() <= 0:
                     break

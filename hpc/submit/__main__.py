@@ -120,8 +120,8 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     if options.dry_run:
         return _print_plan(options, run, spec)
     if environment is not None:
-        show = environment_archive.no_progress if options.json else environment_archive.show_progress
-        archive = environment_archive.find_or_make(environment, run.path.parent, show, cli.all_runs)
+        watch = None if options.json else environment_archive.show_progress
+        archive = environment_archive.find_or_make(environment, run.path.parent, cli.all_runs, watch)
         spec = dataclasses.replace(spec, stage_env=str(archive))
     with new_run_directory(run):
         _fill(run, spec)

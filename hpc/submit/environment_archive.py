@@ -11,10 +11,10 @@ import os
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 import zstandard
 
@@ -23,7 +23,7 @@ from hpc.core.files import fsync_directory, remove_abandoned
 from hpc.core.kernel import is_alive, start_time
 from hpc.core.nodedir import user_name
 from hpc.core.rundir import RunDir
-from hpc.staging.python_environment import DESCRIPTION, PackedFileEntry, PythonEnvironment, describe
+from hpc.staging.python_environment import DESCRIPTION, EnvironmentDescription, PackedFileEntry, PythonEnvironment
 
 DIRECTORY = ".environments"
 # Level 1 of zstd takes three quarters of the time of level 3, for 8% more bytes.
@@ -44,20 +44,20 @@ exec "${0%/*}/python" "$0" "$@"
 
 Progress = Callable[[int], object]
 """Receives the number of bytes packed since the last call."""
-Watch = Callable[[int], contextlib.AbstractContextManager[Progress]]
+Watch = Callable[[int], AbstractContextManager[Progress]]
 """Receives the total number of bytes; opens a display of the progress."""
 
 
 def find_or_make(
-    environment: PythonEnvironment, runs_dir: Path, watch: Watch, runs: Callable[[Path], Iterable[RunDir]]
+    environment: PythonEnvironment, runs_dir: Path, runs: Callable[[Path], Iterable[RunDir]], watch: Watch | None = None
 ) -> Path:
     """The archive of an environment: the existing one, or a new one.
 
     Args:
         environment: the environment to pack.
         runs_dir: the archives are in a directory of their own below it.
-        watch: opened only if a new archive is made.
         runs: lists the runs of `runs_dir`: an archive that an unfinished run needs is kept.
+        watch: displays the progress if a new archive is made.
 
     Raises:
         TorchrelayError: the environment cannot be read, or the archive cannot be written, or the environment changed
@@ -68,7 +68,7 @@ def find_or_make(
     try:
         archive = directory / f"{environment.fingerprint}.tar.zst"
         if not _mark_used(archive):
-            with watch(environment.size) as progress:
+            with watch(environment.size) if watch else nullcontext(lambda _: None) as progress:
                 _make(environment, archive, progress)
             _mark_used(archive)
     except (OSError, tarfile.TarError) as error:
@@ -133,7 +133,7 @@ def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> 
 
 
 def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -> None:
-    description = json.dumps(asdict(describe(environment))).encode()
+    description = json.dumps(asdict(EnvironmentDescription.of(environment))).encode()
     threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=threads)
     with (
@@ -152,25 +152,12 @@ def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -
 
 def _add_file(tar: tarfile.TarFile, prefix: Path, member: PackedFileEntry, progress: Progress) -> None:
     with (prefix / member.name).open("rb") as file:
-        content = _CountingReader(file, progress)
         if member.name.startswith("bin/") and member.size < _LONGEST_SCRIPT:
-            text = portable_script(content.read(), prefix)
+            text = portable_script(file.read(), prefix)
             tar.addfile(_tar_info(member._replace(size=len(text))), io.BytesIO(text))
         else:
-            tar.addfile(_tar_info(member), cast(IO[bytes], content))
-
-
-class _CountingReader:
-    """A file that reports the bytes read from it."""
-
-    def __init__(self, file: IO[bytes], progress: Progress) -> None:
-        self._file, self._progress = file, progress
-
-    def read(self, most: int = -1) -> bytes:
-        """Like a file's."""
-        content = self._file.read(most)
-        self._progress(len(content))
-        return content
+            tar.addfile(_tar_info(member), file)
+    progress(member.size)
 
 
 def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
@@ -229,9 +216,3 @@ def show_progress(size: int) -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("packing the environment", total=size)
         yield lambda count: bar.advance(task, count)
-
-
-@contextmanager
-def no_progress(_size: int) -> Iterator[Progress]:
-    """No display."""
-    yield lambda _count: None

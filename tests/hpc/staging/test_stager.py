@@ -461,7 +461,7 @@ def test_place_where_others_may_rename_is_refused(source: Path, local: Path, mod
     need("chown")
     os.chown(local, 0, 100)
     local.chmod(mode)
-    with pytest.raises(TorchrelayError, match=r"others may rename what is in it.*sticky bit"):
+    with pytest.raises(TorchrelayError, match=r"other users may rename what is in it.*sticky bit"):
         stage(source, local)
     local.chmod(0o1777)
     assert contents(stage(source, local).path) == contents(source)
