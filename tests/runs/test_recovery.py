@@ -53,7 +53,7 @@ def undisturbed(testbed: dict[str, Any], place: Path) -> RunDir:
 
 
 def assert_equal(one: RunDir, other: RunDir) -> None:
-    from training.verify_resume.compare_states import compare_runs
+    from training.verify_resume.compare import compare_runs
 
     different = [part for part in compare_runs(one, other) if part.difference]
     assert not different

@@ -44,7 +44,7 @@ def start(idx_data: Path, tmp_path: Path) -> Iterator[Starter]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As many as a rank has."""
+    """One thread, as a rank has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -53,15 +53,15 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Type `python -m training.predict ...`, or another program: the exit code, and what it prints."""
+    """Run `python -m training.predict ...`, or another program: its exit code, stdout and stderr."""
 
-    def typed(*arguments: object, program: Callable[[], int] = predict.main) -> tuple[int, str, str]:
+    def run(*arguments: object, program: Callable[[], int] = predict.main) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
         code = program()
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
-    return typed
+    return run
 
 
 @pytest.fixture

@@ -20,21 +20,21 @@ import numpy as np
 from PIL import Image
 
 from hpc.core.rundir import RunDir
-from training.verify_resume.local_launch import kill, start_ranks
+from training.verify_resume.local_launch import kill_ranks, start_ranks
 
 if TYPE_CHECKING:
     from training.data.dataset import Data
     from training.engine.trainer import Trainer
     from training.runtime.process_group import ProcessGroup
 
-_PATIENCE_SECONDS = 120
-# What the fixture `ask` is: types a program's arguments, and returns its exit code and what it prints.
+_TIMEOUT_SECONDS = 120
+# The fixture `ask`: runs a program with arguments, and returns its exit code, stdout and stderr.
 Ask = Callable[..., tuple[int, str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """ProcessGroup of one attempt at a training."""
+    """The ranks of one attempt at a training."""
 
     run_dir: Path
     log: Path
@@ -43,18 +43,18 @@ class Training:
     def wait(self) -> list[int | None]:
         """The exit codes by rank."""
         for rank in self.ranks:
-            rank.join(_PATIENCE_SECONDS)
+            rank.join(_TIMEOUT_SECONDS)
         return [rank.exitcode for rank in self.ranks]
 
     def wait_for_step(self, step: int) -> None:
-        """Until a line of metrics tells that this many steps are done."""
+        """Until the metrics have this step."""
         self.wait_until(lambda: any(line["step"] >= step for line in lines(self.run_dir / "metrics" / "train.jsonl")))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not condition():
             assert any(rank.is_alive() for rank in self.ranks), f"the ranks ended early:\n{self.output()}"
-            assert time.monotonic() < deadline, f"it did not come about:\n{self.output()}"
+            assert time.monotonic() < deadline, f"timeout:\n{self.output()}"
             time.sleep(0.002)
 
     def send(self, number: int, *ranks: int) -> None:
@@ -63,8 +63,8 @@ class Training:
             os.kill(self.ranks[rank].pid or 0, number)
 
     def kill(self) -> None:
-        """As a power cut would."""
-        kill(self.ranks)
+        """SIGKILL for all ranks."""
+        kill_ranks(self.ranks)
 
     def output(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
@@ -85,7 +85,7 @@ def children(pid: int) -> list[int]:
 
 
 def wait_for_the_end_of(pid: int) -> None:
-    """Until a process is no more, or nothing but a number that nobody has asked for."""
+    """Until a process has ended, or is a zombie."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
@@ -190,7 +190,7 @@ def make_folder(directory: Path, parts: tuple[str, ...] = ("train", "val", "test
     return directory
 
 
-class _Python2Pickler(pickle._Pickler):  # noqa: SLF001  # the one in Python, which can be taught
+class _Python2Pickler(pickle._Pickler):  # noqa: SLF001  # the one in Python, which can be extended
     """Pickles text and bytes as Python 2 did, in which the published CIFAR files were written."""
 
     def save_bytes(self, value: bytes) -> None:
@@ -228,7 +228,7 @@ def write_cifar(directory: Path, kind: str, parts: dict[str, tuple[np.ndarray, n
     files = CIFAR[kind]  # type: ignore[index]  # one of its keys
     for name, (images, labels) in parts.items():
         rows = images.astype(np.uint8).reshape(len(images), -1)
-        told = {files.label_key: labels.tolist(), "batch_label": name, "coarse_labels": [0] * len(labels)}
-        (directory / name).write_bytes(pickled_as_published({"data": rows, **told}))
+        content = {files.label_key: labels.tolist(), "batch_label": name, "coarse_labels": [0] * len(labels)}
+        (directory / name).write_bytes(pickled_as_published({"data": rows, **content}))
     (directory / files.meta).write_bytes(pickled_as_published({files.names_key: names, "num_vis": 3072}))
     return directory

@@ -1,1 +1,1 @@
-"""`python -m training.verify_resume`: proof that an interrupted training ends with the same bits."""
+"""`python -m training.verify_resume`: proof that an interrupted training ends bit-identical to an uninterrupted one."""

@@ -1,6 +1,6 @@
-"""Ranks as processes of this machine, without torchrun: forked from a server that has imported torch already.
+"""Starts ranks on this machine without torchrun, as forks of a server that has imported torch already.
 
-So a training begins within a fraction of a second, which matters to who starts dozens of them.
+A training then starts within a fraction of a second; `verify_resume` and the tests start dozens.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ _PRELOADED += ["torchvision.models", "torchvision.transforms.v2"]
 
 
 def prepare_server() -> None:
-    """Have the server import what ranks need, when the first rank is started. One thread per rank, as with torchrun."""
+    """Let the server import what ranks need, once the first rank starts. One thread per rank, as with torchrun."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _FORKSERVER.set_forkserver_preload(_PRELOADED)
 
@@ -29,12 +29,12 @@ def prepare_server() -> None:
 def start_ranks(
     argvs: Sequence[Sequence[str]], log: Path, prepare: Callable[[], None] | None = None
 ) -> list[BaseProcess]:
-    """Start a training, with a rank for each list of arguments of `python -m training`.
+    """Start the ranks of a training.
 
     Args:
-        argvs: the arguments by rank.
-        log: gets the output of all ranks.
-        prepare: is called in each rank before it begins.
+        argvs: the arguments of `python -m training` by rank.
+        log: file for the output of all ranks.
+        prepare: called in each rank before it begins.
     """
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     environment |= {"WORLD_SIZE": str(len(argvs)), "LOCAL_WORLD_SIZE": str(len(argvs))}
@@ -47,12 +47,12 @@ def start_ranks(
     return ranks
 
 
-def wait_for(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:
+def wait_for_ranks(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:
     """Wait until all ranks have ended or one has failed; then end the others.
 
     Returns:
-        The exit codes by rank. None: it was still running when another rank had been killed, or had failed so many
-        seconds ago: time to say what is wrong. A rank that waits for one that is no more would wait for minutes.
+        The exit codes by rank. None: it was ended here, because another rank was killed, or had failed
+        `grace_seconds` before, which is time for error messages. It would wait minutes for that rank.
     """
     try:
         while (running := [rank for rank in ranks if rank.exitcode is None]) and not any(r.exitcode for r in ranks):
@@ -63,11 +63,11 @@ def wait_for(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | N
                 rank.join(max(0.0, wait_until - time.monotonic()))
         return [rank.exitcode for rank in ranks]
     finally:
-        kill(ranks)
+        kill_ranks(ranks)
 
 
-def kill(ranks: Sequence[BaseProcess]) -> None:
-    """As a power cut would."""
+def kill_ranks(ranks: Sequence[BaseProcess]) -> None:
+    """Send SIGKILL to all ranks, and wait for their end."""
     for rank in ranks:
         rank.kill()
     for rank in ranks:
@@ -81,7 +81,7 @@ def _free_port() -> int:
 
 
 def _run_rank(argv: list[str], environment: dict[str, str], log: str, prepare: Callable[[], None] | None) -> None:
-    """The body of a rank's process."""
+    """Runs in the process of a rank."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

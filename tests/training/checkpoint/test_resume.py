@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_rig import Starter, events, lines
 
-from training.verify_resume.compare_states import OF_THE_ATTEMPT
+from training.verify_resume.compare import OF_THE_ATTEMPT
 
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all.
 FLAGS = ("--epochs=2", "--batch-size=6", "--val-split=0.2", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")

@@ -21,7 +21,7 @@ from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.checkpoint.snapshot import flush, missing_space
 from training.checkpoint.storage import list_checkpoints, step_of
-from training.verify_resume.compare_states import compare_runs
+from training.verify_resume.compare import compare_runs
 
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all. Checkpoints are at the epochs' ends.
 FLAGS = ("--epochs=2", "--batch-size=6", "--val-split=0.2", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")

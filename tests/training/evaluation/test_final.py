@@ -28,7 +28,7 @@ from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
 from training.runtime.process_group import ProcessGroup
 from training.runtime.progress import Progress
-from training.verify_resume.compare_states import compare_runs
+from training.verify_resume.compare import compare_runs
 
 FLAGS = ("--epochs=3", "--batch-size=20", "--lr=0.05", "--log-every=4")
 

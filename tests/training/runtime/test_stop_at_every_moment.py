@@ -12,7 +12,7 @@ import pytest
 from trainer_rig import Starter, events
 
 from hpc.core.rundir import RunDir
-from training.verify_resume.compare_states import compare_runs
+from training.verify_resume.compare import compare_runs
 
 FLAGS = ("--epochs=2", "--batch-size=40", "--log-every=1", "--lr=0.05", "--checkpoint-every=3", "--ema-decay=0.9")
 FLAGS += ("--snapshot-every=2",)

@@ -1,4 +1,4 @@
-"""Cut runs end as whole ones do: `training.verify_resume` with every option, and that it tells when they do not."""
+"""Cut runs end as whole ones do: `training.verify_resume` with every option, and it reports when they do not."""
 
 import json
 import shutil
@@ -19,9 +19,9 @@ from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig
 from training.models.factory import build_model
 from training.runtime.fault_injection import POINTS
-from training.verify_resume.__main__ import compare_courses, draw_faults, main, samples_by_step, verify
-from training.verify_resume.compare_states import compare_runs
-from training.verify_resume.local_launch import start_ranks, wait_for
+from training.verify_resume.__main__ import draw_faults, main, verify
+from training.verify_resume.compare import compare_runs, compare_samples_and_losses, samples_by_step
+from training.verify_resume.local_launch import start_ranks, wait_for_ranks
 
 # 203 images less 41 held out: 18 steps of 9 an epoch.
 SHORT = {"epochs": 2, "batch_size": 9, "val_split": 0.2, "log_every": 1, "lr": 0.02, "checkpoint_every": "5"}
@@ -149,15 +149,15 @@ def test_fewer_ranks_train_on_the_same_samples_to_the_same_losses(
 def test_a_rank_is_not_waited_for_that_waits_for_a_failed_one(idx_data: Path, tmp_path: Path) -> None:
     argv = ["--data", str(idx_data), "--run-dir", str(tmp_path / "run")]
     ranks = start_ranks([argv, [*argv, "--epochs=0"]], tmp_path / "log")
-    assert wait_for(ranks, grace_seconds=1) == [None, 2]
+    assert wait_for_ranks(ranks, grace_seconds=1) == [None, 2]
     assert not any(rank.is_alive() for rank in ranks)
 
 
 def test_a_loss_that_is_missing_is_a_difference(two_runs: tuple[RunDir, RunDir]) -> None:
     one, other = two_runs
     other.train_metrics.write_text("")
-    losses = compare_courses(one, other)[1]
-    assert (losses.name, losses.difference) == ("losses", "1 and 0 losses")
+    losses = compare_samples_and_losses(one, other)[1]
+    assert (losses.name, losses.difference) == ("losses", "losses: 1 uninterrupted, 0 interrupted")
 
 
 def test_cuts_are_at_every_kind_of_point_and_at_the_same_ones_again(idx_data: Path) -> None:
@@ -199,7 +199,7 @@ def test_one_different_bit_is_found_and_named(two_runs: tuple[RunDir, RunDir]) -
     save_file(weights, path)
     [(name, difference)] = differing(one, other).items()
     assert name == "final model"
-    assert difference.startswith("0.bias: 1 of 16 numbers, by up to ")
+    assert difference.startswith("0.bias: 1 of 16 values differ, by up to ")
 
 
 def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir, RunDir]) -> None:
@@ -211,7 +211,7 @@ def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir,
     lines = other.eval_metrics.read_text().splitlines(keepends=True)
     other.eval_metrics.write_text("".join(lines[:-1]))
     assert differing(one, other).keys() == {"progress", "history: eval"}
-    assert differing(one, other)["history: eval"] == "2 and 1 records"
+    assert differing(one, other)["history: eval"] == "records: 2 uninterrupted, 1 interrupted"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir,
         (["--keep=/dev/null/new"], 2, "error: --keep is /dev/null/new, which cannot be made (Not a directory)"),
     ],
 )
-def test_what_cannot_be_verified_is_said_in_one_line(
+def test_a_mistake_is_reported_in_one_line(
     idx_data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -242,9 +242,9 @@ def test_what_cannot_be_verified_is_said_in_one_line(
         assert main() == code
     finally:
         signal.signal(signal.SIGTERM, before)
-    said = capfd.readouterr().err
-    assert message in said
-    assert len(said.splitlines()) == 1
+    printed = capfd.readouterr().err
+    assert message in printed
+    assert len(printed.splitlines()) == 1
 
 
 def test_verification_is_a_command_of_its_own(idx_data: Path, tmp_path: Path) -> None:

@@ -1,0 +1,193 @@
+"""Compares two finished trainings, and names the first difference of each part. Needs no ranks."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hpc.core.files import read_json_lines
+from hpc.core.rundir import MODEL_WEIGHTS, RunDir
+from training.checkpoint.sharded import read_full
+from training.checkpoint.state import LOSS
+from training.checkpoint.storage import STATE_VALUES, list_checkpoints
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# Fields that describe an attempt and its speed, not the training.
+OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "seconds"}
+OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes"}
+# Relative difference of losses that the order of float32 sums can cause along a training.
+_LOSS_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedPart:
+    """One part of two trainings, compared."""
+
+    name: str
+    compared: str
+    """How much was compared."""
+    difference: str
+    """The first difference; empty if there is none."""
+
+
+# --- the same number of ranks: every bit ---
+
+
+def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
+    """Compare everything that two finished trainings computed and wrote, bit by bit."""
+    metrics = {"train": [one.train_metrics, other.train_metrics], "eval": [one.eval_metrics, other.eval_metrics]}
+    return [
+        *_states(*(list_checkpoints(run.checkpoints)[0] for run in (one, other))),
+        *_models(one, other),
+        compare_values("results", _results(one), _results(other)),
+        *(
+            compare_values(f"history: {name}", *([_timeless(line) for line in read_json_lines(path)] for path in paths))
+            for name, paths in metrics.items()
+        ),
+    ]
+
+
+def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
+    """The newest checkpoints."""
+    tensors = [read_full(path) for path in (one, other)]
+    for name, part in (
+        ("weights", _select(tensors, "model/", statistics=False)),
+        ("batch statistics", _select(tensors, "model/", statistics=True)),
+        ("moving average", _select(tensors, "ema/", statistics=None)),
+        ("optimizer", _select(tensors, "optimizer/", statistics=None)),
+    ):
+        yield compare_tensors(name, *part)
+    values = [json.loads((path / STATE_VALUES).read_text()) for path in (one, other)]
+    for part, full in zip(values, tensors, strict=True):
+        part["loss_meter"] = _timeless(part["loss_meter"]) | {"loss": full[LOSS].item()}
+    for name, key in (
+        ("learning rates", "optimizer"),
+        ("loss scale", "scaler"),
+        ("progress", "progress"),
+        ("loss meter", "loss_meter"),
+        ("corrupt images", "corrupt_images"),
+    ):
+        yield compare_values(name, [values[0][key]], [values[1][key]])
+
+
+def _select(both: list[dict[str, Tensor]], prefix: str, *, statistics: bool | None) -> list[dict[str, Tensor]]:
+    def belongs(name: str) -> bool:
+        return name.startswith(prefix) and statistics in {None, name.endswith(_STATISTICS)}
+
+    return [{name: value for name, value in tensors.items() if belongs(name)} for tensors in both]
+
+
+def _models(one: RunDir, other: RunDir) -> Iterator[ComparedPart]:
+    for name in ("final", "best"):
+        files = [run.path / name / MODEL_WEIGHTS for run in (one, other)]
+        yield compare_tensors(f"{name} model", *(load_file(file) if file.exists() else {} for file in files))
+
+
+def _results(run: RunDir) -> list[Any]:
+    """Both models' `result.json`, and the lines of the confusion matrix."""
+    files = [path for path in (run.final_result, run.best / "result.json") if path.exists()]
+    results = [_timeless(json.loads(path.read_text())) for path in files]
+    return [*results, *(run.confusion.read_text().splitlines() if run.confusion.exists() else [])]
+
+
+def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in OF_THE_ATTEMPT}
+
+
+def compare_tensors(name: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> ComparedPart:
+    """Compare tensors by name."""
+    values = sum(value.numel() for value in one.values())
+    compared = f"{len(one)} tensors, {values:,} values" if one or other else "none"
+    differences = (text for key in sorted(one.keys() | other.keys()) if (text := _differs(key, one, other)))
+    return ComparedPart(name=name, compared=compared, difference=next(differences, ""))
+
+
+def _differs(name: str, all_of_one: Mapping[str, Tensor], all_of_other: Mapping[str, Tensor]) -> str:
+    """How a tensor differs; empty if it does not."""
+    one, other = all_of_one.get(name), all_of_other.get(name)
+    if one is None or other is None:
+        return f"{name} is missing in the {'un' if one is None else ''}interrupted training"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{name} is {_both(f'{one.dtype} {list(one.shape)}', f'{other.dtype} {list(other.shape)}')}"
+    if torch.equal(one, other):
+        return ""
+    one, other = one.double().flatten(), other.double().flatten()
+    distance = (one - other).abs()
+    different = distance.nonzero().flatten()
+    first = int(different[0])
+    return (
+        f"{name}: {len(different):,} of {len(one):,} values differ, by up to {float(distance.max()):.3g}; "
+        f"the first is {_both(one[first].item(), other[first].item())}"
+    )
+
+
+def compare_values(name: str, one: list[Any], other: list[Any]) -> ComparedPart:
+    """Compare lists of plain values."""
+    compared = f"{len(one)} records" if len(one) != 1 else "1 record"
+    if len(one) != len(other):
+        return ComparedPart(name=name, compared=compared, difference=f"records: {_both(len(one), len(other))}")
+    pairs = (_first_difference("", left, right) for left, right in zip(one, other, strict=True) if left != right)
+    return ComparedPart(name=name, compared=compared, difference=next(pairs, ""))
+
+
+def _first_difference(path: str, one: Any, other: Any) -> str:
+    """The first value inside two JSON documents that differs, and where it is."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        children: Iterator[tuple[Any, Any, Any]] = (
+            (key, one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())
+        )
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        children = ((index, *pair) for index, pair in enumerate(zip(one, other, strict=True)))
+    else:
+        return f"{path.removeprefix('.') or 'line'} is {_both(one, other)}"
+    key, left, right = next(child for child in children if child[1] != child[2])
+    return _first_difference(f"{path}.{key}", left, right)
+
+
+def _both(one: object, other: object) -> str:
+    return f"{one} uninterrupted, {other} interrupted"
+
+
+# --- another number of ranks: the same samples, and losses within rounding ---
+
+
+def compare_samples_and_losses(one: RunDir, other: RunDir) -> list[ComparedPart]:
+    """Compare the samples of all steps, and the losses, of trainings with different numbers of ranks."""
+    samples = [samples_by_step(run) for run in (one, other)]
+    wrong = next((step for step in samples[0] if samples[0][step] != samples[1].get(step)), None)
+    difference = "" if wrong is None else f"step {wrong} has other samples"
+    return [
+        ComparedPart(name="samples", compared=f"{len(samples[0])} steps", difference=difference),
+        _compare_losses(*(list(read_json_lines(run.train_metrics)) for run in (one, other))),
+    ]
+
+
+def _compare_losses(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> ComparedPart:
+    if len(one) != len(other):
+        losses = f"losses: {_both(len(one), len(other))}"
+        return ComparedPart(name="losses", compared=f"{len(one)} losses", difference=losses)
+    relative = {a["step"]: abs(a["loss"] - b["loss"]) / abs(a["loss"] or 1) for a, b in zip(one, other, strict=True)}
+    first = next((step for step, difference in relative.items() if difference > _LOSS_TOLERANCE), None)
+    return ComparedPart(
+        name="losses",
+        compared=f"{len(relative)} losses, which differ by up to {max(relative.values()):.2g} of their value",
+        difference=""
+        if first is None
+        else f"more than {_LOSS_TOLERANCE:.0%} from step {first} on: rounding grows, a smaller --lr reduces it",
+    )
+
+
+def samples_by_step(run: RunDir) -> dict[int, list[int]]:
+    """The images of each step in the order of the ranks, as the last attempt at that step used them."""
+    latest: dict[int, tuple[str, list[int]]] = {}
+    for path in sorted(run.sample_log(0, 0).parent.glob("*.jsonl")):
+        attempt = path.name.partition("-rank-")[0]
+        for line in read_json_lines(path):
+            known, indices = latest.get(line["step"], ("", []))
+            latest[line["step"]] = (attempt, (indices if known == attempt else []) + line["indices"])
+    return {step: indices for step, (_, indices) in sorted(latest.items())}
