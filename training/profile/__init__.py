@@ -1,1 +1,1 @@
-"""`python -m training.profile`: which part of a training is the bottleneck."""
+"""`python -m training.profile`: finds the bottleneck of a training."""

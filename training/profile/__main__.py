@@ -1,6 +1,6 @@
-"""`python -m training.profile FLAGS...`: which part of a training is the bottleneck, and which flag to change.
+"""`python -m training.profile FLAGS...`: finds the bottleneck of a training, and the flag that changes it.
 
-Under torchrun or alone, with the flags of the training, by real runs of its parts. Writes nothing that stays.
+Runs under torchrun or alone, with the flags of the training, and measures its real parts. Leaves no files.
 """
 
 import json
@@ -29,10 +29,10 @@ from training.runtime.run_context import RunContext, rank_info_from
 
 # No training ends while it is being measured.
 _EPOCHS = 10**6
-# A part that takes this much of a step in spite of the others running beside it is what the step waits for.
-_MUCH_LONGER = 1.1
+# Loading overlaps with the steps. It limits them if it takes longer by this factor.
+_LOADING_FACTOR = 1.1
 
-# What can be the bottleneck, what it is, and the flags that change it.
+# Each possible bottleneck: what it is, and what to change.
 ADVICE = {
     "decode": (
         "reading and decoding images",
@@ -57,14 +57,24 @@ ADVICE = {
     ),
 }
 
+_ROWS = (
+    ("step", "training step, everything"),
+    ("loading", "loading a batch, alone"),
+    ("decode", "  decoding"),
+    ("augment", "  cropping and augmenting"),
+    ("copy", "copying to the GPU"),
+    ("compute", "forward, backward, optimizer"),
+    ("all_reduce", "waiting for gradients of other ranks"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Say which part of a training is the bottleneck, and which flag to change.
+    """Find the bottleneck of a training, and the flag that changes it.
 
-    Takes the training's own flags, under the torchrun of the training or alone. Each part is done alone for a while:
-    the loader, the steps on images that are on the device already, with and without the exchange of gradients, and all
-    together. Exit code 0: it is told; 1: it failed, 2: your mistake (one line says what to type).
+    Takes the flags of the training; runs under its torchrun, or alone. Measures the parts separately: the loader, steps
+    on images that are already on the device, with and without the all-reduce of gradients, and complete steps. Exit
+    codes: 0 done, 1 failed, 2 your mistake (one line says what to type).
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
@@ -72,23 +82,21 @@ class ProfileOptions:
     config: Path | None = None
     """YAML file of flags. It overrides --recipe; the command line overrides both."""
     seconds: float = 5.0
-    """How long each of the parts is measured; there are seven at most."""
+    """Seconds for each measurement, of which there are at most seven."""
     json: bool = False
     """Print one JSON document, and nothing else, on stdout."""
 
 
 def main() -> int:
-    """Parse, measure, print, and turn errors into one line and an exit code."""
+    """Parse, measure and print; return the exit code. Rank 0 prints a mistake that all ranks find."""
     rank_info = rank_info_from(os.environ)
     try:
-        arguments = parse_flags(
-            ProfileOptions, sys.argv[1:], "python -m training.profile", prints=rank_info.is_rank_zero
-        )
-        if arguments.train.strategy == "fsdp":
-            raise UserError("--strategy is fsdp, whose exchange has no end apart from its steps: leave it out here")
-        if not arguments.seconds > 0:
-            raise UserError(f"--seconds is {arguments.seconds:g}: use more than 0")
-        profile(arguments)
+        options = parse_flags(ProfileOptions, sys.argv[1:], "python -m training.profile", prints=rank_info.is_rank_zero)
+        if options.train.strategy == "fsdp":
+            raise UserError("--strategy is fsdp, whose communication cannot be measured apart: leave --strategy out")
+        if not options.seconds > 0:
+            raise UserError(f"--seconds is {options.seconds:g}: use more than 0")
+        profile(options)
     except TorchrelayError as error:
         if rank_info.is_rank_zero or not isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr)
@@ -98,88 +106,71 @@ def main() -> int:
     return 0
 
 
-def profile(arguments: ProfileOptions) -> None:
-    """Measure, and print what was found on rank 0.
+def profile(options: ProfileOptions) -> None:
+    """Measure, and print the result on rank 0.
 
     Raises:
         UserError: a flag or the data do not suit.
         TorchrelayError: it failed.
     """
-    config = replace(arguments.train, epochs=_EPOCHS)
+    config = replace(options.train, epochs=_EPOCHS)
     make_deterministic(everything=config.deterministic)
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory(prefix="torchrelay-profile-") as directory:
         context = RunContext(config=config, run_dir=RunDir(Path(directory)), attempt=1, started=time.monotonic())
         trainer = make_trainer(context, group)
-        costs = Meter(trainer, arguments.seconds).costs()
+        result = report(trainer, Meter(trainer, options.seconds).costs())
         if group.is_rank_zero:
-            _print_json(trainer, costs) if arguments.json else _print_table(trainer, costs)
+            print(json.dumps(result, indent=2)) if options.json else _print_table(result, group.description)
     disconnect()
 
 
 def bottleneck(costs: Costs, workers: int) -> str:
-    """The part that a step waits for, a key of ADVICE.
+    """The part that limits a step, a key of ADVICE.
 
-    Loader workers work beside the steps. If a batch takes longer than all that a step does with it, it is the loader;
-    of that, the larger part. Else it is the largest part of the step. Without workers one comes after the other, and
-    the larger counts.
+    With loader workers, loading overlaps with the rest of the step and counts only if it takes longer. Without them the
+    parts follow each other, and the longest counts.
     """
     parts = {"copy": costs.copy or 0.0, "compute": costs.compute, "all_reduce": costs.all_reduce or 0.0}
-    bearable = _MUCH_LONGER * sum(parts.values()) if workers else max(parts.values())
-    if costs.loading > bearable:
-        inside = {"decode": costs.decode or 0.0, "augment": costs.augment or 0.0}
-        largest = max(inside, key=lambda name: inside[name])
-        # What the workers do is not all: their batches have to come over, too.
-        return largest if inside[largest] > costs.loading / 3 else "loading"
-    return max(parts, key=lambda name: parts[name])
+    if costs.loading <= (_LOADING_FACTOR * sum(parts.values()) if workers else max(parts.values())):
+        return max(parts, key=lambda name: parts[name])
+    inside = {"decode": costs.decode or 0.0, "augment": costs.augment or 0.0}
+    largest = max(inside, key=lambda name: inside[name])
+    # The rest of loading is the transfer of batches from the workers.
+    return largest if inside[largest] > costs.loading / 3 else "loading"
 
 
 def report(trainer: Trainer, costs: Costs) -> dict[str, Any]:
-    """What was found, ready for JSON."""
+    """The result, ready for JSON."""
     part = bottleneck(costs, trainer.workers)
-    what, advice = ADVICE[part]
+    description, advice = ADVICE[part]
     return {
         "model": trainer.config.model,
         "batch_size": trainer.schedule.batch_size,
         "world_size": trainer.group.world_size,
         "device": trainer.group.device.type,
         "workers": trainer.workers,
-        "images_per_second": round(trainer.schedule.batch_size / costs.whole * 1000, 1),
+        "images_per_second": round(trainer.schedule.batch_size / costs.step * 1000, 1),
         "milliseconds": {name: None if value is None else round(value, 3) for name, value in asdict(costs).items()},
         "bottleneck": part,
-        "is": what,
+        "description": description,
         "advice": advice,
     }
 
 
-def _print_json(trainer: Trainer, costs: Costs) -> None:
-    print(json.dumps(report(trainer, costs), indent=2))
-
-
-_ROWS = (
-    ("whole", "a step, all together"),
-    ("loading", "batches from the loader alone"),
-    ("decode", "  decoding"),
-    ("augment", "  cropping and augmenting"),
-    ("copy", "copying to the GPU"),
-    ("compute", "forward, backward, optimizer"),
-    ("all_reduce", "waiting for gradients of other ranks"),
-)
-
-
-def _print_table(trainer: Trainer, costs: Costs) -> None:
-    found = report(trainer, costs)
+def _print_table(result: dict[str, Any], ranks: str) -> None:
+    print(
+        f"{result['model']}, {result['batch_size']} images per step, {ranks}, {result['workers']} loader workers per rank"
+    )
     table = Table(box=None, header_style="bold")
     table.add_column("part")
     table.add_column("ms per step", justify="right")
     table.add_column("images/s", justify="right")
     for name, text in _ROWS:
-        if value := found["milliseconds"][name]:
-            table.add_row(text, f"{value:.2f}", f"{found['batch_size'] / value * 1000:,.0f}")
-    ranks = f"ranks on {found['device']}: {found['world_size']}, loader workers of each: {found['workers']}"
-    print(f"{found['model']}, {found['batch_size']} images a step, {ranks}")
+        if value := result["milliseconds"][name]:
+            table.add_row(text, f"{value:.2f}", f"{result['batch_size'] / value * 1000:,.0f}")
     Console().print(table)
-    print(f"bottleneck: {found['is']}\nto change it: {found['advice']}")
+    print(f"bottleneck: {result['description']}\nto change it: {result['advice']}")
 
 
 if __name__ == "__main__":

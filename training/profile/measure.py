@@ -1,6 +1,6 @@
-"""What each part of a training step costs, measured by doing that part alone, again and again. Runs on every rank.
+"""Measures the parts of a training step, each by repeating it alone. Runs on every rank.
 
-Ranks do the same number of turns, however long each takes, because steps need all of them; the slowest rank counts.
+All ranks repeat a part equally often, because steps need all of them; the time of the slowest rank counts.
 """
 
 import time
@@ -14,29 +14,29 @@ from training.data.dataset import ImageDataset
 from training.data.loader import Batch, load_batches, load_device_batches, to_device
 from training.engine.trainer import Trainer
 
-_MOST_TURNS = 500
-# Decoding is measured one image after the other, in this process.
-_MOST_IMAGES = 64
+_MAX_REPETITIONS = 500
+# Of a batch, for decoding and augmenting in this process.
+_MAX_IMAGES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Milliseconds per step of the slowest rank; None: there is nothing of the kind here."""
+    """Milliseconds per step of the slowest rank; None: the training has no such part."""
 
-    whole: float
-    """A step as it is trained, with all that follows."""
+    step: float
+    """A complete step."""
     loading: float
-    """A batch, from the loader alone: what its workers together need, and what comes from them."""
+    """A batch from all loader workers together, without training."""
     decode: float | None
-    """Of that, reading and decoding image files, as far as one worker alone does it."""
+    """Reading and decoding the images of a batch, divided by the workers; a part of `loading`."""
     augment: float | None
-    """Of that, cropping, scaling and augmenting, likewise."""
+    """Cropping, scaling and augmenting them, likewise."""
     copy: float | None
-    """A batch to the GPU."""
+    """Copying a batch to the GPU."""
     compute: float
-    """Forward and backward passes and the optimizer, on images that are on the device already."""
+    """Forward and backward passes and the optimizer, on images that are already on the device."""
     all_reduce: float | None
-    """What the same takes longer when the ranks exchange gradients: as far as that is not hidden behind the compute."""
+    """What the all-reduce of gradients adds to `compute`: the part that does not overlap with it."""
 
 
 class Meter:
@@ -46,31 +46,30 @@ class Meter:
         self.trainer, self.group, self._seconds = trainer, trainer.group, seconds
 
     def costs(self) -> Costs:
-        """All of them. Every rank must call this."""
-        trainer, several = self.trainer, self.group.world_size > 1
+        """Measure all parts. Every rank must call this."""
+        trainer, device = self.trainer, self.group.device
+        source, workers = trainer.data.train, trainer.workers
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-        pinned = self.group.device.type == "cuda" and trainer.workers > 0
-        with load_batches(trainer.data.train, self._requests(), trainer.workers, pin_memory=pinned) as batches:
+        pin_memory = device.type == "cuda" and workers > 0
+        with load_batches(source, self._requests(), workers, pin_memory=pin_memory) as batches:
             loading = self._milliseconds(lambda: next(batches))
             batch = next(batches)
-        copied = self.group.device != batch.images.device
-        copy = self._milliseconds(lambda: self._on_device(batch)) if copied else None
+        copy = self._milliseconds(lambda: self._on_device(batch)) if device != batch.images.device else None
         ready = self._on_device(batch)
-        together = self._milliseconds(lambda: self._step(ready)) if several else None
+        synchronised = self._milliseconds(lambda: self._step(ready)) if self.group.world_size > 1 else None
         with trainer.stepper.wrapped.no_sync():
             compute = self._milliseconds(lambda: self._step(ready))
-        with load_device_batches(self.group.device, trainer.data.train, self._requests(), trainer.workers) as batches:
-            whole = self._milliseconds(lambda: self._step(next(batches)))
+        with load_device_batches(device, source, self._requests(), workers) as batches:
+            step = self._milliseconds(lambda: self._step(next(batches)))
         decode, augment = self._loading_parts(batch)
-        exposed = None if together is None else max(0.0, together - compute)
         return Costs(
-            whole=whole,
+            step=step,
             loading=loading,
             decode=decode,
             augment=augment,
             copy=copy,
             compute=compute,
-            all_reduce=exposed,
+            all_reduce=None if synchronised is None else max(0.0, synchronised - compute),
         )
 
     def _requests(self) -> Iterator[BatchRequest]:
@@ -84,32 +83,32 @@ class Meter:
         self.trainer.stepper.step(batch, self.trainer.loss_meter)
 
     def _loading_parts(self, batch: Batch) -> tuple[float | None, float | None]:
-        """Decoding and augmenting a rank's share of a step, divided among its workers."""
-        source, several = self.trainer.data.train, max(1, self.trainer.workers)
-        indices = tuple(batch.indices[:_MOST_IMAGES].tolist())
-        scale = len(batch.labels) / len(indices) / several
-        made = self._milliseconds(lambda: source[BatchRequest(indices=indices, epoch=0)]) * scale
+        """Decoding and augmenting a rank's share of a batch, divided by its workers."""
+        source, workers = self.trainer.data.train, max(1, self.trainer.workers)
+        indices = tuple(batch.indices[:_MAX_IMAGES].tolist())
+        scale = len(batch.labels) / len(indices) / workers
+        both = self._milliseconds(lambda: source[BatchRequest(indices=indices, epoch=0)]) * scale
         if not isinstance(source, ImageDataset):
-            return None, made
-        store, places = source.store, cycle(indices)
-        decoded = self._milliseconds(lambda: store.read(next(places))) * len(batch.labels) / several
-        return decoded, max(0.0, made - decoded)
+            return None, both
+        store, index = source.store, cycle(indices)
+        decode = self._milliseconds(lambda: store.read(next(index))) * len(batch.labels) / workers
+        return decode, max(0.0, both - decode)
 
-    def _milliseconds(self, act: Callable[[], Any]) -> float:
-        """Milliseconds of one turn, the mean of as many as there is time for, on the slowest rank.
+    def _milliseconds(self, work: Callable[[], Any]) -> float:
+        """Milliseconds of one repetition on the slowest rank: the mean of those that fit into the given seconds.
 
-        The first turn makes what is made once. If one takes longer than there is time, the second is all.
+        The first repetition does not count, for it builds what later ones reuse.
         """
         for _ in range(2):
-            first = self._seconds_of(act, 1)
-        turns = int(min(_MOST_TURNS, self._seconds / max(self.group.all_gather_object(first))))
-        seconds = self._seconds_of(act, turns) / turns if turns > 1 else first
+            once = self._total_seconds(work, 1)
+        repetitions = int(min(_MAX_REPETITIONS, self._seconds / max(self.group.all_gather_object(once))))
+        seconds = self._total_seconds(work, repetitions) / repetitions if repetitions > 1 else once
         return 1000 * float(max(self.group.all_gather_object(seconds)))
 
-    def _seconds_of(self, act: Callable[[], Any], turns: int) -> float:
+    def _total_seconds(self, work: Callable[[], Any], repetitions: int) -> float:
         self.group.wait_for_device()
         began = time.perf_counter()
-        for _ in range(turns):
-            act()
+        for _ in range(repetitions):
+            work()
         self.group.wait_for_device()
         return time.perf_counter() - began

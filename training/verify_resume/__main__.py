@@ -123,7 +123,7 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
     config = replace(config, log_samples=config.log_samples or not same_size)
     whole, cut = (RunDir(directory / name) for name in ("uninterrupted", "interrupted"))
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"training 1 of 2: uninterrupted, {_ranks(sizes[0])}")
+    console.print(f"training 1 of 2: uninterrupted, {sizes[0]} rank{'' if sizes[0] == 1 else 's'}")
     run_attempt(config, whole, 1, sizes[0], NO_FAULT)
     steps = _total_steps(whole)
     console.print(f"training 2 of 2: {cuts} cuts in {steps} steps")
@@ -135,8 +135,8 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
         began = time.monotonic()
         if run_attempt(config, cut, attempt, size, fault):
             break
-        what = f"{_CUTS[fault.point]} {fault.step}, rank {fault.rank} of {_ranks(size)}"
-        console.print(f"  cut {attempt} of {cuts}: {what}; {time.monotonic() - began:.0f} s")
+        what = f"rank {fault.rank} of {size}, {_CUTS[fault.point]} {fault.step}"
+        console.print(f"cut {attempt} of {cuts}: {what}; attempt of {time.monotonic() - began:.0f} s")
     if not cut.final_result.exists():
         run_attempt(config, cut, cuts + 1, sizes[cuts % len(sizes)], NO_FAULT)
     parts = compare_runs(whole, cut) if same_size else compare_samples_and_losses(whole, cut)
@@ -146,10 +146,6 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
         parts.append(ComparedPart(name="cuts", compared=f"{cuts} cuts", difference=missing))
     verdict = "bit-identical" if same_size else "the same samples"
     return report(parts, console, f"{verdict} at step {steps}, after {done} of {cuts} cuts")
-
-
-def _ranks(size: int) -> str:
-    return "1 rank" if size == 1 else f"{size} ranks"
 
 
 def _total_steps(run: RunDir) -> int:
@@ -211,11 +207,12 @@ def report(parts: list[ComparedPart], console: Console, verdict: str) -> bool:
     """Print what was compared and the result, and return whether all is equal."""
     table = Table("part", "compared", "result")
     for part in parts:
-        table.add_row(part.name, part.compared, part.difference or "equal")
+        result = "differs" if part.difference else "" if part.compared == "none" else "equal"
+        table.add_row(part.name, part.compared, result)
     console.print(table)
     wrong = [part for part in parts if part.difference]
     for part in wrong:
-        console.print(f"differs: {part.name}: {part.difference}")
+        console.print(f"{part.name}: {part.difference}")
     console.print(f"not proven: {verdict}" if wrong else verdict)
     return not wrong
 

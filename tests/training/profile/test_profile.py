@@ -1,4 +1,4 @@
-"""Generated data, and what is said of a training's speed: what its parts cost, and which flag to change."""
+"""Synthetic data, and the profile of a training: the costs of its parts, and which flag to change."""
 
 import json
 import sys
@@ -52,7 +52,7 @@ def test_a_submission_of_generated_images_stages_nothing() -> None:
     assert not [word for word in command if word.startswith("--data")]
 
 
-COSTS = Costs(whole=10, loading=1, decode=None, augment=None, copy=None, compute=5, all_reduce=None)
+COSTS = Costs(step=10, loading=1, decode=None, augment=None, copy=None, compute=5, all_reduce=None)
 
 
 @pytest.mark.parametrize(
@@ -92,21 +92,21 @@ def test_the_parts_of_a_training_are_measured(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     data = (f"--data={folder_data}", "--image-size=16", "--num-workers=1")
     assert profiled(monkeypatch, *FLAGS, *data, "--json") == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert (told["world_size"], told["workers"], told["batch_size"]) == (1, 1, 8)
-    known = {name for name, value in told["milliseconds"].items() if value is not None}
-    assert known == {"whole", "loading", "decode", "augment", "compute"}
-    assert all(told["milliseconds"][name] > 0 for name in known - {"augment"})
-    assert told["bottleneck"] in profile.ADVICE
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (result["world_size"], result["workers"], result["batch_size"]) == (1, 1, 8)
+    known = {name for name, value in result["milliseconds"].items() if value is not None}
+    assert known == {"step", "loading", "decode", "augment", "compute"}
+    assert all(result["milliseconds"][name] > 0 for name in known - {"augment"})
+    assert result["bottleneck"] in profile.ADVICE
     assert list(tmp_path.glob("torchrelay-*")) == []
 
 
-def test_what_was_measured_is_told_to_people(
+def test_the_measurements_are_printed_for_people(
     idx_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert profiled(monkeypatch, *FLAGS, f"--data={idx_data}") == 0
     printed = capsys.readouterr().out
-    assert "small-cnn, 8 images a step, ranks on cpu: 1, loader workers of each: 0" in printed
+    assert "small-cnn, 8 images per step, 1 rank on CPU, 0 loader workers per rank" in printed
     assert "forward, backward, optimizer" in printed
     assert "\nto change it: " in printed
     assert profiled(monkeypatch, "--synthetic", "--seconds=0") == 2
