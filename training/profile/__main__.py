@@ -159,9 +159,8 @@ def report(trainer: Trainer, costs: Costs) -> dict[str, Any]:
 
 
 def _print_table(result: dict[str, Any], ranks: str) -> None:
-    print(
-        f"{result['model']}, {result['batch_size']} images per step, {ranks}, {result['workers']} loader workers per rank"
-    )
+    workers = f"{result['workers']} loader workers per rank"
+    print(f"{result['model']}, {result['batch_size']} images per step, {ranks}, {workers}")
     table = Table(box=None, header_style="bold")
     table.add_column("part")
     table.add_column("ms per step", justify="right")
