@@ -19,7 +19,7 @@ from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
-from training.runtime.progress import Progress
+from training.runtime.train_progress import Progress
 
 # Fields of the config that a saved state depends on: with another value it would be another run.
 _IDENTIFYING = (

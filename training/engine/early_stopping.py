@@ -6,7 +6,7 @@ from typing import Any
 
 from training.config.train_config import TrainConfig
 from training.runtime.process_group import ProcessGroup
-from training.runtime.progress import Progress
+from training.runtime.train_progress import Progress
 
 PATIENCE, MAX_HOURS = "early_stopping", "max_hours"
 _MESSAGES = {

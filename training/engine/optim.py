@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from training.config.rules import parse_step_epochs
 from training.config.train_config import SCALE_BATCH, TrainConfig
-from training.runtime.progress import Progress
+from training.runtime.train_progress import Progress
 
 Groups = list[dict[str, Any]]
 

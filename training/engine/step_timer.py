@@ -17,8 +17,8 @@ from torch import nn
 
 from training.data.loader import Batch
 from training.runtime.process_group import ProcessGroup
-from training.runtime.progress import Progress
 from training.runtime.run_context import RunContext
+from training.runtime.train_progress import Progress
 
 _RECENT_STEPS = 10
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hpc.core.files import append_json_line, json_line, read_json_lines, write_atomic
 from hpc.core.rundir import RunDir
 from training.runtime.console import Console
-from training.runtime.progress import Progress
+from training.runtime.train_progress import Progress
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

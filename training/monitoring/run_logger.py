@@ -20,7 +20,7 @@ from training.data.loader import ImageSource
 from training.monitoring.metrics import Metrics
 from training.runtime.background_writer import BackgroundWriter
 from training.runtime.console import Console
-from training.runtime.progress import Progress
+from training.runtime.train_progress import Progress
 
 _RESULT = "result.json"
 

@@ -17,7 +17,7 @@ from hpc.submit.__main__ import main as submit
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import make_schedule
 from training.engine.early_stopping import out_of_patience
-from training.runtime.progress import Progress
+from training.runtime.train_progress import Progress
 
 # 193 images: 9 steps an epoch. A rate so small that the validation accuracy stays the same.
 STILL = ("--lr=1e-30", "--weight-decay=0", "--batch-size=20", "--log-every=4", "--epochs=30")

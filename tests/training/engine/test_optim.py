@@ -23,7 +23,7 @@ from training.engine.optim import (
     learning_rate,
     make_optimizer,
 )
-from training.runtime.progress import Progress
+from training.runtime.train_progress import Progress
 
 EPOCH = 10
 

@@ -27,7 +27,7 @@ from training.evaluation.tables import classes_csv, history_csv
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
 from training.runtime.process_group import ProcessGroup
-from training.runtime.progress import Progress
+from training.runtime.train_progress import Progress
 from training.verify_resume.compare import compare_runs
 
 FLAGS = ("--epochs=3", "--batch-size=20", "--lr=0.05", "--log-every=4")
