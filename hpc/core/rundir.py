@@ -8,9 +8,19 @@ from pathlib import Path
 
 # In `final/`.
 CONFUSION, SAMPLES = "confusion.csv", "samples.json"
-CLASSES, HISTORY = "classes.csv", "history.csv"
+CLASSES, CONFUSION_PICTURE, HISTORY = "classes.csv", "confusion.png", "history.csv"
 # In `best/` too.
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
+
+
+@dataclass(frozen=True)
+class _Below:
+    """A path in the run directory."""
+
+    name: str
+
+    def __get__(self, run: "RunDir", _: type) -> Path:
+        return run.path / self.name
 
 
 @dataclass(frozen=True)
@@ -19,114 +29,57 @@ class RunDir:
 
     path: Path
 
+    spec = _Below("spec.json")
+    """The resolved RunSpec, immutable."""
+    script = _Below("submit.sbatch")
+    """The sbatch script; submitting it by hand starts or resumes the run."""
+    environment = _Below("environment.json")
+    """The environment variables at submission, for the run's later jobs."""
+    code = _Below("code")
+    """The copy of the code that the run executes."""
+    packages = _Below("code/.torchrelay")
+    """Our three packages in that copy."""
+    revision = _Below("code/.torchrelay/revision")
+    """The git revision of the code; absent if it was in no repository."""
+    events = _Below("events")
+    """What happened: one file of JSON lines per writer."""
+    alive = _Below("alive")
+    """Its modification time is the newest heartbeat of the head node's agent."""
+    train_metrics = _Below("metrics/train.jsonl")
+    """One JSON line per logged step."""
+    eval_metrics = _Below("metrics/eval.jsonl")
+    """One JSON line per evaluation."""
+    tensorboard = _Below("tensorboard")
+    """TensorBoard's event files."""
+    checkpoints = _Below("checkpoints")
+    """Durable checkpoints, one directory per step, visible only when complete."""
+    index = _Below("index.npz")
+    """The list of the files of an image folder, so that later attempts need not list them again."""
+    diverged = _Below("diverged.json")
+    """The first step whose loss is not finite, and its images."""
+    best = _Below("best")
+    """The model with the best validation metric."""
+    final = _Below("final")
+    """The final model and its test result: the run is complete when this exists."""
+    final_result = _Below("final/result.json")
+    """The test result."""
+    confusion = _Below(f"final/{CONFUSION}")
+    """The confusion matrix of the test."""
+    samples = _Below(f"final/{SAMPLES}")
+    """Some test images with their predictions."""
+    logs = _Below("logs")
+    """All output."""
+    report = _Below("report/index.html")
+    """The report page."""
+
     @property
     def name(self) -> str:
         """The run's name is its directory's."""
         return self.path.name
 
-    @property
-    def spec(self) -> Path:
-        """The resolved RunSpec, immutable."""
-        return self.path / "spec.json"
-
-    @property
-    def script(self) -> Path:
-        """The sbatch script; submitting it by hand starts or resumes the run."""
-        return self.path / "submit.sbatch"
-
-    @property
-    def environment(self) -> Path:
-        """The environment variables at submission, for the run's later jobs."""
-        return self.path / "environment.json"
-
-    @property
-    def code(self) -> Path:
-        """The copy of the code that the run executes."""
-        return self.path / "code"
-
-    @property
-    def packages(self) -> Path:
-        """Our three packages in that copy."""
-        return self.code / ".torchrelay"
-
-    @property
-    def revision(self) -> Path:
-        """The git revision of the code; absent if it was in no repository."""
-        return self.packages / "revision"
-
-    @property
-    def events(self) -> Path:
-        """What happened: one file of JSON lines per writer."""
-        return self.path / "events"
-
-    @property
-    def alive(self) -> Path:
-        """Its modification time is the newest heartbeat of the head node's agent."""
-        return self.path / "alive"
-
-    @property
-    def train_metrics(self) -> Path:
-        """One JSON line per logged step."""
-        return self.path / "metrics" / "train.jsonl"
-
-    @property
-    def eval_metrics(self) -> Path:
-        """One JSON line per evaluation."""
-        return self.path / "metrics" / "eval.jsonl"
-
     def sample_log(self, attempt: int, rank: int) -> Path:
         """One JSON line per step: the indices of the images that one rank of one attempt used."""
         return self.path / "metrics" / "samples" / f"attempt-{attempt:03d}-rank-{rank:02d}.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Durable checkpoints, one directory per step, visible only when complete."""
-        return self.path / "checkpoints"
-
-    @property
-    def index(self) -> Path:
-        """The list of the files of an image folder, so that later attempts need not list them again."""
-        return self.path / "index.npz"
-
-    @property
-    def diverged(self) -> Path:
-        """The first step whose loss is not finite, and its images."""
-        return self.path / "diverged.json"
-
-    @property
-    def best(self) -> Path:
-        """The model with the best validation metric."""
-        return self.path / "best"
-
-    @property
-    def final(self) -> Path:
-        """The final model and its test result: the run is complete when this exists."""
-        return self.path / "final"
-
-    @property
-    def final_result(self) -> Path:
-        """The test result."""
-        return self.final / "result.json"
-
-    @property
-    def confusion(self) -> Path:
-        """The confusion matrix of the test."""
-        return self.final / CONFUSION
-
-    @property
-    def samples(self) -> Path:
-        """Some test images with their predictions."""
-        return self.final / SAMPLES
-
-    @property
-    def logs(self) -> Path:
-        """All output."""
-        return self.path / "logs"
 
     def attempt_logs(self, attempt: int) -> Path:
         """The output of one attempt."""
@@ -135,8 +88,3 @@ class RunDir:
     def rank_log(self, attempt: int, rank: int) -> Path:
         """The output of one rank of one attempt."""
         return self.attempt_logs(attempt) / f"rank-{rank:02d}.log"
-
-    @property
-    def report(self) -> Path:
-        """The report page."""
-        return self.path / "report" / "index.html"

@@ -14,7 +14,7 @@ from hpc.core.node_info import NodeInfo, TorchBuild
 from hpc.core.nodedir import DEV_SHM
 from hpc.slurm.cluster import Fields
 
-LEAST_STAGE_BYTES = 10 * 10**9
+_LEAST_STAGE_BYTES = 10 * 10**9
 _LEAST_MEMORY_BYTES = 10**9
 _LEAST_OPEN_FILES = 1024
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
@@ -119,15 +119,6 @@ class LoginNode:
     """Whether compute nodes were inspected, and all see the runs directory."""
 
 
-def small_stage(value: str) -> Verdict:
-    """There is little space for staging."""
-    return note(
-        value,
-        "larger data sets are not staged: every epoch reads them from shared storage",
-        "use --stage-dir with a directory on a larger disk of the nodes",
-    )
-
-
 def _runs_dir(login: LoginNode) -> Verdict | None:
     if login.runs_type is None:
         return None
@@ -216,7 +207,13 @@ def _stage(node: NodeInfo) -> Verdict:
             "the staged data count as memory of the job and may exceed its limit",
             "add the size of the data set to --mem, or use --stage-dir with a directory on the nodes' disks",
         )
-    return small_stage(value) if free < LEAST_STAGE_BYTES else ok(value)
+    if free >= _LEAST_STAGE_BYTES:
+        return ok(value)
+    return note(
+        value,
+        "larger data sets are not staged: every epoch reads them from shared storage",
+        "use --stage-dir with a directory on a larger disk of the nodes",
+    )
 
 
 def _memory(node: NodeInfo) -> Verdict:

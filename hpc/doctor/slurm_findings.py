@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from hpc.core.units import KILL_WAIT_SECONDS, save_timeout_seconds
-from hpc.doctor.findings import LEAST_STAGE_BYTES, Check, RunMeasurements, Verdict, costs, note, ok, small_stage
+from hpc.doctor.findings import Check, RunMeasurements, Verdict, costs, note, ok
 from hpc.slurm.cluster import ClusterConfig, leading_number
 
 # A save should take at most this share of the available time: storage may be slower on another day.
@@ -185,14 +185,6 @@ def _private_tmp(site: ClusterFacts) -> Verdict | None:
     )
 
 
-def _tmp_disk(site: ClusterFacts) -> Verdict | None:
-    sizes = [size for node in site.cluster.nodes if (size := leading_number(node, "TmpDisk"))]
-    if not sizes:
-        return None  # often not configured; Slurm then reports 0
-    value = f"TmpDisk={min(sizes)} MB on the smallest node"
-    return ok(value) if min(sizes) * 2**20 >= LEAST_STAGE_BYTES else small_stage(value)
-
-
 OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "preemption": _preemption,
     "preempt_send_user_signal": _user_signal,
@@ -202,5 +194,4 @@ OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "accounting": _accounting,
     "AllocNodes": _submits_from_nodes,
     "private /tmp": _private_tmp,
-    "TmpDisk": _tmp_disk,
 }

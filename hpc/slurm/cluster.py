@@ -19,8 +19,6 @@ class ClusterConfig:
     """The one that a run would use."""
     partitions: tuple[Fields, ...] = ()
     """All, including those that the user may not use: their jobs may preempt."""
-    nodes: tuple[Fields, ...] = ()
-    """Those of the partition."""
     sacct_error: str = ""
     """Empty if sacct works."""
 
@@ -34,12 +32,10 @@ def query_cluster(name: str | None) -> ClusterConfig:
     """
     partitions = parse_records(slurm.run("scontrol", "--all", "--oneliner", "show", "partition"))
     partition = choose_partition(name, partitions)
-    nodes = parse_records(slurm.run("scontrol", "--oneliner", "show", "node"))
     return ClusterConfig(
         config=parse_config(slurm.run("scontrol", "show", "config")),
         partition=partition,
         partitions=partitions,
-        nodes=tuple(node for node in nodes if partition["PartitionName"] in node.get("Partitions", "").split(",")),
         sacct_error=_sacct_error(),
     )
 

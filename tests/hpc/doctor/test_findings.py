@@ -52,10 +52,7 @@ JobRequeue              = 0
 def cluster(config: dict[str, str], partition: dict[str, str], **others: Any) -> ClusterConfig:
     gpu, urgent = parse_records(PARTITIONS)
     own = {**gpu, **partition}
-    nodes = parse_records(NODES)
-    return ClusterConfig(
-        config={**parse_config(CONFIG), **config}, partition=own, partitions=(own, urgent), nodes=nodes, **others
-    )
+    return ClusterConfig(config={**parse_config(CONFIG), **config}, partition=own, partitions=(own, urgent), **others)
 
 
 def experience(seconds: float | None, **others: Any) -> RunMeasurements:
@@ -138,7 +135,6 @@ TEXTS = {
         ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, None, "note", ["login[1-2]", "PartitionName=gpu"]),
         ("private /tmp", {}, {}, None, "ok", []),
         ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, None, "note", ["--stage-dir"]),
-        ("TmpDisk", {}, {}, None, "unknown", []),
     ],
 )  # fmt: skip
 def test_symptom_of_slurm(
@@ -170,12 +166,6 @@ def test_odd_values_are_not_judged() -> None:
     odd = dict.fromkeys(("KillWait", "SlurmdTimeout"), "?")
     found = judge(OF_SLURM, ClusterFacts(cluster=cluster(odd, {"GraceTime": "UNLIMITED"})), "cluster")
     assert {one(found, check).severity for check in (*odd, "preemption")} == {Severity.UNKNOWN}
-
-
-def test_small_declared_disk_of_a_node() -> None:
-    nodes = ({"NodeName": "a", "TmpDisk": "5000"}, {"NodeName": "b", "TmpDisk": "800000"}, {"NodeName": "c"})
-    site = ClusterFacts(cluster=replace(cluster({}, {}), nodes=nodes))
-    assert one(judge(OF_SLURM, site, "cluster"), "TmpDisk").value == "TmpDisk=5000 MB on the smallest node"
 
 
 def test_accounting_is_told_by_sacct_itself() -> None:
