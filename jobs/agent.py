@@ -154,12 +154,7 @@ class _Agent:
             self._channel.report(phase=Phase.FAILED, detail=str(error))
 
     def _prepare(self) -> RankSetup:
-        """Make this node ready to train.
-
-        Raises:
-            StagingStopped: the agent was asked to stop, or the attempt is over.
-            TorchrelayError: this node cannot take part.
-        """
+        """Make this node ready to train."""
         threads = threads_per_rank(self._node.allocation, self._node.spec.resources.gpus_per_node)
         self._record_joined()
         data = self._staging.stage_data()

@@ -62,11 +62,7 @@ def _cause_of_silent_end(last: Attempt, allocation: NodeAllocation) -> tuple[Cau
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
-    """Wait while another job of the run is ending and saves its state.
-
-    Raises:
-        TorchrelayError: it is running, or does not end.
-    """
+    """Wait while another job of the run is ending and saves its state; an error if it runs, or does not end."""
     deadline = time.monotonic() + _ENDING_SECONDS
     while allocation.cluster == "slurm" and (job := slurm.jobs().get(job_id)) and job.state is not JobState.PENDING:
         if not job.state.alive and job.state is not JobState.UNKNOWN:

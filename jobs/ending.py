@@ -276,11 +276,7 @@ def requeue(node: NodeAttempt, unfit: list[str]) -> None:
 
 
 def _retry(ask: Callable[[], None]) -> None:
-    """Ask Slurm again until it complies: its controller does not answer for minutes while it fails over.
-
-    Raises:
-        TorchrelayError: it refused to the end.
-    """
+    """Ask Slurm again until it complies: its controller does not answer for minutes while it fails over."""
     deadline = time.monotonic() + _SLURM_SECONDS
     while True:
         try:
@@ -293,11 +289,7 @@ def _retry(ask: Callable[[], None]) -> None:
 
 
 def _relaunch(node: NodeAttempt, avoid: list[str]) -> None:
-    """Submit a new job for the run, and end this one.
-
-    Raises:
-        TorchrelayError: Slurm refused the new job.
-    """
+    """Submit a new job for the run, and end this one."""
     job_id, events = node.allocation.job_id, node.run_events()
     excluded = relaunch.nodes_to_exclude(node.spec, events, avoid)
     old = {attempt.job_id for attempt in attempts_of(events)}

@@ -93,12 +93,7 @@ class Connection:
         self.socket.close()
 
     def handshake(self, secret: str, purpose: str, *, is_server: bool) -> None:
-        """Prove to the other end that this one has the secret, and have it prove the same.
-
-        Args:
-            secret: shared by both ends.
-            purpose: what the connection is for; both ends must name the same.
-            is_server: the role of this end.
+        """Prove to the other end that this one has the secret, for this purpose, and have it prove the same.
 
         Raises:
             TransportError: the other end did not prove it.
@@ -241,7 +236,8 @@ class Server:
             try:
                 self._admit(Connection(self._listener.accept()[0], self._limits))
             except (OSError, RuntimeError):
-                self._closed.wait(_RETRY_SECONDS)  # no file or thread is left: others end
+                # No descriptor or thread is left. A stranger without a thread is closed when it is the oldest.
+                self._closed.wait(_RETRY_SECONDS)
 
     def _admit(self, connection: Connection) -> None:
         with self._lock:
@@ -251,29 +247,24 @@ class Server:
             self._strangers[connection] = None
         if oldest:
             _shut_down(oldest)
-        try:
-            threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
-        except RuntimeError:
-            self._forget(connection)
-            raise
+        threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
 
     def _converse(self, connection: Connection) -> None:
-        with contextlib.suppress(*MALFORMED):
+        try:
             connection.handshake(self._secret, self._purpose, is_server=True)
             with self._lock:
                 self._strangers.pop(connection, None)
-                admitted = len(self._authenticated) < self._limits.max_connections and not self._closed.is_set()
-                if admitted:
-                    self._authenticated.add(connection)
-            if admitted:
-                self._serve(connection)
-        self._forget(connection)
-
-    def _forget(self, connection: Connection) -> None:
-        with self._lock:
-            self._strangers.pop(connection, None)
-            self._authenticated.discard(connection)
-        connection.close()
+                if len(self._authenticated) >= self._limits.max_connections or self._closed.is_set():
+                    return
+                self._authenticated.add(connection)
+            self._serve(connection)
+        except MALFORMED:
+            pass
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._authenticated.discard(connection)
+            connection.close()
 
 
 def _shut_down(connection: Connection) -> None:

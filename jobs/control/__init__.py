@@ -1,1 +1,1 @@
-"""What the agents of one attempt tell each other, and what the head node decides. Runs on compute nodes."""
+"""The agents of one attempt: what they report to each other, and what the head node decides. Runs on compute nodes."""

@@ -41,7 +41,7 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
 
     While one is slow to save, the others wait for it in a step: as long as one may be still, none hangs.
     """
-    if not heartbeats or any(beat.still_seconds <= timeout_seconds(beat, setting) for beat in heartbeats.values()):
+    if not heartbeats or any(each.still_seconds <= timeout_seconds(each, setting) for each in heartbeats.values()):
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     culprit = _find_culprit(heartbeats)
@@ -88,7 +88,7 @@ class StragglerDetector:
 
     def find(self, heartbeats: Mapping[int, RankHeartbeat]) -> list[Straggler]:
         """Stragglers that are new."""
-        busy = {rank: beat.busy_seconds for rank, beat in heartbeats.items() if beat.busy_seconds is not None}
+        busy = {rank: each.busy_seconds for rank, each in heartbeats.items() if each.busy_seconds is not None}
         if not busy:
             return []
         # Of two ranks the faster one, of many the median.

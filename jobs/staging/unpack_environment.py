@@ -59,11 +59,7 @@ def stage_environment(staging: NodeStaging) -> str:
 
 
 def _copy(staging: NodeStaging, archive: Path) -> str:
-    """The interpreter of a copy that works.
-
-    Raises:
-        TorchrelayError, OSError: the copy could not be made, or does not work here.
-    """
+    """The interpreter of a copy that works here; an error if there is none."""
     copy = staging.stage(archive).path
     described = EnvironmentDescription.load(copy)
     for name, target in described.links.items():
