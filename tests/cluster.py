@@ -1,4 +1,4 @@
-"""What the tests of the job on the testbed share: a tiny data set, waiting for conditions, reading a run."""
+"""Shared by the tests on the testbed: a tiny data set, submitting and reading runs, waiting for conditions."""
 
 import gzip
 import json
@@ -60,14 +60,14 @@ def tiny_data(directory: Path, train: int = 2000, test: int = 500) -> Path:
 
 @dataclass(frozen=True)
 class Site:
-    """One place to submit from: a directory that all nodes see, as root or as an ordinary user."""
+    """A directory that all nodes see, from which root or an ordinary user submits."""
 
     path: Path
     slurm_conf: str
     user: str | None = None
 
     def type(self, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        """Type a command there."""
+        """Run a command in it."""
         return subprocess.run(
             command, **self._as_the_user(environment), capture_output=True, text=True, check=False, timeout=240
         )
@@ -85,7 +85,7 @@ class Site:
 
     @contextmanager
     def supervised(self, *flags: str) -> "Iterator[subprocess.Popen[str]]":
-        """Have `hpc supervise` run there meanwhile."""
+        """Run `hpc supervise` in it in the background."""
         command = [sys.executable, "-m", "hpc", "supervise", "--interval=1s", *flags]
         out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(command, **self._as_the_user({}), **out) as supervisor:
@@ -95,21 +95,21 @@ class Site:
                 supervisor.terminate()
 
     def hpc(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        """Type `hpc ...`."""
+        """Run `hpc ...` in it."""
         return self.type(sys.executable, "-m", "hpc", *arguments, **environment)
 
     def slurm(self, *command: str) -> str:
-        """Type one of Slurm's commands, which has to succeed."""
+        """Run one of Slurm's commands, which must succeed."""
         done = self.type(*command)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
     def end_all_jobs(self) -> None:
-        """Cancel what is left of the test's jobs, and wait until none of their processes writes any more."""
+        """Cancel the test's remaining jobs, and wait until they have ended."""
         self.slurm("scancel", "--me")
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while self.slurm("squeue", "--me", "--noheader"):
-            assert time.monotonic() < deadline, "jobs that do not end"
+            assert time.monotonic() < deadline, "jobs do not end"
             time.sleep(0.3)
 
     def submit(self, *arguments: str, **environment: str) -> "Run":
@@ -143,29 +143,29 @@ class Run:
         return [record["step"] for record in read_json_lines(self.directory.train_metrics)]
 
     def attempts_logged(self) -> list[int]:
-        """The attempts that made the steps in its metrics, in their order."""
+        """The attempts of the steps in its metrics, in order."""
         return list(dict.fromkeys(record["attempt"] for record in read_json_lines(self.directory.train_metrics)))
 
     def queue(self, form: str) -> str:
-        """What squeue says of its job."""
+        """Fields of its job from squeue."""
         return self.site.slurm("squeue", "--noheader", f"--jobs={self.job_id}", f"--format={form}")
 
     def wait(self, what: str, condition: Callable[[], object], seconds: float = TIMEOUT_SECONDS) -> None:
-        """Wait until a condition holds; if it never does, say what there was instead."""
+        """Wait until a condition holds; if it does not, fail with the evidence."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not happen in {seconds:.0f} s:\n{self.evidence()}"
             time.sleep(0.3)
 
     def evidence(self) -> str:
-        """What a person would look at."""
+        """The queue, the events and the ends of all logs."""
         logs = [path for path in self.directory.logs.rglob("*") if path.is_file()]
         tails = [f"== {path}\n" + path.read_text(errors="replace")[-1500:] for path in sorted(logs)]
         events = [str(event) for event in ledger.read(self.directory.events) if event["event"] != "checkpoint_saved"]
         return "\n".join([self.site.type("squeue", "--long").stdout, *events, *tails])
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait until so many steps are in the metrics."""
+        """Wait until the metrics have this many steps."""
         self.wait(f"step {count}", lambda: len(self.steps()) >= count)
 
     def wait_for_state(self, state: str) -> dict[str, Any]:
@@ -188,32 +188,32 @@ class Run:
         return self.status()
 
     def wait_for_release(self) -> None:
-        """Wait until the job has been requeued, and end Slurm's wait of two minutes, as its owner may."""
+        """Wait until the job has been requeued, and end Slurm's requeue delay, as its owner may."""
         self.wait("the requeue", lambda: self.queue("%T %r") == "PENDING BeginTime")
-        # In the very second of the requeue slurmd would refuse the new start's credential, and the job would fail.
+        # In the second of the requeue, slurmd would refuse the new start's credential, and the job would fail.
         self.site.slurm("scontrol", "update", f"JobId={self.job_id}", "StartTime=now+2")
 
     def cancel(self) -> None:
-        """Cancel it and wait until its processes are gone, so that the next test has the nodes to itself."""
+        """Cancel it and wait for its end, so that the next test has all nodes."""
         done = self.site.hpc("cancel", str(self.directory.path))
         assert done.returncode == 0, done.stderr
         self.wait("the end of the job", lambda: not self.is_alive())
 
     def is_alive(self) -> bool:
-        """Whether its job, or on this machine alone its controller, is still there."""
+        """Whether its job, or with --cluster local its controller, still exists."""
         if self.directory.script.exists():
             return str(self.directory.script) in self.site.slurm("squeue", "--me", "--noheader", "--format=%o")
         return is_alive(self.job_id, self.events("submitted")[0]["started"])
 
     def assert_no_gap(self) -> None:
-        """The metrics hold every step once, in order."""
+        """The metrics have every step once, in order."""
         steps = self.steps()
         assert steps == list(range(1, len(steps) + 1))
 
 
 @contextmanager
 def dead(site: Site, node: str) -> Iterator[None]:
-    """Cut a node's power, and switch it on again."""
+    """A node without power, which is restored afterwards."""
     assert site.hpc("testbed", "kill-node", node).returncode == 0
     try:
         yield
@@ -222,7 +222,7 @@ def dead(site: Site, node: str) -> Iterator[None]:
 
 
 def what_slurm_holds(seconds: float = 30.0) -> list[str]:
-    """Anybody's jobs, and the nodes with GPUs that Slurm takes for allocated: nothing, at the latest after a while."""
+    """All jobs, and the nodes with allocated GPUs; waits until there are none."""
     slurm_conf = str(TESTBED_DIRECTORY / "slurm.conf")
     ask = (["squeue", "--all", "--noheader"], ["scontrol", "--details", "--oneliner", "show", "node"])
     deadline = time.monotonic() + seconds
@@ -256,7 +256,7 @@ def is_on(process: Path, node: str) -> bool:
 def rank_pids(run: Run, node: str) -> list[int]:
     """The processes of the ranks that run on a node, seen from the testbed's machine."""
     option = f"--run-dir={run.directory.path}".encode()
-    # The command lines of a rank's keeper and of torchrun end with the rank's.
+    # The command lines of the rank wrapper and of torchrun end with the rank's.
     ranks = [at for at, words in commands() if words[1:5] == [b"-u", b"-P", b"-m", b"training"] and option in words]
     return [int(at.name) for at in ranks if is_on(at, node)]
 
@@ -269,7 +269,7 @@ def agent_pids(run: Run, node: str) -> list[int]:
 
 
 def assert_nothing_left(run: Run) -> None:
-    """No process of the run, and no file in any node's memory."""
+    """No process of the run, and no file in /dev/shm of any node, is left."""
     path = str(run.directory.path).encode()
 
     def left() -> list[bytes]:

@@ -68,7 +68,7 @@ def test_failures_inside_an_attempt_count_like_those_that_end_one() -> None:
     assert failures_in_a_row([ended("crashed", 20), replace(ended("hang", 20), interruptions=(("crashed", 20),))]) == 3
 
 
-def test_interruption_that_ended_the_attempt_after_all_counts_once() -> None:
+def test_interruption_that_ended_the_attempt_counts_once() -> None:
     attempt = replace(ended("bad_node", 20), interruptions=(("bad_node", 20),), interrupted_at=9.0, failed_at=9.0)
     assert failures_in_a_row([attempt]) == 1
     assert failures_in_a_row([replace(attempt, failed_at=10.0)]) == 2, "another one"
@@ -92,14 +92,14 @@ def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
     assert find_claim(attempts, place(restart=1), lambda _: True) is None, "an attempt it has been in"
 
 
-def test_attempt_that_ended_before_this_node_joined_is_not_waited_for(run: RunDir) -> None:
+def test_join_of_an_ended_attempt_fails_at_once(run: RunDir) -> None:
     claim(run, place(), 1, "n")
     EventWriter(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed")
     with pytest.raises(TorchrelayError, match="attempt 1 ended before this node could join it"):
         join(run, place(node_rank=1), lambda: False, timeout_seconds=60.0)
 
 
-def test_attempt_that_this_node_has_been_in_is_not_its_next_one(run: RunDir) -> None:
+def test_node_does_not_join_an_attempt_twice(run: RunDir) -> None:
     claim(run, place(), 1, "n")
     event_file(run, 1, 1).append("joined", attempt=1, node="gpu02")
     EventWriter(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="requeued")
@@ -115,7 +115,7 @@ def test_join_follows_a_refusal(run: RunDir) -> None:
         join(run, place(restart=1, node_rank=1), lambda: False, timeout_seconds=60.0)
 
 
-def test_join_gives_up(run: RunDir) -> None:
+def test_join_times_out(run: RunDir) -> None:
     with pytest.raises(TorchrelayError, match="head node gpu01 claimed no attempt"):
         join(run, place(node_rank=1), lambda: False, timeout_seconds=0.0)
     assert join(run, place(node_rank=1), lambda: True, timeout_seconds=60.0) is None, "told to stop"

@@ -7,7 +7,9 @@ import pytest
 from hpc.core.files import append_json_line, last_json_line, read_json_lines, write_atomic, write_exclusive
 
 
-def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file_and_leaves_no_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "f"
     write_atomic(path, "old")
 
@@ -40,7 +42,7 @@ def test_of_many_exclusive_writers_one_wins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_torn_line_spoils_itself_alone(tmp_path: Path) -> None:
+def test_torn_line_loses_no_other_record(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     append_json_line(path, {"a": 1})
     with path.open("ab") as file:
@@ -51,6 +53,6 @@ def test_torn_line_spoils_itself_alone(tmp_path: Path) -> None:
     assert last_json_line(path) == {"a": 3}
 
 
-def test_logs_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_log_has_no_records(tmp_path: Path) -> None:
     assert list(read_json_lines(tmp_path / "none")) == []
     assert last_json_line(tmp_path / "none") is None

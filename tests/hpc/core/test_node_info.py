@@ -20,7 +20,7 @@ from hpc.doctor.findings import inherits_open_files, nccl_interfaces
         (("lo", "eth0", "eth01"), "^=eth0,lo", ["eth01"]),
     ],
 )
-def test_interfaces_that_nccl_takes(interfaces: tuple[str, ...], asked: str, taken: list[str]) -> None:
+def test_interfaces_that_nccl_uses(interfaces: tuple[str, ...], asked: str, taken: list[str]) -> None:
     assert nccl_interfaces(interfaces, asked) == taken
 
 
@@ -29,7 +29,7 @@ def test_interfaces_that_nccl_takes(interfaces: tuple[str, ...], asked: str, tak
     [("ALL", "(null)", True), ("CORE,NOFILE", "(null)", True), ("NONE", "(null)", False), ("CORE", "(null)", False),
      ("(null)", "MEMLOCK", True), ("(null)", "MEMLOCK,NOFILE", False)],
 )  # fmt: skip
-def test_limit_of_open_files_is_handed_on(only: str, but: str, handed_on: bool) -> None:
+def test_jobs_inherit_the_limit_of_open_files(only: str, but: str, handed_on: bool) -> None:
     config = {"PropagateResourceLimits": only, "PropagateResourceLimitsExcept": but}
     assert inherits_open_files(config) is handed_on
     assert inherits_open_files({}) is False
@@ -54,7 +54,7 @@ def test_file_system_is_the_innermost_and_last_mount() -> None:
         ("__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", None),
     ],
 )
-def test_what_torch_was_built_for(lines: str, accelerator: str | None) -> None:
+def test_accelerator_of_a_torch_build(lines: str, accelerator: str | None) -> None:
     build = parse_torch_version(lines)
     assert build.accelerator == accelerator
     assert build.version.startswith("2.")

@@ -29,7 +29,7 @@ def run() -> Iterator[Path]:
     remove(memory, held)
 
 
-def test_directory_is_for_its_owner_alone(run: Path) -> None:
+def test_only_the_owner_can_use_the_directory(run: Path) -> None:
     memory, held = open_node_dir(run, 0)
     assert memory.path.is_relative_to(DEV_SHM)
     for path in (memory.path.parent, memory.path, memory.snapshots, memory.exits):
@@ -51,7 +51,7 @@ def agent_of(run: Path) -> Iterator["subprocess.Popen[str]"]:
         agent.kill()
 
 
-def test_what_a_killed_agent_left_is_taken_over_by_its_run_and_removed_by_others(run: Path) -> None:
+def test_directory_of_a_killed_agent_is_reused_by_its_run_and_removed_by_others(run: Path) -> None:
     with agent_of(run) as agent:
         assert agent.stdout is not None
         left = Path(agent.stdout.readline().strip())
@@ -78,7 +78,7 @@ def test_second_agent_of_a_run_is_refused(run: Path, monkeypatch: pytest.MonkeyP
             open_node_dir(run, 0)
 
 
-def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     root = private_directory(tmp_path)
     root.chmod(0o777)
     with pytest.raises(TorchrelayError, match="not a directory that only you can use"):

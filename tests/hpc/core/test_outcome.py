@@ -94,11 +94,11 @@ def test_cause_of_a_ranks_exit(
         ("", False),
     ],
 )  # fmt: skip
-def test_last_words_that_tell_of_another_ranks_death(detail: str, consequence: bool) -> None:
+def test_message_about_the_death_of_another_rank_is_a_consequence(detail: str, consequence: bool) -> None:
     assert is_consequence(detail) is consequence
 
 
-def test_exit_codes_of_a_users_script_mean_nothing_to_us() -> None:
+def test_exit_codes_of_a_user_script_have_no_meaning() -> None:
     assert {cause_of_exit(code, None, False, "", ours=False) for code in range(1, 256)} == {Cause.CRASHED}
     assert cause_of_exit(2, None, False, "MemoryError", ours=False) is Cause.OUT_OF_MEMORY
 
@@ -139,12 +139,12 @@ def test_failures_since_the_last_new_step(interruptions: list[tuple[str, int | N
         (["completed", "cancelled"], 0),
     ],
 )
-def test_how_often_in_a_row_a_run_goes_on(causes: list[str], most: int | None) -> None:
+def test_budget_of_failures_in_a_row(causes: list[str], most: int | None) -> None:
     for cause in causes:
         assert [may_restart(cause, failures) for failures in range(9)] == [most is None or f < most for f in range(9)]
 
 
-def test_every_cause_has_its_place() -> None:
+def test_every_cause_has_a_budget_or_is_free() -> None:
     """A new cause that nobody thought about would be free, and could requeue a run for ever."""
     free = {cause for cause in Cause if may_restart(cause, failures=99)}
     assert free == {Cause.PREEMPTED, Cause.REQUEUED}

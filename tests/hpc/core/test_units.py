@@ -25,11 +25,11 @@ def test_walltime(text: str, minutes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "soon", "1.5h", "-5", "1:2:3:4", "unlimited", "0", "0h"])
-def test_walltime_that_is_none(text: str) -> None:
+def test_bad_walltime(text: str) -> None:
     with pytest.raises(UserError, match="--time"):
         walltime_minutes(text)
 
 
 @pytest.mark.parametrize("minutes", [1, 59, 60, 1439, 1440, 20160])
-def test_format_is_what_slurm_reads_back(minutes: int) -> None:
+def test_formatted_minutes_parse_as_slurm_durations(minutes: int) -> None:
     assert slurm_seconds(format_minutes(minutes)) == minutes * 60

@@ -82,7 +82,7 @@ def test_recorded_cluster(tmp_path: Path, recorded: Path) -> None:
     assert found["SlurmdTimeout"]["severity"] == "note"
 
 
-def test_notes_alone_are_no_failure_and_what_is_well_takes_one_line(shared: Path, recorded: Path) -> None:
+def test_notes_are_no_failure_and_passed_checks_take_one_line(shared: Path, recorded: Path) -> None:
     done = doctor(shared, recorded)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SlurmdTimeout=300 s" in done.stdout
@@ -112,7 +112,7 @@ def without_slurm(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
-def test_without_slurm_this_machine_is_looked_at(tmp_path: Path) -> None:
+def test_without_slurm_this_machine_is_inspected(tmp_path: Path) -> None:
     found = findings(without_slurm(tmp_path, "--json"))
     assert found["slurm"]["severity"] == "note"
     assert set(found) == {"slurm", "stage directory", "/dev/shm", "open files"}
@@ -124,7 +124,7 @@ def test_nodes_need_slurm(tmp_path: Path) -> None:
     assert "--node needs Slurm, and there is none here" in done.stderr
 
 
-def test_newest_run_that_has_saved_is_compared(tmp_path: Path) -> None:
+def test_newest_run_that_has_saved_is_the_default(tmp_path: Path) -> None:
     new_run(tmp_path, "older", save_seconds=9.0)
     saved = new_run(tmp_path, "newer", save_seconds=3.0)
     new_run(tmp_path, "newest")
@@ -132,7 +132,7 @@ def test_newest_run_that_has_saved_is_compared(tmp_path: Path) -> None:
     assert find_run(DoctorOptions(runs_dir=tmp_path / "none")) is None
 
 
-def test_experience_is_the_last_attempts(tmp_path: Path) -> None:
+def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
     run = new_run(tmp_path, "r", save_seconds=3.0)
     for attempt, reason in ((1, "no room"), (1, None)):
         event = {"time": 1.0 + attempt, "event": "staged", "attempt": attempt, "in_place": reason}
@@ -142,7 +142,7 @@ def test_experience_is_the_last_attempts(tmp_path: Path) -> None:
     assert (measurements_of(run).save_seconds, measurements_of(run).in_place) == (3.0, None)
 
 
-def test_srun_asks_for_what_submit_would(tmp_path: Path) -> None:
+def test_srun_requests_the_resources_of_submit(tmp_path: Path) -> None:
     resources = Resources(nodes="2", gpus_per_node=4, partition="gpu", account="me", time="10m", sbatch=("x=y",))
     argv = srun_argv(NodeCheckRequest(resources=resources, names=("gpu01", "gpu02")), tmp_path, Path("/tmp"))
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
@@ -173,7 +173,7 @@ def test_summary_of_a_preflight(output: str, exit_code: int, words: str) -> None
     assert summarize(output, exit_code) == words
 
 
-def test_node_looks_at_itself(tmp_path: Path) -> None:
+def test_node_inspects_itself(tmp_path: Path) -> None:
     clients = answer(tmp_path, squeue="", sinfo="", scontrol="", scancel="")
     (clients / "timeout").symlink_to("/usr/bin/timeout")
     allocation = {

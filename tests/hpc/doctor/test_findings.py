@@ -137,7 +137,7 @@ TEXTS = {
         ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, None, "note", ["--stage-dir"]),
     ],
 )  # fmt: skip
-def test_symptom_of_slurm(
+def test_finding_about_slurm(
     check: str, config: dict[str, str], partition: dict[str, str], run: RunMeasurements | None, severity: str,
     words: list[str],
 ) -> None:  # fmt: skip
@@ -168,7 +168,7 @@ def test_odd_values_are_not_judged() -> None:
     assert {one(found, check).severity for check in (*odd, "preemption")} == {Severity.UNKNOWN}
 
 
-def test_accounting_is_told_by_sacct_itself() -> None:
+def test_accounting_is_judged_by_sacct() -> None:
     site = ClusterFacts(cluster=cluster({}, {}, sacct_error="Slurm accounting storage is disabled"))
     assert one(judge(OF_SLURM, site, "cluster"), "accounting").severity is Severity.NOTE
 
@@ -200,7 +200,7 @@ LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA, open_f
         ("open files", {"open_files": None}, "unknown"),
     ],
 )
-def test_symptom_of_the_login_node(check: str, changes: dict[str, Any], severity: str) -> None:
+def test_finding_about_the_login_node(check: str, changes: dict[str, Any], severity: str) -> None:
     assert one(judge(OF_LOGIN, replace(LOGIN, **changes), "login"), check).severity == severity
 
 
@@ -235,7 +235,7 @@ NODE = NodeInfo(
         ("preflight", {}, {"preflight": "preflight: 2 ranks on CPU, 0.1 s"}, "cost", "nvidia-smi"),
     ],
 )  # fmt: skip
-def test_symptom_of_a_node(
+def test_finding_about_a_node(
     check: str, changes: dict[str, Any], in_job: dict[str, Any], severity: str, word: str
 ) -> None:
     node = replace(NODE, **changes, job=replace(JOB, **in_job))
@@ -244,7 +244,7 @@ def test_symptom_of_a_node(
     assert word in f"{finding.value} {finding.cost} {finding.what_to_do}"
 
 
-def test_node_that_is_well_has_no_finding() -> None:
+def test_healthy_node_passes_every_check() -> None:
     assert {finding.severity for finding in judge(OF_NODE, NODE, "gpu01")} == {Severity.OK}
 
 

@@ -56,7 +56,7 @@ def test_command_of_a_drill(kind: Kind, testbed: bool, first: list[str], last: l
     assert command[-len(last) :] == last
 
 
-def test_urgent_job_takes_the_nodes_of_the_run() -> None:
+def test_urgent_job_requests_the_nodes_of_the_run() -> None:
     command, _ = plan("preempt", target(testbed=True))
     assert {"--nodes=2", "--nodelist=gpu01,gpu02", "--exclusive"} <= set(command)
 
@@ -86,7 +86,7 @@ ROW: dict[str, Any] = {
 }
 
 
-def test_last_rank_and_node_are_hit_unless_told_otherwise(run: RunDir) -> None:
+def test_last_rank_and_node_are_the_defaults(run: RunDir) -> None:
     by_default = target_of(DrillOptions(run="r", kind="worker-kill"), run, ROW)
     assert (by_default.rank, by_default.node) == (3, "b"), "not the head node"
     assert target_of(DrillOptions(run="r", kind="disk-full"), run, ROW).rank == 0, "who writes the checkpoints"
@@ -103,7 +103,7 @@ def test_last_rank_and_node_are_hit_unless_told_otherwise(run: RunDir) -> None:
         ({"node": "c"}, {}, "--node is 'c': use one of b, a"),
     ],
 )
-def test_target_that_is_none(run: RunDir, changes: dict[str, Any], row: dict[str, Any], message: str) -> None:
+def test_bad_target_is_refused(run: RunDir, changes: dict[str, Any], row: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         target_of(DrillOptions(run="r", kind="hang", **changes), run, {**ROW, **row})
 
@@ -183,7 +183,7 @@ while True:
 """
 
 
-def test_rank_that_may_write_no_large_file_soon_may_again(
+def test_full_disk_lasts_a_while(
     run: RunDir, memory: NodeDir, spawn: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_faults, "_FULL_SECONDS", 0.5)
@@ -198,9 +198,7 @@ def test_rank_that_may_write_no_large_file_soon_may_again(
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'import time; time.sleep(300)'])"
 
 
-def test_all_processes_of_a_node_are_the_agents_and_what_comes_from_it(
-    run: RunDir, spawn: Callable[..., Process]
-) -> None:
+def test_agent_tree_has_the_agent_and_its_descendants(run: RunDir, spawn: Callable[..., Process]) -> None:
     agent = spawn(PARENT, "jobs.agent", str(run.path))
     spawn(SLEEP, "jobs.agent", "/another/run")
     wait_for(lambda: len(node_faults.agent_tree(run.path)) == 2)
@@ -223,7 +221,7 @@ def rank(run: RunDir, memory: NodeDir, spawn: Callable[..., Process]) -> Process
     return process
 
 
-def test_drill_waits_for_the_first_step_and_says_what_it_cost(
+def test_drill_waits_for_the_first_step_and_prints_the_cost(
     run: RunDir, rank: Process, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def recover() -> None:
@@ -245,7 +243,7 @@ def test_drill_waits_for_the_first_step_and_says_what_it_cost(
     ]
 
 
-def test_without_a_terminal_it_takes_a_yes(run: RunDir, rank: Process) -> None:
+def test_without_a_terminal_yes_is_required(run: RunDir, rank: Process) -> None:
     command = [sys.executable, "-m", "hpc", "drill", str(run.path), "worker-kill"]
     done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -54,7 +54,7 @@ def test_jobs_of_squeue() -> None:
         ("SomethingNew", "SomethingNew"),
     ],
 )
-def test_reason_of_a_wait_in_words(reason: str, words: str) -> None:
+def test_reason_for_pending_in_words(reason: str, words: str) -> None:
     assert explain_reason(reason) == words
 
 
@@ -75,7 +75,7 @@ def test_fields_of_scontrol() -> None:
         ({}, JobState.UNKNOWN),
     ],
 )
-def test_what_completing_hides(fields: dict[str, str], state: JobState) -> None:
+def test_state_of_a_completing_job(fields: dict[str, str], state: JobState) -> None:
     assert slurm.ending_state(fields, restart=0) is state
 
 
@@ -104,18 +104,18 @@ def test_grace_of_a_preemption(grace: str, mode: str, seconds: int | None) -> No
     assert slurm.grace_seconds(slurm.parse_fields(PARTITION.format(grace=grace, mode=mode))) == seconds
 
 
-def test_cancelled_by_somebody_is_cancelled() -> None:
+def test_cancelled_by_a_user_is_cancelled() -> None:
     assert job_state("CANCELLED by 1000") is JobState.CANCELLED
     assert job_state("") is JobState.UNKNOWN
 
 
-def test_outside_of_a_job_what_says_who_pays_stays() -> None:
+def test_account_variables_stay_outside_of_a_job() -> None:
     environment = {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SQUEUE_STATES": "PENDING", "SLURM_JWT": "t"}
     slurm.adopt_environment(environment)
     assert environment == {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SLURM_JWT": "t"}
 
 
-def test_submission_inherits_nothing_of_a_job_but_the_cluster() -> None:
+def test_submission_inside_a_job_inherits_only_its_cluster() -> None:
     environment = {
         "SLURM_CONF": "/x", "SLURM_CPU_BIND": "mask", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p",
         "SUBMITIT_EXECUTOR": "slurm", "PATH": "/bin",
@@ -124,19 +124,19 @@ def test_submission_inherits_nothing_of_a_job_but_the_cluster() -> None:
     assert environment == {"SLURM_CONF": "/x", "PATH": "/bin"}
 
 
-def test_complaint_is_the_line_with_the_error() -> None:
+def test_error_is_the_line_that_names_it() -> None:
     stderr = "sbatch: lua: hello\nsbatch: error: Batch job submission failed: Invalid account\n"
     assert slurm.first_error(stderr) == "sbatch: error: Batch job submission failed: Invalid account"
     assert slurm.first_error("") == ""
 
 
-def test_clients_survive_the_signal_that_their_own_requeue_sends() -> None:
+def test_commands_survive_the_sigterm_of_a_requeue() -> None:
     code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('done')"
     assert slurm.run(sys.executable, "-c", code) == "done\n"
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_missing_binary_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
     with pytest.raises(slurm.TorchrelayError, match="squeue is not on the PATH"):
         slurm.jobs()

@@ -16,25 +16,25 @@ def told(nodes: str, **recovery: Any) -> dict[str, Any]:
     return sbatch_parameters(spec)
 
 
-def test_job_of_one_node_is_left_to_slurm() -> None:
+def test_slurm_requeues_a_job_of_one_node() -> None:
     parameters = told("1")
     assert "no-kill" not in parameters["additional_parameters"]
     assert "--kill-on-bad-exit=1" in parameters["srun_args"]
 
 
 @pytest.mark.parametrize(("nodes", "spares"), [("2", 0), ("1:2", 0), ("1", 1)])
-def test_job_of_several_nodes_outlives_a_lost_one(nodes: str, spares: int) -> None:
+def test_job_of_several_nodes_survives_a_lost_node(nodes: str, spares: int) -> None:
     parameters = told(nodes, spares=spares)
     assert parameters["additional_parameters"]["no-kill"] is True
     assert {"--no-kill", "--kill-on-bad-exit=0"} <= set(parameters["srun_args"])
 
 
-def test_spares_are_asked_for_on_top() -> None:
+def test_spares_are_additional_nodes_of_the_job() -> None:
     assert told("2:4", spares=1)["additional_parameters"]["nodes"] == "3-5"
     fixed = told("2", spares=1)
     assert (fixed["nodes"], "nodes" in fixed["additional_parameters"]) == (3, False)
 
 
-def test_signal_comes_as_early_as_it_was_asked_for() -> None:
+def test_signal_is_sent_stop_lead_before_the_limit() -> None:
     assert told("2")["signal_delay_s"] == 300
     assert told("2", stop_lead="20m")["signal_delay_s"] == 1200

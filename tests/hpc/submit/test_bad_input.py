@@ -165,7 +165,7 @@ def test_dry_run_is_quick(site: Site) -> None:
 
 
 @pytest.mark.slurm
-def test_flags_win_over_the_file(site: Site) -> None:
+def test_flags_override_the_file(site: Site) -> None:
     (site.path / "good.yaml").write_text("nodes: 2\ngpus_per_node: 4\ntime: 3h\ndata: data\nsbatch: [comment=a b]\n")
     done = site.hpc("submit", "--config=good.yaml", "--nodes=3", "--dry-run")
     assert done.returncode == 0, done.stderr
@@ -173,7 +173,7 @@ def test_flags_win_over_the_file(site: Site) -> None:
         assert f"#SBATCH {line}" in done.stdout.splitlines()
 
 
-def test_verbs_name_what_is_there(tmp_path: Path) -> None:
+def test_unknown_verbs_and_runs_are_refused_in_one_line(tmp_path: Path) -> None:
     here = Site(tmp_path, "/nonexistent")
     for arguments in (["statsu"], ["status", "nope"], ["logs", "nope"], ["cancel", "nope"], ["cancel"]):
         done = here.hpc(*arguments)
@@ -181,7 +181,7 @@ def test_verbs_name_what_is_there(tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1, done.stderr
 
 
-def test_colleagues_runs_in_a_shared_directory_are_passed_over(shared: Path) -> None:
+def test_unreadable_runs_in_a_shared_directory_are_skipped(shared: Path) -> None:
     (shared / "runs" / "theirs").mkdir(parents=True)
     (shared / "runs" / "theirs").chmod(0o700)
     program = (

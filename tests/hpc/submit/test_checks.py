@@ -29,7 +29,7 @@ def test_defaults_come_from_the_cluster(partitions: list[Partition]) -> None:
     assert resolve_resources(Resources(gpus_per_node=2, partition="small"), partitions).time == "00:30:00"
 
 
-def test_what_was_asked_stays(partitions: list[Partition]) -> None:
+def test_given_resources_are_kept(partitions: list[Partition]) -> None:
     asked = Resources(nodes="6", gpus_per_node=4, cpus_per_gpu=2, time="90m", partition="gpu")
     resolved = resolve_resources(asked, partitions)
     assert (resolved.nodes, resolved.cpus_per_gpu, resolved.time) == ("6", 2, "01:30:00")
@@ -53,7 +53,9 @@ def test_what_was_asked_stays(partitions: list[Partition]) -> None:
         (Resources(gpus_per_node=4, cpus_per_gpu=17), "--cpus-per-gpu is 17.*use --cpus-per-gpu 16 or fewer"),
     ],
 )
-def test_what_the_cluster_cannot_give(asked: Resources, message: str, partitions: list[Partition]) -> None:
+def test_resources_that_the_partition_lacks_are_refused(
+    asked: Resources, message: str, partitions: list[Partition]
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         resolve_resources(asked, partitions)
     assert "\n" not in str(caught.value)
@@ -86,7 +88,7 @@ def spec(recovery: Recovery, cluster: Cluster = "slurm") -> RunSpec:
     return RunSpec(name="r", cluster=cluster, data=None, stage_dir="/tmp", resources=resources, recovery=recovery)
 
 
-def test_recovery_that_the_cluster_cannot_give() -> None:
+def test_impossible_recovery_is_refused() -> None:
     with pytest.raises(UserError, match="--spares is 1, but --cluster local has no spare nodes"):
         check_recovery(spec(Recovery(spares=1), "local"))
     with pytest.raises(UserError, match="--stop-lead is 10m, but the time limit is 00:10:00"):

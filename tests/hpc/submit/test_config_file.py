@@ -69,7 +69,7 @@ def test_every_recipe_is_a_training_that_could_begin() -> None:
         assert train != TrainConfig(data="/photos")
 
 
-def test_a_file_wins_over_its_recipe_and_the_command_line_over_both(tmp_path: Path) -> None:
+def test_a_file_overrides_its_recipe_and_the_command_line_both(tmp_path: Path) -> None:
     text = "recipe: vgg19-20class\nepochs: 3\nfreeze-backbone: false\nlr: 0.5"
     train = parse(SubmitTraining, flags_of(tmp_path, text, "--lr=0.7", "--data=/photos"), "hpc submit").train
     assert (train.model, train.epochs, train.freeze_backbone, train.lr) == ("vgg19", 3, False, 0.7)
@@ -77,7 +77,7 @@ def test_a_file_wins_over_its_recipe_and_the_command_line_over_both(tmp_path: Pa
     assert (other.model, other.epochs) == ("resnet20", 3)
 
 
-def test_the_command_line_can_take_back_a_switch() -> None:
+def test_the_command_line_can_switch_a_flag_off() -> None:
     flags = with_config(["--recipe", "vgg19-20class", "--data=/photos", "--no-freeze-backbone"], KNOWN)
     train = parse(SubmitTraining, flags, "hpc submit").train
     assert not train.freeze_backbone
@@ -125,7 +125,7 @@ def test_the_trainer_and_the_submission_refuse_what_they_do_not_know(
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_help_tells_what_each_recipe_is_for() -> None:
+def test_the_help_describes_each_recipe() -> None:
     for module in ("hpc.submit", "training"):
         argv = [sys.executable, "-m", module, "--help"]
         environment = {**os.environ, "COLUMNS": "200"}
@@ -133,7 +133,7 @@ def test_the_help_tells_what_each_recipe_is_for() -> None:
         assert all(f"{name}: {text}" in printed for name, text in recipes().items())
 
 
-def test_recipes_are_in_the_snapshot_of_the_code(tmp_path: Path) -> None:
+def test_recipes_are_in_the_copy_of_the_code(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     code_snapshot.copy_code(run, tmp_path)
     copied = run.packages / "training" / "config" / "recipes"

@@ -10,7 +10,7 @@ from hpc.spec import Recovery, Resources, RunSpec, check_run_name
 from training.config.train_config import TrainConfig
 
 
-def test_spec_survives_the_file(tmp_path: Path) -> None:
+def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     spec = RunSpec(
         name="a b", cluster="slurm", data="/d", stage_dir="/tmp",
@@ -27,7 +27,7 @@ def test_spec_survives_the_file(tmp_path: Path) -> None:
     assert RunSpec.load(run) == script
 
 
-def test_spec_of_a_run_from_before_there_was_a_choice_of_recovery(tmp_path: Path) -> None:
+def test_spec_without_recovery_has_the_defaults(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     spec = RunSpec(name="s", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
     spec.save(run)
@@ -101,11 +101,11 @@ def spec(recovery: Recovery, time: str | None = None, nodes: str = "2") -> RunSp
     return RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources, recovery=recovery)
 
 
-def test_job_has_the_spares_on_top() -> None:
+def test_spares_are_additional_nodes() -> None:
     assert spec(Recovery(spares=2), nodes="2:4").job_nodes == (4, 6)
 
 
-def test_elastic_run_starts_whole_and_goes_on_with_one_node() -> None:
+def test_elastic_run_starts_on_all_nodes_and_continues_on_one() -> None:
     assert spec(Recovery(elastic=True), nodes="4").least_nodes == 1
     assert spec(Recovery(elastic=True), nodes="4").job_nodes == (4, 4)
     assert spec(Recovery(), nodes="2:4").least_nodes == 2
