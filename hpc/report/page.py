@@ -46,7 +46,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         tables: the names of the CSV files beside the page.
         now: seconds since the epoch.
     """
-    spec, interruptions = record.spec, _records(record.interruptions)
+    spec = record.spec
     return _render(
         "run.html",
         record=record,
@@ -60,9 +60,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         interrupted_steps=bool(record.interruptions["step"].notna().any()),
         time_spent=_time_spent(record, now),
         lost_by_cause=_lost_time(_by_cause(record.interruptions)),
-        interruptions=[
-            {**row, "at": _first_known(row, "failed_at", "recorded_at"), "where": _where(row)} for row in interruptions
-        ],
+        interruptions=[_interruption_row(row) for row in _records(record.interruptions)],
         attempts=_records(record.attempts),
         command=shell_text(submit_command(spec)) if spec else "",
         settings=[pair for pair in flat_settings(spec).items() if pair[1]] if spec else (),
@@ -142,13 +140,11 @@ def _headline(spec: RunSpec) -> list[str]:
     return [f"{train.model} on {train.data}", sizes, f"{train.optimizer}, lr {train.lr:g}", f"seed {train.seed}", where]
 
 
-def _first_known(row: Row, *keys: str) -> Any:
-    return next((row[key] for key in keys if known(row[key])), None)
-
-
-def _where(row: Row) -> str:
+def _interruption_row(row: Row) -> Row:
     rank = [f"rank {row['rank']:.0f}"] if known(row["rank"]) else []
-    return ", ".join([*rank, *([row["node"]] if known(row["node"]) else [])])
+    node = [row["node"]] if known(row["node"]) else []
+    at = row["failed_at"] if known(row["failed_at"]) else row["recorded_at"]
+    return {**row, "at": at, "where": ", ".join([*rank, *node])}
 
 
 def _time_spent(record: RunRecord, now: float) -> list[tuple[str, float, str]]:

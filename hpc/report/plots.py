@@ -129,20 +129,17 @@ def _is_logarithmic(chart: Chart, records: Sequence[RunRecord]) -> bool:
 
 def describe(chart: Chart, records: Sequence[RunRecord]) -> str:
     """A figure in words."""
-    described = [_described(chart, record, label) for record, label in zip(records, labels_of(records), strict=True)]
-    return f"{chart.title} by step. {' '.join(described)}"
+    runs = [_in_words(chart, record, label) for record, label in zip(records, labels_of(records), strict=True)]
+    return f"{chart.title} by step. {' '.join(runs)}"
 
 
-def _described(chart: Chart, record: RunRecord, label: str) -> str:
-    table = chart.table(record)
-    table = table[table[chart.column].notna()]
+def _in_words(chart: Chart, record: RunRecord, label: str) -> str:
+    table = chart.table(record).dropna(subset=[chart.column])
     if table.empty:
         return f"{label}: not known."
-    values = table[chart.column]
-    ends = [f"{chart.unit(values.iloc[at])} at step {table['step'].iloc[at]:.0f}" for at in (0, -1)]
-    return (
-        f"{label}: from {ends[0]} to {ends[1]}, lowest {chart.unit(values.min())}, highest {chart.unit(values.max())}."
-    )
+    values, steps, unit = table[chart.column], table["step"], chart.unit
+    first, last = (f"{unit(values.iloc[i])} at step {steps.iloc[i]:.0f}" for i in (0, -1))
+    return f"{label}: from {first} to {last}, lowest {unit(values.min())}, highest {unit(values.max())}."
 
 
 def _paint_run(axes: Axes, size: PlotSize, chart: Chart, record: RunRecord) -> None:
@@ -202,20 +199,11 @@ def _paint_interruptions(axes: Axes, interruptions: pd.DataFrame, last: float) -
             _write_above(axes, step, 1, str(int(number)), color=color)
 
 
-def _write_above(axes: Axes, step: float, points: float, content: str, color: str) -> None:
-    """Text above the frame, at a distance in points."""
-    top = axes.get_xaxis_transform()
-    axes.annotate(
-        content,
-        (step, 1),
-        xycoords=top,
-        xytext=(0, points),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=10,
-        color=color,
-    )
+def _write_above(axes: Axes, step: float, points: float, text: str, color: str) -> None:
+    """Write text above the frame, at a distance in points."""
+    style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 10, "color": color}
+    frame = axes.get_xaxis_transform()
+    axes.annotate(text, (step, 1), xycoords=frame, xytext=(0, points), textcoords="offset points", **style)
 
 
 def line_style(number: int) -> tuple[str, int]:

@@ -51,16 +51,15 @@ def table(console: Console, rows: Sequence[Summary]) -> Table:
 
 def _fitting_table(console: Console, rows: Sequence[Mapping[str, Text]], titles: Sequence[str]) -> Table:
     """A table of as many columns as the console has room for."""
+    drawn = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1), header_style="bold")
+    for title in titles:
+        justify: JustifyMethod = "right" if title in _NUMBERS else "left"
+        drawn.add_column(title, justify=justify, overflow="fold", no_wrap=title not in _FOLDED)
+    for row in rows:
+        drawn.add_row(*(row[title] for title in titles))
     unlimited = console.options.update_width(_ANY_WIDTH)
-    for count in range(len(titles), 1, -1):
-        drawn = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1), header_style="bold")
-        for title in titles[:count]:
-            justify: JustifyMethod = "right" if title in _NUMBERS else "left"
-            drawn.add_column(title, justify=justify, overflow="fold", no_wrap=title not in _FOLDED)
-        for row in rows:
-            drawn.add_row(*(row[title] for title in titles[:count]))
-        if console.measure(drawn, options=unlimited).minimum <= console.width:
-            break
+    while len(drawn.columns) > 2 and console.measure(drawn, options=unlimited).minimum > console.width:
+        drawn.columns.pop()
     return drawn
 
 
