@@ -20,7 +20,7 @@ def disk(path: Path, rank: int) -> Path:
 def start_nodes(
     path: Path, source: Path, count: int, *flags: str, job: str = "job", environments: Mapping[int, dict[str, str]] = {}
 ) -> list["subprocess.Popen[str]"]:
-    """Start a job; `environments` says what that of a node has beside the usual."""
+    """Start a job; `environments` adds variables to the environments of some nodes."""
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
     return [

@@ -1,4 +1,4 @@
-"""Unpacking: what data sets have in them, and what only somebody hostile would put there."""
+"""Unpacking: archives of data sets, damaged archives, hostile archives."""
 
 import gzip
 import io
@@ -82,7 +82,7 @@ def test_what_is_unpacked_equals_what_was_packed(tree: Path, tmp_path: Path, loc
     assert stage(archive, local).repaired == 1, "by size"
 
 
-def test_links_inside_are_kept_and_hard_ones_become_files(tree: Path, tmp_path: Path) -> None:
+def test_symlinks_inside_are_kept_and_hard_links_become_files(tree: Path, tmp_path: Path) -> None:
     (tree / "link").symlink_to("train/ä b")
     os.link(tree / "run.sh", tree / "zz-again")
     target = tmp_path / "target"
@@ -95,7 +95,7 @@ def test_links_inside_are_kept_and_hard_ones_become_files(tree: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("mtime", ["inf", "nan", "-1", str(2**70)])
-def test_times_that_no_disk_has_are_left_out(tmp_path: Path, mtime: str) -> None:
+def test_times_that_no_file_system_stores_are_ignored(tmp_path: Path, mtime: str) -> None:
     target = tmp_path / "target"
     target.mkdir()
     unpack(tar_of(member("a", pax_headers={"mtime": mtime}))(tmp_path), target, 2**20, lambda _: False)
@@ -247,7 +247,7 @@ def test_nothing_of_a_refused_archive_is_kept(tmp_path: Path, local: Path) -> No
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.zst", "zip"])
-def test_damaged_archive_is_said(tree: Path, tmp_path: Path, local: Path, suffix: str) -> None:
+def test_damaged_archive_is_reported(tree: Path, tmp_path: Path, local: Path, suffix: str) -> None:
     archive = make(tmp_path / f"photos.{suffix}", tree)
     os.truncate(archive, archive.stat().st_size // 2)
     with pytest.raises(TorchrelayError, match=rf"photos\.{suffix} cannot be unpacked|bytes, but the archive declares"):
@@ -275,15 +275,13 @@ BREAKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("kind", BREAKS)
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
-def test_archive_that_breaks_off_is_not_taken_for_a_shorter_one(
-    tmp_path: Path, kind: str, pack: Callable[[bytes], bytes]
-) -> None:
+def test_archive_without_its_end_is_refused(tmp_path: Path, kind: str, pack: Callable[[bytes], bytes]) -> None:
     target = tmp_path / "target"
     target.mkdir()
     archive = tar_of(*(member(str(number)) for number in range(4)))(tmp_path)
-    spoil, says = BREAKS[kind]
+    spoil, message = BREAKS[kind]
     archive.write_bytes(pack(spoil(archive.read_bytes())))
-    with pytest.raises(TorchrelayError, match=says):
+    with pytest.raises(TorchrelayError, match=message):
         unpack(archive, target, 20 * MB, lambda _: False)
 
 
@@ -296,9 +294,7 @@ def test_compressed_archive_with_another_checksum_is_refused(tree: Path, tmp_pat
         unpack(archive, target, 2**30, lambda _: False)
 
 
-def test_archive_that_cannot_be_read_is_tried_again_and_then_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archive_that_cannot_be_read_is_retried_and_then_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc.staging.chunks._RETRY_SECONDS", (0.1, 0.1))
     archive = tmp_path / "photos.tar"
     archive.symlink_to("/proc/self/mem")  # reading its first byte is an input/output error
@@ -306,7 +302,7 @@ def test_archive_that_cannot_be_read_is_tried_again_and_then_named(
         unpack(archive, tmp_path, 2**30, lambda _: False)
 
 
-def test_stop_in_the_middle(tree: Path, tmp_path: Path) -> None:
+def test_unpacking_can_be_stopped(tree: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     with pytest.raises(StagingStopped):

@@ -59,7 +59,7 @@ def test_damaged_copy_that_cannot_be_repaired_is_deleted(source: Path, here: str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ((), "nothing to copy: give a directory or an archive"),
         (("--list", "--clean"), "give one of them"),
@@ -68,9 +68,9 @@ def test_damaged_copy_that_cannot_be_repaired_is_deleted(source: Path, here: str
         (("--list", "--stage-dir=/nowhere"), "/nowhere"),
     ],
 )
-def test_mistakes_are_one_line(here: str, arguments: tuple[str, ...], says: str) -> None:
+def test_mistakes_are_one_line(here: str, arguments: tuple[str, ...], message: str) -> None:
     done = hpc("stage", here, *arguments)
     assert done.returncode != 0
     assert done.stdout == ""
-    assert says in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1

@@ -102,9 +102,7 @@ def test_another_name_of_the_same_source_is_the_same_copy(source: Path, local: P
     assert stage(source.parent / "x" / ".." / source.name, local).path == copy
 
 
-def test_process_that_stands_still_with_the_copy_is_not_waited_for(
-    source: Path, local: Path, store: CacheStore
-) -> None:
+def test_process_that_stalls_with_the_copy_is_not_waited_for(source: Path, local: Path, store: CacheStore) -> None:
     entry = store.entry(stage(source, local).path.parent.name)
     with entry.locked_for_copy(pytest.fail):
         os.utime(store.locks / f"{entry.name}.copy", (1, 1))
@@ -113,7 +111,7 @@ def test_process_that_stands_still_with_the_copy_is_not_waited_for(
     assert "has stalled" in str(staged.in_place)
 
 
-def test_copy_without_a_manifest_may_be_read_while_it_is_made_anew(source: Path, local: Path) -> None:
+def test_copy_without_a_manifest_may_be_read_while_it_is_made_again(source: Path, local: Path) -> None:
     with Stager(local) as user:
         copy = user.stage(source).path
         (copy.parent / "manifest").unlink()
@@ -123,7 +121,7 @@ def test_copy_without_a_manifest_may_be_read_while_it_is_made_anew(source: Path,
         assert contents(copy) == contents(source)
 
 
-def test_repair_needs_room_for_what_is_damaged_alone(tmp_path: Path, small_disk: Path) -> None:
+def test_repair_needs_room_for_the_damaged_files_only(tmp_path: Path, small_disk: Path) -> None:
     source = tmp_path / "much"
     source.mkdir()
     (source / "large").write_bytes(os.urandom(13 * MB))
@@ -133,9 +131,7 @@ def test_repair_needs_room_for_what_is_damaged_alone(tmp_path: Path, small_disk:
     assert stage(source, small_disk).repaired == 1
 
 
-def test_copy_that_was_in_use_until_now_is_not_old(
-    source: Path, local: Path, store: CacheStore, tmp_path: Path
-) -> None:
+def test_copy_in_use_until_now_is_not_old(source: Path, local: Path, store: CacheStore, tmp_path: Path) -> None:
     with Stager(local) as user:
         copy = user.stage(source).path
         os.utime(copy.parent, (1, 1))
@@ -155,7 +151,7 @@ def test_links_are_followed_and_one_in_a_circle_is_refused(source: Path, local: 
         stage(source, local)
 
 
-def test_what_is_no_file_is_refused(source: Path, local: Path) -> None:
+def test_special_files_are_refused(source: Path, local: Path) -> None:
     os.mkfifo(source / "pipe")
     with pytest.raises(TorchrelayError, match=r"pipe is not a regular file \(prw-r--r--\): remove it"):
         stage(source, local)
@@ -175,7 +171,7 @@ def test_changed_source_is_another_copy(source: Path, local: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "without a manifest"])
-def test_swept_copy_is_mended(source: Path, local: Path, damage: str) -> None:
+def test_copy_with_missing_files_is_repaired(source: Path, local: Path, damage: str) -> None:
     staged = stage(source, local).path / "train" / "a\udcff" / "1.png"
     if damage == "without a manifest":
         (staged.parents[3] / "manifest").unlink()
@@ -218,7 +214,7 @@ def test_copy_from_before_a_power_cut_is_read_before_it_is_trusted(
     write_manifest(entry.path, replace(manifest, boot="an earlier one"))
     assert stage(source, local).repaired == 1
     write_manifest(entry.path, replace(manifest, boot="an earlier one"))
-    assert stage(source, local).reused, "whole, so it was read and found so"
+    assert stage(source, local).reused, "intact, so its boot id was updated"
     flip_a_byte(copy / "large")
     assert stage(source, local).reused, "and is not read again"
 
@@ -285,7 +281,7 @@ def test_disk_that_fills_up_on_the_way_means_reading_in_place(source: Path, smal
     assert contents(again.path) == contents(source)
 
 
-def test_what_does_not_fit_is_read_in_place(tmp_path: Path, source: Path, small_disk: Path) -> None:
+def test_data_that_do_not_fit_are_read_in_place(tmp_path: Path, source: Path, small_disk: Path) -> None:
     kept = stage(source, small_disk)
     large = tmp_path / "large"
     large.mkdir()
@@ -315,7 +311,7 @@ def test_least_recently_used_copies_make_room_but_none_in_use(tmp_path: Path, sm
         assert [path.exists() for path in (used.path, second.path, third.path)] == [True, True, False]
 
 
-def test_old_copies_are_deleted_and_with_keep_0_ones_own(tmp_path: Path, source: Path, local: Path) -> None:
+def test_old_copies_are_deleted_and_with_keep_0_the_own_one(tmp_path: Path, source: Path, local: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "file").write_bytes(b"x")
@@ -328,7 +324,7 @@ def test_old_copies_are_deleted_and_with_keep_0_ones_own(tmp_path: Path, source:
     assert not staged.path.exists()
 
 
-def test_source_that_is_not_there_is_said(tmp_path: Path, local: Path) -> None:
+def test_missing_source_is_reported(tmp_path: Path, local: Path) -> None:
     with pytest.raises(TorchrelayError, match="nowhere does not exist on this node"):
         stage(tmp_path / "nowhere", local)
 
@@ -358,7 +354,7 @@ def test_source_that_changes_during_the_copy_is_refused(source: Path, local: Pat
     assert contents(stage(source, local).path) == contents(source)
 
 
-def test_source_that_vanishes_is_tried_again_and_then_named(
+def test_source_that_vanishes_is_retried_and_then_named(
     source: Path, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpc.staging.chunks._RETRY_SECONDS", (0.3, 0.3))
@@ -433,7 +429,7 @@ def test_directory_that_others_could_use_is_refused(source: Path, local: Path, t
 
 
 @pytest.mark.parametrize("trap", ["directory", "symlink", "on the way", "link on the way"])
-def test_what_another_user_has_planted_is_refused_with_its_name(
+def test_directory_of_another_user_is_refused_with_the_owners_name(
     source: Path, local: Path, tmp_path: Path, trap: str
 ) -> None:
     need("chown")
@@ -457,7 +453,7 @@ def test_what_another_user_has_planted_is_refused_with_its_name(
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o2770])
-def test_place_where_others_may_rename_is_refused(source: Path, local: Path, mode: int) -> None:
+def test_directory_where_others_may_rename_is_refused(source: Path, local: Path, mode: int) -> None:
     need("chown")
     os.chown(local, 0, 100)
     local.chmod(mode)
@@ -467,7 +463,7 @@ def test_place_where_others_may_rename_is_refused(source: Path, local: Path, mod
     assert contents(stage(source, local).path) == contents(source)
 
 
-def test_line_for_the_epilog_deletes_what_nobody_reads(source: Path, local: Path, tmp_path: Path) -> None:
+def test_line_for_the_epilog_deletes_unused_copies(source: Path, local: Path, tmp_path: Path) -> None:
     [line] = [line for line in (ROOT / "docs" / "staging.md").read_text().splitlines() if "runuser" in line]
     other = tmp_path / "other"
     other.mkdir()

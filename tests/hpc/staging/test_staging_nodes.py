@@ -57,14 +57,14 @@ class Nodes:
         return list(ledger.read(self.path / job / "events"))
 
     def stage(self, source: Path, count: int = NODES, job: str = "job") -> list[dict[str, Any]]:
-        """Run a job to its end; what each node says."""
+        """Run a job to its end. Returns the output of each node."""
         return [answer(process) for process in self.start(source, count, job)]
 
 
 def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    return dict(json.loads(said.splitlines()[-1]))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return dict(json.loads(output.splitlines()[-1]))
 
 
 @pytest.fixture
@@ -88,37 +88,37 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_source_is_read_once_and_every_node_has_all_of_it(nodes: Nodes, source: Path) -> None:
     answers = nodes.stage(source)
     size = sum(map(len, contents(source).values()))
-    assert sum(told["bytes_from_source"] for told in answers) == size
-    assert all(told["bytes_from_source"] + told["bytes_from_peers"] == size for told in answers)
-    assert all(told["bytes_from_source"] < size / 2 for told in answers), "each node reads a part"
-    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
-    assert not any(told["fallback"] for told in answers)
+    assert sum(result["bytes_from_source"] for result in answers) == size
+    assert all(result["bytes_from_source"] + result["bytes_from_peers"] == size for result in answers)
+    assert all(result["bytes_from_source"] < size / 2 for result in answers), "each node reads a part"
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
+    assert not any(result["fallback"] for result in answers)
 
 
 def test_nodes_that_have_the_data_give_them_to_those_that_have_not(nodes: Nodes, source: Path) -> None:
     nodes.stage(source, 2)
     answers = nodes.stage(source, 3, "next")
-    assert [told["reused"] for told in answers] == [True, True, False]
-    assert [told["bytes_from_source"] for told in answers] == [0, 0, 0]
+    assert [result["reused"] for result in answers] == [True, True, False]
+    assert [result["bytes_from_source"] for result in answers] == [0, 0, 0]
     assert contents(Path(answers[2]["path"])) == contents(source)
 
 
-def test_nodes_that_all_mend_wait_for_nobody(nodes: Nodes, source: Path) -> None:
-    for told in nodes.stage(source, 2):
-        next(path for path in sorted(Path(told["path"]).rglob("*")) if path.is_file()).unlink()
+def test_nodes_that_all_repair_do_not_wait_for_each_other(nodes: Nodes, source: Path) -> None:
+    for result in nodes.stage(source, 2):
+        next(path for path in sorted(Path(result["path"]).rglob("*")) if path.is_file()).unlink()
     answers = nodes.stage(source, 2, "next")
-    assert [(told["repaired"], told["fallback"]) for told in answers] == [(1, None)] * 2
-    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
+    assert [(result["repaired"], result["fallback"]) for result in answers] == [(1, None)] * 2
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
 
 
 def test_archive_is_read_once_and_unpacked_on_every_node(nodes: Nodes, source: Path, tmp_path: Path) -> None:
     archive = tmp_path / "data.tar.gz"
     subprocess.run(["tar", "czf", archive, "-C", source, "."], check=True)
     answers = nodes.stage(archive)
-    assert sum(told["bytes_from_source"] for told in answers) == archive.stat().st_size
-    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
+    assert sum(result["bytes_from_source"] for result in answers) == archive.stat().st_size
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
     assert not list(tmp_path.glob("disk-*/torchrelay-*/**/data.tar.gz")), "the archive itself is not kept"
-    assert [told["reused"] for told in nodes.stage(archive, job="next")] == [True] * NODES
+    assert [result["reused"] for result in nodes.stage(archive, job="next")] == [True] * NODES
 
 
 def test_two_jobs_at_once_copy_once_per_node(nodes: Nodes, source: Path) -> None:
@@ -136,9 +136,9 @@ def test_node_that_dies_costs_the_others_a_second_read(nodes: Nodes, source: Pat
     wait_for(lambda: [path for path in partial.glob(".*.partial/data/*") if path.stat().st_size])
     started[2].send_signal(signal.SIGKILL)
     answers = [answer(process) for process in started[:2]]
-    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
-    for told in answers:
-        assert "127.0.0.3" in told["fallback"]
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
+    for result in answers:
+        assert "127.0.0.3" in result["fallback"]
     [staged] = [event for event in nodes.events() if event["event"] == "staged" and event["node"] == "127.0.0.1"]
     assert staged["fallback"] == answers[0]["fallback"]
 
@@ -147,7 +147,7 @@ def test_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, source
     nodes.local(1).chmod(0o777)
     started = nodes.start(source)
     answers = [answer(started[rank]) for rank in (0, 2)]
-    assert all(contents(Path(told["path"])) == contents(source) for told in answers)
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
     assert started[1].wait(60) != 0
 
 
@@ -206,15 +206,15 @@ def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source
         peer.ask(1)
 
 
-@pytest.mark.parametrize("said", [b"[" * 200_000, b"null", b"[1]", b"", b"\xff\xfe"])
-def test_stranger_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Path, said: bytes) -> None:
+@pytest.mark.parametrize("reply", [b"[" * 200_000, b"null", b"[1]", b"", b"\xff\xfe"])
+def test_stranger_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Path, reply: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def talk() -> None:
             connection, _ = stranger.accept()
             with connection:
                 connection.recv(4096)
-                connection.sendall(len(said).to_bytes(4, "big") + said)
+                connection.sendall(len(reply).to_bytes(4, "big") + reply)
 
         threading.Thread(target=talk, daemon=True).start()
         version = list_source(source).version
@@ -222,7 +222,7 @@ def test_stranger_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Pa
             peer.ask(0)
 
 
-def test_who_has_the_data_owns_them_else_who_is_about_to_read_them() -> None:
+def test_owners_have_the_data_or_are_about_to_read_them() -> None:
     def cache(status: CacheStatus, port: int = 9) -> NodeCache:
         return NodeCache(source="s", status=status, port=port)
 

@@ -68,8 +68,8 @@ def test_script_of_the_copy_runs_in_the_copy(venv: Path, tmp_path: Path) -> None
     copy = unpacked(pack(venv, tmp_path / "runs"), tmp_path)
     make_link(copy / "bin" / Path(BASE).name, BASE)
     environment = {"PATH": f"{copy / 'bin'}:/usr/bin:/bin"}
-    said = subprocess.run(["tool", "a b"], env=environment, capture_output=True, text=True, check=True).stdout
-    assert said == f"{copy} ['a b']\n"
+    output = subprocess.run(["tool", "a b"], env=environment, capture_output=True, text=True, check=True).stdout
+    assert output == f"{copy} ['a b']\n"
 
 
 def test_other_files_stay_as_they_are() -> None:
@@ -156,10 +156,10 @@ def packing(venv: Path, runs_dir: Path) -> "Iterator[subprocess.Popen[str]]":
 def test_two_submissions_at_once_make_one_archive(venv: Path, tmp_path: Path) -> None:
     with packing(venv, tmp_path) as first, packing(venv, tmp_path) as second:
         assert len(left(tmp_path)) == 2
-        told = [packer.communicate("\n")[0] for packer in (first, second)]
-    assert told[0] == told[1]
+        outputs = [packer.communicate("\n")[0] for packer in (first, second)]
+    assert outputs[0] == outputs[1]
     [archive] = left(tmp_path)
-    assert told[0].startswith(f"{archive} ")
+    assert outputs[0].startswith(f"{archive} ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -186,7 +186,7 @@ def test_environment_that_changes_while_it_is_packed_is_refused(venv: Path, tmp_
     assert left(tmp_path) == []
 
 
-def test_full_disk_is_said_and_leaves_nothing(venv: Path, tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_leaves_nothing(venv: Path, tmp_path: Path) -> None:
     need("mount")
     (venv / SITE / "torch" / "weights").write_bytes(os.urandom(3 * 2**20))
     (tmp_path / "runs").mkdir()

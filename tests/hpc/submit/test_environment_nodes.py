@@ -42,9 +42,9 @@ class Nodes:
         """Run a job to its end; the interpreter of each node."""
         for process in self.start(archive, **environments):
             assert process.stdout is not None
-        said = [process.communicate(timeout=120)[0] for process in self.processes]
-        assert [process.returncode for process in self.processes] == [0] * NODES, said
-        return [Path(json.loads(words.splitlines()[-1])["python"]) for words in said]
+        output = [process.communicate(timeout=120)[0] for process in self.processes]
+        assert [process.returncode for process in self.processes] == [0] * NODES, output
+        return [Path(json.loads(words.splitlines()[-1])["python"]) for words in output]
 
     def events(self) -> list[dict[str, Any]]:
         """What the nodes have written down of their environments."""
@@ -65,9 +65,9 @@ def test_every_node_has_a_copy_that_works(nodes: Nodes, tmp_path: Path) -> None:
     for rank, python in enumerate(pythons):
         assert python.is_relative_to(nodes.disk(rank))
         code = "import sys, torch; print(); print(sys.prefix, torch.__file__)"
-        said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
         copy = python.parent.parent
-        assert said.splitlines()[1].split() == [str(copy), str(copy / SITE / "torch" / "__init__.py")]
+        assert output.splitlines()[1].split() == [str(copy), str(copy / SITE / "torch" / "__init__.py")]
     assert [event["fallback"] for event in nodes.events()] == [None] * NODES
 
 
@@ -149,8 +149,8 @@ def test_ranks_of_a_run_start_from_the_copy(shared: Path) -> None:
     flags = ("--cluster=local", "--nodes=1", "--stage-env", "--stage-dir=disk", "--name=own", "--wait", "--json")
     done = site.type(str(venv / "bin" / "python"), "-m", "hpc", "submit", *flags, "--", "my.py")
     assert done.returncode == 0, done.stderr + done.stdout
-    said = json.loads((shared / "runs/own/logs/attempt-001/rank-00.log").read_text().splitlines()[-1])
-    executable, prefix, active, tool, torch = map(Path, said)
+    output = json.loads((shared / "runs/own/logs/attempt-001/rank-00.log").read_text().splitlines()[-1])
+    executable, prefix, active, tool, torch = map(Path, output)
     assert prefix.is_relative_to(shared / "disk")
     assert (executable, active, tool) == (prefix / "bin" / "python", prefix, prefix / "bin" / "tool")
     assert torch == prefix / SITE / "torch" / "__init__.py"

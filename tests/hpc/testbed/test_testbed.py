@@ -136,8 +136,8 @@ def test_nodes_reach_each_other_and_the_login_host_by_name(slurm: Slurm) -> None
         "        except ConnectionError: time.sleep(0.1)\n"
         "    peer.sendall(socket.gethostname().encode())\n"
     )
-    said = slurm("srun", "--nodelist=gpu01,gpu03", "/usr/bin/python3", "-c", program)
-    assert said.split() == ["gpu03", "10.77.0.254"]
+    output = slurm("srun", "--nodelist=gpu01,gpu03", "/usr/bin/python3", "-c", program)
+    assert output.split() == ["gpu03", "10.77.0.254"]
 
 
 def test_ordinary_user_runs_as_himself_and_requeues_his_job(nobody: Slurm) -> None:
@@ -160,7 +160,7 @@ def test_secrets_are_roots_alone(nobody: Slurm) -> None:
 def test_urgent_job_preempts_with_a_sigterm_and_the_job_requeues_itself(slurm: Slurm) -> None:
     script = "echo up; trap 'echo saved; exit 1' TERM; while :; do sleep 0.1; done"
     everything = ("--nodes=4", "--gpus-per-node=4", "--ntasks-per-node=1")
-    # A job that just ends within the grace time has ended for good: Slurm requeues only who stays to its end.
+    # A job that ends within the grace time is not requeued by Slurm: only one that stays to its end is.
     job = slurm.submit(f"srun -N1 -n1 bash -c {shlex.quote(script)}; scontrol requeue $SLURM_JOB_ID", *everything)
     wait_for(lambda: "up" in slurm.output(job))
     assert len(slurm("srun", "--partition=urgent", *everything, "hostname").splitlines()) == 4
