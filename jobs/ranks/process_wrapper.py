@@ -19,7 +19,7 @@ import time
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from hpc.core.parent_death import die_with_parent
+from hpc.core.parent_death import set_parent_death_signal
 
 _TAIL_BYTES, _LONGEST_DETAIL = 65536, 500
 _VMSTAT = "/proc/vmstat"
@@ -27,7 +27,7 @@ _VMSTAT = "/proc/vmstat"
 
 def become_torchrun(*program: str) -> None:
     """Become torchrun: Slurm's signals must not end it, or it would kill its ranks before they could save."""
-    die_with_parent()
+    set_parent_death_signal()
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.execvp(program[0], program)  # noqa: S606 - a list, no shell
@@ -35,7 +35,7 @@ def become_torchrun(*program: str) -> None:
 
 def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     """Run one rank, record its failure, and end as it ended."""
-    die_with_parent()
+    set_parent_death_signal()
     # A rank that hangs is aborted: its memory would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -78,7 +78,7 @@ def _run(program: tuple[str, ...]) -> tuple[int, int]:
     pid = os.fork()
     if pid == 0:
         try:
-            die_with_parent()
+            set_parent_death_signal()
             if os.getppid() == parent:
                 os.execvp(program[0], program)  # noqa: S606 - a list, no shell
         except OSError as error:

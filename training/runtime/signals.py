@@ -54,7 +54,7 @@ def die_with_parent(ignored: Iterable[signal.Signals]) -> None:
 
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    parent_death.die_with_parent()
+    parent_death.set_parent_death_signal()
     parent = multiprocessing.parent_process()
     # The kernel sends nothing if the parent died before the call.
     if parent is not None and os.getppid() != parent.pid:
