@@ -9,7 +9,7 @@ It runs once per node, before torchrun starts and so outside any collective.
     coordination.py        which node reads which batches
     archive.py             unpacking
     store.py, manifest.py  the cache on this node's disk, and what each copy must contain
-    progress.py            progress and cancellation
+    copy_progress.py       progress and cancellation
     python_environment.py  the Python environment, which is staged as an archive
 """
 

@@ -185,7 +185,7 @@ class _Unpacker:
 
     def __init__(self, archive: Path, target: Path, available: int, update: Callable[[int], bool]) -> None:
         self._archive, self._target, self._available, self._update = archive, target, available, update
-        self._bytes_needed = self._bytes_done = self._bytes_reported = 0
+        self._bytes_needed = self._bytes_done = self._unreported = 0
         self._directories = {PurePosixPath()}
         self._files = dict[str, CopiedFile]()
         self._links = list[tarfile.TarInfo]()
@@ -221,8 +221,17 @@ class _Unpacker:
             kind = "sparse file" if member.issparse() else "named pipe" if member.isfifo() else "device"
             raise self._refusal(member, f"is a {kind}")
 
+    def _advance(self, size: int) -> None:
+        """Report the bytes written, now and then; entries without content advance as well."""
+        self._bytes_done += size
+        self._unreported += bytes_on_disk(size, files=1)
+        if self._unreported >= _CHUNK_BYTES:
+            self._unreported = 0
+            stop_if(self._update(self._bytes_done))
+
     def _reserve(self, member: tarfile.TarInfo, size: int) -> None:
         """Count an entry against the available bytes."""
+        self._advance(0)
         if size < 0:
             raise self._refusal(member, f"has {size} bytes")
         self._bytes_needed += bytes_on_disk(size, files=1)
@@ -267,10 +276,7 @@ class _Unpacker:
                 raise self._refusal(member, f"has {found} bytes, but the archive declares {member.size}")
             write_all(descriptor, memoryview(content), offset)
             yield checksum(content)
-            self._bytes_done += size
-            if self._bytes_done - self._bytes_reported >= _CHUNK_BYTES:
-                self._bytes_reported = self._bytes_done
-                stop_if(self._update(self._bytes_done))
+            self._advance(size)
 
     def _make_link(self, link: tarfile.TarInfo, name: str) -> None:
         path = self._target / name

@@ -16,6 +16,8 @@ import zstandard
 from hpc.core.errors import TorchrelayError
 from hpc.staging import StagingStopped, stage
 from hpc.staging.archive import check, unpack
+from hpc.staging.copy_progress import CopyProgress
+from hpc.staging.stager import Stager
 from hpc.staging.store import open_store
 
 MB = 2**20
@@ -307,3 +309,36 @@ def test_unpacking_can_be_stopped(tree: Path, tmp_path: Path) -> None:
     target.mkdir()
     with pytest.raises(StagingStopped):
         unpack(make(tmp_path / "a.tar", tree), target, 2**40, lambda done: done > 16 * MB)
+
+
+def test_unpacking_of_empty_files_can_be_stopped(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    archive = tar_of(*(member(str(number), b"") for number in range(2000)))(tmp_path)
+    with pytest.raises(StagingStopped):
+        unpack(archive, target, 2**30, lambda _: True)
+    assert len(list(target.iterdir())) < 2000
+
+
+def test_archive_that_changes_while_it_is_unpacked_is_refused(tmp_path: Path, local: Path) -> None:
+    archive = tar_of(member("large", bytes(64 * MB)))(tmp_path)
+
+    def change(progress: CopyProgress | None) -> bool:
+        if progress is not None and progress.activity == "unpacking":
+            os.utime(archive, (1, 1))
+        return False
+
+    with pytest.raises(TorchrelayError, match=r"hostile\.tar was changed"), Stager(local, watch=change) as stager:
+        stager.stage(archive)
+    assert open_store(local).entries() == []
+
+
+def test_stop_while_an_archive_is_unpacked_leaves_nothing(tmp_path: Path, local: Path) -> None:
+    archive = tar_of(member("large", bytes(64 * MB)))(tmp_path)
+    stop = pytest.raises(StagingStopped)
+    with (
+        stop,
+        Stager(local, watch=lambda progress: progress is not None and progress.activity == "unpacking") as stager,
+    ):
+        stager.stage(archive)
+    assert [path.name for path in (local / f"torchrelay-{os.getuid()}").iterdir()] == ["locks"]

@@ -121,6 +121,15 @@ def test_archive_is_read_once_and_unpacked_on_every_node(nodes: Nodes, source: P
     assert [result["reused"] for result in nodes.stage(archive, job="next")] == [True] * NODES
 
 
+def test_archive_of_a_job_with_one_node_is_unpacked_from_the_source(nodes: Nodes, source: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "data.tar"
+    subprocess.run(["tar", "cf", archive, "-C", source, "."], check=True)
+    [result] = nodes.stage(archive, 1)
+    assert result["bytes_from_source"] == archive.stat().st_size
+    assert contents(Path(result["path"])) == contents(source)
+    assert [result["reused"] for result in nodes.stage(archive, 1, "next")] == [True]
+
+
 def test_two_jobs_at_once_copy_once_per_node(nodes: Nodes, source: Path) -> None:
     jobs = [nodes.start(source, job=f"job-{number}") for number in range(2)]
     answers = [[answer(process) for process in job] for job in jobs]
