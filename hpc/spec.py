@@ -113,8 +113,8 @@ class Recovery:
     spares: int = 0
     """Additional idle nodes in the job, each to replace a lost node."""
     hang_timeout: str = "auto"
-    """Restart all ranks after this time without progress: 90s, 5m. `auto`: from the measured time of a step. A script
-    of your own must report its progress (docs/recovery.md)."""
+    """Restart all ranks after this time without progress: 90s, 5m. `auto`: from the measured time of a step.
+    A script of your own must report its progress (docs/recovery.md)."""
     stop_lead: str | None = None
     """Save and requeue this long before the time limit: 2m. Default: a tenth of the limit, from 30 s to 5 minutes."""
 

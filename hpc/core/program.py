@@ -18,6 +18,11 @@ from hpc.core.errors import TorchrelayError, UserError
 
 INTERRUPTED = 130
 Options = TypeVar("Options")
+_TYRO = (
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.DisallowNone,  # help with STR instead of {None}|STR
+    tyro.conf.PositionalMetavarFromFieldName,
+)
 
 
 def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
@@ -29,9 +34,7 @@ def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: boo
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(
-                options, args=list(argv), prog=prog, config=(tyro.conf.FlagCreatePairsOff,), console_outputs=prints
-            )
+            return tyro.cli(options, args=list(argv), prog=prog, config=_TYRO, console_outputs=prints)
     except SystemExit as stop:
         if stop.code in {0, None}:
             raise

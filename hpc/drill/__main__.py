@@ -38,7 +38,7 @@ class DrillOptions(cli.Common):
     run: tyro.conf.Positional[str]
     """Run directory or name."""
     kind: tyro.conf.Positional[Kind]
-    """The failure."""
+    """worker-kill, hang or disk-full of a rank; node-kill; preempt or term of the job."""
     runs_dir: Path = Path("runs")
     """Directory of the runs."""
     rank: int | None = None

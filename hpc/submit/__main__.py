@@ -54,8 +54,8 @@ class SubmitOptions(cli.Common):
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
     """Directory on each node's own disk for the copy of the data."""
     stage_keep: str = "7d"
-    """How long to keep unused copies there for later attempts: 0s, 12h, 30d. If the disk is full, the least recently
-    used are removed earlier."""
+    """How long to keep unused copies there for later attempts: 0s, 12h, 30d.
+    If the disk is full, the least recently used are removed earlier."""
     stage_env: bool = False
     """Pack this Python environment once, and start the ranks of every node from a copy on its own disk."""
     dry_run: bool = False
@@ -70,8 +70,8 @@ class SubmitTraining(SubmitOptions):
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
     pack: Literal["off", "on", "auto"] = "off"
-    """Decode an image folder once on every node and train from the pixels; random crops are then taken from the centre
-    square of each image (docs/packing.md). `auto`: if the run has enough epochs for it to pay."""
+    """Decode an image folder once on every node and train from the pixels (docs/packing.md).
+    Random crops are then taken from the centre square of each image. `auto`: if the run has enough epochs to pay."""
     pack_size: int | None = None
     """Side of these squares in pixels. Default: 8/7 of the model's image size, such as 256 for 224."""
     recipe: RecipeName = None
