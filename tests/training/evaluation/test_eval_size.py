@@ -1,4 +1,4 @@
-"""Images of another size in evaluations than in training: what the model sees, what is told, who cannot."""
+"""Another image size in evaluations than in training: what the model sees, what is written, which models cannot."""
 
 import json
 import subprocess
@@ -55,8 +55,8 @@ def test_a_trained_model_is_tested_and_used_with_the_size_of_its_evaluation(star
     card = json.loads((run / "final" / "model.json").read_text())
     assert result["input"]["size"] == card["size"] == 24
     assert card["image_shape"] == [3, 24, 24]
-    told = predict(PredictOptions(model=str(run), images=(folder_data / "test",)))
-    assert sum(each.top[0][0] == each.path.parent.name for each in told) == result["test_correct"]
+    predictions = predict(PredictOptions(model=str(run), images=(folder_data / "test",)))
+    assert sum(each.top[0][0] == each.path.parent.name for each in predictions) == result["test_correct"]
 
 
 def test_images_in_memory_are_scaled_for_evaluations(start: Starter) -> None:
@@ -66,7 +66,7 @@ def test_images_in_memory_are_scaled_for_evaluations(start: Starter) -> None:
 
 
 @pytest.mark.parametrize(("model", "size", "other"), [("small-cnn", 28, 32), ("vit_b_32", 32, 64), ("alexnet", 96, 32)])
-def test_a_model_that_takes_one_size_alone_says_so(model: str, size: int, other: int) -> None:
+def test_a_model_for_one_size_refuses_another(model: str, size: int, other: int) -> None:
     config = TrainConfig(data=".", model=model, image_size=size, eval_image_size=other)
     message = rf"--eval-image-size is {other}, which {model} for {size} pixels does not take \(.+\): leave it out"
     with pytest.raises(UserError, match=message):

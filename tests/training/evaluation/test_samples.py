@@ -35,7 +35,7 @@ def test_samples_are_images_of_the_test_set_with_their_classes(start: Starter) -
         assert 1 / 3 <= sample["probability"] <= 1, "of the class that it was taken for, the likeliest of three"
 
 
-def test_errors_are_errors_the_surest_first(start: Starter) -> None:
+def test_errors_are_listed_by_confidence(start: Starter) -> None:
     run = start.complete(*SHORT).run_dir
     errors = [sample for sample in samples(run) if sample["kind"] == "mistake"]
     assert all(sample["true"] != sample["predicted"] for sample in errors)

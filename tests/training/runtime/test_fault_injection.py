@@ -1,4 +1,4 @@
-"""Failures on order, and how a rank ends that fails or whose peers do: at once, with the reason as its last line."""
+"""Injected faults, and how a rank ends that fails or whose peers fail: at once, with the reason as its last line."""
 
 import os
 import signal
@@ -70,7 +70,7 @@ def test_a_crash_ends_a_rank_with_its_reason_as_the_last_line(start: Starter, po
 
 
 def raise_in_many_lines() -> None:
-    """In a rank: an error that tells the essential first, as torch's C++ parts do."""
+    """In a rank: an error with the message first, as torch's C++ parts do."""
     from training.engine.step import Stepper
 
     def step(*_arguments: object) -> None:
@@ -79,7 +79,7 @@ def raise_in_many_lines() -> None:
     Stepper.step = step  # type: ignore[assignment, method-assign]
 
 
-def test_an_error_of_many_lines_is_told_in_one_at_the_end(start: Starter) -> None:
+def test_an_error_of_many_lines_ends_with_its_message(start: Starter) -> None:
     training = start(*FLAGS, prepare=raise_in_many_lines)
     assert training.wait() == [1]
     assert last_line(training) == "ValueError: it is broken"
@@ -96,7 +96,7 @@ def raise_in_the_loader() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_a_loader_is_told_in_one_line_at_the_end(start: Starter, folder_data: Path, workers: int) -> None:
+def test_an_error_of_a_loader_worker_ends_with_its_message(start: Starter, folder_data: Path, workers: int) -> None:
     start.data = folder_data
     training = start("--batch-size=3", "--image-size=24", f"--num-workers={workers}", prepare=raise_in_the_loader)
     assert training.wait() == [1]

@@ -1,4 +1,4 @@
-"""Signs of life: what a node's agent can tell of a rank from outside, and that they never hurt it."""
+"""Heartbeats: what a node agent reads about a rank, and that a failing heartbeat never hurts it."""
 
 import json
 import signal
@@ -44,8 +44,8 @@ def test_a_beat_is_one_record_of_one_size_that_the_next_one_replaces(tmp_path: P
     assert path.stat().st_size == 512
     record = read(path)
     assert record.keys() == FIELDS
-    told = {name: record[name] for name in ("rank", "step", "phase", "count", "step_seconds", "busy_seconds")}
-    assert told == {"rank": 3, "step": 7, "phase": "step", "count": 3, "step_seconds": 1 / 3, "busy_seconds": 2e-7}
+    fields = {name: record[name] for name in ("rank", "step", "phase", "count", "step_seconds", "busy_seconds")}
+    assert fields == {"rank": 3, "step": 7, "phase": "step", "count": 3, "step_seconds": 1 / 3, "busy_seconds": 2e-7}
 
 
 def test_a_new_process_takes_over_the_file_of_an_earlier_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Worker processes end with their parent."""
+"""Worker processes die with their parent."""
 
 import multiprocessing
 import os

@@ -25,7 +25,7 @@ MOMENTS = {
     "looking for a checkpoint": "training.engine.trainer:restore",
     "loading a batch": "training.data.dataset:MemoryImages.__getitem__",
     "the first step": "training.engine.step:Stepper.step",
-    "telling the loss": "training.engine.trainer:Trainer.log_if_due",
+    "logging the loss": "training.engine.trainer:Trainer.log_if_due",
     "copying the state": "training.checkpoint.host_copy:HostCopy.start",
     "writing a checkpoint": "training.checkpoint.writer:save_checkpoint",
     "taking a snapshot": "training.checkpoint.writer:SnapshotDestination.is_ready",
@@ -110,7 +110,7 @@ def test_the_time_to_save_is_counted_from_the_signal(start: Starter) -> None:
     for rank in (0, 1):
         prepare = partial(send_at, MOMENTS["opening the data"], (signal.SIGTERM,), (rank,))
         assert start(*FLAGS, run=f"{rank}", world_size=2, prepare=prepare).wait() == [0, 0]
-    [told], [untold] = (events(start.directory / f"{rank}", "train_stopped") for rank in (0, 1))
+    [signalled], [other] = (events(start.directory / f"{rank}", "train_stopped") for rank in (0, 1))
     [started] = events(start.directory / "0", "train_started")
-    assert told["seconds"] > told["time"] - started["time"], "the signal came before the training began"
-    assert untold["seconds"] < untold["time"] - events(start.directory / "1", "train_started")[0]["time"]
+    assert signalled["seconds"] > signalled["time"] - started["time"], "the signal came before the training began"
+    assert other["seconds"] < other["time"] - events(start.directory / "1", "train_started")[0]["time"]
