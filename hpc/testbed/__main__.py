@@ -23,26 +23,15 @@ class Up(Common):
 
     shape: Annotated[TestbedShape, tyro.conf.OmitArgPrefixes] = field(default_factory=TestbedShape)
 
-    def apply(self) -> None:
-        """Start or repair."""
-        lifecycle.up(self.shape)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Down(Common):
     """End the testbed and remove all that belongs to it."""
 
-    def apply(self) -> None:
-        """End it."""
-        lifecycle.down()
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShowStatus(Common):
     """Show the nodes and the value for SLURM_CONF."""
-
-    def apply(self) -> None:
-        """Change nothing: every command ends with the status."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +41,6 @@ class KillNode(Common):
     name: NodeName
     """The node, for example gpu02."""
 
-    def apply(self) -> None:
-        """Kill it."""
-        lifecycle.kill_node(self.name)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReviveNode(Common):
@@ -64,12 +49,7 @@ class ReviveNode(Common):
     name: NodeName
     """The node, for example gpu02."""
 
-    def apply(self) -> None:
-        """Boot it."""
-        lifecycle.revive_node(self.name)
 
-
-Options = Up | Down | ShowStatus | KillNode | ReviveNode
 Verb = (
     Annotated[Up, tyro.conf.subcommand("up")]
     | Annotated[Down, tyro.conf.subcommand("down")]
@@ -85,9 +65,16 @@ def main(argv: Sequence[str]) -> int:
     return cli.run(_run, cast("type[Any]", Verb), argv, "testbed")
 
 
-def _run(options: Options) -> int:
-    """Run the command, then print the status."""
-    options.apply()
+def _run(options: Up | Down | ShowStatus | KillNode | ReviveNode) -> int:
+    match options:
+        case Up():
+            lifecycle.up(options.shape)
+        case Down():
+            lifecycle.down()
+        case KillNode():
+            lifecycle.kill_node(options.name)
+        case ReviveNode():
+            lifecycle.revive_node(options.name)
     _show(lifecycle.status(), as_json=options.json)
     return 0
 
