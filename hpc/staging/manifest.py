@@ -12,6 +12,7 @@ from hpc.staging.copy_progress import stop_if
 from hpc.staging.source import pack_records, unpack_records
 
 _READ_BYTES = 4 * 2**20
+_DESCRIBED_BYTES = 256 * 2**20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -103,8 +104,11 @@ def _checksum(descriptor: int, count: int) -> str:
     return digest.hexdigest()
 
 
-def describe_file(directory: Path, name: str) -> CopiedFile:
-    """The entry of a file on the disk, as one chunk."""
+def describe_file(directory: Path, name: str, stopped: Callable[[], bool]) -> CopiedFile:
+    """The entry of a file on the disk."""
     with (directory / name).open("rb", buffering=0) as content:
-        size = os.fstat(content.fileno()).st_size
-        return CopiedFile(name, size, max(1, size), (_checksum(content.fileno(), size),))
+        size, checksums = os.fstat(content.fileno()).st_size, []
+        for _ in range(0, size, _DESCRIBED_BYTES):
+            stop_if(stopped())
+            checksums.append(_checksum(content.fileno(), _DESCRIBED_BYTES))
+        return CopiedFile(name, size, _DESCRIBED_BYTES, tuple(checksums))

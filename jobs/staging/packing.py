@@ -1,7 +1,7 @@
-"""Decodes this node's copy of an image folder once, beside it (`--pack`). Runs on compute nodes.
+"""Packs this node's copy of an image folder on the same disk (`--pack`). Runs on compute nodes.
 
-The packed data are a copy like any other: used again by the next attempt, checked by size and after a power cut byte by
-byte, deleted when they are old or the disk is full.
+The packed data are an entry of the cache like any other: the next attempt uses them again after a check of their sizes
+(after a reboot, of their checksums), and they are deleted when they are old or the disk is full.
 """
 
 import os
@@ -23,21 +23,21 @@ _POLL_SECONDS = 0.2
 
 
 def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: Watch) -> Path:
-    """Have the images of a staged folder as packed data on this node's disk, in use until the attempt is over.
+    """Pack a staged folder, unless it is packed already, and keep the packed data in use.
 
     Args:
-        stage_dir: where this node keeps its copies.
+        stage_dir: the directory of this node's copies.
         resources: keeps the packed data in use until it is closed.
         folder: the copy of the image folder.
         size: side of the packed images in pixels.
-        watch: is told how far it is, and says whether to stop.
+        watch: gets the progress, and returns whether to stop.
 
     Raises:
-        StagingStopped: it said so. What is packed by then is not packed again.
-        TorchrelayError: they cannot be packed, or there is no room.
+        StagingStopped: `watch` returned True. Images packed by then are not packed again.
+        TorchrelayError: they cannot be packed, or the disk is full.
     """
     store = open_store(stage_dir)
-    # What is packed belongs to one version of the data set, whose name the copy's directory has.
+    # The copy's directory is named after one version of the data set.
     version = folder.relative_to(store.root).parts[0]
     entry = store.entry(f"{version}-{size}px")
 
@@ -63,7 +63,7 @@ def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: 
 def _make(entry: CacheEntry, folder: Path, size: int, watch: Watch) -> None:
     (entry.path / "manifest").unlink(missing_ok=True)
     entry.path.mkdir(mode=0o700, exist_ok=True)
-    # Beside the damaged one, which another job may have mapped into its memory.
+    # Beside the damaged data, which another job may have mapped into its memory.
     new, old = entry.path / "new", entry.path / f".{time.time_ns()}.old"
     _run([str(folder), str(new), f"--size={size}"], entry.path, watch)
     if entry.data.exists():
@@ -71,14 +71,15 @@ def _make(entry: CacheEntry, folder: Path, size: int, watch: Watch) -> None:
     new.rename(entry.data)
     shutil.rmtree(old, ignore_errors=True)
     index = read_index(entry.data)
-    files = [describe_file(entry.data, name) for name in (INDEX, *(file.name for file in index.files))]
+    names = (INDEX, *(file.name for file in index.files))
+    files = [describe_file(entry.data, name, lambda: watch(None)) for name in names]
     write_manifest(entry.path, Manifest(source=index.source, boot=boot_id(), files=tuple(files)))
 
 
 def _run(arguments: list[str], place: Path, watch: Watch) -> None:
     began = time.monotonic()
     command = [sys.executable, "-u", "-P", "-m", "training.pack", *arguments]
-    # In a session of its own: Slurm's signals reach it all the same, and a terminal's Ctrl-C through `watch` alone.
+    # In its own session, so that a terminal's Ctrl-C reaches only the agent; Slurm's signals reach it all the same.
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as packer:
         try:
             while packer.poll() is None:
@@ -90,11 +91,11 @@ def _run(arguments: list[str], place: Path, watch: Watch) -> None:
             raise
     if packer.returncode:
         raise TorchrelayError(
-            f"{arguments[0]} could not be packed (exit code {packer.returncode}; the reason stands above in "
-            "this log): use --pack off, or a larger --stage-dir if it was the room"
+            f"{arguments[0]} could not be packed (exit code {packer.returncode}; see the error above in this log): "
+            "use --pack off, or a larger --stage-dir if its disk is full"
         )
 
 
 def _bytes_in(place: Path) -> int:
-    """Bytes written by now: the files are sparse, and have their sizes from the beginning."""
+    """Bytes written by now. Sizes do not tell: the files are sparse."""
     return sum(512 * path.stat().st_blocks for path in place.glob(".*/*.npy") if path.exists())

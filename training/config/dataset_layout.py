@@ -1,4 +1,4 @@
-"""The layouts of data that the trainer reads, recognised by their names alone; a packed one by its small index.
+"""The layouts of data directories, recognized by the names of their files; packed data by their index.
 
 Runs on the login node and on every rank; imports no torch.
 """
@@ -15,7 +15,7 @@ FASHION_MNIST = "fashion-mnist"
 FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-# Whatever their case: people write Train/ and Validation/ too.
+# In any case: Train/ and Validation/ are common too.
 _PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 IDX_STEMS = {
     "train_images": "train-images-idx3-ubyte",
@@ -28,16 +28,16 @@ Kind = Literal["idx", "cifar10", "cifar100", "image-folder", "packed"]
 
 @dataclass(frozen=True, kw_only=True)
 class CifarFiles:
-    """The Python files of a CIFAR data set, by the names that they were published under, and what they hold."""
+    """The published names of the Python files of a CIFAR data set, and the keys in them."""
 
     directory: str
     train: tuple[str, ...]
     test: str
     meta: str
     label_key: str
-    """In the files of images: the key of the labels."""
+    """Key of the labels in the files of images."""
     names_key: str
-    """In `meta`: the key of the classes' names."""
+    """Key of the class names in `meta`."""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -76,20 +76,20 @@ class DataLayout:
 
     kind: Kind
     path: Path
-    """The directory that holds all of it: the one to copy to a node."""
+    """The directory with all data, which is copied to nodes."""
     train: Path
-    """image-folder: the directory with the class directories; else: as `path`."""
+    """image-folder: the directory of the class directories; else: `path`."""
     val: Path | None
-    """image-folder: the class directories for validation; None: a part of the training set is held out."""
+    """The same for validation; None: a part of the training set is held out."""
     test: Path | None
-    """As `train`, for the test; None: there is no test."""
+    """The same for the test; None: there is no test set."""
 
 
 def resolve_data(name: str) -> Path:
-    """Turn --data into an absolute path. `fashion-mnist` stands for Debian's copy; `./fashion-mnist` for a directory.
+    """Turn --data into an absolute path. `fashion-mnist` is Debian's copy; `./fashion-mnist` is a directory.
 
     Raises:
-        UserError: `fashion-mnist` is asked for and Debian's package is not installed.
+        UserError: --data is `fashion-mnist`, and Debian's package is not installed.
     """
     if name != FASHION_MNIST:
         return Path(name).expanduser().absolute()
@@ -102,15 +102,17 @@ def resolve_data(name: str) -> Path:
 
 
 def check_data(path: Path) -> DataLayout:
-    """Recognise the layout of a data directory. Quick on huge ones: it stops at the first image.
+    """Recognize the layout of a data directory. It stops at the first image, so it is quick on huge ones too.
 
     Raises:
-        UserError: it does not exist, is no directory, or has no layout that we know.
+        UserError: it does not exist, is no directory, or has no known layout.
     """
     try:
         return _layout(path)
     except OSError as error:
-        raise UserError(f"--data is {path}: {error.filename} cannot be read ({error.strerror}): allow it") from error
+        raise UserError(
+            f"--data is {path}: {error.filename} cannot be read ({error.strerror}): make it readable"
+        ) from error
 
 
 def _layout(path: Path) -> DataLayout:
@@ -132,7 +134,7 @@ def _packed_layout(path: Path) -> DataLayout | None:
 
 
 def find_idx(directory: Path, stem: str) -> Path | None:
-    """The IDX file of that name, plain or compressed."""
+    """The IDX file of that name, plain or compressed; None if neither exists."""
     candidates = (directory / stem, directory / f"{stem}.gz")
     return next((file for file in candidates if file.is_file()), None)
 
@@ -146,12 +148,12 @@ def _idx_layout(path: Path) -> DataLayout | None:
         required += ["test_images", "test_labels"]
     missing = [IDX_STEMS[role] for role in required if not present[role]]
     if missing:
-        raise UserError(f"--data is {path}, which lacks {', '.join(missing)} (or .gz): add what is missing")
+        raise UserError(f"--data is {path}, which lacks {', '.join(missing)} (or .gz): add them")
     return DataLayout(kind="idx", path=path, train=path, val=None, test=path if present["test_images"] else None)
 
 
 def _cifar_layout(path: Path) -> DataLayout | None:
-    """Recognise CIFAR's files in a directory, whatever its name, or in the one below that has the published name."""
+    """Recognize CIFAR's files in the directory, or in a subdirectory with the published name."""
     places = ((kind, place) for kind, files in CIFAR.items() for place in (path, path / files.directory))
     found = [(kind, place) for kind, place in places if _is_cifar(place, CIFAR[kind])]
     if not found:
@@ -162,12 +164,12 @@ def _cifar_layout(path: Path) -> DataLayout | None:
     kind, place = found[0]
     missing = [name for name in CIFAR[kind].all if not (place / name).is_file()]
     if missing:
-        raise UserError(f"{place} lacks {', '.join(missing)}: add what is missing")
+        raise UserError(f"{place} lacks {', '.join(missing)}: add them")
     return DataLayout(kind=kind, path=place, train=place, val=None, test=place)
 
 
 def _is_cifar(place: Path, files: CifarFiles) -> bool:
-    # Names such as `train` and `meta` say little: one file alone is not enough.
+    # One file named `train` or `meta` does not make a CIFAR data set.
     named = place.name == files.directory and place.is_dir()
     return named or all((place / name).is_file() for name in (files.train[0], files.meta))
 
@@ -185,21 +187,21 @@ def _folder_layout(path: Path) -> DataLayout:
 
 
 def _part(path: Path, names: tuple[str, ...]) -> Path | None:
-    """The directory of a part of the data. One that holds images itself is a class, of vehicles for example.
+    """The directory of a part of the data. If it holds images itself, it is a class (a vehicle's, for `train`).
 
     Raises:
-        UserError: there are several.
+        UserError: there are several such directories.
     """
     with os.scandir(path) as entries:
         named = sorted(entry.path for entry in entries if entry.name.lower() in names and entry.is_dir())
     found = [directory for directory in named if not _holds_image(directory)]
     if len(found) > 1:
-        raise UserError(f"--data is {path}, which has {' and '.join(found)}: leave one of them")
+        raise UserError(f"--data is {path}, which has {' and '.join(found)}: keep only one of them")
     return Path(found[0]) if found else None
 
 
 def is_image(name: str) -> bool:
-    """Whether a file's name is that of an image."""
+    """Whether a file has an image's name."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
@@ -210,7 +212,7 @@ def has_class_images(directory: Path) -> bool:
 
 
 def is_class_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether a directory entry may be a class: a directory that is not hidden."""
+    """Whether a directory entry is a directory that is not hidden."""
     return entry.is_dir() and not entry.name.startswith(".")
 
 

@@ -1,4 +1,4 @@
-"""Which models there are, by name. Runs on the login node and on every rank; imports neither torch nor torchvision."""
+"""The names of models. Runs on the login node and on every rank; imports neither torch nor torchvision."""
 
 import difflib
 import importlib.util
@@ -10,7 +10,7 @@ from hpc.core.errors import UserError
 
 SMALL_CNN = "small-cnn"
 OWN_MODELS = {
-    SMALL_CNN: "106,000 weights and no normalisation: for small images on CPUs",
+    SMALL_CNN: "106,000 weights and no normalization: for small images on CPUs",
     **{
         f"resnet{depth}": f"the residual network of {depth} layers for small images (He et al., 2016)"
         for depth in (20, 32, 44, 56, 110)
@@ -20,7 +20,7 @@ OWN_MODELS = {
 
 @cache
 def torchvision_models() -> tuple[str, ...]:
-    """The names of torchvision's classification models, read from its source: importing it takes 4 seconds.
+    """The names of torchvision's classification models, read from its source, because importing it takes 4 seconds.
 
     Empty where torchvision is not installed.
     """
@@ -34,10 +34,10 @@ def torchvision_models() -> tuple[str, ...]:
 
 
 def check_model(name: str) -> None:
-    """Make sure that there is a model of this name.
+    """Make sure that a model has this name.
 
     Raises:
-        UserError: there is none; lists the names that come close.
+        UserError: none has; lists similar names.
     """
     known = (*OWN_MODELS, *torchvision_models())
     if name in known:

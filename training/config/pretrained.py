@@ -1,6 +1,6 @@
-"""Which pretrained weights torchvision has, and where its cache keeps them. Imports neither torch nor torchvision.
+"""The names of torchvision's pretrained weights, and their files in its cache. Imports neither torch nor torchvision.
 
-Runs on the login node, which may have internet when the compute nodes have none, and on every rank.
+Runs on the login node, which may have internet access where the compute nodes have none, and on every rank.
 """
 
 import ast
@@ -20,15 +20,17 @@ _DEFAULT = "DEFAULT"
 
 
 def resolve_weights(model: str, weights: str) -> Path:
-    """The file that `--weights` means: a file itself, or a name of torchvision's for the model.
+    """The file of `--weights`, which is a path or a name of torchvision's weights for the model.
 
     Raises:
-        UserError: there is none; says how to get it.
+        UserError: it does not exist; says how to get it.
     """
     if "/" in weights or weights.endswith(_SUFFIXES):
         path = Path(weights).expanduser().absolute()
         if not path.is_file():
-            raise UserError(f"--weights is {weights}, and there is no such file: give one, or a name of torchvision")
+            raise UserError(
+                f"--weights is {weights}, which does not exist: give a file, or a name of torchvision's weights"
+            )
         return path
     if model in OWN_MODELS:
         raise UserError(f"--weights is {weights!r}, but torchvision has none for {model}: give a file")
@@ -36,7 +38,7 @@ def resolve_weights(model: str, weights: str) -> Path:
 
 
 def _cached(model: str, name: str) -> Path:
-    """The file of these weights in torch's cache, which is whole."""
+    """The file of these weights in torch's cache, after a check of its checksum."""
     known = torchvision_weights(model)
     url = known.get(name.rpartition(".")[2])
     if url is None:
@@ -51,12 +53,12 @@ def _cached(model: str, name: str) -> Path:
 
 
 def _whole(path: Path) -> bool:
-    """Whether a file is what its name says: torchvision's end with the beginning of their SHA-256."""
+    """Whether a file has the checksum in its name: torchvision's names end with the beginning of their SHA-256."""
     return sha256_of(path).startswith(path.stem.rpartition("-")[2])
 
 
 def cache_directory() -> Path:
-    """Where torch.hub keeps what it has downloaded."""
+    """The directory of torch.hub's downloads."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     home = Path(os.environ.get("TORCH_HOME", caches / "torch")).expanduser()
     return home / "hub" / "checkpoints"
@@ -64,9 +66,9 @@ def cache_directory() -> Path:
 
 @cache
 def torchvision_weights(model: str) -> dict[str, str]:
-    """The names of a model's weights, and where each is to be had; read from torchvision's source.
+    """The names of a model's weights with their URLs, read from torchvision's source.
 
-    Empty for a model without any, and where torchvision is not installed.
+    Empty for a model without weights, and where torchvision is not installed.
     """
     spec = importlib.util.find_spec("torchvision")
     places = spec.submodule_search_locations if spec else None
@@ -78,7 +80,7 @@ def torchvision_weights(model: str) -> dict[str, str]:
 
 
 def _weights(tree: ast.Module, model: str) -> Iterator[tuple[str, str]]:
-    """The members of the enumeration in the signature of a model's function, each with its address."""
+    """The members of the enumeration in the signature of a model's function, with their URLs."""
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == model)
     hint = next(
         (ast.dump(each.annotation) for each in function.args.kwonlyargs if each.arg == "weights" and each.annotation),

@@ -20,7 +20,7 @@ SCALE_BATCH = 256
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What to train on what, and how. Every field is a flag."""
+    """The training flags."""
 
     data: str = ""
     """Directory of images, packed images, IDX or CIFAR files, or `fashion-mnist` (Debian's dataset-fashion-mnist)."""

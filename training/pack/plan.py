@@ -43,11 +43,10 @@ class PackPlan:
     @cached_property
     def identity(self) -> dict[str, str | int]:
         """Differs between plans whose files differ in more than pixels."""
-        digest = hashlib.sha256(json.dumps(self.classes).encode())
-        for name in self.parts:
-            for content in (name.encode(), *self.tables(name).values()):
-                digest.update(hashlib.sha256(content).digest())
-        return {"size": self.size, "images": digest.hexdigest()}
+        tables = {
+            name: [hashlib.sha256(content).hexdigest() for content in self.tables(name).values()] for name in self.parts
+        }
+        return _identity(self.size, self.classes, tables)
 
     def check_resumable(self, directory: Path) -> None:
         """Write the plan, or make sure that the files in a directory were begun with it.
@@ -68,11 +67,12 @@ class PackPlan:
 
     def matches(self, index: PackIndex) -> bool:
         """Whether a packed data set has this plan's images, labels and size."""
-        planned = {
-            name: [hashlib.sha256(content).hexdigest() for content in self.tables(name).values()] for name in self.parts
-        }
-        packed = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
-        return (index.size, index.classes) == (self.size, self.classes) and planned == packed
+        tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
+        return self.identity == _identity(index.size, index.classes, tables)
+
+
+def _identity(size: int, classes: tuple[str, ...], tables: dict[str, list[str]]) -> dict[str, str | int]:
+    return {"size": size, "images": hashlib.sha256(json.dumps([classes, tables]).encode()).hexdigest()}
 
 
 def _npy(array: np.ndarray) -> bytes:

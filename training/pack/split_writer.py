@@ -8,9 +8,8 @@ have none. Each image has its place, so the bytes do not depend on the number of
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,26 +34,13 @@ _CHUNK = 16
 _AHEAD = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """Some consecutive images for one process to pack."""
-
-    file: Path
-    """The file of the pixels."""
-    offset: int
-    """Bytes in it before these images."""
-    size: int
-    paths: tuple[Path, ...]
-    records: np.ndarray
-    """_RECORD [n] of these images, as an earlier packer left them."""
-
-
 class SplitWriter:
     """The files of one part while it is packed."""
 
     def __init__(self, directory: Path, name: str, source: Path, names: np.ndarray, size: int) -> None:
         self.path = directory / f"{name}-pixels.npy"
         self.source, self.names, self.size = source, names, size
+        self._image_bytes = CHANNELS * size**2
         shape, kept = (len(names), size, size, CHANNELS), directory / _RECORDS.format(name)
         pixels, records = _existing(self.path), _existing(kept)
         if pixels is None or records is None or (pixels.shape, records.shape) != (shape, shape[:1]):
@@ -68,20 +54,18 @@ class SplitWriter:
         """The file of an image."""
         return self.source / os.fsdecode(self.names[index])
 
-    def chunks(self) -> Iterator[tuple[int, Chunk]]:
-        """All images, each chunk with the index of its first one."""
-        for first in range(0, len(self.names), _CHUNK):
-            indices = range(first, min(first + _CHUNK, len(self.names)))
-            yield (
-                first,
-                Chunk(
-                    file=self.path,
-                    offset=self._offset + first * self.size**2 * CHANNELS,
-                    size=self.size,
-                    paths=tuple(map(self.path_of, indices)),
-                    records=np.array(self.records[indices.start : indices.stop]),
-                ),
-            )
+    def pack(self, pool: ProcessPoolExecutor, first: int) -> Future[np.ndarray]:
+        """Start packing a chunk; the result is its records."""
+        records = np.array(self.records[first : first + _CHUNK])
+        paths = [self.path_of(first + place) for place in range(len(records))]
+        return pool.submit(pack_chunk, self.path, self._offset + first * self._image_bytes, self.size, paths, records)
+
+    def record(self, first: int, records: np.ndarray) -> tuple[int, list[Path]]:
+        """Write the records of a chunk; returns how many images had none before, and the corrupt images."""
+        written = self.records[first : first + len(records)]
+        new = int(np.count_nonzero(written["state"] == MISSING))
+        written[:] = records
+        return new, [self.path_of(first + place) for place in np.flatnonzero(records["state"] == CORRUPT).tolist()]
 
     @property
     def done(self) -> int:
@@ -120,50 +104,54 @@ def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, worker
     Raises:
         OSError: an image cannot be read, or the disk is full.
     """
-    chunks = ((split, first, chunk) for split in splits for first, chunk in split.chunks())
-    pending: deque[tuple[SplitWriter, int, Chunk, Future[np.ndarray]]] = deque()
+    chunks = ((split, first) for split in splits for first in range(0, len(split.names), _CHUNK))
+    pending: deque[tuple[SplitWriter, int, Future[np.ndarray]]] = deque()
     while True:
-        for split, first, chunk in islice(chunks, _AHEAD * workers - len(pending)):
-            pending.append((split, first, chunk, pool.submit(pack_chunk, chunk)))
+        for split, first in islice(chunks, _AHEAD * workers - len(pending)):
+            pending.append((split, first, split.pack(pool, first)))
         if not pending:
             return
-        finished = [pending.popleft()]
-        finished[0][-1].result()
+        pending[0][-1].result()
+        finished = []
         while pending and pending[0][-1].done():
             finished.append(pending.popleft())
-        for split in {entry[0] for entry in finished}:
+        for split in {split for split, _, _ in finished}:
             fsync_file(split.path)
-        for split, first, chunk, future in finished:
-            records = future.result()
-            split.records[first : first + len(records)] = records
-            corrupt = [path for path, record in zip(chunk.paths, records, strict=True) if record["state"] == CORRUPT]
-            progress.advance(int(np.count_nonzero(chunk.records["state"] == MISSING)), corrupt)
+        for split, first, records in finished:
+            progress.advance(*split.record(first, records.result()))
 
 
-def pack_chunk(chunk: Chunk) -> np.ndarray:
-    """Decode images and write them to their places. Runs in a process of the pool.
+def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], records: np.ndarray) -> np.ndarray:
+    """Decode consecutive images and write them to their places. Runs in a process of the pool.
+
+    Args:
+        file: the file of the pixels.
+        offset: bytes in it before these images.
+        size: side in pixels.
+        paths: the images.
+        records: _RECORD [n], as an earlier packer left them.
 
     Raises:
         OSError: an image cannot be read, or the disk is full.
 
     Returns:
-        _RECORD [n].
+        The new records.
     """
-    records, image_bytes = chunk.records.copy(), chunk.size**2 * CHANNELS
-    with chunk.file.open("r+b", buffering=0) as file:
-        for index, path in enumerate(chunk.paths):
-            status = path.stat()
-            record = records[index]
-            if record["state"] and (record["bytes"], record["mtime_ns"]) == (status.st_size, status.st_mtime_ns):
+    image_bytes = CHANNELS * size**2
+    with file.open("r+b", buffering=0) as pixels:
+        for place, path in enumerate(paths):
+            record, status = records[place], path.stat()
+            stamp = (status.st_size, status.st_mtime_ns)
+            if record["state"] != MISSING and (record["bytes"], record["mtime_ns"]) == stamp:
                 continue
-            square = with_image(path.read_bytes(), lambda image: as_square(image, chunk.size))
-            pixels = bytes(image_bytes) if square is None else square.tobytes()
-            file.seek(chunk.offset + index * image_bytes)
-            left = memoryview(pixels)
+            square = with_image(path.read_bytes(), lambda image: as_square(image, size))
+            content = bytes(image_bytes) if square is None else square.tobytes()
+            pixels.seek(offset + place * image_bytes)
+            left = memoryview(content)
             while left:  # a full disk takes a part first
-                left = left[file.write(left) :]
-            digest = np.frombuffer(hashlib.sha256(pixels).digest(), np.uint8)
-            records[index] = (CORRUPT if square is None else DONE, status.st_size, status.st_mtime_ns, digest)
+                left = left[pixels.write(left) :]
+            digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
+            records[place] = (CORRUPT if square is None else DONE, *stamp, digest)
     return records
 
 

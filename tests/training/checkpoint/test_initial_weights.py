@@ -178,7 +178,7 @@ def test_a_name_stands_for_an_intact_file_in_the_cache(monkeypatch: pytest.Monke
         (
             "resnet34",
             "./w.pth",
-            "--weights is ./w.pth, and there is no such file: give one, or a name of torchvision",
+            "--weights is ./w.pth, which does not exist: give a file, or a name of torchvision's weights",
         ),
     ],
 )

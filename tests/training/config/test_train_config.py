@@ -278,7 +278,7 @@ def test_the_parts_of_a_folder_may_be_written_in_other_ways(tmp_path: Path, name
 
 def test_a_part_in_two_spellings_is_not_chosen_from(tmp_path: Path) -> None:
     data = make_folder(tmp_path / "data", parts=("train", "val", "Validation"), per_class=1)
-    with pytest.raises(UserError, match=f"which has {data}/Validation and {data}/val: leave one of them"):
+    with pytest.raises(UserError, match=f"which has {data}/Validation and {data}/val: keep only one of them"):
         check_data(data)
 
 
