@@ -139,7 +139,7 @@ def synthetic_data(config: TrainConfig, size: int) -> Data:
         pool = pool.pin_memory()
     labels = torch.arange(_SYNTHETIC_STEPS * config.batch_size) % classes
     return Data(
-        train=SyntheticImages(pool=pool, labels=labels),
+        train=SyntheticImages(images=pool, labels=labels),
         val=None,
         test=None,
         classes=tuple(map(str, range(classes))),

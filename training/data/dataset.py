@@ -60,8 +60,8 @@ class MemoryImages:
 class SyntheticImages:
     """Any number of generated images, all taken from a small pool: a request costs almost nothing."""
 
-    pool: Tensor
-    """uint8 [m, 3, size, size]: noise, in pinned memory where there is a GPU."""
+    images: Tensor
+    """uint8 [m, 3, size, size]: the pool of noise, in pinned memory where there is a GPU."""
     labels: Tensor
     """int64 [n]"""
 
@@ -72,7 +72,8 @@ class SyntheticImages:
         """The first images of the pool, whatever the indices are."""
         indices = torch.tensor(request.indices, dtype=torch.int64)
         count = len(indices)
-        images = self.pool[:count] if count <= len(self.pool) else self.pool[torch.arange(count) % len(self.pool)]
+        pool = self.images
+        images = pool[:count] if count <= len(pool) else pool[torch.arange(count) % len(pool)]
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
 
     def name(self, index: int) -> str:

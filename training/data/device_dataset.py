@@ -25,58 +25,31 @@ def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Dat
         UserError: --data-on-device is on, and they cannot be there.
     """
     wanted = config.data_on_device
-    if wanted == "off" or (wanted == "auto" and (device.type == "cpu" or _needs_cpu(data))):
+    if wanted == "off" or (wanted == "auto" and device.type == "cpu"):
         return data
-    reason = _why_not(data, device, wanted)
+    parts = {name: part for name in ("train", "val", "test") if (part := getattr(data, name)) is not None}
+    reason = _why_not(list(parts.values()), device, wanted)
     if reason and wanted == "on":
         raise UserError(f"--data-on-device is on, but {reason}")
     if reason:
         return data
-    return replace(
-        data,
-        train=_moved(data.train, device),
-        val=data.val and _moved(data.val, device),
-        test=data.test and _moved(data.test, device),
-        on_device=True,
-    )
+    moved = {name: replace(part, images=part.images.to(device)) for name, part in parts.items()}
+    return replace(data, on_device=True, **moved)
 
 
-def _needs_cpu(data: Data) -> bool:
-    """Whether the flags ask for crops or a policy that run on the CPU; with `on`, TrainConfig refuses them."""
-    train = data.train
-    return isinstance(train, MemoryImages) and train.augmentation is not None and train.augmentation.needs_cpu
-
-
-def _why_not(data: Data, device: torch.device, wanted: str) -> str:
+def _why_not(parts: list[ImageSource], device: torch.device, wanted: str) -> str:
     """Why the data cannot be on the device, and what to use; empty if they can."""
-    sizes = [_bytes(part) for part in (data.train, data.val, data.test) if part]
-    if None in sizes:
-        return "the images of a folder or of packed data are cropped on the CPU: use auto, or leave it out"
-    if device.type == "cpu":
-        return ""
-    return too_large(sum(filter(None, sizes)), torch.cuda.mem_get_info(device)[0], wanted)
+    needed = 0
+    for part in parts:
+        if not isinstance(part, MemoryImages | SyntheticImages):
+            return "the images of a folder or of packed data are cropped on the CPU: use auto, or leave it out"
+        if isinstance(part, MemoryImages) and part.augmentation is not None and part.augmentation.needs_cpu:
+            return "the augmentation runs on the CPU: use auto, or leave it out"
+        needed += part.images.nbytes
+    return "" if device.type == "cpu" else too_large(needed, torch.cuda.mem_get_info(device)[0], wanted)
 
 
 def too_large(needed: int, free: int, wanted: str) -> str:
     """Why images of `needed` bytes do not fit into a GPU with `free` bytes, and what to use; empty if they fit."""
     fit = needed <= free * (_AUTO_SHARE if wanted == "auto" else 1)
     return "" if fit else f"the images take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free: use auto"
-
-
-def _bytes(source: ImageSource) -> int | None:
-    """The bytes that a data set takes of the device; None: it cannot be there."""
-    match source:
-        case MemoryImages():
-            return source.images.nbytes
-        case SyntheticImages():
-            return source.pool.nbytes
-    return None
-
-
-def _moved(source: ImageSource, device: torch.device) -> ImageSource:
-    match source:
-        case MemoryImages():
-            return replace(source, images=source.images.to(device))
-        case SyntheticImages():
-            return replace(source, pool=source.pool.to(device))
-    raise TypeError(source)

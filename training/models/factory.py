@@ -28,19 +28,6 @@ _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What models raise for images of a size that they do not take.
 _SIZE_ERRORS = (RuntimeError, ValueError, AssertionError)
 
-# Arguments that make a torchvision model a plain classifier of images of a given size.
-_ARGUMENTS: dict[str, Callable[[int], dict[str, Any]]] = {
-    # Auxiliary classifiers change what forward returns; with normalisation they are not needed.
-    "googlenet": lambda _: {"aux_logits": False, "init_weights": True},
-    "inception_v3": lambda _: {"aux_logits": False, "init_weights": True},
-    "maxvit_t": lambda size: {"input_size": (size, size)},
-    "vit_b_16": lambda size: {"image_size": size},
-    "vit_b_32": lambda size: {"image_size": size},
-    "vit_h_14": lambda size: {"image_size": size},
-    "vit_l_16": lambda size: {"image_size": size},
-    "vit_l_32": lambda size: {"image_size": size},
-}
-
 
 def input_size(config: TrainConfig, native: int | None) -> int:
     """Side in pixels of the model's square inputs; `native` is the side of images in memory."""
@@ -96,9 +83,18 @@ def _construct(name: str, classes: int, channels: int, size: int) -> nn.Module:
         return SmallResNet(int(name.removeprefix("resnet")), classes, channels)
     from torchvision import models  # noqa: PLC0415  # takes two seconds
 
-    arguments = _ARGUMENTS[name](size) if name in _ARGUMENTS else {}
     make = cast("Callable[..., nn.Module]", models.get_model)
-    return make(name, weights=None, num_classes=classes, **arguments)
+    return make(name, weights=None, num_classes=classes, **_arguments(name, size))
+
+
+def _arguments(name: str, size: int) -> dict[str, Any]:
+    """Arguments that make a torchvision model a plain classifier of images of this size."""
+    if name in {"googlenet", "inception_v3"}:
+        # Auxiliary classifiers change what forward returns; with normalisation they are not needed.
+        return {"aux_logits": False, "init_weights": True}
+    if name == "maxvit_t":
+        return {"input_size": (size, size)}
+    return {"image_size": size} if name.startswith("vit_") else {}
 
 
 @torch.no_grad()

@@ -87,7 +87,9 @@ def test_other_data_are_refused_with_what_to_use(folder_data: Path, idx_data: Pa
     for options, flag in (({"auto_augment": "randaugment"}, "--auto-augment"), ({"crop": "resized"}, "--crop resized")):
         with pytest.raises(UserError, match=rf"--data-on-device on cannot be combined with {flag}, .*: leave one out"):
             TrainConfig(data=".", data_on_device="on", **options)
-        assert load(idx_data, **options).train.augmentation.needs_cpu
+        with pytest.raises(UserError, match="--data-on-device is on, but the augmentation runs on the CPU: use auto"):
+            on_device(load(idx_data, **options))
+        assert on_device(load(idx_data, **options), data_on_device="auto").on_device is False
     start.data = folder_data
     training = start("--data-on-device=on", "--image-size=16", "--epochs=1", world_size=2)
     assert training.wait() == [2, 2]
@@ -117,7 +119,7 @@ def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter
     one = start.complete(*flags, "--data-on-device=on", "--num-workers=3", run="on", world_size=2)
     other = start.complete(*flags, "--num-workers=1", run="off", world_size=2)
     assert all(torch.equal(value, weights(other.run_dir)[name]) for name, value in weights(one.run_dir).items())
-    assert ["holds all images" in each.output() for each in (one, other)] == [True, False]
+    assert [", images in its memory" in each.output() for each in (one, other)] == [True, False]
     evaluations = [lines(each.run_dir / "metrics" / "eval.jsonl") for each in (one, other)]
     for seen, expected in zip(*evaluations, strict=True):
         assert [seen[key] for key in ("loss", "correct")] == [expected[key] for key in ("loss", "correct")]
