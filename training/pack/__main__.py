@@ -27,8 +27,7 @@ from hpc.core.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
 from training.pack.plan import PackPlan, make_plan
-from training.pack.progress_display import PackProgress
-from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
+from training.pack.split_writer import CHANNELS, PackProgress, SplitWriter, has_records, pack_splits, pixels_sha256
 from training.runtime.signals import die_with_parent
 
 _LOCK = ".lock"
@@ -104,8 +103,7 @@ def pack(options: PackOptions, workers: int) -> None:
         splits = {name: SplitWriter(directory, name, src, part.names, plan.size) for name, part in plan.parts.items()}
         done = sum(split.done for split in splits.values())
         _check_space(directory, (plan.images - done) * CHANNELS * plan.size**2)
-        with PackProgress(plan.images, done) as progress:
-            pack_splits(list(splits.values()), pool, workers, progress)
+        pack_splits(list(splits.values()), pool, workers, PackProgress(plan.images, done))
         index = _complete(plan, directory, splits)
         _publish(directory, dst)
     _print_result(index, dst)

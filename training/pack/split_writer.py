@@ -7,6 +7,7 @@ have none. Each image has its place, so the bytes do not depend on the number of
 
 import hashlib
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,7 +23,6 @@ from hpc.core.files import fsync_directory, fsync_file
 from training.config.packed_index import PackedFile
 from training.data.image_folder import as_rgb, with_image
 from training.data.transforms.crop import center_box
-from training.pack.progress_display import PackProgress
 
 CHANNELS = 3
 MISSING, DONE, CORRUPT = range(3)
@@ -30,6 +30,7 @@ _RECORDS = ".{}-records.npy"
 _RECORD = np.dtype([("state", "u1"), ("bytes", "<i8"), ("mtime_ns", "<i8"), ("sha256", "u1", 32)])
 # Images of one task: some hundredths of a second.
 _CHUNK = 16
+_LINE_SECONDS = 5.0
 # Tasks per process that are submitted beforehand, so that no process waits while the packer writes records.
 _AHEAD = 8
 
@@ -82,6 +83,31 @@ class SplitWriter:
     def corrupt(self) -> tuple[int, ...]:
         """Indices of the images that could not be decoded."""
         return tuple(np.flatnonzero(self.records["state"] == CORRUPT).tolist())
+
+
+class PackProgress:
+    """Prints the number of packed images, the rate and the remaining time every few seconds."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self._total, self._done, self._first = total, done, done
+        self._began = self._printed = time.monotonic()
+        if done:
+            print(f"{done} of {total} images were packed before", flush=True)
+
+    def advance(self, images: int, corrupt: Sequence[Path]) -> None:
+        """Count packed images, and warn of corrupt ones."""
+        for path in corrupt:
+            print(f"warning: {path} cannot be decoded: it is marked", flush=True)
+        self._done += images
+        now = time.monotonic()
+        rate = (self._done - self._first) / max(now - self._began, 1e-9)
+        if rate and now - self._printed >= _LINE_SECONDS:
+            self._printed = now
+            left = round((self._total - self._done) / rate)
+            print(
+                f"{self._done} of {self._total} images, {rate:.0f} images/s, eta {left // 60}:{left % 60:02d}",
+                flush=True,
+            )
 
 
 def _existing(path: Path) -> np.memmap | None:
