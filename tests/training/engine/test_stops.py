@@ -248,7 +248,7 @@ def fail_to_publish_once() -> None:
     """In a rank: fail to write the first best model, as on a full disk."""
     from training.monitoring import run_logger
 
-    publish = run_logger.publish
+    publish = run_logger.publish_directory
     failed: list[Path] = []
 
     def publish_or_fail(path: Path, fill: Callable[[Path], None]) -> None:
@@ -257,7 +257,7 @@ def fail_to_publish_once() -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         publish(path, fill)
 
-    run_logger.publish = publish_or_fail
+    run_logger.publish_directory = publish_or_fail
 
 
 def test_a_best_model_that_failed_to_be_written_is_written_at_the_end(start: Starter) -> None:

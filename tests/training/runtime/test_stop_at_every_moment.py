@@ -29,7 +29,7 @@ MOMENTS = {
     "copying the state": "training.checkpoint.host_copy:HostCopy.start",
     "writing a checkpoint": "training.checkpoint.writer:save_checkpoint",
     "taking a snapshot": "training.checkpoint.writer:SnapshotDestination.is_ready",
-    "an evaluation": "training.evaluation.evaluator:Evaluator._count",
+    "an evaluation": "training.evaluation.evaluator:Evaluator._evaluate_batch",
     "keeping the best model": "training.monitoring.run_logger:RunLogger.save_best",
     "the test": "training.evaluation.validation:Validator.final_files",
     "writing the result": "training.monitoring.run_logger:RunLogger.save_final",
