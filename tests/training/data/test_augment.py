@@ -164,7 +164,7 @@ def test_a_padded_crop_moves_images_in_memory_by_no_more_than_the_padding(kind: 
     assert seen[:, 3].unique().tolist() == list(range(9 - most, 9 + most + 1))
 
 
-def test_a_padded_crop_moves_a_photo_by_no_more_than_an_eighth() -> None:
+def test_a_padded_crop_moves_an_image_of_a_file_by_no_more_than_an_eighth() -> None:
     photo = Image.new("RGB", (96, 64))
     photo.paste((255, 255, 255), (46, 30, 48, 32))  # one pixel of the 32 x 32 in the middle
     brightest = [int(as_photo(index, photo, 32, crop="padded")[0].argmax()) for index in range(400)]
@@ -222,7 +222,9 @@ def test_images_in_memory_become_what_torchvision_makes_of_them(
     ],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
-def test_photos_become_what_torchvision_makes_of_them(options: dict[str, Any], transform: Callable[[Any], Any]) -> None:
+def test_images_of_files_become_what_torchvision_makes_of_them(
+    options: dict[str, Any], transform: Callable[[Any], Any]
+) -> None:
     photo = Image.fromarray(noise(1)[0].permute(1, 2, 0).numpy())
     for index in range(20):
         expected = v2.functional.pil_to_tensor(with_seed_of(index, transform, photo))
@@ -233,7 +235,7 @@ CROPPED = {"crop": "resized", "flip": "on"}
 
 
 @pytest.mark.parametrize("policy", ["none", "randaugment"])
-def test_all_that_is_asked_of_a_photo_is_done_in_order(policy: str) -> None:
+def test_crop_policy_and_erasing_come_in_this_order(policy: str) -> None:
     photo = Image.fromarray(noise(1, size=64)[0].permute(1, 2, 0).numpy())
     changes = [v2.ToPILImage(), v2.RandAugment(), v2.PILToTensor()] if policy == "randaugment" else []
     erasing = RandomErasing(seed=0, probability=1.0, color=(128,) * 3)
@@ -256,7 +258,7 @@ def test_as_many_images_are_erased_as_was_asked_for_in_part_with_the_mean_color(
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_random_crop_of_images_in_memory_is_that_of_photos_of_their_shape(channels: int) -> None:
+def test_a_random_crop_of_images_in_memory_is_that_of_files_of_their_shape(channels: int) -> None:
     images = noise(20, channels)
     config = TrainConfig(data="data", **CROPPED)
     photos = make_augmentation(config, "image-folder", (3, 32, 32), (0.5,) * 3)

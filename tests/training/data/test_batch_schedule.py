@@ -66,7 +66,7 @@ def test_a_training_set_smaller_than_the_batch_is_the_batch() -> None:
     assert [sorted(request.indices) for request in schedule.requests(0, 0, 0, 1)] == [list(range(10))] * 3
 
 
-def test_epoch_and_samples_seen_say_where_to_go_on() -> None:
+def test_epoch_and_samples_seen_are_the_whole_position() -> None:
     schedule = make_schedule(samples=100, batch_size=22, epochs=3, seed=4)
     whole = list(schedule.requests(0, 0, 1, 3))
     for steps in range(schedule.total_steps + 1):
@@ -91,6 +91,6 @@ def test_shares_cover_everything() -> None:
     assert [split_range(10, rank, 4) for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
 
 
-def test_pairs_are_not_torn_apart() -> None:
+def test_pairs_stay_on_one_rank() -> None:
     assert [split_range(10, rank, 4, samples_per_group=2) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 10)]
     assert [split_range(7, rank, 3, samples_per_group=2) for rank in range(3)] == [(0, 2), (2, 4), (4, 7)]

@@ -54,12 +54,12 @@ def test_a_corrupt_image_is_replaced_by_the_next_one_with_its_label(
     assert not torch.equal(batch.images[0], batch.images[1])
 
 
-def test_without_corrupt_images_none_is_told(data: Path) -> None:
+def test_without_corrupt_images_none_is_reported(data: Path) -> None:
     batch = ask(load(data).train, 0, 1)
     assert (batch.corrupt.dtype, batch.corrupt.tolist()) == (torch.int64, [])
 
 
-def test_all_corrupt_images_on_the_way_are_told_once_and_the_first_comes_after_the_last(data: Path) -> None:
+def test_all_corrupt_images_on_the_way_are_reported_once_and_the_first_comes_after_the_last(data: Path) -> None:
     for name in ("7.png", "8.jpg"):
         spoil(data / "red" / name)
     batch = ask(load(data, val_split=0.0).train, 25, 26, 0)
