@@ -113,7 +113,7 @@ def test_node_without_room_uses_the_shared_one_alone(nodes: Nodes, tmp_path: Pat
         subprocess.run(["umount", "--lazy", str(nodes.disk(rank))], check=True)
     assert pythons[rank] == Path(sys.executable)
     assert pythons[1 - rank].is_relative_to(nodes.disk(1 - rank))
-    assert "room" in nodes.events()[rank]["fallback"]
+    assert "larger than the available 0 MB" in nodes.events()[rank]["fallback"]
 
 
 def test_node_that_is_asked_to_stop_does_not_wait_for_the_import(nodes: Nodes, tmp_path: Path) -> None:
