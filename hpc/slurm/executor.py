@@ -75,7 +75,8 @@ class SlurmExecutor(submitit.SlurmExecutor):
             with contextlib.redirect_stderr(io.StringIO()):
                 job_id = str(self._submit_command(self._submitit_command_str).job_id)
         except FailedJobError as error:
-            raise UserError(f"sbatch refused the job: {first_error(str(error))}") from error
+            message = first_error(str(error)).removeprefix("sbatch: error: ")
+            raise UserError(f"sbatch refused the job: {message}") from error
         for alias in self.run.logs.glob(".submission_file_*"):
             alias.unlink()
         return job_id

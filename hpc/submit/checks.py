@@ -73,7 +73,7 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
     most = min([has, *(kind.max_nodes_per_job for kind in kinds if kind.max_nodes_per_job is not None)])
     if asked.max_nodes + spares > most:
         gives = f"has {has}" if most == has else f"allows {most} per job"
-        suffix = f" with {asked.gpus_per_node} GPUs" if some else ""
+        suffix = f" with {asked.gpus_per_node} or more GPUs" if some else ""
         given = f"--nodes is {asked.nodes}" + (f" and --spares {spares}" if spares else "")
         advice = f"--nodes {most}" if asked.max_nodes > most else f"--spares {most - asked.max_nodes}"
         raise UserError(f"{given}, but partition {kinds[0].name} {gives}{suffix}: use {advice} or fewer")
@@ -86,8 +86,8 @@ def _cpus_per_gpu(asked: Resources, kinds: list[Partition]) -> int:
     most = max(kind.cpus for kind in kinds) // asked.gpus_per_node
     if asked.cpus_per_gpu > most:
         raise UserError(
-            f"--cpus-per-gpu is {asked.cpus_per_gpu}, but with {asked.gpus_per_node} GPUs a node of partition "
-            f"{kinds[0].name} has {most} for each: use --cpus-per-gpu {most} or fewer"
+            f"--cpus-per-gpu is {asked.cpus_per_gpu}, but partition {kinds[0].name} has {most} per GPU with "
+            f"--gpus-per-node {asked.gpus_per_node}: use --cpus-per-gpu {most} or fewer"
         )
     return asked.cpus_per_gpu
 

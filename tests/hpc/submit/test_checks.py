@@ -39,7 +39,7 @@ def test_given_resources_are_kept(partitions: list[Partition]) -> None:
     ("asked", "message"),
     [
         (Resources(nodes="7"), "--nodes is 7, but partition gpu has 6"),
-        (Resources(nodes="3", gpus_per_node=8), "--nodes is 3, but partition gpu has 2 with 8 GPUs"),
+        (Resources(nodes="3", gpus_per_node=8), "--nodes is 3, but partition gpu has 2 with 8 or more GPUs"),
         (Resources(nodes="3", partition="small"), "--nodes is 3, but partition small allows 2 per job"),
         (Resources(gpus_per_node=9), "--gpus-per-node is 9, but partition gpu has 8 per node"),
         (Resources(gpus_per_node=4, partition="small"), "has 2 per node: use --gpus-per-node 2 or fewer, or .* gpu"),
