@@ -295,7 +295,7 @@ def test_an_unusable_run_directory_is_refused_in_one_line(start: Starter) -> Non
     (start.directory / "run").write_text("a file")
     message = refused(start(*SHORT, world_size=2), 2)
     assert message.startswith(f"error: rank 0: --run-dir is {start.directory}/run, which cannot be made (")
-    assert message.endswith("): use another")
+    assert message.endswith("): use another directory")
 
 
 def test_a_data_set_without_images_is_refused_in_one_line(start: Starter, tmp_path: Path) -> None:
