@@ -41,7 +41,7 @@ class Evaluation:
 
     @property
     def correct(self) -> int:
-        """Images predicted correctly."""
+        """Number of images predicted correctly."""
         return int(self.confusion.trace())
 
     @property
@@ -99,7 +99,9 @@ class Evaluator:
                     losses[number * world_size + rank], predicted[indices], probability[indices] = results
                     corrupt.update(batch.corrupt.tolist())
                 elif self.config.strategy == "fsdp":
-                    self._run_dummy_batch(batch)
+                    # Other ranks need this rank's shard of the model for their forward pass.
+                    with torch.inference_mode():
+                        self.model(self.preprocess(batch.images.new_zeros(1, *batch.images.shape[1:])))
         return self._reduce(losses, confusion, corrupt, (predicted, probability, top5_correct))
 
     def evaluate_weights(
@@ -125,11 +127,6 @@ class Evaluator:
         top5_correct += (more_likely < _TOP_K).sum()
         return functional.cross_entropy(logits, labels, reduction="sum"), predicted, logits.softmax(1).amax(1)
 
-    @torch.inference_mode()
-    def _run_dummy_batch(self, batch: Batch) -> None:
-        """A forward pass without a result: other ranks need this rank's shard of the model for theirs."""
-        self.model(self.preprocess(batch.images.new_zeros(1, *batch.images.shape[1:])))
-
     def _reduce(
         self, losses: Tensor, confusion: Tensor, corrupt: set[int], predictions: tuple[Tensor, Tensor, Tensor]
     ) -> Evaluation:
@@ -137,12 +134,12 @@ class Evaluator:
         counts = self.group.all_reduce(confusion).reshape(self.classes, self.classes)
         # Of each batch's loss and each image's prediction one rank has the value and the others zero: no rounding.
         loss = math.fsum(self.group.all_reduce(losses).tolist()) / samples
-        all_corrupt = sorted(set().union(*self.group.all_gather_object(corrupt)))
+        all_corrupt = set().union(*self.group.all_gather_object(corrupt))
         predicted, probability, top5_correct = map(self.group.all_reduce, predictions)
         result = Evaluation(
             loss=loss,
             confusion=counts,
-            corrupt=tuple(all_corrupt),
+            corrupt=tuple(sorted(all_corrupt)),
             predicted=predicted,
             probability=probability,
             top5_correct=int(top5_correct),

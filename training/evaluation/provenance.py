@@ -12,21 +12,25 @@ from typing import Any
 import torch
 
 from hpc.core.code_snapshot import git_revision
-from hpc.core.rundir import RunDir
 from training.data.dataset import Data
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
-_DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 
 
 def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
     """Everything that the model depends on, ready for JSON; null for what is unknown."""
-    spec = _spec(context.run_dir)
+    run, spec, revision = context.run_dir, dict[str, Any](), None
+    with suppress(OSError, ValueError):
+        spec = dict(json.loads(run.spec.read_bytes()))
+    # A training that was started by hand has neither a spec nor a copy of the code.
+    with suppress(OSError):
+        revision = run.revision.read_text().strip() if run.spec.exists() else git_revision(Path.cwd())
     splits = {"train": data.train, "val": data.val, "test": data.test}
+    cpu = f"cpu ({platform.machine()})"
     return {
-        "run": context.run_dir.name,
+        "run": run.name,
         "recipe": spec.get("recipe") or context.recipe,
         "config": asdict(context.config),
         "spec": spec or None,
@@ -36,9 +40,12 @@ def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str,
             "fingerprint": data.fingerprint,
             "images": {name: len(split) for name, split in splits.items() if split is not None},
         },
-        "code": {"revision": _revision(context.run_dir)},
+        "code": {"revision": revision},
         "versions": versions(),
-        "ranks": {"world_size": group.world_size, "device": _device(group)},
+        "ranks": {
+            "world_size": group.world_size,
+            "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else cpu,
+        },
         "attempt": context.attempt,
     }
 
@@ -47,12 +54,15 @@ def versions() -> dict[str, str | None]:
     """Versions of the software that can change a model's numbers."""
     cuda = torch.cuda.is_available()
     cudnn = torch.backends.cudnn.version() if cuda else None  # type: ignore[no-untyped-call]
+    driver = None
+    with suppress(OSError):
+        driver = re.search(r"\d+\.\d+(\.\d+)*", Path("/proc/driver/nvidia/version").read_text())
     return {name: _installed(name) for name in _PACKAGES} | {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": None if cudnn is None else str(cudnn),
-        "driver": _driver(),
+        "driver": driver[0] if driver else None,
     }
 
 
@@ -60,29 +70,3 @@ def _installed(name: str) -> str | None:
     with suppress(importlib.metadata.PackageNotFoundError):
         return str(importlib.metadata.version(name))
     return None
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver."""
-    with suppress(OSError):
-        found = re.search(r"\d+\.\d+(\.\d+)*", _DRIVER.read_text())
-        return found[0] if found else None
-    return None
-
-
-def _device(group: ProcessGroup) -> str:
-    return torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else f"cpu ({platform.machine()})"
-
-
-def _spec(run_dir: RunDir) -> dict[str, Any]:
-    """The submitted spec; empty for a training that was started by hand."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads(run_dir.spec.read_bytes()))
-    return {}
-
-
-def _revision(run_dir: RunDir) -> str | None:
-    """The git revision of the submitted code, or of the working directory for a training that was started by hand."""
-    with suppress(OSError):
-        return run_dir.revision.read_text().strip()
-    return None if run_dir.spec.exists() else git_revision(Path.cwd())

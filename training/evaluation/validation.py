@@ -19,9 +19,8 @@ from training.checkpoint.state import TrainState
 from training.data.dataset import Data, check_corrupt_limit
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation, Evaluator
+from training.evaluation.final_files import classes_csv, confusion_csv, history_csv, samples_json
 from training.evaluation.provenance import made_from
-from training.evaluation.samples import samples_json
-from training.evaluation.tables import classes_csv, confusion_csv, history_csv
 from training.inference.model_card import make_card
 from training.models.parallel import full_state_dict
 from training.monitoring.run_logger import RunLogger
@@ -47,8 +46,7 @@ class Validator:
     def evaluate(self, source: ImageSource, split: str, before_batch: Callable[[], object]) -> Evaluation:
         """Evaluate, log and print."""
         began, console = time.monotonic(), self.logger.console
-        progress = self.state.progress
-        result = self.evaluator.evaluate(source, before_batch)
+        result, progress = self.evaluator.evaluate(source, before_batch), self.state.progress
         if result.corrupt:
             check_corrupt_limit(source, result.corrupt, self.context.config.max_corrupt_images)
             names = ", ".join(map(source.name, result.corrupt))
@@ -103,14 +101,9 @@ class Validator:
         self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
     def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
-        """Test the best model, and add that to `best/`.
+        """Test the best model, and add that to `best/`. Returns its step, epoch, validation and test, if there is one.
 
-        Args:
-            last: the test of the model after the last step, which may be the best one.
-            before_batch: called before every batch.
-
-        Returns:
-            The best model's step, epoch, validation and test; None: there is none.
+        `last` is the test of the model after the last step, which may be the best one.
         """
         progress, group = self.state.progress, self.evaluator.group
         if progress.best_accuracy is None:
@@ -126,8 +119,6 @@ class Validator:
             test = self.evaluator.evaluate_weights(weights, self.data.test, before_batch)
         self.logger.add_best_test(_test_numbers(test))
         return {**best, **_test_numbers(test)}
-
-    # --- what is written ---
 
     def _weights(self) -> dict[str, Tensor]:
         """On rank 0 a copy of the model's weights on the CPU; empty elsewhere. All ranks must call this."""

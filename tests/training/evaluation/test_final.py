@@ -23,7 +23,7 @@ from training.config.config_file import flag_names, with_config
 from training.config.train_config import TrainConfig
 from training.data.idx import read_idx_pair
 from training.engine.loss_meter import LossMeter
-from training.evaluation.tables import classes_csv, history_csv
+from training.evaluation.final_files import classes_csv, history_csv
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
 from training.runtime.process_group import ProcessGroup
