@@ -43,9 +43,9 @@ WATCH = """
 import json, sys, time
 from pathlib import Path
 from hpc import cli
-from hpc.status import status_cache
-status_cache._QUEUE_SECONDS = 0
-cache = status_cache.StatusCache()
+from hpc.status import run_view
+run_view._QUEUE_SECONDS = 0
+cache = run_view.StatusCache()
 seconds = []
 for _ in range(3):
     before = time.process_time()

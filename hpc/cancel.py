@@ -21,8 +21,7 @@ from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.spec import RunSpec
-from hpc.status.run_view import jobs_by_run
-from hpc.status.status_cache import StatusCache
+from hpc.status.run_view import StatusCache, jobs_by_run
 
 _OVER = frozenset({"completed", "cancelled"})
 

@@ -17,8 +17,7 @@ from hpc.core.ledger import Event
 from hpc.core.outcome import FINAL_CAUSES, is_consequence, may_restart
 from hpc.core.rundir import RunDir
 from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last
-from hpc.status.run_view import TERMINAL
-from hpc.status.status_cache import StatusCache
+from hpc.status.run_view import TERMINAL, StatusCache
 
 _POLL_SECONDS = 0.5
 _STATE_SECONDS = 3.0

@@ -1,5 +1,9 @@
-"""`hpc status`: a table of runs; of a single run also its interruptions. Runs on the login node."""
+"""`hpc status`: a table of runs; of a single run also its interruptions. `submit --wait`: one run until it ends.
 
+Runs on the login node.
+"""
+
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -14,11 +18,10 @@ from rich.live import Live
 from hpc import cli
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
-from hpc.status.run_view import Summary
-from hpc.status.status_cache import StatusCache
-from hpc.status.table import interruption_table, view, watch_view
+from hpc.status.run_view import TERMINAL, StatusCache, Summary
+from hpc.status.table import interruption_table, view, wait_reason, watch_view
 
-_WATCH_SECONDS = 2.0
+_WATCH_SECONDS, _WAIT_SECONDS = 2.0, 1.0
 # The share of a core that --watch takes at most: users share login nodes.
 _WATCH_SHARE = 0.1
 _PIPE_WIDTH = 160
@@ -102,6 +105,41 @@ def _watch(options: StatusOptions) -> None:
             drawn = watch_view(console, rows, details=bool(options.run), problem=cache.problem)
             live.update(drawn, refresh=True)
             time.sleep(max(_WATCH_SECONDS, (time.process_time() - began) / _WATCH_SHARE))
+
+
+def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
+    """Wait for the end; 0 if the run completed, 1 if it failed or was cancelled.
+
+    With `answer`, the submission's JSON document, nothing is printed but that document with the final state in it.
+    """
+    if answer is None:
+        print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)
+    printed, cache = "", StatusCache()
+    while (row := cache.summary(run))["state"] not in TERMINAL:
+        now = progress(row)
+        if answer is None and now != printed:
+            print(f"{time.strftime('%H:%M:%S')} {now}", flush=True)
+            printed = now
+        time.sleep(_WAIT_SECONDS)
+    if answer is not None:
+        cli.print_json({**answer, "status": row})
+    else:
+        print_table([row], details=True)
+        hpc, path = cli.own_command(), shlex.quote(str(run.path))
+        if row["detail"]:
+            print(f"{row['state']}: {row['detail']}", file=sys.stderr)
+        result = f"\nresult   {run.final}" if row["state"] == "completed" else ""
+        print(f"logs     {run.logs}{result}\nnext     {hpc} status {path}\n         {hpc} logs {path}")
+    return 0 if row["state"] == "completed" else 1
+
+
+def progress(row: Summary) -> str:
+    """The progress of a run in one line."""
+    if row["state"] == "pending":
+        return ": ".join(filter(None, ["pending", wait_reason(row)]))
+    if row["step"] is None:
+        return f"attempt {row['attempt'] or 1}: starting"
+    return f"attempt {row['attempt']}: epoch {row['epoch']} step {row['step']} loss {row['train_loss']:.4f}"
 
 
 if __name__ == "__main__":

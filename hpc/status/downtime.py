@@ -24,9 +24,8 @@ from itertools import groupby, pairwise, starmap
 from math import inf
 from statistics import median
 
-from hpc.core.attempts import attempts_of, failures_in_a_row
+from hpc.core.attempts import attempts_of, may_restart_after
 from hpc.core.ledger import Event
-from hpc.core.outcome import may_restart
 
 PARTS = ("notice", "release", "start", "stage", "rendezvous", "restore", "first_step")
 
@@ -50,72 +49,69 @@ class Interruption:
     """Steps that had to be recomputed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeSpan:
-    """The events of one attempt from its start or an interruption to the next one, or its end."""
-
-    events: Sequence[Event]
-
-    def first(self, kind: str) -> Event | None:
-        """The first event of a kind."""
-        return next((event for event in self.events if event["event"] == kind), None)
-
-    def last(self, *kinds: str) -> Event | None:
-        """The last event of some kinds."""
-        return next((event for event in reversed(self.events) if event["event"] in kinds), None)
-
-    @property
-    def end(self) -> Event | None:
-        """The event that records its end, if it has ended."""
-        return self.last("interruption", "attempt_ended")
-
-
 def interruptions_of(events: Sequence[Event]) -> list[Interruption]:
     """All interruptions of a run, from its events in the order of their times."""
-    found, last_step = list[Interruption](), 0
-    for before, after in pairwise([*_time_spans(events), None]):
-        end = before.end if before else None
-        if before is None or end is None or (after is None and not _may_restart(events, end)):
+    found, last_step, spans = list[Interruption](), 0, _time_spans(events)
+    for before, after in pairwise([*spans, []]):
+        end = _last(before, "interruption", "attempt_ended")
+        if end is None or (before is spans[-1] and not may_restart_after(attempts_of(events))):
             continue
         # Of two interruptions without a start of the ranks in between, the later one has the lost steps of both.
         last_step = max(last_step, end.get("step") or 0)
-        if after and _ended_attempt(end, after):
+        # An interruption that the attempt did not survive after all, and the attempt's end, are one.
+        next_end, failed_at = _last(after, "interruption", "attempt_ended") or {}, end.get("failed_at")
+        if failed_at is not None and (next_end.get("event"), next_end.get("failed_at")) == ("attempt_ended", failed_at):
             continue
-        started = after.first("train_started") if after else None
+        started = _first(after, "train_started")
         lost = max(0, last_step - started["step"]) if started else 0
         last_step = 0 if started else last_step
         found.append(_interruption(before, end, after, steps_lost=lost))
     return found
 
 
-def _time_spans(events: Iterable[Event]) -> list[TimeSpan]:
-    """The attempts, divided after each interruption."""
+def _time_spans(events: Iterable[Event]) -> list[list[Event]]:
+    """The events of each attempt, from its start or an interruption to the next one, or its end."""
     claimed = {event["attempt"] for event in events if event["event"] == "claimed"}
     own = sorted((event for event in events if event.get("attempt") in claimed), key=lambda event: event["attempt"])
-    spans = []
+    spans = list[list[Event]]()
     for _, group in groupby(own, key=lambda event: event["attempt"]):
-        pieces: list[list[Event]] = [[]]
+        spans.append([])
         for event in group:
-            pieces[-1].append(event)
+            spans[-1].append(event)
             if event["event"] == "interruption":
-                pieces.append([])
-        spans += [TimeSpan(events=piece) for piece in pieces]
+                spans.append([])
     return spans
 
 
-def _ended_attempt(interruption: Event, after: TimeSpan) -> bool:
-    """Whether the attempt did not survive the interruption after all: then its end is no second one."""
-    end, failed_at = after.end or {}, interruption.get("failed_at")
-    return failed_at is not None and end.get("event") == "attempt_ended" and end.get("failed_at") == failed_at
+def _first(events: Sequence[Event], kind: str) -> Event | None:
+    return next((event for event in events if event["event"] == kind), None)
 
 
-def _may_restart(events: Sequence[Event], end: Event) -> bool:
-    return end["event"] == "interruption" or may_restart(end["cause"], failures_in_a_row(attempts_of(events)))
+def _last(events: Sequence[Event], *kinds: str) -> Event | None:
+    return next((event for event in reversed(events) if event["event"] in kinds), None)
 
 
-def _interruption(before: TimeSpan, end: Event, after: TimeSpan | None, *, steps_lost: int) -> Interruption:
-    lost = before.last("node_lost") or {}
-    failed_at = _failed_at(before, end)
+def _time(event: Event | None) -> float | None:
+    return event["time"] if event else None
+
+
+def _interruption(before: Sequence[Event], end: Event, after: Sequence[Event], *, steps_lost: int) -> Interruption:
+    """The interruption at the end of a span of events, and its cost until the training started in the next one."""
+    lost, stopped = _last(before, "node_lost") or {}, _last(before, "train_stopped") or {}
+    signalled = stopped["time"] - stopped["seconds"] if "seconds" in stopped else None
+    known = (end.get("failed_at"), end.get("last_heard"), lost.get("last_heard"), signalled)
+    failed_at = next((seconds for seconds in known if seconds is not None), None)
+    released: float = end["time"]
+    claimed: float | None = released
+    staged: float | None = released
+    if end["event"] == "attempt_ended":
+        released = _time(_last(before, "requeued", "relaunched")) or released
+        claimed = _time(_first(after, "claimed"))
+        staged = _time(_last(after, "staged")) or claimed
+    started, connected = _first(after, "train_started"), None
+    if started and "connect_seconds" in started:
+        connected = started["time"] - started["seconds"] + started["connect_seconds"]
+    first_step = _time(_first(after, "first_step"))
     return Interruption(
         attempt=end["attempt"],
         cause=end["cause"],
@@ -125,43 +121,13 @@ def _interruption(before: TimeSpan, end: Event, after: TimeSpan | None, *, steps
         rank=end.get("rank"),
         node=end.get("node") or lost.get("node"),
         detail=end.get("detail"),
-        seconds=_parts(failed_at, before, end, after or TimeSpan(events=())),
+        seconds=_parts([failed_at, end["time"], released, claimed, staged, connected, _time(started), first_step]),
         steps_lost=steps_lost,
     )
 
 
-def _failed_at(before: TimeSpan, end: Event) -> float | None:
-    """When the training was interrupted, as far as events record it."""
-    lost, stopped = before.last("node_lost") or {}, before.last("train_stopped") or {}
-    signalled = stopped["time"] - stopped["seconds"] if "seconds" in stopped else None
-    known = (end.get("failed_at"), end.get("last_heard"), lost.get("last_heard"), signalled)
-    return next((seconds for seconds in known if seconds is not None), None)
-
-
-def _parts(failed_at: float | None, before: TimeSpan, end: Event, after: TimeSpan) -> dict[str, float | None]:
-    """The parts of the recovery, in seconds, and their total."""
-    started = after.first("train_started")
-    inside = end["event"] == "interruption"
-    released: float = end["time"]
-    claimed: float | None = released
-    staged: float | None = released
-    if not inside:
-        released = _time(before.last("requeued", "relaunched")) or released
-        claimed = _time(after.first("claimed"))
-        staged = _time(after.last("staged")) or claimed
-    connected = None
-    if started and "connect_seconds" in started:
-        connected = started["time"] - started["seconds"] + started["connect_seconds"]
-    first = _time(after.first("first_step"))
-    return _differences([failed_at, end["time"], released, claimed, staged, connected, _time(started), first])
-
-
-def _time(event: Event | None) -> float | None:
-    return event["time"] if event else None
-
-
-def _differences(marks: Sequence[float | None]) -> dict[str, float | None]:
-    """Durations between n + 1 timestamps, and their total."""
+def _parts(marks: Sequence[float | None]) -> dict[str, float | None]:
+    """The durations between the times at which the parts begin and end, in seconds, and their total."""
     ordered, latest = list[float | None](), inf
     for mark in reversed(marks):
         # The next attempt records a dead one's end after its own claim, and clocks differ.
@@ -178,20 +144,18 @@ def _difference(begin: float | None, end: float | None) -> float | None:
 
 def recovery_by_cause(interruptions: Iterable[Interruption]) -> dict[str, dict[str, float | None]]:
     """For each cause: the number of interruptions, the median of their known totals in seconds, the steps lost."""
-    found: dict[str, list[Interruption]] = {}
+    by_cause: dict[str, list[Interruption]] = {}
     for interruption in interruptions:
-        found.setdefault(interruption.cause, []).append(interruption)
-    return {cause: _recovery(same) for cause, same in found.items()}
-
-
-def _recovery(interruptions: Sequence[Interruption]) -> dict[str, float | None]:
-    totals = [interruption.seconds["total"] for interruption in interruptions]
-    known = [seconds for seconds in totals if seconds is not None]
-    return {
-        "count": len(interruptions),
-        "median_seconds": round(median(known), 3) if known else None,
-        "steps_lost": sum(interruption.steps_lost for interruption in interruptions),
-    }
+        by_cause.setdefault(interruption.cause, []).append(interruption)
+    found: dict[str, dict[str, float | None]] = {}
+    for cause, same in by_cause.items():
+        known = [seconds for one in same if (seconds := one.seconds["total"]) is not None]
+        found[cause] = {
+            "count": len(same),
+            "median_seconds": round(median(known), 3) if known else None,
+            "steps_lost": sum(one.steps_lost for one in same),
+        }
+    return found
 
 
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The summary of one run: its entry in `status --json`, from the run directory and squeue.
+"""Summaries of runs, the entries of `status --json`, from the run directories and at most one call of squeue.
 
 Runs on the login node. Reads only the ends of the metrics, so that long runs take no longer.
 """
@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core import ledger
-from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id
+from hpc.core.attempts import Attempt, attempts_of, last_job_id, may_restart_after
+from hpc.core.errors import TorchrelayError
 from hpc.core.files import last_json_line
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
-from hpc.core.outcome import Cause, JobState, may_restart
+from hpc.core.outcome import Cause, JobState
 from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.status.downtime import goodput, interruptions_of, recovery_by_cause
 from hpc.status.warnings import warnings_of
@@ -27,6 +29,10 @@ TERMINAL = frozenset({"completed", "failed", "cancelled"})
 _ATTEMPT_KEYS = (
     "attempt", "job_id", "nodes", "members", "started", "ended", "cause", "first_step", "last_step", "detail",
 )  # fmt: skip
+# A poll every second must not load the controller.
+_QUEUE_SECONDS = 5.0
+# While the controller is down, each call of squeue takes half a minute to fail.
+_AWAY_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +57,17 @@ def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None) -> Summary:
         jobs: the run's jobs in the queue (`jobs_by_run`); None when Slurm does not answer.
     """
     try:
-        return _summary(run, _read(run), jobs)
+        validation = last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {}
+        records = RunRecords(
+            events=ledger.read(run.events),
+            train=last_json_line(run.train_metrics) or {},
+            val_accuracy=validation.get("accuracy"),
+            final=_final_result(run),
+        )
+        return _summary(run, records, jobs)
     except (LookupError, OSError, TypeError, ValueError) as error:
         problem = f"cannot read the records in {run.path}: {type(error).__name__}: {error}"
         return _summary(run, RunRecords(problem=problem), jobs)
-
-
-def _read(run: RunDir) -> RunRecords:
-    validation = last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {}
-    return RunRecords(
-        events=ledger.read(run.events),
-        train=last_json_line(run.train_metrics) or {},
-        val_accuracy=validation.get("accuracy"),
-        final=_final_result(run),
-    )
 
 
 def _summary(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) -> Summary:
@@ -74,6 +77,10 @@ def _summary(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) 
     pending = job if job and job.state is JobState.PENDING else None
     state = state_of(records, attempts, job, slurm_answers=jobs is not None)
     started = [event for event in events if event["event"] == "train_started"]
+    productive = None
+    if attempts:
+        ended = (attempts[-1].ended or events[-1]["time"]) if state in TERMINAL else time.time()
+        productive = goodput(train.get("train_seconds"), attempts[0].started, ended)
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -91,7 +98,7 @@ def _summary(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) 
         "test_accuracy": final.get("test_accuracy"),
         "best_test_accuracy": best.get("test_accuracy") if isinstance(best, dict) else None,
         "steps_lost": sum(interruption.steps_lost for interruption in interruptions) if attempts else None,
-        "goodput": _goodput(events, attempts, train, state),
+        "goodput": productive,
         "interruptions": [dict(vars(interruption)) for interruption in interruptions],
         "recovery": recovery_by_cause(interruptions),
         "warnings": [*warnings_of(events), *filter(None, [records.problem])],
@@ -115,29 +122,22 @@ def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Pa
 
 def state_of(records: RunRecords, attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
     """One of pending, running, completed, failed, cancelled."""
-    causes = [attempt.cause for attempt in attempts]
+    cause = attempts[-1].cause if attempts else None
+    not_ended = bool(attempts) and cause is None
     # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
-    agent_still_works = causes[-1:] == [None] and job is not None
-    if causes[-1:] == [Cause.COMPLETED] or (records.final is not None and not agent_still_works):
+    if cause == Cause.COMPLETED or (records.final is not None and not (not_ended and job is not None)):
         return "completed"
     if any(event["event"] == "cancelled" for event in records.events):
         return "cancelled"
-    local = any(event.get("cluster") == "local" for event in records.events)
-    if local:
+    if any(event.get("cluster") == "local" for event in records.events):
         submitted = (event for event in records.events if event["event"] == "submitted")
         if any(is_alive(event["job_id"], event["started"]) for event in submitted):
             return "running"
     elif job is not None and job.state is not JobState.UNKNOWN:
         return "running" if job.state is JobState.RUNNING else "pending"
-    elif (job is not None or not slurm_answers) and _may_go_on(attempts):
-        return "running" if causes[-1:] == [None] else "pending"
-    return "cancelled" if causes[-1:] == [Cause.CANCELLED] else "failed"
-
-
-def _may_go_on(attempts: Sequence[Attempt]) -> bool:
-    """Whether the ledger leaves it open: no attempt yet, one that has not ended, or one that another will follow."""
-    cause = attempts[-1].cause if attempts else None
-    return cause is None or may_restart(cause, failures_in_a_row(attempts))
+    elif (job is not None or not slurm_answers) and (not_ended or may_restart_after(attempts)):
+        return "running" if not_ended else "pending"
+    return "cancelled" if cause == Cause.CANCELLED else "failed"
 
 
 def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
@@ -166,15 +166,6 @@ def _final_result(run: RunDir) -> dict[str, Any] | None:
     return result if isinstance(result, dict) else {}
 
 
-def _goodput(
-    events: Sequence[Event], attempts: Sequence[Attempt], train: Mapping[str, Any], state: str
-) -> float | None:
-    if not attempts:
-        return None
-    ended = attempts[-1].ended or events[-1]["time"]
-    return goodput(train.get("train_seconds"), attempts[0].started, ended if state in TERMINAL else time.time())
-
-
 def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:
     """Seconds of training left, at the pace since the ranks last started."""
     total, step = started.get("total_steps"), train.get("step")
@@ -182,3 +173,60 @@ def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:
         return None
     pace = (train["time"] - started["time"]) / (step - started["step"])
     return float(max(0.0, (total - step) * pace))
+
+
+@dataclass
+class StatusCache:
+    """Caches what cannot have changed since the last call: runs that have ended, and the queue for some seconds."""
+
+    problem: str | None = None
+    """Why the last summaries come from the run directories alone, although there is a Slurm."""
+    _jobs: Mapping[str, SlurmJob] | None = None
+    _queried: float | None = None
+    _ended: dict[Path, tuple[int, Summary]] = field(default_factory=dict)
+
+    def summaries(self, runs: Sequence[RunDir]) -> list[Summary]:
+        """One summary per run; a deleted run has none."""
+        jobs = self._queue(runs)
+        own = jobs_by_run(runs, jobs) if jobs is not None else {}
+        rows = (self._cached(run, own.get(run.path)) for run in runs)
+        return [row for row in rows if row is not None]
+
+    def summary(self, run: RunDir) -> Summary:
+        """The summary of a single run.
+
+        Raises:
+            TorchrelayError: it was deleted.
+        """
+        rows = self.summaries([run])
+        if not rows:
+            raise TorchrelayError(f"run {run.name} was deleted: {run.spec} does not exist")
+        return rows[0]
+
+    def _cached(self, run: RunDir, jobs: Sequence[SlurmJob] | None) -> Summary | None:
+        try:
+            # A process that resumes or ends a run adds a file to its ledger.
+            stamp = run.events.stat().st_mtime_ns
+        except OSError:
+            stamp = None
+        before, row = self._ended.get(run.path, (None, None))
+        if row is None or stamp is None or stamp != before or jobs:
+            row = summarize(run, jobs)
+            if stamp is not None and row["state"] in TERMINAL:
+                self._ended[run.path] = stamp, row
+        return row if stamp is not None or run.spec.exists() else None
+
+    def _queue(self, runs: Sequence[RunDir]) -> Mapping[str, SlurmJob] | None:
+        """The user's jobs, or None where there is no Slurm or it does not answer."""
+        max_age = _AWAY_SECONDS if self.problem else _QUEUE_SECONDS
+        if self._queried is not None and time.monotonic() - self._queried <= max_age:
+            return self._jobs
+        self._jobs, self.problem = None, None
+        # A run without a script is no run of Slurm's.
+        if any(run.script.exists() for run in runs) and slurm.is_available():
+            try:
+                self._jobs = slurm.jobs()
+            except TorchrelayError as error:
+                self.problem = f"Slurm does not answer, so this is what the run directories record: {error}"
+        self._queried = time.monotonic()
+        return self._jobs

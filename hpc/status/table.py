@@ -15,13 +15,12 @@ from hpc.status.run_view import TERMINAL, Summary
 _STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed": "red", "cancelled": "magenta"}
 _PARTS_SHOWN = 3
 _NODES_SHOWN = 4
-_DAY_SECONDS = 86400
+_HALF_DAY_SECONDS = 43200
 _ANY_WIDTH = 10_000
 # The most important columns first: a narrow terminal shows as many as fit, but at least the first two.
 _COLUMNS = (
-    *("run", "state", "step", "loss", "accuracy", "ETA", "attempt", "img/s"),
-    *("interruptions", "epoch", "nodes"),
-)
+    "run", "state", "step", "loss", "accuracy", "ETA", "attempt", "img/s", "interruptions", "epoch", "nodes",
+)  # fmt: skip
 _INTERRUPTION_COLUMNS = ("time", "cause", "rank, node", "steps lost", "seconds lost", "message", "longest parts")
 _FOLDED = frozenset({"run", "state", "interruptions", "nodes", "message", "longest parts"})
 _NUMBERS = frozenset({"step", "loss", "accuracy", "ETA", "attempt", "img/s", "epoch", "steps lost", "seconds lost"})
@@ -66,18 +65,23 @@ def _fitting_table(console: Console, rows: Sequence[Mapping[str, Text]], titles:
 def _cells(row: Summary) -> dict[str, Text]:
     """By title; as Text, because rich would parse the brackets of a list of nodes as markup."""
     wait = wait_reason(row)
+    names = list(dict.fromkeys(row["attempts"][-1]["members"])) if row["attempts"] else []
+    nodes = f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NODES_SHOWN else " ".join(names)
+    interruptions = ", ".join(f"{cost['count']} {cause}" for cause, cost in row["recovery"].items())
+    tested = row["test_accuracy"] is not None
+    accuracy = f"{row['test_accuracy']:.2%}" if tested else _or_dash(row["val_accuracy"], "{:.1%} val")
     steps = _or_dash(row["step"]) + (f"/{row['total_steps']}" if row["step"] and row["total_steps"] else "")
     return {
         "run": Text(row["run"]),
         "state": Text.assemble((row["state"], _STYLES[row["state"]]), f": {wait}" if wait else ""),
-        "nodes": Text(_nodes(row)),
-        "interruptions": Text(_interruption_counts(row)),
+        "nodes": Text(nodes or "-"),
+        "interruptions": Text(interruptions or "-"),
         "attempt": Text(_or_dash(row["attempt"])),
         "epoch": Text(_or_dash(row["epoch"])),
         "step": Text(steps),
         "img/s": Text(_or_dash(row["images_per_second"], "{:.0f}")),
         "loss": Text(_or_dash(row["train_loss"], "{:.4f}")),
-        "accuracy": Text(_accuracy(row)),
+        "accuracy": Text(accuracy),
         "ETA": Text("-" if row["eta_seconds"] is None else _clock(row["eta_seconds"])),
     }
 
@@ -111,49 +115,21 @@ def largest_parts(seconds: Mapping[str, float | None]) -> str:
 
 def wait_reason(row: Summary) -> str:
     """Why a run does not train yet: Slurm's reason, or the progress of staging; empty if neither is known."""
-    if row["staging"]:
-        return _staging_progress(row["staging"])
+    if staging := row["staging"]:
+        done, total, rate = (staging[key] for key in ("bytes_done", "bytes_total", "bytes_per_second"))
+        copied = f"{done / total:.0%}" if total else f"{done / 1e6:.0f} MB"
+        left = "" if staging["eta_seconds"] is None else f", {_clock(staging['eta_seconds'])} left"
+        return f"{staging['activity']} data, {copied}, {rate / 1e6:.0f} MB/s{left}"
     reason, starts_at = explain_reason(row["reason"] or ""), row["starts_at"]
     if row["reason"] == "BeginTime" and starts_at:
         return f"held by Slurm until {_near_time(starts_at)} (requeue delay or --begin)"
     return ", ".join(filter(None, [reason, starts_at and f"may start {_near_time(starts_at)}"]))
 
 
-def _staging_progress(staging: Mapping[str, Any]) -> str:
-    """`copying data, 34%, 120 MB/s, 2:10 left`."""
-    done, total, rate = (staging[key] for key in ("bytes_done", "bytes_total", "bytes_per_second"))
-    left = staging["eta_seconds"]
-    parts = [
-        f"{staging['activity']} data",
-        f"{done / total:.0%}" if total else f"{done / 1e6:.0f} MB",
-        f"{rate / 1e6:.0f} MB/s",
-        f"{_clock(left)} left" if left is not None else None,
-    ]
-    return ", ".join(filter(None, parts))
-
-
 def _near_time(seconds: float) -> str:
     """A time of day, with its date if it is more than half a day away."""
-    form = "%H:%M" if abs(seconds - time.time()) < _DAY_SECONDS / 2 else "%m-%d %H:%M"
+    form = "%H:%M" if abs(seconds - time.time()) < _HALF_DAY_SECONDS else "%m-%d %H:%M"
     return time.strftime(form, time.localtime(seconds))
-
-
-def _nodes(row: Summary) -> str:
-    names = list(dict.fromkeys(row["attempts"][-1]["members"])) if row["attempts"] else []
-    many = len(names) > _NODES_SHOWN
-    return f"{names[0]} ... {names[-1]} ({len(names)})" if many else " ".join(names) or "-"
-
-
-def _accuracy(row: Summary) -> str:
-    """The test accuracy if it is known, else the validation accuracy."""
-    if row["test_accuracy"] is not None:
-        return f"{row['test_accuracy']:.2%}"
-    return _or_dash(row["val_accuracy"], "{:.1%} val")
-
-
-def _interruption_counts(row: Summary) -> str:
-    """The number of interruptions by cause."""
-    return ", ".join(f"{cost['count']} {cause}" for cause, cost in row["recovery"].items()) or "-"
 
 
 def _or_dash(value: object, form: str = "{}") -> str:

@@ -9,18 +9,32 @@ from hpc.core.units import REQUEUE_SECONDS, save_timeout_seconds
 
 # A save should take at most this share of the time before the job ends: storage may be slower on another day.
 _MOST_SHARE = 0.8
+_ADVICE = {
+    Cause.NO_SPACE: "no space left: make room, then continue with `sbatch submit.sbatch` in the run directory",
+    Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, and submit under a new "
+    "name with a smaller --lr, more --warmup-epochs or --clip-grad-norm 1",
+    Cause.BAD_INPUT: "another attempt would fail again: correct the input, and submit under a new name",
+}
 
 
 def warnings_of(events: Sequence[Event]) -> list[str]:
-    """One sentence per warning, with the flag to type."""
+    """One sentence per warning, with the flag to type; all but those of the time to save are the last attempt's."""
     last = {event["event"]: event for event in events}
     attempt = last.get("claimed", {}).get("attempt")
-    now = [
-        warning(last[kind]) for kind, warning in _WARNINGS.items() if kind in last and last[kind]["attempt"] == attempt
-    ]
+    found = _too_little_time(last.get("submitted", {}), save_seconds(events))
     staged = [event for event in events if event["event"] == "staged" and event["attempt"] == attempt]
-    staging = list(filter(None, map(_staging_warning, staged)))
-    return [*_too_little_time(last.get("submitted", {}), save_seconds(events)), *staging[:1], *filter(None, now)]
+    found += list(filter(None, map(_staging_warning, staged)))[:1]
+    now = {kind: event for kind, event in last.items() if event.get("attempt") == attempt}
+    if slow := now.get("slow_rank"):
+        found.append(
+            f"rank {slow['rank']} on {slow['node']} needs {slow['busy_seconds']:.3g} s per step, the others "
+            f"{slow['median_seconds']:.3g} s, and all wait for it: check that node, or --exclude {slow['node']}"
+        )
+    if off := now.get("snapshot_off"):
+        found.append(f"snapshots are off: {off['reason']}")
+    if (ended := now.get("attempt_ended")) and ended["cause"] in _ADVICE:
+        found.append(_ADVICE[ended["cause"]])
+    return found
 
 
 def save_seconds(events: Sequence[Event]) -> float | None:
@@ -47,17 +61,6 @@ def _too_little_time(submitted: Event, took: float | None) -> list[str]:
     return found
 
 
-def _slow_rank(event: Event) -> str:
-    return (
-        f"rank {event['rank']} on {event['node']} needs {event['busy_seconds']:.3g} s per step, the others "
-        f"{event['median_seconds']:.3g} s, and all wait for it: check that node, or --exclude {event['node']}"
-    )
-
-
-def _no_snapshots(event: Event) -> str:
-    return f"snapshots are off: {event['reason']}"
-
-
 def _staging_warning(event: Event) -> str | None:
     if event.get("in_place"):
         return (
@@ -67,18 +70,3 @@ def _staging_warning(event: Event) -> str | None:
     if event.get("in_memory"):
         return f"the copy of {event['source']} on {event['node']} is RAM-backed: add the size of the data set to --mem"
     return None
-
-
-_ADVICE = {
-    Cause.NO_SPACE: "no space left: make room, then continue with `sbatch submit.sbatch` in the run directory",
-    Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, and submit under a new "
-    "name with a smaller --lr, more --warmup-epochs or --clip-grad-norm 1",
-    Cause.BAD_INPUT: "another attempt would fail again: correct the input, and submit under a new name",
-}
-
-
-def _advice(ended: Event) -> str | None:
-    return _ADVICE.get(ended["cause"])
-
-
-_WARNINGS = {"slow_rank": _slow_rank, "snapshot_off": _no_snapshots, "attempt_ended": _advice}

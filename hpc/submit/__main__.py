@@ -131,9 +131,9 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     if not options.wait:
         cli.print_json(answer) if options.json else _print_next_steps(run, job_id, options)
         return 0
-    from hpc.status import wait  # noqa: PLC0415 - draws with rich, which a mere submission need not load
+    from hpc.status.__main__ import wait_for_end  # noqa: PLC0415 - draws with rich: a mere submission need not load it
 
-    return wait.wait_for_end(run, answer if options.json else None)
+    return wait_for_end(run, answer if options.json else None)
 
 
 def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:

@@ -18,8 +18,7 @@ from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import parse_jobs
 from hpc.status import __main__ as status
-from hpc.status.run_view import jobs_by_run
-from hpc.status.status_cache import StatusCache
+from hpc.status.run_view import StatusCache, jobs_by_run
 from hpc.status.table import wait_reason
 
 Squeue = Callable[[str], None]

@@ -20,8 +20,8 @@ from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 
 WATCH = (
-    "import sys; from hpc.status import __main__ as status, status_cache; "
-    "status_cache._QUEUE_SECONDS = status_cache._AWAY_SECONDS = 0.1; "
+    "import sys; from hpc.status import __main__ as status, run_view; "
+    "run_view._QUEUE_SECONDS = run_view._AWAY_SECONDS = 0.1; "
     "status._WATCH_SECONDS = 0.1; status._WATCH_SHARE = 1; sys.exit(status.main(['--watch', *sys.argv[1:]]))"
 )
 PATIENCE_SECONDS = 60
