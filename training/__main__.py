@@ -28,7 +28,7 @@ from typing import NoReturn  # noqa: E402
 from hpc.core.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.core.nodedir import NodeDir  # noqa: E402
 from hpc.core.rundir import RunDir  # noqa: E402
-from training.config.rank_options import RankOptions, is_from_spec, read_spec  # noqa: E402
+from training.config.train_config import RankOptions, is_from_spec, read_spec  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, Fault, parse_fault  # noqa: E402
 from training.runtime.heartbeat import Heartbeat  # noqa: E402
 from training.runtime.run_context import (  # noqa: E402

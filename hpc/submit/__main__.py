@@ -29,10 +29,9 @@ from hpc.slurm.executor import SlurmExecutor, agent_command, start_local
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
 from hpc.submit import checks, environment_archive
-from training.config import config_file
+from training.config import command_line
 from training.config.command_line import RecipeName
-from training.config.model_names import check_model
-from training.config.pretrained import resolve_weights
+from training.config.model_names import check_model, resolve_weights
 from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, check_world
 
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options,
         arguments,
         "submit",
-        expand=lambda given: config_file.with_config(given, flag_names(options)),
+        expand=lambda given: command_line.with_config(given, flag_names(options)),
     )
 
 
@@ -108,7 +107,7 @@ def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
     """The flags that a --config file may set; True for switches."""
     owners = (options, Resources, Recovery, *([TrainConfig] if options is SubmitTraining else []))
     no_flags = {"resources", "recovery", "train", "config", "recipe"}
-    return {name: switch for name, switch in config_file.flag_names(*owners).items() if name not in no_flags}
+    return {name: switch for name, switch in command_line.flag_names(*owners).items() if name not in no_flags}
 
 
 def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:

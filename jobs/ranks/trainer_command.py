@@ -6,7 +6,7 @@ from hpc.core.errors import UserError
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.dataset_layout import check_data
-from training.config.rank_options import spec_argv
+from training.config.train_config import spec_argv
 
 
 def command(run: RunDir, attempt: int, data: Path | None, memory: NodeDir, python: str) -> list[str]:

@@ -1,32 +1,205 @@
 """The command line of `python -m training` and of the programs that take the same flags. Runs where they run.
 
-Ranks that a node agent starts read `spec.json` instead (`training.config.rank_options`): this module imports tyro and
+Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`), whose first line describes them.
+Ranks that a node agent starts read `spec.json` instead (`training.config.train_config`): this module imports tyro and
 YAML, which takes a quarter of a second.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
+import yaml
 
 from hpc.core import program
-from training.config.config_file import flag_names, recipes, with_config
+from hpc.core.errors import UserError
 from training.config.model_names import check_model
-from training.config.rank_options import RankOptions
-from training.config.train_config import TrainConfig
+from training.config.train_config import RankOptions, TrainConfig
 
-# Characters of help that names may take before their lines of help.
-_WIDEST = 60
+_RECIPES = Path(__file__).with_name("recipes")
 Options = TypeVar("Options")
+
+
+# --- flags of other trainers ---
+
+# What to type here, with the names that torchvision's references, timm, Lightning and Accelerate, and formerly this
+# trainer, have for it.
+_OTHER_NAMES: dict[str, str] = {
+    "use --data": "data-dir data-path",
+    "use --model": "arch",
+    "use --weights with a file or a name such as IMAGENET1K_V1": "pretrained initial-checkpoint",
+    "use --freeze-backbone": "freeze",
+    "use --epochs": "max-epochs num-epochs",
+    "use --batch-size, the images of all ranks together": "batch b",
+    "use --lr": "learning-rate",
+    "use --lr-scheduler": "sched schedule",
+    "use --lr-step-epochs": "decay-epochs decay-milestones drop-epochs lr-milestones lr-step-size",
+    "use --lr-gamma": "decay-rate drop-factor",
+    "use --early-stopping-patience": "patience",
+    "use --warmup-epochs": "lr-warmup-epochs",
+    "use --optimizer": "opt",
+    "use --weight-decay": "wd",
+    "use --decay-norm-and-bias": "bias-weight-decay norm-weight-decay decay-all",
+    "use --label-smoothing": "smoothing",
+    "use --clip-grad-norm": "clip-grad clip-norm gradient-clip-val",
+    "use --grad-accum-steps": "accumulate accumulate-grad-batches gradient-accumulation-steps",
+    "use --ema-decay 0.999": "ema model-ema",
+    "use --sync-bn": "sync-batchnorm",
+    "use --amp bf16 or --amp fp16": "precision mixed-precision bf16 fp16",
+    "use --auto-augment": "aa policy",
+    "use --random-erasing": "random-erase reprob",
+    "use --mixup": "mixup-alpha",
+    "use --cutmix": "cutmix-alpha",
+    "use --image-size": "img-size train-crop-size",
+    "use --eval-image-size": "eval-size val-crop-size",
+    "use --val-split": "val-fraction",
+    "use --max-corrupt-images": "max-corrupt",
+    "use --num-workers": "j workers",
+    "use --log-every": "log-every-n-steps log-interval print-freq",
+    "use --keep-checkpoints": "checkpoint-hist save-top-k",
+    "use --runs-dir and --name of hpc submit, or --run-dir of python -m training": "output output-dir default-root-dir",
+    "use --nodes of hpc submit": "nnodes num-nodes num-machines",
+    "use --gpus-per-node of hpc submit, or torchrun --nproc-per-node": "devices gpus nproc-per-node num-processes",
+    "use --cpus-per-gpu of hpc submit": "cpus-per-task",
+    "leave it out: a run resumes from its newest checkpoint by itself (to begin from a file, use --weights)": (
+        "resume resume-from-checkpoint ckpt-path"
+    ),
+    "leave it out: the classes are the directories of --data": "num-classes",
+    "leave it out: each node and rank is found through --nodes of hpc submit, or torchrun": "dist-url local-rank",
+}
+ADVICE: dict[str, str] = {name: advice for advice, names in _OTHER_NAMES.items() for name in names.split()}
+
+
+def check_names(arguments: Sequence[str], known: Collection[str]) -> None:
+    """Refuse flags that have another name here.
+
+    Args:
+        arguments: the command line.
+        known: flags that exist, without dashes.
+
+    Raises:
+        UserError: names the flag to type.
+    """
+    for argument in arguments:
+        typed = argument.partition("=")[0]
+        name = typed.lstrip("-").replace("_", "-")
+        if typed.startswith("-") and name not in known and (advice := advice_for(name, known)):
+            raise UserError(f"there is no flag {typed}: {advice}")
+
+
+def advice_for(name: str, known: Collection[str]) -> str | None:
+    """What to type instead of a flag; None: nothing that this program takes."""
+    advice = ADVICE.get(name)
+    # A script of the user's own has its own training flags.
+    return advice if advice and ("lr" in known or "hpc submit" in advice) else None
+
+
+# --- flags from files ---
+
+
+@cache
+def recipes() -> dict[str, str]:
+    """The description of each recipe, by its name."""
+    files = sorted(_RECIPES.glob("*.yaml"), key=lambda path: path.stem)
+    return {path.stem: path.read_text("utf-8").partition("\n")[0].removeprefix("# ").rstrip(".") for path in files}
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        UserError: no recipe has this name.
+    """
+    if name not in recipes():
+        close = difflib.get_close_matches(name, recipes(), n=3, cutoff=0.5) or list(recipes())
+        raise UserError(f"--recipe is {name!r}, which is not known: use {', '.join(close)}")
+    return _RECIPES / f"{name}.yaml"
+
+
+def flag_names(*owners: Any) -> dict[str, bool]:
+    """The flags of dataclasses that may stand in a file; True for switches."""
+    return {field.name.replace("_", "-"): field.type is bool for owner in owners for field in dataclasses.fields(owner)}
+
+
+def with_config(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
+    """Put the flags of `--recipe` and of `--config` before those of the command line, so that the latter win.
+
+    A file may name its recipe. `--no-NAME` on the command line takes back a switch that a file has turned on.
+
+    Args:
+        arguments: the command line.
+        known: the flags that may stand in a file, without dashes; True for switches, which take no value.
+
+    Raises:
+        UserError: a file cannot be read or has an unknown flag, the recipe does not exist, or a flag of the command
+            line has another name here.
+    """
+    check_names(arguments, known)
+    config = _last_value(arguments, "--config")
+    settings = _read_settings("--config", Path(config), known) if config is not None else {}
+    named = settings.pop("recipe", None)
+    recipe = _last_value(arguments, "--recipe") or named
+    if recipe:
+        settings = _read_settings("--recipe", recipe_path(recipe), known) | settings
+    off = {f"--no-{name}": name for name, switch in known.items() if switch}
+    for argument in arguments:
+        settings.pop(off.get(argument, ""), None)
+    flags = [f"--recipe={named}"] if named else []
+    for name, value in settings.items():
+        if known[name]:
+            flags += [f"--{name}"] if value == "true" else []
+        else:
+            flags += [f"--{name}={item}" for item in (value if isinstance(value, list) else [value]) if item != ""]
+    return flags + [argument for argument in arguments if argument not in off]
+
+
+def _last_value(arguments: list[str], flag: str) -> str | None:
+    """The value of the last occurrence of a flag; None if it does not occur."""
+    positions = [i for i, argument in enumerate(arguments) if argument == flag or argument.startswith(f"{flag}=")]
+    if not positions:
+        return None
+    last = positions[-1]
+    return arguments[last].partition("=")[2] or next(iter(arguments[last + 1 :]), "")
+
+
+def _read_settings(flag: str, path: Path, known: Mapping[str, bool]) -> dict[str, Any]:
+    """The checked settings of a file, by the names of flags: `batch_size: 256` is that of `--batch-size`."""
+    where = f"{flag} {path}"
+    try:
+        # As text, which tyro parses as it does a command line's: YAML itself would make 43200 of a time of 12:00:00.
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506 - text alone
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{where} cannot be read: {error}") from error
+    if not isinstance(loaded, dict | None):
+        raise UserError(f"{where} is no mapping: write lines such as `batch-size: 256`")
+    settings = {}
+    for key, value in (loaded or {}).items():
+        name = str(key).replace("_", "-")
+        if name not in {*known, "recipe"}:
+            close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            similar = f"did you mean {', '.join(close)}?" if close else "see hpc submit --help"
+            raise UserError(f"{where}: there is no flag {key!r}: {advice_for(name, known) or similar}")
+        if isinstance(value, dict):
+            raise UserError(f"{where}: {key} is a mapping: give one value, or a list for --sbatch")
+        if known.get(name) and value not in {"true", "false"}:
+            raise UserError(f"{where}: {name} is {value!r}: write true or false")
+        settings[name] = value
+    return settings
+
+
+# --- parsing ---
 
 
 def listed(question: str, table: Mapping[str, str]) -> Any:
     """The help of a flag whose values are the names of a table: a line for each."""
     lines = [question, *(f"{name}: {text}" for name, text in table.items())]
     names = "|".join(table)
-    return tyro.conf.arg(help="\n".join(lines), metavar=names if len(names) <= _WIDEST else "NAME")
+    return tyro.conf.arg(help="\n".join(lines), metavar=names if len(names) <= 60 else "NAME")  # characters
 
 
 # What `--recipe` takes, wherever flags are read.

@@ -1,12 +1,21 @@
-"""The names of models. Runs on the login node and on every rank; imports neither torch nor torchvision."""
+"""The names of models and of their pretrained weights, and the files of these in torch's cache.
 
+Runs on the login node, which may have internet access where the compute nodes have none, and on every rank. Reads
+torchvision's source, because importing it takes 4 seconds and a login node may lack torch.
+"""
+
+import ast
 import difflib
 import importlib.util
+import os
 import re
+import shlex
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from hpc.core.errors import UserError
+from hpc.core.files import sha256_of
 
 SMALL_CNN = "small-cnn"
 OWN_MODELS = {
@@ -18,19 +27,19 @@ OWN_MODELS = {
 }
 
 
+def _torchvision_sources() -> list[Path]:
+    """The files of torchvision's models; none where torchvision is not installed."""
+    spec = importlib.util.find_spec("torchvision")
+    places = spec.submodule_search_locations if spec else None
+    return sorted((Path(places[0]) / "models").glob("*.py")) if places else []
+
+
 @cache
 def torchvision_models() -> tuple[str, ...]:
-    """The names of torchvision's classification models, read from its source, because importing it takes 4 seconds.
-
-    Empty where torchvision is not installed.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or not spec.submodule_search_locations:
-        return ()
-    sources = sorted((Path(spec.submodule_search_locations[0]) / "models").glob("*.py"))
+    """The names of torchvision's classification models; none where torchvision is not installed."""
     registered = re.compile(r"^@register_model\((?:(?:name=)?[\"'](\w+)[\"'])?\)\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
-    found = (match for source in sources for match in registered.finditer(source.read_text(encoding="utf-8")))
-    return tuple(sorted(match[1] or match[2] for match in found))
+    sources = (source.read_text(encoding="utf-8") for source in _torchvision_sources())
+    return tuple(sorted(match[1] or match[2] for source in sources for match in registered.finditer(source)))
 
 
 def check_model(name: str) -> None:
@@ -46,3 +55,69 @@ def check_model(name: str) -> None:
         raise UserError(f"--model is {name!r}, and torchvision is not installed here: pip install torchvision")
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [SMALL_CNN, "resnet50"]
     raise UserError(f"--model is {name!r}, which is not known: did you mean {', '.join(close)}?")
+
+
+def resolve_weights(model: str, weights: str) -> Path:
+    """The file of `--weights`, which is a path or a name of torchvision's weights for the model.
+
+    Raises:
+        UserError: it does not exist; describes how to get it.
+    """
+    if "/" in weights or weights.endswith((".safetensors", ".pth", ".pt")):
+        path = Path(weights).expanduser().absolute()
+        if not path.is_file():
+            raise UserError(
+                f"--weights is {weights}, which does not exist: give a file, or a name of torchvision's weights"
+            )
+        return path
+    if model in OWN_MODELS:
+        raise UserError(f"--weights is {weights!r}, but torchvision has none for {model}: give a file")
+    known = torchvision_weights(model)
+    url = known.get(weights.rpartition(".")[2])
+    if url is None:
+        raise UserError(f"--weights is {weights!r}, but {model} has {', '.join(known) or 'none'}: use that, or a file")
+    path = cache_directory() / url.rpartition("/")[2]
+    command = shlex.join(["curl", "--create-dirs", "-fLo", str(path), url])
+    if not path.is_file():
+        raise UserError(
+            f"--weights {weights} of {model} is not in {path.parent}: where there is internet, type {command}"
+        )
+    # The names of torchvision's files end with the beginning of their SHA-256.
+    if not sha256_of(path).startswith(path.stem.rpartition("-")[2]):
+        raise UserError(f"--weights {weights} of {model} is damaged: where there is internet, type {command}")
+    return path
+
+
+def cache_directory() -> Path:
+    """The directory of torch.hub's downloads."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    home = Path(os.environ.get("TORCH_HOME", caches / "torch")).expanduser()
+    return home / "hub" / "checkpoints"
+
+
+@cache
+def torchvision_weights(model: str) -> dict[str, str]:
+    """The names of a model's weights with their URLs; none where torchvision is not installed."""
+    for source in _torchvision_sources():
+        text = source.read_text(encoding="utf-8")
+        if f"def {model}(" in text:
+            return dict(_weights(ast.parse(text), model))
+    return {}
+
+
+def _weights(tree: ast.Module, model: str) -> Iterator[tuple[str, str]]:
+    """The members of the enumeration in the signature of a model's function, with their URLs."""
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == model)
+    hint = next(
+        (ast.dump(each.annotation) for each in function.args.kwonlyargs if each.arg == "weights" and each.annotation),
+        "",
+    )
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and f"id='{node.name}'" in hint]
+    found: dict[str, str] = {}
+    for member in (item for node in classes for item in node.body if isinstance(item, ast.Assign)):
+        name, value = ast.unparse(member.targets[0]), member.value
+        if isinstance(value, ast.Call):
+            found[name] = next(str(ast.literal_eval(word.value)) for word in value.keywords if word.arg == "url")
+        elif name == "DEFAULT":
+            found[name] = found[ast.unparse(value)]
+    yield from found.items()

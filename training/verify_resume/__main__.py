@@ -24,8 +24,7 @@ from hpc.core.files import read_json_lines, write_json
 from hpc.core.rundir import RunDir
 from training.config.command_line import RecipeName, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.rank_options import spec_argv
-from training.config.train_config import TrainConfig, check_world
+from training.config.train_config import TrainConfig, check_world, spec_argv
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault
 from training.verify_resume.compare import ComparedPart, compare_runs, compare_samples_and_losses

@@ -13,9 +13,8 @@ from hpc.core.program import parse
 from hpc.core.rundir import RunDir
 from hpc.spec import Recovery
 from hpc.submit.__main__ import SubmitScript, SubmitTraining, flag_names
-from training.config.config_file import recipe_path, recipes, with_config
-from training.config.model_names import check_model
-from training.config.pretrained import torchvision_weights
+from training.config.command_line import recipe_path, recipes, with_config
+from training.config.model_names import check_model, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.engine.optim import highest_learning_rate
 

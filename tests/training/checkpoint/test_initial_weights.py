@@ -17,9 +17,8 @@ from hpc.core.errors import UserError
 from hpc.submit.__main__ import main as submit
 from training.checkpoint.initial_weights import read_weights
 from training.checkpoint.storage import list_checkpoints
-from training.config import pretrained
-from training.config.model_names import torchvision_models
-from training.config.pretrained import cache_directory, resolve_weights, torchvision_weights
+from training.config import model_names
+from training.config.model_names import cache_directory, resolve_weights, torchvision_models, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.models.factory import build_model
 from training.models.head import add_hidden_layer, head_name, last_layer_name
@@ -154,7 +153,7 @@ def test_a_name_stands_for_an_intact_file_in_the_cache(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     digest = hashlib.sha256(b"weights").hexdigest()[:8]
     url = f"https://download.pytorch.org/models/resnet34-{digest}.pth"
-    monkeypatch.setattr(pretrained, "torchvision_weights", lambda _: {"IMAGENET1K_V1": url})
+    monkeypatch.setattr(model_names, "torchvision_weights", lambda _: {"IMAGENET1K_V1": url})
     path = cache_directory() / f"resnet34-{digest}.pth"
     command = f"where there is internet, type curl --create-dirs -fLo {path} {url}"
     with pytest.raises(UserError) as missing:

@@ -9,8 +9,7 @@ import pytest
 
 from hpc.core.errors import UserError
 from hpc.submit.__main__ import SubmitScript, SubmitTraining, flag_names
-from training.config.config_file import with_config
-from training.config.flag_advice import ADVICE, advice_for, check_names
+from training.config.command_line import ADVICE, advice_for, check_names, with_config
 
 SUBMIT = flag_names(SubmitTraining)
 TRAINING = [*SUBMIT, "config", "recipe", "run-dir"]

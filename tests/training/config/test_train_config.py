@@ -16,9 +16,17 @@ from hpc.core.errors import UserError
 from hpc.core.files import write_json
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import check_model, torchvision_models
-from training.config.rank_options import is_from_spec, read_spec, spec_argv
 from training.config.rules import Interval, flag, parse_interval, without_effect
-from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig, check_world
+from training.config.train_config import (
+    LrScaling,
+    LrScheduler,
+    Optimizer,
+    TrainConfig,
+    check_world,
+    is_from_spec,
+    read_spec,
+    spec_argv,
+)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from trainer_rig import Starter, lines
 from hpc.core import code_snapshot
 from hpc.core.rundir import RunDir
 from training.checkpoint.storage import STATE_TENSORS, STATE_VALUES, list_checkpoints
-from training.config.config_file import flag_names, with_config
+from training.config.command_line import flag_names, with_config
 from training.config.train_config import TrainConfig
 from training.data.idx import read_idx_pair
 from training.engine.loss_meter import LossMeter
