@@ -73,12 +73,7 @@ class ControlServer:
     clock_skew_seconds = 0.0
 
     def __init__(self, nonce: str, port: int = 0) -> None:
-        """Listen.
-
-        Args:
-            nonce: the attempt's secret.
-            port: to listen on; by default the kernel chooses.
-        """
+        """Listen, on a port that the kernel chooses unless one is given; `nonce` is the attempt's secret."""
         self.directive = Directive()
         """Assigned as a whole, so that no lock is needed."""
         self.status = NodeStatus(node_rank=0)
@@ -86,17 +81,8 @@ class ControlServer:
         self._statuses: dict[int, NodeStatus] = {}
         self._clocks: dict[int, _SilenceClock] = {}
         self._server = Server(nonce, _PURPOSE, self._serve, _SERVER_LIMITS, port)
+        self.port = self._server.port
         _start(_keep_ticking, "control-clocks", lambda: list(self._clocks.values()))
-
-    @property
-    def port(self) -> int:
-        """The port it listens on."""
-        return self._server.port
-
-    @property
-    def head_heard_at(self) -> float:
-        """When the head node's agent was last heard from: now."""
-        return time.time()
 
     def report(self, **changes: Any) -> None:
         """Change this node's own status."""

@@ -79,7 +79,10 @@ class Coordinator:
         if self._server.directive.over:
             return
         self._find_lost_nodes()
-        heartbeats = self._heartbeats()
+        directive, statuses = self._server.directive, self._server.statuses()
+        members = [statuses[rank] for rank in directive.members if rank in statuses and rank not in self.lost]
+        current = [status for status in members if status.round == directive.round]
+        heartbeats = {heartbeat.rank: heartbeat for status in current for heartbeat in status.heartbeats}
         self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats.values())])
         self._find_failed_ranks()
         self._abort_hung_ranks(heartbeats)
@@ -88,13 +91,6 @@ class Coordinator:
             self._choose_members()
 
     # --- what failed ---
-
-    def _heartbeats(self) -> dict[int, RankHeartbeat]:
-        """Of all ranks of the round, by rank."""
-        directive, statuses = self._server.directive, self._server.statuses()
-        members = [statuses[rank] for rank in directive.members if rank in statuses and rank not in self.lost]
-        current = [status for status in members if status.round == directive.round]
-        return {heartbeat.rank: heartbeat for status in current for heartbeat in status.heartbeats}
 
     def _find_lost_nodes(self) -> None:
         """Nodes that are silent though they have not left; members that fall silent together are one failure."""
@@ -153,10 +149,14 @@ class Coordinator:
         return Failure(cause=cause, failed_at=failed_at, noticed_at=time.time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
-        """Record an interruption, or end the attempt."""
+        """Record an interruption, or end the attempt if the budget of the failure's cause is used up."""
         self._last_failure, self.last_step = failure, 0
         self._root_failure.victims_before = failure.failed_at
-        if not self._may_continue(failure):
+        # The interruptions of this attempt are taken from memory: a full disk may not have recorded them.
+        self._interruptions.append((failure.cause, failure.step))
+        *earlier, this = attempts_of(self._node.run_events())
+        this = replace(this, interruptions=tuple(self._interruptions))
+        if not may_restart(failure.cause, failures_in_a_row([*earlier, this])):
             self._end(failure)
             return
         self._node.record_event(
@@ -166,19 +166,11 @@ class Coordinator:
         )  # fmt: skip
         log(f"{failure.cause}: {failure.detail}")
 
-    def _may_continue(self, failure: Failure) -> bool:
-        """Whether the budget of the failure's cause allows another try.
-
-        The interruptions of this attempt are taken from memory: a full disk may not have recorded them.
-        """
-        self._interruptions.append((failure.cause, failure.step))
-        *earlier, this = attempts_of(self._node.run_events())
-        this = replace(this, interruptions=tuple(self._interruptions))
-        return may_restart(failure.cause, failures_in_a_row([*earlier, this]))
-
     def _report_stragglers(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         for found in self._stragglers.find(heartbeats):
-            node = self._node_of_rank(found.rank)
+            statuses = self._server.statuses().items()
+            of_rank = (node for node, status in statuses for each in status.heartbeats if each.rank == found.rank)
+            node = next(map(self._name, of_rank), None)
             self._node.record_event(
                 "slow_rank", rank=found.rank, node=node,
                 busy_seconds=found.busy_seconds, median_seconds=found.usual_seconds,
@@ -188,11 +180,6 @@ class Coordinator:
                 f"they {found.usual_seconds:.3f} s"
             )
 
-    def _node_of_rank(self, rank: int) -> str | None:
-        statuses = self._server.statuses().items()
-        found = (node for node, status in statuses for heartbeat in status.heartbeats if heartbeat.rank == rank)
-        return next((self._name(node_rank) for node_rank in found), None)
-
     def _name(self, node_rank: int) -> str:
         return self._node.allocation.hostnames[node_rank]
 
@@ -201,9 +188,12 @@ class Coordinator:
     def _choose_members(self) -> None:
         """Announce the next round, or the end, if it is time."""
         directive, statuses = self._server.directive, self._server.statuses()
-        if self._is_fenced():
-            self._end()
-            return
+        if time.monotonic() - self._fence_checked >= _FENCE_SECONDS:
+            self._fence_checked = time.monotonic()
+            # Other agents, which have lost contact with this one, may have ended the attempt.
+            if relaunch.has_ended(self._node.run, self._node.attempt.attempt):
+                self._end()
+                return
         if self._stop:
             if not any(statuses[rank].phase is Phase.RUNNING for rank in statuses.keys() - self.lost.keys()):
                 self._end()
@@ -248,13 +238,6 @@ class Coordinator:
             return replace(last, detail=f"{last.detail}; {reason}")
         cause = Cause.NODE_FAILURE if self.lost else Cause.CRASHED
         return self._failure(cause, time.time(), "; ".join([*failed, reason]))
-
-    def _is_fenced(self) -> bool:
-        """Whether other agents, which have lost contact with this one, have ended the attempt."""
-        if time.monotonic() - self._fence_checked < _FENCE_SECONDS:
-            return False
-        self._fence_checked = time.monotonic()
-        return relaunch.has_ended(self._node.run, self._node.attempt.attempt)
 
     def _direct(self, **changes: Any) -> None:
         self._server.directive = replace(self._server.directive, **changes)

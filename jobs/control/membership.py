@@ -69,16 +69,13 @@ def next_step(directive: Directive, view: MembershipView, limits: NodeLimits) ->
     able = view.able
     if directive.round and set(directive.members) <= set(able):
         return _continue_round(directive, view, limits)
-    if len(able) >= limits.most or (len(able) >= limits.least and _need_not_wait(directive, view)):
+    # With fewer nodes than there might be: a training that was interrupted goes on at once.
+    need_not_wait = directive.round > 0 or not view.num_pending or view.waited_seconds > _WAIT_SECONDS
+    if len(able) >= limits.most or (len(able) >= limits.least and need_not_wait):
         return NextRound(members=_choose(directive, able, limits))
     if len(able) + view.num_pending < limits.least:
         return NextRound(failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {limits.least}")
     return NextRound()
-
-
-def _need_not_wait(directive: Directive, view: MembershipView) -> bool:
-    """Whether to start with fewer nodes than there might be: a training that was interrupted goes on at once."""
-    return directive.round > 0 or not view.num_pending or view.waited_seconds > _WAIT_SECONDS
 
 
 def _choose(directive: Directive, able: list[int], limits: NodeLimits) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class RootFailure:
                 fail.
         """
         unhandled = reported - self._handled
-        roots = {failure for failure in unhandled if self._may_be_root(failure)}
+        roots = {each for each in unhandled if each.started_at > self.victims_before and each.signal != "SIGABRT"}
         self._handled |= unhandled - roots
         if not roots:
             self._settling_since = None
@@ -56,12 +56,5 @@ class RootFailure:
             return None
         self._settling_since = None
         self._handled |= unhandled
-        return min(roots, key=_order)
-
-    def _may_be_root(self, failure: RankFailure) -> bool:
-        return failure.started_at > self.victims_before and failure.signal != "SIGABRT"
-
-
-def _order(failure: RankFailure) -> tuple[bool, bool, float]:
-    # The other nodes' ranks leave when one node is unfit, and may be quicker.
-    return failure.cause != Cause.BAD_NODE, is_consequence(failure.detail), failure.failed_at
+        # The other nodes' ranks leave when one node is unfit, and may be quicker.
+        return min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))
