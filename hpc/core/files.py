@@ -18,7 +18,7 @@ from typing import Any
 # Bytes read from the end of a log to find its last record: few at first, more if the record is not among them.
 _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _LINES_PER_PARSE = 1000
-# Endings of a directory that is being written, and of one that is being replaced.
+# Endings of a directory that is being written or removed, and of one that is being replaced.
 _UNFINISHED, _REPLACED = "tmp", "old"
 
 
@@ -137,8 +137,18 @@ def _rename_over(new: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def remove_directory(path: Path) -> None:
+    """Remove a published directory, under a temporary name: a kill leaves no part of it under its own.
+
+    Ignores errors. After a kill, `remove_temporaries` removes the rest.
+    """
+    with contextlib.suppress(OSError):
+        path = path.rename(_temporary_name(path, _UNFINISHED))
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def remove_temporaries(parent: Path, pattern: str) -> None:
-    """Remove temporary directories of killed writers; restore a directory that was renamed but not replaced.
+    """Remove temporary directories of killed processes; restore a directory that was renamed but not replaced.
 
     Args:
         parent: the directory to clean; it need not exist.

@@ -9,7 +9,6 @@ snapshot: rank 0 offers those that all ranks have.
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import remove_temporaries
+from hpc.core.files import remove_directory, remove_temporaries
 from training.checkpoint.sharded import read_full, read_own_shards, read_shards
 from training.checkpoint.snapshot import missing_history, remove_newer, remove_others
 from training.checkpoint.state import TrainState
@@ -166,7 +165,7 @@ class _Restorer:
         if offer.durable and offer.rank == self.group.rank:
             reject(path)
         elif not offer.durable and (offer.rank == self.group.rank or self.is_sharded_snapshot(offer)):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)
 
     def remove_unusable_snapshots(self) -> None:
         """Remove this node's snapshots that ranks of another world size or strategy have written."""

@@ -6,13 +6,12 @@ checkpoint. Two are kept while a third is written, so there is memory for three 
 
 import json
 import os
-import shutil
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc.core.files import last_json_line, read_json_lines, remove_temporaries
+from hpc.core.files import last_json_line, read_json_lines, remove_directory, remove_temporaries
 from hpc.core.kernel import available_memory_bytes
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
@@ -124,14 +123,14 @@ def remove_newer(directory: Path, step: int) -> None:
     remove_temporaries(directory, "step-*")
     for path in list_checkpoints(directory):
         if step_of(path) > step:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)
 
 
 def remove_others(directory: Path, keep: Collection[str]) -> None:
     """Remove all snapshots but those of these names: no rank of this attempt on this node can use them."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name not in keep:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)
 
 
 def _in_megabytes(size_bytes: int) -> str:

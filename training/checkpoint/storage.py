@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import publish_directory, sha256_of
+from hpc.core.files import publish_directory, remove_directory, sha256_of
 
 STATE_TENSORS, STATE_VALUES = "state.safetensors", "state.json"
 _MANIFEST = "manifest.json"
@@ -61,8 +61,10 @@ def save_checkpoint(directory: Path, step: int, fill: Fill, keep: int | None, mo
     path = checkpoint_path(directory, step)
     publish_directory(path, complete, mode)
     if keep is not None:
-        for outdated in [*list_checkpoints(directory)[keep:], *directory.glob(f"{_REJECTED}*")]:
-            shutil.rmtree(outdated, ignore_errors=True)
+        for outdated in list_checkpoints(directory)[keep:]:
+            remove_directory(outdated)
+        for rejected in directory.glob(f"{_REJECTED}*"):
+            shutil.rmtree(rejected, ignore_errors=True)
     return path
 
 

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +104,43 @@ def test_a_failed_write_leaves_the_old_checkpoints_and_nothing_else(tmp_path: Pa
     with pytest.raises(FileNotFoundError):
         save_checkpoint(tmp_path, 20, writing({**FILES, "no/such/directory": b""}), keep=1)
     assert names(tmp_path) == ["state", "step-00000010"]
+
+
+KILLED_IN_THE_MIDDLE = """
+import os, shutil, signal, sys
+from pathlib import Path
+from training.checkpoint.snapshot import remove_newer, remove_others
+from training.checkpoint.storage import save_checkpoint
+
+def remove_a_file_and_die(path, **_):
+    (path / "state.json").unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+shutil.rmtree = remove_a_file_and_die
+directory = Path(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "removal",
+    [
+        "save_checkpoint(directory, 30, lambda path: (path / 'state.json').write_text('{}') and None, keep=1)",
+        "remove_newer(directory, 10)",
+        "remove_others(directory, {'step-00000010'})",
+    ],
+)
+def test_a_removal_that_is_killed_leaves_nothing_incomplete(tmp_path: Path, removal: str) -> None:
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, writing(FILES), keep=2)
+    killed = subprocess.run([sys.executable, "-c", KILLED_IN_THE_MIDDLE + removal, tmp_path], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    visible = list_checkpoints(tmp_path)
+    hidden = set(names(tmp_path)) - {path.name for path in visible}
+    assert len(hidden) == 1, "the removal was not under way"
+    assert visible
+    assert all(isinstance(read_checkpoint(path), dict) for path in visible)
+    remove_temporaries(tmp_path, "step-*")
+    assert names(tmp_path) == sorted(path.name for path in visible)
 
 
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
