@@ -75,24 +75,18 @@ def _run(options: Up | Down | ShowStatus | KillNode | ReviveNode) -> int:
             lifecycle.kill_node(options.name)
         case ReviveNode():
             lifecycle.revive_node(options.name)
-    _show(lifecycle.status(), as_json=options.json)
-    return 0
-
-
-def _show(status: lifecycle.TestbedStatus, *, as_json: bool) -> None:
-    """Print the status as JSON or as a table."""
-    if as_json:
+    status, console = lifecycle.status(), Console()
+    if options.json:
         cli.print_json(asdict(status))
-        return
-    console = Console()
-    if not status.up:
+    elif not status.up:
         console.print("The testbed is not up.")
-        return
-    table = Table("node", "address", "state")
-    for node in status.nodes:
-        table.add_row(node.name, node.address, node.state)
-    console.print(table)
-    console.print(f"export SLURM_CONF={status.slurm_conf}", soft_wrap=True, highlight=False)
+    else:
+        table = Table("node", "address", "state")
+        for node in status.nodes:
+            table.add_row(node.name, node.address, node.state)
+        console.print(table)
+        console.print(f"export SLURM_CONF={status.slurm_conf}", soft_wrap=True, highlight=False)
+    return 0
 
 
 if __name__ == "__main__":

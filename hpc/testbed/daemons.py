@@ -7,33 +7,19 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.files import write_atomic
 from hpc.slurm.client import running_slurm_conf
 from hpc.testbed import nodes
-from hpc.testbed.layout import LOGIN_NAME, TestbedPaths
+from hpc.testbed.layout import TestbedPaths
 from hpc.testbed.render import CLUSTER_NAME
 from hpc.testbed.system import run, start, succeeds, wait_until
 
 # Suffixes of sinfo's node states; `*` marks a node that does not respond.
-STATE_FLAGS = "*~#!%$@^-+"
+_STATE_FLAGS = "*~#!%$@^-+"
 USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
-# Always all nodes: asked for one (-n), Slurm 22.05 goes on reporting `mixed*` for a node that it has marked down, until
-# somebody asks for all.
-_SINFO_OPTIONS = ("--noheader", "--Node", "--format=%N %T")
-
-
-def create_login_host(paths: TestbedPaths) -> None:
-    """Pin the namespace of the login host's daemons, with the host name that slurm.conf gives."""
-    nodes.pin(paths.controller_uts, "hostname", LOGIN_NAME)
 
 
 def _start_on_login_host(*command: str | Path, paths: TestbedPaths, log: Path, **environment: str) -> None:
     """Start a daemon of the login host; `log` receives its output until it opens its own log."""
     host = nodes.inside_fresh(paths.controller_uts, "mount")
     start(*host, "/bin/sh", paths.login_script, *command, log=log, **environment)
-
-
-def remove_login_host(paths: TestbedPaths) -> None:
-    """End every daemon of the login host. No error if there is none."""
-    nodes.kill_all(paths.controller_uts)
-    nodes.unpin(paths.controller_uts)
 
 
 def start_munged(paths: TestbedPaths) -> None:
@@ -79,8 +65,11 @@ def node_states(paths: TestbedPaths) -> dict[str, str]:
     """
     if running_slurm_conf() is None:
         return {}
+    # Always all nodes: asked for one (-n), Slurm 22.05 goes on reporting `mixed*` for a node that it has marked down,
+    # until somebody asks for all.
+    sinfo = ("sinfo", "--noheader", "--Node", "--format=%N %T")
     try:
-        text = run("sinfo", *_SINFO_OPTIONS, timeout_seconds=10, SLURM_CONF=str(paths.slurm_conf))
+        text = run(*sinfo, timeout_seconds=10, SLURM_CONF=str(paths.slurm_conf))
     except TorchrelayError:
         return {}
     return parse_states(text)
@@ -89,38 +78,25 @@ def node_states(paths: TestbedPaths) -> dict[str, str]:
 def parse_states(text: str) -> dict[str, str]:
     """Parse sinfo's lines, such as `gpu01 idle*`, to states by node."""
     words = dict(line.split() for line in text.splitlines())
-    states = {name: word.rstrip(STATE_FLAGS) for name, word in words.items()}
+    states = {name: word.rstrip(_STATE_FLAGS) for name, word in words.items()}
     silent = {name for name, word in words.items() if "*" in word and states[name] in USABLE_STATES}
     return states | dict.fromkeys(silent, "unresponsive")
 
 
 def update_node(name: str, state: str, paths: TestbedPaths) -> None:
     """Set a node's state, as an administrator does."""
-    change = (f"NodeName={name}", f"State={state}", "Reason=testbed")
-    run("scontrol", "update", *change, SLURM_CONF=str(paths.slurm_conf))
+    change = ("update", f"NodeName={name}", f"State={state}", "Reason=testbed")
+    run("scontrol", *change, SLURM_CONF=str(paths.slurm_conf))
 
 
 # --- accounting: sacct works ---
 
 
 def start_accounting(paths: TestbedPaths) -> None:
-    """Start MariaDB and slurmdbd, and register the cluster."""
-    _start_database(paths)
-    # slurmdbd creates its tables at the first start.
-    environment = {"SLURM_CONF": str(paths.slurm_conf), "MYSQL_UNIX_PORT": str(paths.database_socket)}
-    _start_on_login_host("slurmdbd", paths=paths, log=paths.log("slurmdbd.out"), **environment)
-    log = paths.log("slurmdbd")
-    wait_until(lambda: accounting_answers(paths), seconds=60, what=f"slurmdbd to answer (log: {log})")
-    run("sacctmgr", "--immediate", "add", "cluster", CLUSTER_NAME, SLURM_CONF=str(paths.slurm_conf))
+    """Start MariaDB and slurmdbd, and register the cluster.
 
-
-def accounting_answers(paths: TestbedPaths) -> bool:
-    """Whether slurmdbd answers from its database."""
-    return succeeds("sacctmgr", "--noheader", "list", "cluster", SLURM_CONF=str(paths.slurm_conf))
-
-
-def _start_database(paths: TestbedPaths) -> None:
-    """Create and start a MariaDB that listens only on a Unix socket, which only root can reach."""
+    MariaDB listens only on a Unix socket, which only root can reach.
+    """
     data, user = f"--datadir={paths.database}", "--user=root"
     install = ("mariadb-install-db", "--no-defaults", data, user)
     run(*install, "--auth-root-authentication-method=socket", "--skip-test-db", timeout_seconds=120)
@@ -136,3 +112,14 @@ def _start_database(paths: TestbedPaths) -> None:
     )
     ping = ("mariadb-admin", "--no-defaults", f"--socket={paths.database_socket}", "ping")
     wait_until(lambda: succeeds(*ping), seconds=60, what=f"mariadbd to answer (log: {paths.log('mariadbd')})")
+    # slurmdbd creates its tables at the first start.
+    environment = {"SLURM_CONF": str(paths.slurm_conf), "MYSQL_UNIX_PORT": str(paths.database_socket)}
+    _start_on_login_host("slurmdbd", paths=paths, log=paths.log("slurmdbd.out"), **environment)
+    log = paths.log("slurmdbd")
+    wait_until(lambda: accounting_answers(paths), seconds=60, what=f"slurmdbd to answer (log: {log})")
+    run("sacctmgr", "--immediate", "add", "cluster", CLUSTER_NAME, SLURM_CONF=str(paths.slurm_conf))
+
+
+def accounting_answers(paths: TestbedPaths) -> bool:
+    """Whether slurmdbd answers from its database."""
+    return succeeds("sacctmgr", "--noheader", "list", "cluster", SLURM_CONF=str(paths.slurm_conf))

@@ -7,7 +7,7 @@ from hpc.core.errors import UserError
 
 LOGIN_NAME = "login"
 LOGIN_ADDRESS = "10.77.0.254"
-MAX_NODES = 99
+_MAX_NODES = 99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,14 @@ class TestbedShape:
 
     def __post_init__(self) -> None:
         """Refuse a shape that Slurm or the address range cannot hold."""
-        if not 1 <= self.nodes <= MAX_NODES:
-            raise UserError(f"--nodes {self.nodes}: give 1 to {MAX_NODES}; type for example --nodes 4")
-        if not 0 <= self.gpus_per_node <= 16:
-            raise UserError(f"--gpus-per-node {self.gpus_per_node}: give 0 to 16; type for example --gpus-per-node 4")
-        if not 1 <= self.cpus_per_node <= 256:
-            raise UserError(f"--cpus-per-node {self.cpus_per_node}: give 1 to 256; type for example --cpus-per-node 8")
-        if not 5 <= self.slurmd_timeout <= 65_533:
-            raise UserError(
-                f"--slurmd-timeout {self.slurmd_timeout}: give 5 to 65533; type for example --slurmd-timeout 300"
-            )
+        for flag, value, least, most, example in (
+            ("--nodes", self.nodes, 1, _MAX_NODES, 4),
+            ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),
+            ("--cpus-per-node", self.cpus_per_node, 1, 256, 8),
+            ("--slurmd-timeout", self.slurmd_timeout, 5, 65_533, 300),
+        ):
+            if not least <= value <= most:
+                raise UserError(f"{flag} {value}: give {least} to {most}; type for example {flag} {example}")
         if self.memory_mb_per_node < 1:
             raise UserError(
                 f"--memory-mb-per-node {self.memory_mb_per_node}: type for example --memory-mb-per-node 32768"
@@ -68,11 +66,10 @@ class TestbedShape:
         Raises:
             UserError: there is none; the message lists the names.
         """
-        for node in self.all_nodes:
-            if node.name == name:
-                return node
-        names = " ".join(node.name for node in self.all_nodes)
-        raise UserError(f"the testbed has no node {name!r}; its nodes are: {names}")
+        nodes = {node.name: node for node in self.all_nodes}
+        if name not in nodes:
+            raise UserError(f"the testbed has no node {name!r}; its nodes are: {' '.join(nodes)}")
+        return nodes[name]
 
 
 class TestbedPaths:

@@ -9,13 +9,12 @@ import shutil
 import socket
 import stat
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
 from hpc.slurm.client import TESTBED_DIRECTORY, running_slurm_conf
 from hpc.testbed import daemons, nodes, render
-from hpc.testbed.layout import TestbedPaths, TestbedShape
+from hpc.testbed.layout import LOGIN_NAME, TestbedPaths, TestbedShape
 from hpc.testbed.system import locked, require_packages, require_root, wait_until
 
 PATHS = TestbedPaths(TESTBED_DIRECTORY)
@@ -74,8 +73,7 @@ def kill_node(name: str) -> None:
     """Cut a node's power. Slurm marks it down by itself, 13 to 30 s later."""
     require_root()
     with locked(PATHS.lock):
-        node = _running_shape().node(name)
-        nodes.power_off(node.name, PATHS)
+        nodes.power_off(_running_shape().node(name).name, PATHS)
 
 
 def revive_node(name: str) -> None:
@@ -118,7 +116,9 @@ def _running_shape() -> TestbedShape:
 
 def _is_healthy(shape: TestbedShape) -> bool:
     """Whether a testbed of this shape runs, all daemons answer, and all nodes work."""
-    if _recorded_shape() != shape or not _files_are_current(shape):
+    # A version that would write other files builds anew.
+    wanted = render.files(shape, PATHS, socket.gethostname())
+    if _recorded_shape() != shape or any(not p.is_file() or p.read_text() != text for p, text in wanted.items()):
         return False
     if not (daemons.munge_answers(PATHS) and daemons.controller_answers(PATHS)):
         return False
@@ -131,17 +131,26 @@ def _is_healthy(shape: TestbedShape) -> bool:
     )
 
 
-def _files_are_current(shape: TestbedShape) -> bool:
-    """Whether the configuration files are those that this version would write."""
-    wanted = render.files(shape, PATHS, socket.gethostname())
-    return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
-
-
 def _build(shape: TestbedShape) -> None:
-    """Write and start everything. The record of the shape is written first, so that `down` works at any time."""
-    _write_files(shape)
+    """Write and start everything."""
+    for directory in PATHS.directories:
+        directory.mkdir()
+        # chmod, because mkdir applies the caller's umask.
+        directory.chmod(0o700 if directory == PATHS.secret else 0o755)
+    # The shape is recorded first, so that `down` works at any time.
+    texts = {PATHS.state: json.dumps(asdict(shape)), **render.files(shape, PATHS, socket.gethostname())}
+    for path, text in texts.items():
+        write_atomic(path, text)
+        # slurmdbd refuses to start if others can read its configuration.
+        path.chmod(0o600 if path == PATHS.slurmdbd_conf else 0o644)
+    for index in range(shape.gpus_per_node):
+        # A null device: Slurm counts device files and does not open them.
+        device = PATHS.devices / f"nvidia{index}"
+        os.mknod(device, stat.S_IFCHR, os.makedev(1, 3))
+        device.chmod(0o666)
     nodes.create_switch(PATHS)
-    daemons.create_login_host(PATHS)
+    # The namespace of the login host's daemons, with the host name that slurm.conf gives.
+    nodes.pin(PATHS.controller_uts, "hostname", LOGIN_NAME)
     daemons.start_munged(PATHS)
     if shape.accounting:
         daemons.start_accounting(PATHS)
@@ -156,37 +165,13 @@ def _build(shape: TestbedShape) -> None:
     )
 
 
-def _write_files(shape: TestbedShape) -> None:
-    """Write the directories, the configuration and the pretended GPUs."""
-    for directory in PATHS.directories:
-        directory.mkdir()
-        # chmod, because mkdir applies the caller's umask.
-        directory.chmod(0o700 if directory == PATHS.secret else 0o755)
-    _write(PATHS.state, json.dumps(asdict(shape)))
-    for path, text in render.files(shape, PATHS, socket.gethostname()).items():
-        _write(path, text)
-    for index in range(shape.gpus_per_node):
-        _make_device(PATHS.devices / f"nvidia{index}")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write one file, readable by all users; slurmdbd refuses to start if others can read its configuration."""
-    write_atomic(path, text)
-    path.chmod(0o600 if path == PATHS.slurmdbd_conf else 0o644)
-
-
-def _make_device(path: Path) -> None:
-    """Create a null device: Slurm counts device files and does not open them."""
-    os.mknod(path, stat.S_IFCHR, os.makedev(1, 3))
-    path.chmod(0o666)
-
-
 def _tear_down() -> None:
     """End the processes, then remove what they used, of a testbed that may be incomplete."""
     for pin in sorted(PATHS.namespaces.glob("*.net")):
         if pin != PATHS.switch_net:
             nodes.power_off(pin.stem, PATHS)
-    daemons.remove_login_host(PATHS)
+    nodes.kill_all(PATHS.controller_uts)
+    nodes.unpin(PATHS.controller_uts)
     nodes.remove_switch(PATHS)
     if PATHS.root.exists():
         shutil.rmtree(PATHS.root)

@@ -14,7 +14,7 @@ from hpc.core.errors import UserError
 from hpc.testbed.layout import LOGIN_ADDRESS, TestbedNode, TestbedPaths
 from hpc.testbed.system import run, start, succeeds, wait_until
 
-LOGIN_INTERFACE = "torchrelay0"
+_LOGIN_INTERFACE = "torchrelay0"
 
 # --- namespaces ---
 
@@ -98,17 +98,17 @@ def create_switch(paths: TestbedPaths) -> None:
     switch = inside(paths.switch_net)
     run(*switch, "ip", "link", "add", "switch", "type", "bridge")
     run(*switch, "ip", "link", "set", "switch", "up")
-    login = ("peer", "name", LOGIN_INTERFACE, "netns", str(os.getpid()))
+    login = ("peer", "name", _LOGIN_INTERFACE, "netns", str(os.getpid()))
     run(*switch, "ip", "link", "add", "login", "type", "veth", *login)
     run(*switch, "ip", "link", "set", "login", "master", "switch", "up")
-    run("ip", "address", "add", f"{LOGIN_ADDRESS}/24", "dev", LOGIN_INTERFACE)
-    run("ip", "link", "set", LOGIN_INTERFACE, "up")
+    run("ip", "address", "add", f"{LOGIN_ADDRESS}/24", "dev", _LOGIN_INTERFACE)
+    run("ip", "link", "set", _LOGIN_INTERFACE, "up")
 
 
 def remove_switch(paths: TestbedPaths) -> None:
     """Disconnect the login host and remove the bridge. No error if it does not exist."""
-    if succeeds("ip", "link", "show", LOGIN_INTERFACE):
-        run("ip", "link", "delete", LOGIN_INTERFACE)
+    if succeeds("ip", "link", "show", _LOGIN_INTERFACE):
+        run("ip", "link", "delete", _LOGIN_INTERFACE)
     unpin(paths.switch_net)
 
 

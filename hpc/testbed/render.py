@@ -3,29 +3,28 @@
 import shlex
 from pathlib import Path
 
-from hpc.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, TestbedNode, TestbedPaths, TestbedShape
+from hpc.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, TestbedPaths, TestbedShape
 
 CLUSTER_NAME = "torchrelay"
-CONTROLLER_PORT = 7817  # not Slurm's 6817: a real slurmctld may live on this machine
-DBD_PORT = 7819
-DATABASE_NAME = "slurm_acct_db"
+_NAMES = {"cluster": CLUSTER_NAME, "login": LOGIN_NAME, "address": LOGIN_ADDRESS}
 
+# Port 7817, not Slurm's 6817: a real slurmctld may live on this machine.
 _CONTROLLER = """\
 # Written by python -m hpc.testbed up, which overwrites changes.
 ClusterName={cluster}
 SlurmctldHost={login}({address})
-SlurmctldPort={port}
+SlurmctldPort=7817
 # Listen on the bridge's address only, not on the machine's real interfaces.
 CommunicationParameters=NoCtldInAddrAny
 AuthType=auth/munge
-AuthInfo=socket={munge_socket}
+AuthInfo=socket={paths.munge_socket}
 SlurmUser=root
-StateSaveLocation={controller_state}
-SlurmdSpoolDir={spool}/%n
-SlurmctldPidFile={run}/slurmctld.pid
-SlurmdPidFile={run}/%n.pid
-SlurmctldLogFile={logs}/slurmctld.log
-SlurmdLogFile={logs}/%n.log
+StateSaveLocation={paths.controller_state}
+SlurmdSpoolDir={paths.spool}/%n
+SlurmctldPidFile={paths.run}/slurmctld.pid
+SlurmdPidFile={paths.run}/%n.pid
+SlurmctldLogFile={paths.logs}/slurmctld.log
+SlurmdLogFile={paths.logs}/%n.log
 # The nodes declare more CPUs and memory than the machine has: use this file, not what slurmd detects.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
@@ -34,7 +33,7 @@ MpiDefault=none
 # A node that was down and registers again is used without an administrator.
 ReturnToService=2
 # Mark a dead node down within a minute (Slurm's default is 300 s, and the tests would wait for it).
-SlurmdTimeout={slurmd_timeout}
+SlurmdTimeout={shape.slurmd_timeout}
 KillWait=15
 JobRequeue=1
 SelectType=select/cons_tres
@@ -49,9 +48,9 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf
 _ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={address}
-AccountingStoragePort={port}
+AccountingStoragePort=7819
 # Not a password: with munge this names the socket; without it slurmctld uses the system's munged.
-AccountingStoragePass={munge_socket}
+AccountingStoragePass={paths.munge_socket}
 AccountingStorageTRES=gres/gpu
 JobAcctGatherType=jobacct_gather/linux
 """
@@ -66,18 +65,18 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=04:00:00 
 
 _SLURMDBD = """\
 AuthType=auth/munge
-AuthInfo=socket={munge_socket}
+AuthInfo=socket={paths.munge_socket}
 DbdHost={login}
 DbdAddr={address}
-DbdPort={port}
+DbdPort=7819
 SlurmUser=root
-PidFile={run}/slurmdbd.pid
-LogFile={logs}/slurmdbd.log
+PidFile={paths.run}/slurmdbd.pid
+LogFile={paths.logs}/slurmdbd.log
 StorageType=accounting_storage/mysql
 # "localhost" means the Unix socket in MYSQL_UNIX_PORT: the database has no port and needs no password.
 StorageHost=localhost
 StorageUser=root
-StorageLoc={database}
+StorageLoc=slurm_acct_db
 """
 
 _LOGIN = """\
@@ -109,36 +108,19 @@ exec slurmd -b -N {name} -f {slurm_conf}
 """
 
 
-def _slots(paths: TestbedPaths) -> dict[str, str]:
-    """The paths in the templates."""
-    return {
-        "munge_socket": str(paths.munge_socket),
-        "controller_state": str(paths.controller_state),
-        "spool": str(paths.spool),
-        "run": str(paths.run),
-        "logs": str(paths.logs),
-    }
-
-
-def _node_line(shape: TestbedShape, node: TestbedNode) -> str:
-    gres = f" Gres=gpu:{shape.gpus_per_node}" if shape.gpus_per_node else ""
-    return (
-        f"NodeName={node.name} NodeAddr={node.address} Sockets=1 CoresPerSocket={shape.cpus_per_node} "
-        f"ThreadsPerCore=1 RealMemory={shape.memory_mb_per_node}{gres}\n"
-    )
-
-
 def slurm_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
     """The text of slurm.conf."""
-    slots = _slots(paths)
-    text = _CONTROLLER.format(
-        cluster=CLUSTER_NAME, login=LOGIN_NAME, address=LOGIN_ADDRESS, port=CONTROLLER_PORT,
-        slurmd_timeout=shape.slurmd_timeout, **slots,
-    )  # fmt: skip
+    text = _CONTROLLER.format(shape=shape, paths=paths, **_NAMES)
     if shape.accounting:
-        text += _ACCOUNTING.format(address=LOGIN_ADDRESS, port=DBD_PORT, **slots)
+        text += _ACCOUNTING.format(paths=paths, **_NAMES)
     text += "GresTypes=gpu\n" if shape.gpus_per_node else ""
-    return text + "".join(_node_line(shape, node) for node in shape.all_nodes) + _PARTITIONS
+    gres = f" Gres=gpu:{shape.gpus_per_node}" if shape.gpus_per_node else ""
+    for node in shape.all_nodes:
+        text += (
+            f"NodeName={node.name} NodeAddr={node.address} Sockets=1 CoresPerSocket={shape.cpus_per_node} "
+            f"ThreadsPerCore=1 RealMemory={shape.memory_mb_per_node}{gres}\n"
+        )
+    return text + _PARTITIONS
 
 
 def gres_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
@@ -150,13 +132,6 @@ def gres_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
     return f"Name=gpu File={files}\n"
 
 
-def slurmdbd_conf(paths: TestbedPaths) -> str:
-    """The text of slurmdbd.conf."""
-    return _SLURMDBD.format(
-        login=LOGIN_NAME, address=LOGIN_ADDRESS, port=DBD_PORT, database=DATABASE_NAME, **_slots(paths)
-    )
-
-
 def hosts(shape: TestbedShape, host_name: str) -> str:
     """The nodes' /etc/hosts; `host_name` is the machine's own, which jobs see as their submit host."""
     aliases = f"{LOGIN_NAME} {host_name}" if host_name not in {LOGIN_NAME, "localhost"} else LOGIN_NAME
@@ -164,30 +139,17 @@ def hosts(shape: TestbedShape, host_name: str) -> str:
     return "\n".join([*lines, *(f"{node.address} {node.name}" for node in shape.all_nodes)]) + "\n"
 
 
-def boot_script(node: TestbedNode, paths: TestbedPaths) -> str:
-    """The script that turns fresh namespaces into the node."""
-    return _BOOT.format(
-        name=shlex.quote(node.name),
-        address=shlex.quote(node.address),
-        hosts=shlex.quote(str(paths.hosts)),
-        slurm_conf=shlex.quote(str(paths.slurm_conf)),
-    )
-
-
-def login_script(paths: TestbedPaths) -> str:
-    """The script that turns a fresh mount namespace into the login host's, and then runs its arguments."""
-    return _LOGIN.format(hosts=shlex.quote(str(paths.hosts)))
-
-
 def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path, str]:
     """Every configuration file, by path: `up` writes them, and compares them with those of a running testbed."""
+    quoted = {"hosts": shlex.quote(str(paths.hosts)), "slurm_conf": shlex.quote(str(paths.slurm_conf))}
     found = {
         paths.slurm_conf: slurm_conf(shape, paths),
         paths.gres_conf: gres_conf(shape, paths),
         paths.hosts: hosts(shape, host_name),
-        paths.login_script: login_script(paths),
-        **{paths.boot_script(node): boot_script(node, paths) for node in shape.all_nodes},
+        paths.login_script: _LOGIN.format(**quoted),
     }
+    for node in shape.all_nodes:
+        found[paths.boot_script(node)] = _BOOT.format(name=node.name, address=node.address, **quoted)
     if shape.accounting:
-        found[paths.slurmdbd_conf] = slurmdbd_conf(paths)
+        found[paths.slurmdbd_conf] = _SLURMDBD.format(paths=paths, **_NAMES)
     return found

@@ -13,23 +13,18 @@ from hpc.core.errors import TorchrelayError, UserError
 
 # The daemons get only this environment: the caller's virtual environment, or an outer job's SLURM_*, would appear in
 # every job of the testbed.
-CLEAN_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+_CLEAN_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 
-BINARIES_OF_PACKAGE = {
+_BINARIES_OF_PACKAGE = {
     "slurm-wlm": ("slurmctld", "slurmd", "scontrol", "sinfo"),
     "munge": ("munged", "munge"),
     "iproute2": ("ip",),
     "util-linux": ("unshare", "nsenter", "setsid"),
 }
-ACCOUNTING_BINARIES_OF_PACKAGE = {
+_ACCOUNTING_BINARIES_OF_PACKAGE = {
     "slurmdbd": ("slurmdbd",),
     "mariadb-server": ("mariadbd", "mariadb-install-db", "mariadb-admin"),
 }
-
-
-def find(binary: str) -> str | None:
-    """The path of a binary in the daemons' PATH."""
-    return shutil.which(binary, path=CLEAN_ENVIRONMENT["PATH"])
 
 
 def require_root() -> None:
@@ -40,8 +35,9 @@ def require_root() -> None:
 
 def require_packages(*, accounting: bool) -> None:
     """Raise UserError if packages are missing; the message has the command that installs them."""
-    packages = BINARIES_OF_PACKAGE | (ACCOUNTING_BINARIES_OF_PACKAGE if accounting else {})
-    missing = [package for package, binaries in packages.items() if not all(map(find, binaries))]
+    packages = _BINARIES_OF_PACKAGE | (_ACCOUNTING_BINARIES_OF_PACKAGE if accounting else {})
+    path = _CLEAN_ENVIRONMENT["PATH"]
+    missing = [name for name, binaries in packages.items() if not all(shutil.which(b, path=path) for b in binaries)]
     if missing:
         names = " ".join(missing)
         raise UserError(f"the testbed needs packages that are not installed: {names}; type: apt-get install -y {names}")
@@ -58,7 +54,7 @@ def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -
         done = subprocess.run(
             words,
             check=False,
-            env=CLEAN_ENVIRONMENT | environment,
+            env=_CLEAN_ENVIRONMENT | environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -86,7 +82,7 @@ def start(*command: str | Path, log: Path, **environment: str) -> None:
         done = subprocess.run(
             words,
             check=False,
-            env=CLEAN_ENVIRONMENT | environment,
+            env=_CLEAN_ENVIRONMENT | environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
