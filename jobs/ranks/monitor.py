@@ -44,26 +44,26 @@ class LocalRanks:
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:
         """The last heartbeat of each rank that is alive."""
-        found = (self._heartbeat(local_rank) for local_rank in range(self._num_ranks))
-        return tuple(heartbeat for heartbeat in found if heartbeat is not None)
-
-    def _heartbeat(self, local_rank: int) -> RankHeartbeat | None:
-        fields = _read(self._node_dir.heartbeat(local_rank))
-        state = process_state(fields["pid"]) if fields and "pid" in fields else None
-        if fields is None or state in {None, "Z"}:
-            return None
-        sign, now = (fields["pid"], fields.get("count"), fields.get("step")), time.monotonic()
-        if self._last_signs.get(local_rank, (None, 0.0))[0] != sign:
-            self._last_signs[local_rank] = (sign, now)
-        return RankHeartbeat(
-            rank=fields.get("rank", local_rank),
-            step=fields.get("step", 0),
-            phase=fields.get("phase", ""),
-            state=state or "",
-            still_seconds=round(now - self._last_signs[local_rank][1], 2),
-            step_seconds=fields.get("step_seconds"),
-            busy_seconds=fields.get("busy_seconds"),
-        )
+        found = []
+        for local_rank in range(self._num_ranks):
+            fields = _read(self._node_dir.heartbeat(local_rank))
+            state = process_state(fields["pid"]) if fields and "pid" in fields else None
+            if fields is None or state in {None, "Z"}:
+                continue
+            sign, now = (fields["pid"], fields.get("count"), fields.get("step")), time.monotonic()
+            if self._last_signs.get(local_rank, (None, 0.0))[0] != sign:
+                self._last_signs[local_rank] = (sign, now)
+            heartbeat = RankHeartbeat(
+                rank=fields.get("rank", local_rank),
+                step=fields.get("step", 0),
+                phase=fields.get("phase", ""),
+                state=state or "",
+                still_seconds=round(now - self._last_signs[local_rank][1], 2),
+                step_seconds=fields.get("step_seconds"),
+                busy_seconds=fields.get("busy_seconds"),
+            )
+            found.append(heartbeat)
+        return tuple(found)
 
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
         """Ranks that have failed since the last call, in the order of their ends.
@@ -75,17 +75,15 @@ class LocalRanks:
         for path in sorted(self._node_dir.exits.glob("[0-9]*.json")):
             fields = _read(path)
             path.unlink(missing_ok=True)
-            if fields is not None:
-                found.append(self._failure(fields, clock_skew_seconds))
+            if fields is None:
+                continue
+            for key in ("started_at", "failed_at"):
+                fields[key] += clock_skew_seconds
+            memory, signal, detail = fields.pop("out_of_memory"), fields["signal"], fields["detail"]
+            cause = cause_of_exit(fields["exit_code"], signal, memory, detail, ours=self._ours)
+            found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
         self.failures = (*self.failures, *found)[-_KEPT_FAILURES:]
         return found
-
-    def _failure(self, fields: dict[str, Any], clock_skew_seconds: float) -> RankFailure:
-        for key in ("started_at", "failed_at"):
-            fields[key] += clock_skew_seconds
-        out_of_memory = fields.pop("out_of_memory")
-        cause = cause_of_exit(fields["exit_code"], fields["signal"], out_of_memory, fields["detail"], ours=self._ours)
-        return RankFailure(node=self._host, round=self._round, cause=cause, **fields)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

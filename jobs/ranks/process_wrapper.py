@@ -40,36 +40,38 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     log = os.path.join(log_dir, f"rank-{rank:02d}.log")
-    size_before = _redirect_output(log)
+    size_before = 0
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        print(f"{log} cannot be written: {error}", flush=True)  # the output goes to the agent's
+    else:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        size_before = os.fstat(descriptor).st_size
     os.environ["TORCHRELAY_HEARTBEAT"] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
     started, kills = time.time(), _out_of_memory_kills()
     pid, status = _run(program)
+    by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if status:
-        by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
         record = {
             "rank": rank,
             "started_at": started,
             "failed_at": time.time(),
             "exit_code": -by_signal if by_signal else os.waitstatus_to_exitcode(status),
-            "signal": _signal_name(by_signal) if by_signal else None,
+            "signal": names.get(by_signal, f"SIG{by_signal}") if by_signal else None,
             "out_of_memory": by_signal == signal.SIGKILL and _out_of_memory_kills() > kills,
             "step": _last_step(heartbeat, pid),
             "detail": _last_line(log, size_before, killed=by_signal is not None),
         }
         _write_whole(os.path.join(node_dir, "exits"), f"{time.time_ns()}-{local_rank}.json", json.dumps(record))
-    _end_like(status)
-
-
-def _redirect_output(log: str) -> int:
-    """Send all output to a log, and return its size so far. If it cannot be opened, the output goes to the agent's."""
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        print(f"{log} cannot be written: {error}", flush=True)
-        return 0
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    return os.fstat(descriptor).st_size
+    # End as the program did, so that torchrun sees it.
+    if by_signal:
+        if by_signal != signal.SIGKILL:
+            signal.signal(by_signal, signal.SIG_DFL)
+        os.kill(os.getpid(), by_signal)
+    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
 def _run(program: tuple[str, ...]) -> tuple[int, int]:
@@ -85,13 +87,6 @@ def _run(program: tuple[str, ...]) -> tuple[int, int]:
             os.write(2, f"{program[0]} cannot be started: {error}\n".encode())
         os._exit(127)
     return os.waitpid(pid, 0)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"  # a real-time signal
 
 
 def _out_of_memory_kills() -> int:
@@ -144,15 +139,6 @@ def _write_whole(directory: str, name: str, text: str) -> None:
     except OSError as error:
         print(f"{text} could not be written: {error}", flush=True)
         os.kill(os.getppid(), signal.SIGKILL)
-
-
-def _end_like(status: int) -> None:
-    """End as the program did, so that torchrun sees it."""
-    if os.WIFSIGNALED(status):
-        if os.WTERMSIG(status) != signal.SIGKILL:
-            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
-        os.kill(os.getpid(), os.WTERMSIG(status))
-    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
 if __name__ == "__main__":

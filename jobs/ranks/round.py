@@ -1,8 +1,8 @@
 """One round on one node: torchrun and what it runs, from its start to its end or the next directive.
 
-Runs on compute nodes. The ranks run our trainer (jobs.ranks.trainer_command), or the user's own torchrun script. That
-finds in its environment TORCHRELAY_RUN_DIR, TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA; on SIGUSR2 or
-SIGTERM it should save and exit with 0.
+Runs on compute nodes. The ranks run our trainer, or the user's own torchrun script. That finds in its environment
+TORCHRELAY_RUN_DIR, TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA; on SIGUSR2 or SIGTERM it should save and
+exit with 0.
 """
 
 import os
@@ -12,15 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.core.errors import UserError
+from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from jobs.attempt import NodeAllocation, NodeAttempt
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
-from jobs.ranks import trainer_command
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import Rendezvous, interface_of, local_address, program_argv, torchrun_argv
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 from jobs.stop_request import StopRequest
+from training.config.dataset_layout import check_data
+from training.config.train_config import spec_argv
 
 _POLL_SECONDS = 0.1
 # After a stop request, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
@@ -88,7 +91,7 @@ def _command(node: NodeAttempt, directive: Directive, setup: RankSetup) -> tuple
         activated_environment(os.environ, python), allocation, num_ranks, address, setup.threads
     )
     if spec.train is not None:
-        program = trainer_command.command(run, number, setup.data, node.node_dir, python)
+        program = trainer_command(run, number, setup.data, node.node_dir, python)
     elif directive.preflight:
         program = preflight_command(run, number, python)
     else:
@@ -96,6 +99,23 @@ def _command(node: NodeAttempt, directive: Directive, setup: RankSetup) -> tuple
         environment = script_environment(environment, run, number, setup.data)
     wrapper = [python, "-S", str(PROCESS_WRAPPER), "rank", str(logs), str(node.node_dir.path)]
     return [*torchrun_argv(rendezvous, num_ranks, address, python), *program_argv([*wrapper, *program])], environment
+
+
+def trainer_command(run: RunDir, attempt: int, data: Path | None, memory: NodeDir, python: str) -> list[str]:
+    """Our trainer, with this node's copy of the data, unless they are generated."""
+    flags = spec_argv(run.spec, run.path, attempt, memory.path, data=find_data(data) if data else None)
+    return [python, "-u", "-P", "-m", "training", *flags]
+
+
+def find_data(staged: Path) -> Path:
+    """Where the data are in what was staged: archives often hold one directory with everything in it."""
+    inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
+    if len(inside) != 1 or not inside[0].is_dir():
+        return staged
+    try:
+        return check_data(staged).path
+    except UserError:
+        return inside[0]
 
 
 def preflight_command(run: RunDir, attempt: int, python: str) -> list[str]:

@@ -18,7 +18,7 @@ from jobs.attempt import NodeAttempt, log
 from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.trainer_command import find_data
+from jobs.ranks.round import find_data
 from jobs.staging.packing import pack
 
 # A copy of 100 GB must not look like a hang; one of a second needs no progress events.

@@ -65,7 +65,25 @@ def _make(entry: CacheEntry, folder: Path, size: int, watch: Watch) -> None:
     entry.path.mkdir(mode=0o700, exist_ok=True)
     # Beside the damaged data, which another job may have mapped into its memory.
     new, old = entry.path / "new", entry.path / f".{time.time_ns()}.old"
-    _run([str(folder), str(new), f"--size={size}"], entry.path, watch)
+    command = [sys.executable, "-u", "-P", "-m", "training.pack", str(folder), str(new), f"--size={size}"]
+    began = time.monotonic()
+    # In its own session, so that a terminal's Ctrl-C reaches only the agent; Slurm's signals reach it all the same.
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as packer:
+        try:
+            while packer.poll() is None:
+                # Written by now, in blocks of 512 bytes. Sizes do not tell: the files are sparse.
+                done = sum(512 * path.stat().st_blocks for path in entry.path.glob(".*/*.npy") if path.exists())
+                seconds = time.monotonic() - began
+                stop_if(watch(CopyProgress(activity="packing", bytes_done=done, seconds=seconds)))
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            packer.send_signal(signal.SIGTERM)
+            raise
+    if packer.returncode:
+        raise TorchrelayError(
+            f"{folder} could not be packed (exit code {packer.returncode}; see the error above in this log): "
+            "use --pack off, or a larger --stage-dir if its disk is full"
+        )
     if entry.data.exists():
         entry.data.rename(old)
     new.rename(entry.data)
@@ -74,28 +92,3 @@ def _make(entry: CacheEntry, folder: Path, size: int, watch: Watch) -> None:
     names = (INDEX, *(file.name for file in index.files))
     files = [describe_file(entry.data, name, lambda: watch(None)) for name in names]
     write_manifest(entry.path, Manifest(source=index.source, boot=boot_id(), files=tuple(files)))
-
-
-def _run(arguments: list[str], place: Path, watch: Watch) -> None:
-    began = time.monotonic()
-    command = [sys.executable, "-u", "-P", "-m", "training.pack", *arguments]
-    # In its own session, so that a terminal's Ctrl-C reaches only the agent; Slurm's signals reach it all the same.
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as packer:
-        try:
-            while packer.poll() is None:
-                done, seconds = _bytes_in(place), time.monotonic() - began
-                stop_if(watch(CopyProgress(activity="packing", bytes_done=done, seconds=seconds)))
-                time.sleep(_POLL_SECONDS)
-        except BaseException:
-            packer.send_signal(signal.SIGTERM)
-            raise
-    if packer.returncode:
-        raise TorchrelayError(
-            f"{arguments[0]} could not be packed (exit code {packer.returncode}; see the error above in this log): "
-            "use --pack off, or a larger --stage-dir if its disk is full"
-        )
-
-
-def _bytes_in(place: Path) -> int:
-    """Bytes written by now. Sizes do not tell: the files are sparse."""
-    return sum(512 * path.stat().st_blocks for path in place.glob(".*/*.npy") if path.exists())

@@ -109,7 +109,11 @@ def _import_torch(monitor: NodeMonitor, python: str) -> list[str]:
             process.kill()
             raise
     _poll(monitor, deadline)  # a signal that asks this node to stop ends the copy's process, too
-    return _parse_answer(process.returncode, out, errors)
+    answers = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
+    if process.returncode == 0 and answers:
+        return [str(word) for word in json.loads(answers[0])]
+    lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+    raise TorchrelayError(f"the copy does not import torch: {lines[-1]}")
 
 
 def _poll(monitor: NodeMonitor, deadline: float) -> None:
@@ -117,12 +121,3 @@ def _poll(monitor: NodeMonitor, deadline: float) -> None:
     stop_if(monitor.must_leave)
     if time.monotonic() > deadline:
         raise TorchrelayError(f"the copy did not import torch within {_TRY_SECONDS:.0f} s")
-
-
-def _parse_answer(exit_code: int, out: str, errors: str) -> list[str]:
-    """What the copy printed, among all that packages print. Pure."""
-    answers = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
-    if exit_code == 0 and answers:
-        return [str(word) for word in json.loads(answers[0])]
-    lines = errors.strip().splitlines() or [f"exit code {exit_code}"]
-    raise TorchrelayError(f"the copy does not import torch: {lines[-1]}")
