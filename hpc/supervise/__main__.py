@@ -11,15 +11,17 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc import cli
+from hpc.core.attempts import last_job_id
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import json_line, write_exclusive
 from hpc.core.ledger import record
 from hpc.core.outcome import JobState
+from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
@@ -65,15 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def supervise(options: SuperviseOptions) -> int:
     """Check all runs and act, once or until Ctrl-C."""
-    interval = duration_seconds("--interval", options.interval)
+    interval = float(duration_seconds("--interval", options.interval))
     if interval < 1 or options.max_parallel_requeues < 1:
         raise UserError("--interval is 1s or more, --max-parallel-requeues 1 or more")
-    _on_end_command(options)
-    wait, once = float(interval), options.once or options.dry_run
+    try:
+        on_end = shlex.split(options.on_end)
+    except ValueError as error:
+        raise UserError(f"--on-end {options.on_end!r} is no command: {error}") from error
+    wait, once = interval, options.once or options.dry_run
     while True:
         try:
-            lines = list(_check(options))
-            wait = float(interval)
+            lines = _check(options, on_end)
+            wait = interval
         except (TorchrelayError, OSError) as error:
             if once:
                 raise
@@ -83,13 +88,6 @@ def supervise(options: SuperviseOptions) -> int:
         if once:
             return int(any(line["problem"] for line in lines))
         time.sleep(wait)
-
-
-def _on_end_command(options: SuperviseOptions) -> list[str]:
-    try:
-        return shlex.split(options.on_end)
-    except ValueError as error:
-        raise UserError(f"--on-end {options.on_end!r} is no command: {error}") from error
 
 
 def _print(lines: list[Line], options: SuperviseOptions) -> None:
@@ -105,32 +103,29 @@ def _print(lines: list[Line], options: SuperviseOptions) -> None:
         print(json.dumps(line) if options.json else text, flush=True)
 
 
-def _check(options: SuperviseOptions) -> Iterator[Line]:
+def _check(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
     """Decide about every run, and act; one line of --json for each.
 
     Raises:
         TorchrelayError: squeue does not answer.
     """
-    started = 0
-    for one, decision in _decisions(options):
-        starts = decision.action in STARTS
-        if starts and started >= options.max_parallel_requeues:
-            yield _line(one, Decision(reason=f"{started} runs start at once: retried at the next check"), None)
-            continue
-        problem = None if options.dry_run else _act(one, decision, options)
-        started += starts and problem is None
-        yield _line(one, decision, problem)
-
-
-def _line(one: ObservedRun, decision: Decision, problem: str | None) -> Line:
-    return {
-        "run": one.run.name,
-        "run_dir": str(one.run.path),
-        "action": decision.action,
-        "reason": decision.reason,
-        "job_id": decision.job_id,
-        "problem": problem,
-    }
+    lines, started = list[Line](), 0
+    for one, decided in _decisions(options):
+        decision, problem = decided, None
+        if decision.action in STARTS and started >= options.max_parallel_requeues:
+            decision = Decision(reason=f"{started} runs start at once: retried at the next check")
+        elif not options.dry_run:
+            problem = _act(one, decision, on_end)
+        started += decision.action in STARTS and problem is None
+        lines.append({
+            "run": one.run.name,
+            "run_dir": str(one.run.path),
+            "action": decision.action,
+            "reason": decision.reason,
+            "job_id": decision.job_id,
+            "problem": problem,
+        })  # fmt: skip
+    return lines
 
 
 def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
@@ -149,7 +144,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
     """All runs of Slurm's below a directory."""
     jobs = jobs_by_script(slurm.jobs().values())
     storage_now = storage_time(runs_dir.expanduser())
-    found = []
+    found = list[ObservedRun]()
     for run in cli.all_runs(runs_dir):
         try:
             if run.script.exists():  # a run without a script is not Slurm's
@@ -170,25 +165,28 @@ def _with_excludable(one: ObservedRun) -> ObservedRun:
 
 def _with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
     """Add the states, from Slurm's accounting, of jobs that squeue no longer lists."""
-    unlisted = {one.run: job_id for one in found if not one.known.over and (job_id := one.unlisted_job_id)}
+    unlisted = dict[RunDir, str]()
+    for one in found:
+        job_id = last_job_id(one.events)
+        if job_id and not one.known.over and all(job.job_id != job_id for job in one.known.jobs):
+            unlisted[one.run] = job_id
     try:
         states = slurm.final_states(list(unlisted.values())) if unlisted else {}
     except TorchrelayError:
         return found  # a cluster without accounting
-    return [_with_last_job_state(one, states.get(unlisted.get(one.run, ""))) for one in found]
+    known = [states.get(unlisted.get(one.run, ""), one.known.last_job_state) for one in found]
+    return [
+        replace(one, known=replace(one.known, last_job_state=state)) for one, state in zip(found, known, strict=True)
+    ]
 
 
-def _with_last_job_state(one: ObservedRun, state: JobState | None) -> ObservedRun:
-    return one if state is None else replace(one, known=replace(one.known, last_job_state=state))
-
-
-def _act(one: ObservedRun, decision: Decision, options: SuperviseOptions) -> str | None:
+def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
     """Perform a decision; the error's message, or None."""
     try:
         if decision.action is not Action.KEEP:
             perform(one, decision)
-        elif options.on_end and decision.final_state:
-            _notify(one, decision.final_state, decision.reason, _on_end_command(options))
+        elif on_end and decision.final_state:
+            _notify(one, decision.final_state, decision.reason, on_end)
     except (TorchrelayError, OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None

@@ -134,35 +134,23 @@ def _unclear(run: RunObservation) -> Decision | None:
     return _keep(f"job {job.job_id} is {words[job.state]}") if job else None
 
 
-def _held(run: RunObservation) -> Decision | None:
-    """A job that Slurm holds because it could not start it."""
-    job = run.pending_job
-    if job is None or "launch" not in job.reason.lower() or "held" not in job.reason.lower():
-        return None
-    same = run.last is not None and run.last.job_id == job.job_id
-    times = job.restarts - (run.last.restart + 1 if run.last and same else 0)
-    if times >= _MOST_STARTS:
-        return _keep(f"Slurm could not start job {job.job_id} {times} times: scontrol release {job.job_id}", "failed")
-    return Decision(action=Action.UNHOLD, job_id=job.job_id, reason="Slurm could not start it on a node")
-
-
-def _requeued(run: RunObservation) -> Decision | None:
-    """A job that Slurm delays after a requeue."""
-    job = run.pending_job
-    # Without a restart, the delay was requested by the user.
-    if job is None or job.reason != "BeginTime" or not job.restarts:
-        return None
-    if not _LEAST_DELAY_SECONDS < (job.eligible or 0.0) - run.now < _MOST_DELAY_SECONDS:
-        return None
-    return _back_off(run, run.failures - 2) or Decision(
-        action=Action.RELEASE, job_id=job.job_id, reason="requeued; nothing but Slurm's delay holds it"
-    )
-
-
 def _pending(run: RunObservation) -> Decision | None:
-    job = run.pending_job
+    """A job that waits for nodes; Slurm may hold or delay it."""
+    job, last = run.pending_job, run.last
     if job is None:
         return None
+    if "launch" in job.reason.lower() and "held" in job.reason.lower():
+        times = job.restarts - (last.restart + 1 if last and last.job_id == job.job_id else 0)
+        if times < _MOST_STARTS:
+            return Decision(action=Action.UNHOLD, job_id=job.job_id, reason="Slurm could not start it on a node")
+        reason = f"Slurm could not start job {job.job_id} {times} times: scontrol release {job.job_id}"
+        return _keep(reason, "failed")
+    # Without a restart, the delay was requested by the user.
+    delay = (job.eligible or 0.0) - run.now if job.reason == "BeginTime" and job.restarts else 0.0
+    if _LEAST_DELAY_SECONDS < delay < _MOST_DELAY_SECONDS:
+        reason = "requeued; nothing but Slurm's delay holds it"
+        release = Decision(action=Action.RELEASE, job_id=job.job_id, reason=reason)
+        return _back_off(run, run.failures - 2) or release
     if missed := set(run.excluded) - set(run.excludable):
         reason = f"too few nodes are left without {', '.join(sorted(missed))}"
         return Decision(action=Action.ADMIT, job_id=job.job_id, reason=reason)
@@ -190,27 +178,22 @@ def _starting(run: RunObservation) -> Decision | None:
     return _relaunch(run, job, f"its agents have not started within {waited:.0f} s")
 
 
-def _handing_over(run: RunObservation) -> Decision | None:
-    """A job whose attempt has ended: its agents submit the next one."""
+def _running(run: RunObservation) -> Decision | None:
+    """A job whose agents work on the last attempt or, if that has ended, submit the next one."""
     job, last = run.running_jobs[-1] if run.running_jobs else None, run.last
-    if job is None or last is None or last.ended is None:
+    if job is None:
         return None
+    silent = run.silent_seconds >= STALE_SECONDS
+    if last is None or last.ended is None:
+        if silent:
+            return _relaunch(run, job, f"no heartbeat from its agents for {run.silent_seconds:.0f} s")
+        return _keep(f"job {job.job_id} is running")
     quiet = run.now - max(last.ended, run.handed_over_at or 0.0)
-    agents_work = run.silent_seconds < STALE_SECONDS and quiet < _AGENT_RETRY_SECONDS
-    if quiet < HANDOVER_SECONDS or agents_work:
+    if quiet < HANDOVER_SECONDS or (quiet < _AGENT_RETRY_SECONDS and not silent):
         return _keep(f"job {job.job_id} is ending")
     if run.over:
         return _cancel(job, "the run has ended, but its job still runs")
     return _relaunch(run, job, "the attempt ended, and its agents queued no next one")
-
-
-def _running(run: RunObservation) -> Decision | None:
-    if not run.running_jobs:
-        return None
-    job = run.running_jobs[-1]
-    if run.silent_seconds < STALE_SECONDS:
-        return _keep(f"job {job.job_id} is running")
-    return _relaunch(run, job, f"no heartbeat from its agents for {run.silent_seconds:.0f} s")
 
 
 def _given_up(run: RunObservation) -> Decision | None:
@@ -232,8 +215,9 @@ def _scancelled(run: RunObservation) -> Decision | None:
     if run.scancelled:
         return _keep(reason)
     # Also a process that hands the run over cancels the old job.
-    by_user = run.last_job_state is JobState.CANCELLED and not run.handover_unfinished
-    return Decision(action=Action.RECORD, reason=reason) if by_user else None
+    if run.last_job_state is not JobState.CANCELLED or run.handover_unfinished:
+        return None
+    return Decision(action=Action.RECORD, reason=reason, cause=Cause.CANCELLED if run.end_missing else None)
 
 
 def _vanished(run: RunObservation) -> Decision | None:
@@ -268,10 +252,8 @@ def _ended(run: RunObservation) -> Decision:
 
 _RULES: tuple[Callable[[RunObservation], Decision | None], ...] = (
     _finished_or_cancelled, _handed_over, _replaced, _unclear,
-    # Slurm has not started the job.
-    _held, _requeued, _pending,
-    # It has nodes, or is about to leave them.
-    _ending, _starting, _handing_over, _running,
-    # There is no job.
+    # It has a job.
+    _pending, _ending, _starting, _running,
+    # It has none.
     _given_up, _just_ended, _scancelled, _vanished, _never_starts, _ended,
 )  # fmt: skip

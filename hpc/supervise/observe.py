@@ -5,7 +5,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core import ledger
@@ -113,12 +113,6 @@ class ObservedRun:
     heartbeat_mtime: float | None
     """Of the file `alive`, by its storage's clock."""
 
-    @property
-    def unlisted_job_id(self) -> str | None:
-        """The run's last job, if squeue does not list it."""
-        job_id = last_job_id(self.events)
-        return None if any(job.job_id == job_id for job in self.known.jobs) else job_id
-
 
 def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:
     """Read the state of a run.
@@ -131,47 +125,38 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
     Raises:
         OSError: its directory was deleted, or is closed to this user.
     """
-    now, mtime = time.time(), modified(run.alive)
-    known = RunObservation(
-        jobs=jobs.get(os.path.realpath(run.script), ()),
-        heartbeat_at=None if mtime is None else now - (storage_now - mtime),
-        complete=run.final_result.exists(),
-        now=now,
-    )
-    events = () if known.complete else ledger.read(run.events)
-    return ObservedRun(run=run, events=events, known=_with_events(known, events), heartbeat_mtime=mtime)
-
-
-def _with_events(known: RunObservation, events: Sequence[Event]) -> RunObservation:
-    """Add what the ledger records."""
-    attempts = attempts_of(events)
+    now, mtime, complete = time.time(), modified(run.alive), run.final_result.exists()
+    listed = jobs.get(os.path.realpath(run.script), ())
+    events = () if complete else ledger.read(run.events)
+    attempts, job_id = attempts_of(events), last_job_id(events)
     own = [event for event in events if event.get("attempt") == (attempts[-1].attempt if attempts else 0)]
     queued = [event["time"] for event in own if event["event"] in {"requeued", "relaunched"}]
     released = [event["time"] for event in own if event["event"] == "released"]
     claims = [event for event in own if event["event"] == "relaunching"]
     unfinished = bool(claims) and claims[-1]["time"] > max(queued, default=0.0)
     excluded = [event["excluded"] for event in events if event["event"] in {"relaunched", "excluded"}]
-    job_id = last_job_id(events)
-    return replace(
-        known,
+    known = RunObservation(
+        complete=complete,
         cancelled=any(event["event"] == "cancelled" for event in events),
         scancelled=any(event["event"] == "scancelled" and event["job_id"] == job_id for event in events),
         attempts=attempts,
-        last_job_state=next((job.state for job in known.jobs if job.job_id == job_id), JobState.UNKNOWN),
+        jobs=listed,
+        last_job_state=next((job.state for job in listed if job.job_id == job_id), JobState.UNKNOWN),
+        heartbeat_at=None if mtime is None else now - (storage_now - mtime),
         queued_jobs=len(queued),
         handed_over_at=max([*queued, *released], default=None),
         handover_unfinished=unfinished,
         handover_deadline=_handover_deadline(claims[-1]) if unfinished else 0.0,
         excluded=excluded[-1] if excluded else (),
+        now=now,
     )
+    return ObservedRun(run=run, events=events, known=known, heartbeat_mtime=mtime)
 
 
 def _handover_deadline(claim: Event) -> float:
     """Deadline for the process that claimed the next job to submit it; 0 if it died."""
-    here = claim["host"] == socket.gethostname()
-    if here and not is_alive(claim["pid"], claim["started"]):
-        return 0.0
-    return float(claim["time"] + HANDOVER_SECONDS)
+    died = claim["host"] == socket.gethostname() and not is_alive(claim["pid"], claim["started"])
+    return 0.0 if died else float(claim["time"] + HANDOVER_SECONDS)
 
 
 def modified(path: Path) -> float | None:
