@@ -4,6 +4,9 @@ Runs anywhere, as one process that starts others; needs no torch. The files are 
 renamed to DST when all are complete. A packer that was killed resumes with the images that have no record.
 """
 
+import hashlib
+import io
+import json
 import multiprocessing
 import os
 import shutil
@@ -14,23 +17,26 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
+import numpy as np
 import tyro
 
 from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import fsync_directory, sha256_of, write_atomic
+from hpc.core.files import fsync_directory, sha256_of, write_atomic, write_json
 from hpc.core.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
-from training.pack.plan import PackPlan, make_plan
-from training.pack.split_writer import CHANNELS, PackProgress, SplitWriter, has_records, pack_splits, pixels_sha256
+from training.data.file_index import SplitIndex, build_index
+from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
 from training.runtime.signals import die_with_parent
 
 _LOCK = ".lock"
+_PLAN = ".plan.json"
+_CHANGES = {"size": "another --size", "images": "other images in SRC"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +66,14 @@ class PackOptions:
 
 def main() -> int:
     """From the command line to the exit code."""
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     if not sys.stdout.isatty():
         # A log that is read while it is written needs whole lines at once.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
-    return program.run(_work)
+    return program.run(_main)
 
 
-def _exit(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
-def _work() -> int:
+def _main() -> int:
     options = program.parse(PackOptions, sys.argv[1:], "python -m training.pack")
     for name, least in (("size", 8), ("num_workers", 1)):
         value = getattr(options, name)
@@ -82,34 +84,73 @@ def _work() -> int:
     return 0
 
 
-def pack(options: PackOptions, workers: int) -> None:
-    """Make DST, unless it is complete already.
+@dataclass(frozen=True, kw_only=True)
+class PackPlan:
+    """A packed data set to be made."""
+
+    source: Path
+    size: int
+    classes: tuple[str, ...]
+    parts: dict[str, SplitIndex]
+    """By name; the images' paths are below `source`."""
+
+    @property
+    def images(self) -> int:
+        """Images in all parts."""
+        return sum(len(part.names) for part in self.parts.values())
+
+    @cached_property
+    def identity(self) -> dict[str, str | int]:
+        """Differs between plans whose files differ in more than pixels."""
+        tables = {
+            name: [hashlib.sha256(content).hexdigest() for content in _tables(part).values()]
+            for name, part in self.parts.items()
+        }
+        return _identity(self.size, self.classes, tables)
+
+    def matches(self, index: PackIndex) -> bool:
+        """Whether a packed data set has this plan's images, labels and size."""
+        tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
+        return self.identity == _identity(index.size, index.classes, tables)
+
+    def check_resumable(self, directory: Path) -> None:
+        """Write the plan, or make sure that the files in a directory were begun with it.
+
+        Raises:
+            UserError: they were begun with another plan.
+        """
+        path = directory / _PLAN
+        try:
+            begun = json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            begun = {}
+        if not has_records(directory):
+            write_json(path, self.identity)
+        elif begun != self.identity:
+            changed = ", ".join(_CHANGES[name] for name in self.identity if begun.get(name) != self.identity[name])
+            raise UserError(f"{directory} was begun with {changed}: use the same, or start over: rm -r '{directory}'")
+
+
+def _identity(size: int, classes: tuple[str, ...], tables: dict[str, list[str]]) -> dict[str, str | int]:
+    return {"size": size, "images": hashlib.sha256(json.dumps([classes, tables]).encode()).hexdigest()}
+
+
+def _tables(part: SplitIndex) -> dict[str, bytes]:
+    """The contents of a part's files of labels and names."""
+    contents = {}
+    for name, array in (("labels", part.labels), ("names", part.names)):
+        buffer = io.BytesIO()
+        np.save(buffer, array, allow_pickle=False)
+        contents[name] = buffer.getvalue()
+    return contents
+
+
+def make_plan(src: Path, dst: Path, size: int) -> PackPlan:
+    """List the images.
 
     Raises:
-        UserError: SRC is no image folder or has changed, or DST is something else.
-        TorchrelayError: another process packs into DST, or the disk is full.
+        UserError: SRC is no image folder, a directory in it cannot be read, or DST is inside SRC.
     """
-    src, dst = (Path(os.path.abspath(path.expanduser())) for path in (options.src, options.dst))  # noqa: PTH100
-    _check_paths(src, dst)
-    plan = make_plan(src, options.size)
-    if _is_packed(dst, plan):
-        print(f"{dst} is packed already: {plan.images} images")
-        return
-    with _working_directory(dst) as directory, _pool(workers) as pool, _explained(directory):
-        if _is_packed(dst, plan):  # by another process, since the check above
-            shutil.rmtree(directory)
-            return
-        plan.check_resumable(directory)
-        splits = {name: SplitWriter(directory, name, src, part.names, plan.size) for name, part in plan.parts.items()}
-        done = sum(split.done for split in splits.values())
-        _check_space(directory, (plan.images - done) * CHANNELS * plan.size**2)
-        pack_splits(list(splits.values()), pool, workers, PackProgress(plan.images, done))
-        index = _complete(plan, directory, splits)
-        _publish(directory, dst)
-    _print_result(index, dst)
-
-
-def _check_paths(src: Path, dst: Path) -> None:
     if not src.is_dir():
         raise UserError(f"SRC is {src}, which is no directory: give the image folder")
     try:
@@ -120,6 +161,53 @@ def _check_paths(src: Path, dst: Path) -> None:
         raise UserError(f"{src} needs no packing: train from it as it is (--data {src})")
     if dst.resolve().is_relative_to(src.resolve()):
         raise UserError(f"DST is {dst}, which is inside SRC: give a directory outside of {src}")
+    try:
+        listing = build_index(layout)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
+    parts = {}
+    for name, part in listing.parts.items():
+        root: Path = getattr(layout, name)
+        prefix = "" if root == src else f"{root.relative_to(src)}/"
+        parts[name] = SplitIndex(names=np.char.add(prefix.encode(), part.names), labels=part.labels)
+    return PackPlan(source=src, size=size, classes=listing.classes, parts=parts)
+
+
+def pack(options: PackOptions, workers: int) -> None:
+    """Make DST, unless it is complete already.
+
+    Raises:
+        UserError: SRC is no image folder or has changed, or DST is something else.
+        TorchrelayError: another process packs into DST, or the disk is full.
+    """
+    src, dst = (Path(os.path.abspath(path.expanduser())) for path in (options.src, options.dst))  # noqa: PTH100
+    plan = make_plan(src, dst, options.size)
+    if _is_packed(dst, plan):
+        print(f"{dst} is packed already: {plan.images} images")
+        return
+    with _working_directory(dst) as directory, _pool(workers) as pool, _explained(directory):
+        if _is_packed(dst, plan):  # by another process, since the check above
+            shutil.rmtree(directory)
+            return
+        plan.check_resumable(directory)
+        splits = {name: SplitWriter(directory, name, src, part.names, plan.size) for name, part in plan.parts.items()}
+        missing = plan.images - sum(split.done for split in splits.values())
+        needed, free = missing * CHANNELS * plan.size**2, shutil.disk_usage(directory).free
+        if needed > free:
+            raise UserError(
+                f"{directory.parent} has {free // 2**20} MB free, and the packed images need {needed // 2**20} MB: "
+                "free some space, use a smaller --size, or give another DST"
+            )
+        pack_splits(list(splits.values()), pool, workers)
+        index = _complete(plan, directory, splits)
+        directory.rename(dst)
+        fsync_directory(dst.parent)
+        for hidden in dst.glob(".*"):  # records, plan and lock, which nobody needs any more
+            hidden.unlink()
+    size = sum(file.bytes for file in index.files) / 2**20
+    print(f"{dst}: {plan.images} images of {plan.size} x {plan.size} pixels, {size:.0f} MB: train with --data {dst}")
+    if corrupt := sum(len(part.corrupt) for part in index.parts):
+        print(f"{corrupt} images cannot be decoded and are marked: trainings use others (--max-corrupt-images)")
 
 
 def _is_packed(dst: Path, plan: PackPlan) -> bool:
@@ -186,21 +274,12 @@ def _explained(directory: Path) -> Iterator[None]:
         raise
 
 
-def _check_space(directory: Path, needed: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if needed > free:
-        raise UserError(
-            f"{directory.parent} has {free // 2**20} MB free, and the packed images need {needed // 2**20} MB: "
-            "free some space, use a smaller --size, or give another DST"
-        )
-
-
 def _complete(plan: PackPlan, directory: Path, splits: dict[str, SplitWriter]) -> PackIndex:
     """Write the labels and names, then the index."""
     parts = []
     for name, split in splits.items():
         tables = {}
-        for table, content in plan.tables(name).items():
+        for table, content in _tables(plan.parts[name]).items():
             path = directory / f"{name}-{table}.npy"
             write_atomic(path, content)
             tables[table] = PackedFile(name=path.name, bytes=len(content), sha256=sha256_of(path))
@@ -210,22 +289,6 @@ def _complete(plan: PackPlan, directory: Path, splits: dict[str, SplitWriter]) -
     index = PackIndex(size=plan.size, classes=plan.classes, parts=tuple(parts), source=str(plan.source))
     write_index(directory, index)
     return index
-
-
-def _publish(directory: Path, dst: Path) -> None:
-    """Rename the complete directory, then remove its hidden files, which nobody needs any more."""
-    directory.rename(dst)
-    fsync_directory(dst.parent)
-    for hidden in dst.glob(".*"):
-        hidden.unlink()
-
-
-def _print_result(index: PackIndex, dst: Path) -> None:
-    images, corrupt = (sum(counts) for counts in zip(*((p.images, len(p.corrupt)) for p in index.parts), strict=True))
-    size = sum(file.bytes for file in index.files) / 2**20
-    print(f"{dst}: {images} images of {index.size} x {index.size} pixels, {size:.0f} MB: train with --data {dst}")
-    if corrupt:
-        print(f"{corrupt} images cannot be decoded and are marked: trainings use others (--max-corrupt-images)")
 
 
 def verify(dst: Path, workers: int) -> None:

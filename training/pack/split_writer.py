@@ -85,31 +85,6 @@ class SplitWriter:
         return tuple(np.flatnonzero(self.records["state"] == CORRUPT).tolist())
 
 
-class PackProgress:
-    """Prints the number of packed images, the rate and the remaining time every few seconds."""
-
-    def __init__(self, total: int, done: int) -> None:
-        self._total, self._done, self._first = total, done, done
-        self._began = self._printed = time.monotonic()
-        if done:
-            print(f"{done} of {total} images were packed before", flush=True)
-
-    def advance(self, images: int, corrupt: Sequence[Path]) -> None:
-        """Count packed images, and warn of corrupt ones."""
-        for path in corrupt:
-            print(f"warning: {path} cannot be decoded: it is marked", flush=True)
-        self._done += images
-        now = time.monotonic()
-        rate = (self._done - self._first) / max(now - self._began, 1e-9)
-        if rate and now - self._printed >= _LINE_SECONDS:
-            self._printed = now
-            left = round((self._total - self._done) / rate)
-            print(
-                f"{self._done} of {self._total} images, {rate:.0f} images/s, eta {left // 60}:{left % 60:02d}",
-                flush=True,
-            )
-
-
 def _existing(path: Path) -> np.memmap | None:
     """A mapped array that an earlier packer has made; None: it was not, or not completely."""
     try:
@@ -124,12 +99,17 @@ def has_records(directory: Path) -> bool:
     return any(records is not None and records["state"].any() for records in found)
 
 
-def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, workers: int, progress: PackProgress) -> None:
+def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, workers: int) -> None:
     """Pack all images that have no record, or whose files have changed since.
 
     Raises:
         OSError: an image cannot be read, or the disk is full.
     """
+    total, before = sum(len(split.names) for split in splits), sum(split.done for split in splits)
+    if before:
+        print(f"{before} of {total} images were packed before", flush=True)
+    done, began = before, time.monotonic()
+    printed = began
     chunks = ((split, first) for split in splits for first in range(0, len(split.names), _CHUNK))
     pending: deque[tuple[SplitWriter, int, Future[np.ndarray]]] = deque()
     while True:
@@ -144,7 +124,16 @@ def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, worker
         for split in {split for split, _, _ in finished}:
             fsync_file(split.path)
         for split, first, records in finished:
-            progress.advance(*split.record(first, records.result()))
+            new, corrupt = split.record(first, records.result())
+            done += new
+            for path in corrupt:
+                print(f"warning: {path} cannot be decoded: it is marked", flush=True)
+        now = time.monotonic()
+        if done > before and now - printed >= _LINE_SECONDS:
+            printed, rate = now, (done - before) / (now - began)
+            left = round((total - done) / rate)
+            eta = f"{left // 60}:{left % 60:02d}"
+            print(f"{done} of {total} images, {rate:.0f} images/s, eta {eta}", flush=True)
 
 
 def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], records: np.ndarray) -> np.ndarray:
