@@ -17,7 +17,6 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.core.attempts import Attempt
 from hpc.core.errors import TorchrelayError
 from hpc.core.nodedir import DEV_SHM, open_node_dir
 from hpc.core.rundir import RunDir
@@ -64,10 +63,21 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     if run.final_result.exists():
         log(f"run {run.name} is complete: see {run.final_result}")
         return 0
-    started = _claim(run, allocation) if allocation.is_head else _join(run, allocation, stop)
-    if started is None:
-        return 0
-    channel, attempt = started
+    channel: ControlChannel
+    if allocation.is_head:
+        nonce = secrets.token_hex(16)
+        channel = ControlServer(nonce)
+        try:
+            attempt = claim.claim_next(run, allocation, channel.port, nonce)
+        except (TorchrelayError, OSError) as error:
+            claim.refuse(run, allocation, str(error))
+            raise
+    else:
+        joined = claim.join(run, allocation, lambda: bool(stop), _JOIN_SECONDS)
+        if joined is None:
+            return 0
+        attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
+        channel = ControlClient(allocation.head, attempt.port, attempt.nonce, status)
     # On a cluster a node runs one agent; without one, this machine is all nodes.
     node_dir, lock = open_node_dir(run.path, allocation.node_rank if allocation.cluster == "local" else 0)
     try:
@@ -91,26 +101,6 @@ def _keep_alive(run: RunDir) -> None:
         with contextlib.suppress(OSError):
             run.alive.touch()
         time.sleep(_ALIVE_SECONDS)
-
-
-def _claim(run: RunDir, allocation: NodeAllocation) -> tuple[ControlChannel, Attempt]:
-    """On the head node: claim the next attempt, or report to the other nodes' agents why not."""
-    nonce = secrets.token_hex(16)
-    server = ControlServer(nonce)
-    try:
-        return server, claim.claim_next(run, allocation, server.port, nonce)
-    except (TorchrelayError, OSError) as error:
-        claim.refuse(run, allocation, str(error))
-        raise
-
-
-def _join(run: RunDir, allocation: NodeAllocation, stop: StopRequest) -> tuple[ControlChannel, Attempt] | None:
-    """On another node: join the head node's attempt; None if this agent was asked to stop first."""
-    attempt = claim.join(run, allocation, lambda: bool(stop), _JOIN_SECONDS)
-    if attempt is None:
-        return None
-    status = NodeStatus(node_rank=allocation.node_rank)
-    return ControlClient(allocation.head, attempt.port, attempt.nonce, status), attempt
 
 
 class _Agent:
@@ -139,7 +129,10 @@ class _Agent:
     def _train(self) -> None:
         """Prepare this node, and take part in rounds until there are no more."""
         try:
-            setup = self._prepare()
+            threads = threads_per_rank(self._node.allocation, self._node.spec.resources.gpus_per_node)
+            self._record_joined()
+            data = self._staging.stage_data()
+            setup = RankSetup(data=data, python=stage_environment(self._staging), threads=threads)
             self._channel.report(phase=Phase.READY, port=pick_port())
             while directive := self._next_round():
                 self._channel.report(phase=Phase.RUNNING, round=directive.round)
@@ -152,13 +145,6 @@ class _Agent:
             self._node.record_event("node_failed", node=self._node.host, detail=str(error))
             log(str(error))
             self._channel.report(phase=Phase.FAILED, detail=str(error))
-
-    def _prepare(self) -> RankSetup:
-        """Make this node ready to train."""
-        threads = threads_per_rank(self._node.allocation, self._node.spec.resources.gpus_per_node)
-        self._record_joined()
-        data = self._staging.stage_data()
-        return RankSetup(data=data, python=stage_environment(self._staging), threads=threads)
 
     def _record_joined(self) -> None:
         """Meet the head node's agent, and record what this node has."""

@@ -43,22 +43,17 @@ def claim_next(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -
     if last is not None and last.ended is None:
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
-        cause, detail = _cause_of_silent_end(last, allocation)
+        try:
+            dead = slurm.dead_nodes(list(last.nodes)) if allocation.cluster == "slurm" else []
+            cause = Cause.NODE_FAILURE if dead else Cause.LOST
+            detail = f"down: {', '.join(dead)}" if dead else "ended without reporting (node lost?)"
+        except TorchrelayError as error:
+            cause = Cause.LOST
+            detail = f"ended without reporting (node lost?), and Slurm does not answer: {error}"
         last_heard = max(event["time"] for event in events if event.get("attempt") == last.attempt)
         step = relaunch.last_step(run) or (0 if RunSpec.load(run).train else None)
         relaunch.record_end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=last_heard)
     return claim(run, allocation, port, nonce)
-
-
-def _cause_of_silent_end(last: Attempt, allocation: NodeAllocation) -> tuple[Cause, str]:
-    """The cause and detail of an attempt whose agents recorded no end."""
-    try:
-        dead = slurm.dead_nodes(list(last.nodes)) if allocation.cluster == "slurm" else []
-    except TorchrelayError as error:
-        return Cause.LOST, f"ended without reporting (node lost?), and Slurm does not answer: {error}"
-    if dead:
-        return Cause.NODE_FAILURE, f"down: {', '.join(dead)}"
-    return Cause.LOST, "ended without reporting (node lost?)"
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:

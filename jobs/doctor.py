@@ -4,6 +4,7 @@ Runs on compute nodes, once per node, in a job of its own. `python -m jobs.docto
 `NodeInfo` as JSON. DIRECTORY was made beside the runs, on the login node.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,14 +19,7 @@ from hpc.core.node_info import NodeInfo, NodeInfoInJob, inspect_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from jobs.attempt import NodeAllocation, find_allocation
-from jobs.ranks.rendezvous import (
-    LOWEST_PORT,
-    Rendezvous,
-    interface_of,
-    local_address,
-    program_argv,
-    torchrun_argv,
-)
+from jobs.ranks.rendezvous import LOWEST_PORT, Rendezvous, interface_of, local_address, program_argv, torchrun_argv
 from jobs.ranks.round import preflight_command, rank_environment
 from jobs.ranks.torchrun import ENVIRONMENT
 
@@ -52,23 +46,18 @@ def inspect(allocation: NodeAllocation, shared: Path, stage_dir: Path, ranks: in
     passed, message = preflight(allocation, own, ranks)
     if not sees_runs:
         shutil.rmtree(own, ignore_errors=True)
+    interface = None
+    with contextlib.suppress(OSError):  # the preflight reports what is wrong
+        interface = interface_of(local_address(allocation)) if allocation.num_nodes > 1 else None
     job = NodeInfoInJob(
         sees_runs=sees_runs,
         slurm_error=client_error(),
-        interface=_interface(allocation),
+        interface=interface,
         nccl_interfaces=os.environ.get("NCCL_SOCKET_IFNAME", ""),
         passed=passed,
         preflight=message,
     )
     return replace(inspect_node(stage_dir), name=allocation.host, job=job)
-
-
-def _interface(allocation: NodeAllocation) -> str | None:
-    """The interface towards the other nodes."""
-    try:
-        return interface_of(local_address(allocation)) if allocation.num_nodes > 1 else None
-    except OSError:
-        return None  # the preflight reports what is wrong
 
 
 def client_error() -> str:
@@ -93,7 +82,12 @@ def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, 
         address = local_address(allocation)
     except OSError as error:
         return False, f"{allocation.host} cannot find the other nodes: {error}"
-    argv = torchrun_argv(rendezvous_of(allocation), ranks, address, sys.executable)
+    # A job that is never requeued may derive its port from its id.
+    rendezvous = Rendezvous(
+        run="doctor", attempt=1, nonce=allocation.job_id, round=1, members=allocation.hostnames,
+        port=LOWEST_PORT + int(allocation.job_id) % 20_000, is_host=allocation.is_head,
+    )  # fmt: skip
+    argv = torchrun_argv(rendezvous, ranks, address, sys.executable)
     program = program_argv(preflight_command(RunDir(own), 1, sys.executable))
     limit = ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS)]
     done = subprocess.run(
@@ -106,15 +100,6 @@ def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, 
         check=False,
     )
     return done.returncode == 0, summarize(done.stdout, done.returncode)[:_LONGEST_MESSAGE]
-
-
-def rendezvous_of(allocation: NodeAllocation) -> Rendezvous:
-    """The rendezvous of all nodes. A job that is never requeued may derive its port from its id. Pure."""
-    port = LOWEST_PORT + int(allocation.job_id) % 20_000
-    names, is_host = allocation.hostnames, allocation.is_head
-    return Rendezvous(
-        run="doctor", attempt=1, nonce=allocation.job_id, round=1, members=names, port=port, is_host=is_host
-    )
 
 
 def summarize(output: str, exit_code: int) -> str:

@@ -54,7 +54,12 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         save_snapshot(node)
     if failure and cause is failure.cause:
         fields = {"detail": failure.detail, "failed_at": failure.failed_at, "node": failure.node, "rank": failure.rank}
-    if not record_end(node, cause=cause, step=_last_step(node, coordinator), **fields):
+    last_step = None
+    if node.spec.train:
+        # The last step that any rank had done: the metrics may be some steps behind.
+        failed_at = failure.step if failure else 0
+        last_step = max(failed_at or 0, coordinator.last_step, relaunch.last_step(node.run) or 0)
+    if not record_end(node, cause=cause, step=last_step, **fields):
         return 1  # other agents, which have lost contact with this one, have ended it
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
     ending = replace(ending, failures=failures_in_a_row(attempts_of(node.run_events())))
@@ -88,8 +93,11 @@ def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMoni
 def _inspect_ending(node: NodeAttempt, coordinator: Coordinator) -> Ending:
     """What is known of the ending: from the coordinator, the run directory, and Slurm."""
     refresh_nfs_cache(node.run.path)
-    signal = coordinator.signal
-    fields = _show_job(node)
+    signal, fields = coordinator.signal, dict[str, str]()
+    try:
+        fields = slurm.show_job(node.allocation.job_id) if node.on_slurm else fields
+    except TorchrelayError as error:
+        log(f"Slurm does not report the state of this job: {error}")
     return Ending(
         finished=node.run.final_result.exists() if node.spec.train else coordinator.done and not signal,
         cancelled=any(event["event"] == "cancelled" for event in node.run_events()),
@@ -98,25 +106,6 @@ def _inspect_ending(node: NodeAttempt, coordinator: Coordinator) -> Ending:
         preempted=slurm.is_preempted(fields),
         failure=coordinator.failure.cause if coordinator.failure else Cause.CRASHED,
     )
-
-
-def _show_job(node: NodeAttempt) -> dict[str, str]:
-    """Slurm's record of the job; empty without Slurm, or if its controller does not answer."""
-    if not node.on_slurm:
-        return {}
-    try:
-        return slurm.show_job(node.allocation.job_id)
-    except TorchrelayError as error:
-        log(f"Slurm does not report the state of this job: {error}")
-        return {}
-
-
-def _last_step(node: NodeAttempt, coordinator: Coordinator) -> int | None:
-    """The last step that any rank had done: the metrics may be some steps behind."""
-    if node.spec.train is None:
-        return None
-    failed_at = coordinator.failure.step if coordinator.failure else 0
-    return max(failed_at or 0, coordinator.last_step, relaunch.last_step(node.run) or 0)
 
 
 # --- another node's agent, after the head node is lost ---
@@ -249,12 +238,22 @@ def hand_over(node: NodeAttempt, lost: list[str], unfit: list[str]) -> None:
     """
 
     def leave() -> None:
+        job_id = node.allocation.job_id
         # Some clusters take no jobs from their compute nodes: then Slurm has to notice first.
         if set(slurm.dead_nodes(lost)) == set(lost):
-            slurm.requeue(node.allocation.job_id)
-            node.record_event("requeued", job_id=node.allocation.job_id)
-        else:
-            _relaunch(node, [*lost, *unfit])
+            slurm.requeue(job_id)
+            node.record_event("requeued", job_id=job_id)
+            return
+        events = node.run_events()
+        excluded = relaunch.nodes_to_exclude(node.spec, events, [*lost, *unfit])
+        old = {attempt.job_id for attempt in attempts_of(events)}
+        new = relaunch.submit_next_job(node.run, node.spec, excluded, old)
+        node.record_event("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
+        log(f"the run continues in job {new}; this one ends")
+        try:
+            slurm.cancel(job_id)
+        except TorchrelayError as error:
+            log(f"this job has nothing left to do, and could not be ended: type scancel {job_id} ({error})")
 
     if relaunch.claim_next_job(node.run, node.attempt.attempt, node.run_events()):
         _retry(leave)
@@ -286,17 +285,3 @@ def _retry(ask: Callable[[], None]) -> None:
                 raise
             log(f"the run cannot continue yet, trying again: {error}")
             time.sleep(_RETRY_SECONDS)
-
-
-def _relaunch(node: NodeAttempt, avoid: list[str]) -> None:
-    """Submit a new job for the run, and end this one."""
-    job_id, events = node.allocation.job_id, node.run_events()
-    excluded = relaunch.nodes_to_exclude(node.spec, events, avoid)
-    old = {attempt.job_id for attempt in attempts_of(events)}
-    new = relaunch.submit_next_job(node.run, node.spec, excluded, old)
-    node.record_event("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
-    log(f"the run continues in job {new}; this one ends")
-    try:
-        slurm.cancel(job_id)
-    except TorchrelayError as error:
-        log(f"this job has nothing left to do, and could not be ended: type scancel {job_id} ({error})")
