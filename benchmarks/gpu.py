@@ -39,8 +39,7 @@ from hpc.core.rundir import RunDir
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.build import load_data
-from training.data.device_dataset import move_to_device
+from training.data.build import load_data, move_to_device
 from training.data.loader import Batch, ImageSource, load_batches, load_device_batches
 from training.engine.launch import make_deterministic, make_trainer
 from training.engine.trainer import Trainer

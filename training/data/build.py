@@ -1,11 +1,11 @@
 """Opens a data set of any layout: reads it, holds out a part for validation, sets up the augmentation.
 
-Runs on every rank.
+Runs on every rank. Images in memory may lie on the rank's device, which then makes the batches: they are shifted,
+mirrored and erased by the same operations on any device, so a rank gets the same images, bit by bit.
 """
 
 import hashlib
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from training.config.dataset_layout import DataLayout
 from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index
 from training.config.train_config import TrainConfig
-from training.data.cifar import read_cifar, read_cifar_names
 from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages
-from training.data.file_index import SplitIndex, build_index, deserialize
-from training.data.idx import class_names, read_idx_pair
+from training.data.file_index import build_index, deserialize, image_roots
 from training.data.image_folder import FolderImages
+from training.data.in_memory import class_names, read_cifar, read_cifar_names, read_idx_pair
+from training.data.loader import ImageSource
 from training.data.packed import open_part
 from training.data.transforms.augment import make_augmentation
 from training.runtime.counter_rng import Purpose, derive_key, permutation
@@ -27,6 +27,9 @@ from training.runtime.counter_rng import Purpose, derive_key, permutation
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SAMPLED_FOR_STATISTICS = 5000
 _SYNTHETIC_STEPS, _SYNTHETIC_POOL = 100, 1024
+# --data-on-device auto takes a small part of a GPU, because the model must still fit. It is enough for the MNIST family
+# and CIFAR on any GPU.
+_AUTO_SHARE = 1 / 10
 
 _Pair = tuple[Tensor, Tensor]
 
@@ -45,27 +48,42 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_in
         UserError: files are missing, torn, or do not fit together.
     """
     if layout.kind == "image-folder":
-        return _load_folder(config, layout, folder_size, file_index)
+        files = deserialize(file_index) if file_index else build_index(layout)
+        parts = {}
+        for name, root in image_roots(layout).items():
+            store, labels = FolderImages(root=root, names=files.parts[name].names), files.parts[name].labels
+            parts[name] = ImageDataset(store=store, labels=torch.from_numpy(labels), size=folder_size)
+        return _split(config, layout, parts, files.classes)
     if layout.kind == "packed":
-        return _load_packed(config, layout, folder_size)
+        index = read_index(layout.path)
+        opened = {part.name: open_part(layout.path, index, part) for part in index.parts}
+        parts = {
+            name: ImageDataset(store=packed, labels=labels, size=folder_size)
+            for name, (packed, labels) in opened.items()
+        }
+        return _split(config, layout, parts, index.classes)
     if layout.kind == "idx":
         train = read_idx_pair(layout.train, "train")
         test = read_idx_pair(layout.test, "test") if layout.test else None
         return _load_in_memory(config, layout, train, test, class_names(train[1], int(train[1].max()) + 1))
     names = read_cifar_names(layout.path, layout.kind)
-    parts = [read_cifar(layout.path, layout.kind, part, len(names)) for part in ("train", "test")]
-    return _load_in_memory(config, layout, parts[0], parts[1], names)
+    train, test = (read_cifar(layout.path, layout.kind, part, len(names)) for part in ("train", "test"))
+    return _load_in_memory(config, layout, train, test, names)
 
 
 def _load_in_memory(
     config: TrainConfig, layout: DataLayout, everything: _Pair, tested: _Pair | None, classes: tuple[str, ...]
 ) -> Data:
     images, labels = everything
-    _check_labels(labels, tested[1] if tested else None)
-    mean, std = _statistics(images)
+    if tested and len(tested[1]) and tested[1].max() > labels.max():
+        raise UserError(f"the test set has label {tested[1].max()}, but the training set ends at {labels.max()}")
+    # Of each channel, over evenly spaced images.
+    some = images[:: max(1, len(images) // _SAMPLED_FOR_STATISTICS)].double() / 255
+    std, mean = torch.std_mean(some, dim=(0, 2, 3), correction=0)
+    means = tuple(mean.tolist())
     channels, height, width = images.shape[1:]
     held_out, kept = _hold_out(config, len(labels))
-    augmentation = make_augmentation(config, layout.kind, (channels, height, width), mean)
+    augmentation = make_augmentation(config, layout.kind, (channels, height, width), means)
     train = MemoryImages(images=images[kept], labels=labels[kept], title="the training set", augmentation=augmentation)
     val = MemoryImages(images=images[held_out], labels=labels[held_out], title="the validation set")
     test = MemoryImages(images=tested[0], labels=tested[1], title="the test set") if tested else None
@@ -74,36 +92,14 @@ def _load_in_memory(
         val=val if len(held_out) else None,
         test=test,
         classes=classes,
-        mean=mean,
-        std=std,
+        mean=means,
+        std=tuple(std.clamp(min=1 / 255).tolist()),
         channels=channels,
         shape=(height, width),
         in_memory=True,
         cheap=not augmentation.needs_cpu,
         fingerprint=_fingerprint(train, test),
     )
-
-
-def _load_folder(config: TrainConfig, layout: DataLayout, size: int, file_index: bytes) -> Data:
-    index = deserialize(file_index) if file_index else build_index(layout)
-    roots = {"train": layout.train, "val": layout.val, "test": layout.test}
-    parts = {name: _open_folder(root, index.parts[name], size) for name, root in roots.items() if root}
-    return _split(config, layout, parts, index.classes)
-
-
-def _open_folder(root: Path, part: SplitIndex, size: int) -> ImageDataset:
-    store = FolderImages(root=root, names=part.names)
-    return ImageDataset(store=store, labels=torch.from_numpy(part.labels), size=size)
-
-
-def _load_packed(config: TrainConfig, layout: DataLayout, size: int) -> Data:
-    index = read_index(layout.path)
-    parts = {
-        part.name: ImageDataset(store=store, labels=labels, size=size)
-        for part in index.parts
-        for store, labels in [open_part(layout.path, index, part)]
-    }
-    return _split(config, layout, parts, index.classes)
 
 
 def _split(config: TrainConfig, layout: DataLayout, parts: dict[str, ImageDataset], classes: tuple[str, ...]) -> Data:
@@ -162,18 +158,6 @@ def _hold_out(config: TrainConfig, samples: int) -> tuple[Tensor, Tensor]:
     return order[:count].sort().values, order[count:].sort().values
 
 
-def _check_labels(train: Tensor, test: Tensor | None) -> None:
-    if test is not None and len(test) and int(test.max()) > int(train.max()):
-        raise UserError(f"the test set has label {int(test.max())}, but the training set ends at {int(train.max())}")
-
-
-def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, over evenly spaced images."""
-    some = images[:: max(1, len(images) // _SAMPLED_FOR_STATISTICS)].double() / 255
-    std, mean = torch.std_mean(some, dim=(0, 2, 3), correction=0)
-    return tuple(mean.tolist()), tuple(std.clamp(min=1 / 255).tolist())
-
-
 def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
     digest = hashlib.sha256()
     for source in sources:
@@ -183,3 +167,40 @@ def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
             if isinstance(source, ImageDataset):
                 digest.update(source.store.identity())
     return digest.hexdigest()
+
+
+def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Data:
+    """The data, on the device if --data-on-device asks for it; `auto`: on a GPU with ten times their size free.
+
+    Raises:
+        UserError: --data-on-device is on, and they cannot be there.
+    """
+    wanted = config.data_on_device
+    if wanted == "off" or (wanted == "auto" and device.type == "cpu"):
+        return data
+    parts = {name: part for name in ("train", "val", "test") if (part := getattr(data, name)) is not None}
+    reason = _why_not_on_device(list(parts.values()), device, wanted)
+    if reason and wanted == "on":
+        raise UserError(f"--data-on-device is on, but {reason}")
+    if reason:
+        return data
+    moved = {name: replace(part, images=part.images.to(device)) for name, part in parts.items()}
+    return replace(data, on_device=True, **moved)
+
+
+def _why_not_on_device(parts: list[ImageSource], device: torch.device, wanted: str) -> str:
+    """Why the data cannot be on the device, and what to use; empty if they can."""
+    needed = 0
+    for part in parts:
+        if not isinstance(part, MemoryImages | SyntheticImages):
+            return "the images of a folder or of packed data are cropped on the CPU: use auto, or leave it out"
+        if isinstance(part, MemoryImages) and part.augmentation is not None and part.augmentation.needs_cpu:
+            return "the augmentation runs on the CPU: use auto, or leave it out"
+        needed += part.images.nbytes
+    return "" if device.type == "cpu" else too_large(needed, torch.cuda.mem_get_info(device)[0], wanted)
+
+
+def too_large(needed: int, free: int, wanted: str) -> str:
+    """Why images of `needed` bytes do not fit into a GPU with `free` bytes, and what to use; empty if they fit."""
+    fit = needed <= free * (_AUTO_SHARE if wanted == "auto" else 1)
+    return "" if fit else f"the images take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free: use auto"

@@ -39,7 +39,7 @@ class MemoryImages:
         return len(self.labels)
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """The images of a request."""
+        """The images of a request, augmented."""
         indices = torch.tensor(request.indices, dtype=torch.int64)
         images = self.images[to_device(indices, self.images.device)]
         if request.epoch is not None and self.augmentation is not None:
@@ -70,9 +70,8 @@ class SyntheticImages:
 
     def __getitem__(self, request: BatchRequest) -> Batch:
         """The first images of the pool, whatever the indices are."""
-        indices = torch.tensor(request.indices, dtype=torch.int64)
+        indices, pool = torch.tensor(request.indices, dtype=torch.int64), self.images
         count = len(indices)
-        pool = self.images
         images = pool[:count] if count <= len(pool) else pool[torch.arange(count) % len(pool)]
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
 
@@ -125,11 +124,14 @@ class ImageDataset:
         """The images (uint8 [n, 3, size, size]) of a request."""
         # The channels of a pixel lie together, as decoders write them and models like them.
         images = torch.empty(len(request.indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        shown, corrupt = [], set[int]()
+        shown, corrupt, size = [], set[int](), (self.size, self.size)
         for place, index in enumerate(request.indices):
             readable, image = self._next_readable(index, corrupt)
-            images[place] = self._crop(readable, image, request.epoch)
             shown.append(readable)
+            if request.epoch is not None and self.augmentation is not None:
+                images[place] = self.augmentation.crop_one(request.epoch, readable, image, size)
+            else:
+                images[place] = center_crop(image, size)
         indices, shown_indices, corrupt_indices = (
             torch.tensor(values, dtype=torch.int64) for values in (request.indices, shown, sorted(corrupt))
         )
@@ -148,18 +150,13 @@ class ImageDataset:
     def _next_readable(self, index: int, corrupt: set[int]) -> tuple[int, Tensor]:
         """The first readable image from `index` on; adds those before it to `corrupt`."""
         most = min(len(self), _MAX_CORRUPT_IN_A_ROW)
-        for candidate in (place % len(self) for place in range(index, index + most)):
+        for place in range(index, index + most):
+            candidate = place % len(self)
             image = self.store.read(candidate)
             if image is not None:
                 return candidate, image
             corrupt.add(candidate)
         raise UserError(f"{self.name(index)} and the {most - 1} images after it are corrupt: {self.store.fix()}")
-
-    def _crop(self, index: int, image: Tensor, epoch: int | None) -> Tensor:
-        size = (self.size, self.size)
-        if epoch is not None and self.augmentation is not None:
-            return self.augmentation.crop_one(epoch, index, image, size)
-        return center_crop(image, size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ content changes. Packers use this module too; it imports no torch.
 import hashlib
 import io
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from training.config.dataset_layout import DataLayout, is_class_directory, is_im
 # cached only if its directories have been unchanged for longer than that.
 _TICK_NS = 2 * 10**9
 _FORMAT = b"file index 1"
+_PARTS = "train", "val", "test"  # fields of DataLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +45,6 @@ class FileIndex:
     """`train`, and `val` and `test` if they exist."""
 
 
-_PARTS = "train", "val", "test"  # fields of DataLayout
-
-
 def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
     """The serialized index, from the file `cache` if the class directories have not changed since.
 
@@ -59,14 +58,20 @@ def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
     """
     try:
         fingerprint, changed_ns = _fingerprint(layout)
-        cached = _read_cache(cache, fingerprint)
-        if cached is not None:
-            return cached
+        # numpy raises nearly everything on a torn or foreign file: then the index is built again.
+        with suppress(Exception):
+            cached = cache.read_bytes()
+            if _arrays(cached)["fingerprint"].item() == fingerprint:
+                return cached
         content = serialize(build_index(layout), fingerprint)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
     if changed_ns < now_ns - _TICK_NS:
-        _write_cache(cache, content)
+        try:
+            cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomic(cache, content)
+        except OSError as error:
+            print(f"warning: {cache} cannot be written ({error}): the next attempt lists the images again", flush=True)
     return content
 
 
@@ -76,30 +81,13 @@ def _fingerprint(layout: DataLayout) -> tuple[str, int]:
     The modification time can be set, as rsync does; the inode's change time cannot.
     """
     digest, newest = hashlib.sha256(_FORMAT), 0
-    for part, root in _roots(layout).items():
+    for part, root in image_roots(layout).items():
         for name in _classes(root):
             status = (root / name).stat()
             times = (status.st_mtime_ns, status.st_ctime_ns)
             digest.update(b"%s\0%s\0%d %d\0" % (part.encode(), os.fsencode(root / name), *times))
             newest = max(newest, *times)
     return digest.hexdigest(), newest
-
-
-def _read_cache(cache: Path, fingerprint: str) -> bytes | None:
-    """The file's content if it is whole and has this fingerprint."""
-    try:
-        content = cache.read_bytes()
-        return content if _arrays(content)["fingerprint"].item() == fingerprint else None
-    except Exception:  # noqa: BLE001  # numpy raises nearly everything on a torn or foreign file: build the index again
-        return None
-
-
-def _write_cache(cache: Path, content: bytes) -> None:
-    try:
-        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(cache, content)
-    except OSError as error:
-        print(f"warning: {cache} cannot be written ({error}): the next attempt lists the images again", flush=True)
 
 
 def serialize(index: FileIndex, fingerprint: str = "") -> bytes:
@@ -131,23 +119,23 @@ def build_index(layout: DataLayout) -> FileIndex:
     Raises:
         UserError: a directory of val/ or test/ is not a class of the training set.
     """
-    classes = _classes(layout.train)
-    return FileIndex(
-        classes=tuple(classes), parts={name: _list_part(root, classes) for name, root in _roots(layout).items()}
-    )
+    classes, parts = _classes(layout.train), {}
+    for part, root in image_roots(layout).items():
+        unknown = sorted(set(_classes(root)) - set(classes))
+        if unknown:
+            raise UserError(f"{root / unknown[0]} is a class that the training set does not have: remove it or add it")
+        names, counts = list[bytes](), []
+        for name in classes:
+            images = _images_in(root / name)
+            names += [os.fsencode(f"{name}/{image}") for image in images]
+            counts.append(len(images))
+        labels = np.repeat(np.arange(len(classes)), counts)
+        parts[part] = SplitIndex(names=np.array(names, dtype=np.bytes_), labels=labels)
+    return FileIndex(classes=tuple(classes), parts=parts)
 
 
-def _list_part(root: Path, classes: list[str]) -> SplitIndex:
-    unknown = sorted(set(_classes(root)) - set(classes))
-    if unknown:
-        raise UserError(f"{root / unknown[0]} is a class that the training set does not have: remove it or add it")
-    found = [_images_in(root / name) for name in classes]
-    names = [os.fsencode(f"{name}/{image}") for name, images in zip(classes, found, strict=True) for image in images]
-    labels = np.repeat(np.arange(len(classes)), [len(images) for images in found])
-    return SplitIndex(names=np.array(names, dtype=np.bytes_), labels=labels)
-
-
-def _roots(layout: DataLayout) -> dict[str, Path]:
+def image_roots(layout: DataLayout) -> dict[str, Path]:
+    """The directories of class directories, by the part of the data."""
     return {name: root for name in _PARTS if (root := getattr(layout, name)) is not None}
 
 

@@ -68,16 +68,16 @@ def decode_image(content: bytes, decode_jpeg: JpegDecoder | None) -> "Tensor | N
     """The image as uint8 [h, w, 3], or None if it is corrupt. Pillow decodes what torchvision refuses."""
     import torch  # noqa: PLC0415  # packers do without
 
-    if decode_jpeg is not None and content.startswith(_JPEG) and _passes_bomb_check(content):
+    if (
+        decode_jpeg is not None
+        and content.startswith(_JPEG)
+        # torchvision's decoder lacks Pillow's check for decompression bombs.
+        and (len(content) < _HARMLESS_BYTES or with_image(content, lambda image: image.size) is not None)
+    ):
         with suppress(RuntimeError):
             return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), _RGB).permute(1, 2, 0)
     array = with_image(content, lambda file: np.array(as_rgb(file)))
     return None if array is None else torch.from_numpy(array)
-
-
-def _passes_bomb_check(content: bytes) -> bool:
-    """Passes Pillow's check for decompression bombs, which torchvision's decoder lacks."""
-    return len(content) < _HARMLESS_BYTES or with_image(content, lambda image: image.size) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class FolderImages:
         """The image (uint8 [h, w, 3]), or None if the file holds no whole image.
 
         Raises:
-            UserError: this node cannot read the file, which says nothing about the image.
+            UserError: this node cannot read the file, although the image may be whole.
         """
         path = self._path(index)
         try:

@@ -56,15 +56,6 @@ class ImageSource(Protocol):
 _IGNORED_BY_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
-def _begin_worker(_worker: int) -> None:
-    """Ignore the signals that stop a rank, but die with the rank.
-
-    torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets open,
-    the other ranks wait for it.
-    """
-    die_with_parent(_IGNORED_BY_WORKERS)
-
-
 @contextmanager
 def load_batches(
     source: ImageSource, requests: Iterable[BatchRequest], workers: int, *, pin_memory: bool
@@ -82,7 +73,9 @@ def load_batches(
         # A forked worker need not import torch again, which takes seconds.
         multiprocessing_context="fork" if workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=_begin_worker,
+        # torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets
+        # open, the other ranks wait for it.
+        worker_init_fn=lambda _: die_with_parent(_IGNORED_BY_WORKERS),
         # Without one of its own a loader draws from the global generator, and resumed runs would drift.
         generator=torch.Generator(),
     )

@@ -10,9 +10,8 @@ import torch
 from training.config.dataset_layout import DataLayout, check_data, resolve_data
 from training.config.rules import check_validation
 from training.config.train_config import check_world
-from training.data.build import load_data, synthetic_data
+from training.data.build import load_data, move_to_device, synthetic_data
 from training.data.dataset import Data
-from training.data.device_dataset import move_to_device
 from training.data.file_index import load_or_build_index
 from training.engine.preflight import run_preflight
 from training.engine.trainer import Trainer

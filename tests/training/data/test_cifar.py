@@ -11,7 +11,7 @@ from trainer_rig import load, make_cifar, pickled_as_published
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data
 from training.data.batch_schedule import BatchRequest
-from training.data.cifar import read_cifar
+from training.data.in_memory import read_cifar
 
 
 @pytest.mark.parametrize(("kind", "train"), [("cifar10", 150), ("cifar100", 30)])
@@ -55,7 +55,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     path = make_cifar(tmp_path / "cifar-10-batches-py")
     for name in ("data_batch_1", "test_batch"):
         (path / name).unlink()
-    with pytest.raises(UserError, match=f"{path} lacks data_batch_1, test_batch: add what is missing"):
+    with pytest.raises(UserError, match=f"{path} lacks data_batch_1, test_batch: add them"):
         check_data(path)
 
 

@@ -14,7 +14,7 @@ from trainer_rig import children, load, make_folder, make_idx, write_idx
 from hpc.core.errors import UserError
 from training.config.dataset_layout import resolve_data
 from training.data.batch_schedule import BatchRequest
-from training.data.idx import class_names, read_idx, read_idx_pair
+from training.data.in_memory import class_names, read_idx, read_idx_pair
 from training.data.loader import load_batches
 
 

@@ -13,9 +13,8 @@ from trainer_rig import Starter, lines, load
 from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest, evaluation_requests
-from training.data.build import synthetic_data
+from training.data.build import move_to_device, synthetic_data, too_large
 from training.data.dataset import Data
-from training.data.device_dataset import move_to_device, too_large
 from training.data.loader import Batch, ImageSource, load_batches, load_device_batches
 from training.verify_resume.__main__ import verify
 

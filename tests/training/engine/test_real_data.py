@@ -24,7 +24,7 @@ from trainer_rig import Ask, Starter, lines, write_cifar
 from training import export
 from training.config.dataset_layout import CIFAR, FASHION_MNIST_DIRECTORY, check_data
 from training.config.train_config import TrainConfig
-from training.data.idx import class_names, read_idx_pair
+from training.data.in_memory import class_names, read_idx_pair
 from training.models.factory import build_model
 
 CIFAR10 = CIFAR["cifar10"]

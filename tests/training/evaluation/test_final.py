@@ -21,7 +21,7 @@ from hpc.core.rundir import RunDir
 from training.checkpoint.storage import STATE_TENSORS, STATE_VALUES, list_checkpoints
 from training.config.command_line import flag_names, with_config
 from training.config.train_config import TrainConfig
-from training.data.idx import read_idx_pair
+from training.data.in_memory import read_idx_pair
 from training.engine.loss_meter import LossMeter
 from training.evaluation.final_files import classes_csv, history_csv
 from training.inference.classifier import load_classifier

@@ -13,7 +13,7 @@ from trainer_rig import Ask, Starter, make_folder, make_idx
 
 from hpc.core.errors import TorchrelayError, UserError
 from training import export
-from training.data.idx import read_idx_pair
+from training.data.in_memory import read_idx_pair
 from training.inference.classifier import load_classifier
 from training.inference.exported_model import FORMATS, Format, require_packages
 

@@ -38,10 +38,8 @@ class _Defaults:
 
     crop: str
     flip: bool
-    padding: float
-    """Of padded crops, as a part of the side."""
-    autoaugment: str
-    """The data that AutoAugment's policy was found on."""
+    padding: float  # of padded crops, as a part of the side
+    autoaugment: str  # the data that AutoAugment's policy was found on
 
 
 _IMAGES = _Defaults(crop="resized", flip=True, padding=1 / 8, autoaugment="IMAGENET")
@@ -101,7 +99,8 @@ class Augmentation:
         if self.flip and not self.resizes:
             # The upper half of the draws mirrors here and the lower half in `crop_one`: either is as good, and to
             # exchange them would change the images that a seed gives.
-            images = _mirror(images, rand_int(key, indices * _DRAWS + _FLIP, 2).bool())
+            mirrored = to_device(rand_int(key, indices * _DRAWS + _FLIP, 2).bool(), images.device)
+            images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         if self.policy is not None:
             for place, index in enumerate(indices.tolist()):
                 with _seeded(derive_key(self.seed, Purpose.AUGMENTATION, epoch, index)):
@@ -125,11 +124,6 @@ def _seeded(key: int) -> Iterator[None]:
         yield
     finally:
         torch.default_generator.set_state(before)
-
-
-def _mirror(images: Tensor, mirrored: Tensor) -> Tensor:
-    """The images, of which some (bool [n], on the CPU) are mirrored."""
-    return torch.where(to_device(mirrored, images.device)[:, None, None, None], images.flip(3), images)
 
 
 def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:
@@ -195,6 +189,6 @@ def _make_policy(config: TrainConfig, found_on: str, *, through_pillow: bool) ->
         "trivialaugment": v2.TrivialAugmentWide,
     }
     policy = makers[config.auto_augment]()
-    steps = [v2.ToPILImage(), policy, v2.PILToTensor()] if through_pillow else [policy]
-    composed: Callable[[Any], Tensor] = v2.Compose(steps)
+    composed: Callable[[Any], Tensor]
+    composed = v2.Compose([v2.ToPILImage(), policy, v2.PILToTensor()] if through_pillow else [policy])
     return composed

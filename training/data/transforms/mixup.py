@@ -38,12 +38,8 @@ def draw_mix(config: TrainConfig, step: int, size: int) -> Mixup | None:
     random = np.random.Generator(np.random.Philox(derive_key(config.seed, Purpose.MIX, step)))
     if config.mixup and (not config.cutmix or random.random() < 0.5):
         return Mixup(lam=random.beta(config.mixup, config.mixup), box=None)
-    return _cut(random, random.beta(config.cutmix, config.cutmix), size)
-
-
-def _cut(random: np.random.Generator, lam: float, size: int) -> Mixup:
-    """A square of the partner's area around a random pixel, clipped to the image; lambda follows from the rest."""
-    half = size * math.sqrt(1 - lam) / 2
+    # The box: a square of the partner's area around a random pixel, clipped to the image; lambda follows from the rest.
+    half = size * math.sqrt(1 - random.beta(config.cutmix, config.cutmix)) / 2
     row, column = random.integers(0, size, 2)
     top, bottom = (int(min(max(edge, 0), size)) for edge in (row - half, row + half))
     left, right = (int(min(max(edge, 0), size)) for edge in (column - half, column + half))

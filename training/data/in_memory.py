@@ -1,0 +1,144 @@
+"""Reads data sets that fit in memory: IDX files (the MNIST family), CIFAR-10 and CIFAR-100.
+
+Runs on every rank; needs no torchvision.
+"""
+
+import gzip
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy._core.multiarray import _reconstruct  # pickled arrays refer to it
+from torch import Tensor
+
+from hpc.core.errors import UserError
+from training.config.dataset_layout import CIFAR, IDX_STEMS, Kind, find_idx
+
+# Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017. The format has no field for names, so the data set is recognized by the
+# CRC of its training labels.
+_FASHION_MNIST_CRC = 0x2ED6E46A
+_FASHION_MNIST = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+
+
+def read_idx(path: Path) -> Tensor:
+    """The uint8 tensor in an IDX file (http://yann.lecun.com/exdb/mnist/), plain or compressed.
+
+    The format: two zero bytes, a type (8: unsigned byte), the number of dimensions, each dimension as a big-endian
+    32-bit number, then the data.
+
+    Raises:
+        UserError: the file is torn, or is no IDX file of unsigned bytes.
+    """
+    try:
+        raw = path.read_bytes()
+        # Writable, because torch warns about tensors on read-only memory.
+        data = bytearray(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read ({error}): replace it") from error
+    if len(data) < 4 or data[:3] != b"\0\0\x08":
+        raise UserError(f"{path} is not an IDX file of unsigned bytes (it begins with {data[:4].hex()}): replace it")
+    header = 4 + 4 * data[3]
+    shape = [int.from_bytes(data[place : place + 4], "big") for place in range(4, header, 4)]
+    values = torch.frombuffer(data, dtype=torch.uint8)[header:]
+    if values.numel() != torch.Size(shape).numel():
+        raise UserError(f"{path} holds {values.numel()} bytes of data where its header says {shape}: replace it")
+    return values.reshape(shape)
+
+
+def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
+    """Images (uint8 [n, 1, H, W] or [n, C, H, W]) and labels (int64 [n]) of a part, `train` or `test`.
+
+    Raises:
+        UserError: a file is missing or torn, or the two do not belong together.
+    """
+    files = []
+    for role in ("images", "labels"):
+        stem = IDX_STEMS[f"{part}_{role}"]
+        path = find_idx(directory, stem)
+        if path is None:
+            raise UserError(f"{directory / stem} (or .gz) does not exist: copy the data again")
+        files.append(path)
+    images, labels = map(read_idx, files)
+    if images.dim() == 3:
+        images = images.unsqueeze(1)
+    if images.dim() != 4 or labels.dim() != 1 or len(images) != len(labels):
+        raise UserError(f"{files[0]} is {list(images.shape)} and {files[1]} is {list(labels.shape)}: not a pair")
+    if not images.numel():
+        raise UserError(f"{files[0]} is {list(images.shape)}, which is no image: replace it")
+    return images, labels.long()
+
+
+def class_names(train_labels: Tensor, count: int) -> tuple[str, ...]:
+    """The names of the classes: those of Fashion-MNIST, else the numbers."""
+    crc = zlib.crc32(train_labels.to(torch.uint8).numpy().tobytes())
+    return tuple(_FASHION_MNIST.split(",")) if crc == _FASHION_MNIST_CRC else tuple(map(str, range(count)))
+
+
+_SIDE = 32
+# numpy 1 pickled the old module name, numpy 2 pickles the new one.
+_ALLOWED = {
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+}
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """A pickle can make its reader call any function: this allows what an array of numbers needs, and nothing else."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        try:
+            return _ALLOWED[module_name, global_name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it calls {module_name}.{global_name}, which is not allowed") from None
+
+
+def read_cifar(directory: Path, kind: Kind, part: str, classes: int) -> tuple[Tensor, Tensor]:
+    """Images (uint8 [n, 3, 32, 32]) and labels (int64 [n]; CIFAR-100's fine ones) of a part, `train` or `test`.
+
+    The files (https://www.cs.toronto.edu/~kriz/cifar.html) are pickles of dictionaries.
+
+    Raises:
+        UserError: a file is missing or torn, or is something else.
+    """
+    files = CIFAR[kind]
+    names = files.train if part == "train" else (files.test,)
+    pairs = [_images_and_labels(directory / name, files.label_key, classes) for name in names]
+    images, labels = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
+    return torch.from_numpy(images).reshape(-1, 3, _SIDE, _SIDE), torch.from_numpy(labels)
+
+
+def read_cifar_names(directory: Path, kind: Kind) -> tuple[str, ...]:
+    """The names of the classes; raises as `read_cifar`."""
+    path = directory / CIFAR[kind].meta
+    names = _read_pickle(path).get(CIFAR[kind].names_key)
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{path} has no {CIFAR[kind].names_key}: copy the data again")
+    return tuple(names)
+
+
+def _images_and_labels(path: Path, label_key: str, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    content = _read_pickle(path)
+    images, labels = content.get("data"), content.get(label_key)
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (3 * _SIDE**2,):
+        raise UserError(f"{path} has no images of {_SIDE} x {_SIDE} pixels: copy the data again")
+    if not isinstance(labels, list) or not all(isinstance(label, int) and 0 <= label < classes for label in labels):
+        raise UserError(f"{path} has no {label_key} from 0 to {classes - 1}: copy the data again")
+    if len(images) != len(labels):
+        raise UserError(f"{path} has {len(images)} images and {len(labels)} labels: copy the data again")
+    return images, np.array(labels, dtype=np.int64)
+
+
+def _read_pickle(path: Path) -> dict[Any, Any]:
+    try:
+        with path.open("rb") as file:
+            content = _ArraysOnly(file, encoding="latin1").load()
+    except Exception as error:  # unpickling a torn file raises nearly everything
+        raise UserError(f"{path} cannot be read ({error}): copy the data again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no dictionary: copy the data again")
+    return content
