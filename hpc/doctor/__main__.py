@@ -35,7 +35,7 @@ from hpc.doctor.findings import (
     merge,
     note,
 )
-from hpc.doctor.node_check import NodeCheckRequest, inspect_nodes, plan
+from hpc.doctor.node_check import inspect_nodes, plan
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm import client as slurm
 from hpc.slurm import cluster
@@ -45,7 +45,6 @@ from hpc.status.warnings import save_seconds
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
-_STAGE_DIR = Path("/tmp")  # noqa: S108 - submit's default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,57 +106,46 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
         UserError: no such partition, or `--node` without Slurm.
     """
     spec = RunSpec.load(run) if run else None
-    stage_dir = Path(spec.stage_dir) if spec else _STAGE_DIR
+    stage_dir = Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
     measured = measurements_of(run) if run else None
     found = judge(OF_RUN, measured, f"run {measured.name}") if measured else []
     if not slurm.is_available():
         if options.node is not None:
             raise UserError("--node needs Slurm, and there is none here (no sbatch, or no slurm.conf): leave it out")
+        verdict = note(
+            "there is no Slurm here (no sbatch, or no slurm.conf)",
+            "runs use this machine only (--cluster local), and end when it fails",
+            "run hpc doctor on a login node",
+        )
         here = node_info.inspect_node(stage_dir)
-        return [_no_slurm(), *found, *judge(OF_MACHINE, here, here.name)]
+        return [verdict.at("slurm", "login"), *found, *judge(OF_MACHINE, here, here.name)]
     try:
         site = cluster.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
     except UserError:
         raise
     except TorchrelayError as error:
-        return [_no_answer(error), *found, *judge(OF_LOGIN, inspect_login(options.runs_dir), "login")]
-    request = None if options.node is None else plan(options.resources, site, options.node)
-    nodes = inspect_nodes(request, options.runs_dir, stage_dir) if request else []
-    login = inspect_login(options.runs_dir, site, nodes)
-    return [
-        *judge(OF_SLURM, ClusterFacts(cluster=site, run=measured), "cluster"),
-        *found,
-        *judge(OF_LOGIN, login, "login"),
-        *(finding for node in nodes for finding in judge(OF_NODE, node, node.name)),
-        *([_missing_nodes(len(nodes), request)] if request and len(nodes) < request.resources.max_nodes else []),
-    ]
-
-
-def _no_slurm() -> Finding:
-    verdict = note(
-        "there is no Slurm here (no sbatch, or no slurm.conf)",
-        "runs use this machine only (--cluster local), and end when it fails",
-        "run hpc doctor on a login node",
-    )
-    return Finding(check="slurm", where="login", **vars(verdict))
-
-
-def _no_answer(error: TorchrelayError) -> Finding:
-    verdict = costs(
-        str(error),
-        "runs can be neither submitted nor requeued until it answers; those that train continue",
-        "wait, or tell the administrators that slurmctld does not answer",
-    )
-    return Finding(check="slurm", where="cluster", **vars(verdict))
-
-
-def _missing_nodes(answered: int, request: NodeCheckRequest) -> Finding:
-    verdict = costs(
-        f"{answered} of {request.resources.max_nodes} nodes answered",
-        "runs on the other nodes fail too",
-        f"see the messages of srun, and check that the nodes have {sys.executable}: it must be on shared storage",
-    )
-    return Finding(check="nodes", where=request.resources.partition or "", **vars(verdict))
+        verdict = costs(
+            str(error),
+            "runs can be neither submitted nor requeued until it answers; those that train continue",
+            "wait, or tell the administrators that slurmctld does not answer",
+        )
+        login = inspect_login(options.runs_dir)
+        return [verdict.at("slurm", "cluster"), *found, *judge(OF_LOGIN, login, "login")]
+    found = [*judge(OF_SLURM, ClusterFacts(cluster=site, run=measured), "cluster"), *found]
+    if options.node is None:
+        return [*found, *judge(OF_LOGIN, inspect_login(options.runs_dir, site), "login")]
+    resources = plan(options.resources, site, options.node)
+    nodes = inspect_nodes(resources, options.node, options.runs_dir, stage_dir)
+    found += judge(OF_LOGIN, inspect_login(options.runs_dir, site, nodes), "login")
+    found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
+    if len(nodes) < resources.max_nodes:
+        verdict = costs(
+            f"{len(nodes)} of {resources.max_nodes} nodes answered",
+            "runs on the other nodes fail too",
+            f"see the messages of srun, and check that the nodes have {sys.executable}: it must be on shared storage",
+        )
+        found.append(verdict.at("nodes", resources.partition or ""))
+    return found
 
 
 def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
@@ -173,32 +161,27 @@ def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequ
 
 
 def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
-    """Print costs and notes for people, and how many checks passed; with debug also what is unknown."""
+    """Print costs, then notes, and how many checks passed; with debug also what is unknown."""
     console = Console()
     console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
     shown = [finding for finding in found if finding.severity in {Severity.COST, Severity.NOTE}]
     unknown = [finding for finding in found if finding.severity is Severity.UNKNOWN]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 1, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(max_width=_WHERE_WIDTH, overflow="fold")
+    table.add_column(overflow="fold")
+    order = list(Severity)
+    for one in sorted([*shown, *(unknown if debug else [])], key=lambda finding: order.index(finding.severity)):
+        style = _STYLES[one.severity]
+        seen = one.value if one.check in one.value else f"{one.check}: {one.value}"
+        lines = (f"[bold]{escape(seen)}[/]", escape(one.cost), one.what_to_do and f"-> {escape(one.what_to_do)}")
+        table.add_row(f"[{style}]{one.severity}[/]", escape(one.where), "\n".join(filter(None, lines)))
     if shown:
-        console.print(table([*shown, *(unknown if debug else [])]))
+        console.print(table)
     passed = len(found) - len(shown) - len(unknown)
     names = ", ".join(finding.check for finding in unknown)
     rest = f"; {len(unknown)} could not be judged ({names})" if unknown else ""
     print(f"{passed} of {len(found)} checks passed{rest}")
-
-
-def table(findings: Sequence[Finding]) -> Table:
-    """Findings with value, cost and advice, costs first."""
-    drawn = Table(box=None, pad_edge=False, padding=(0, 1, 1, 0), show_header=False)
-    drawn.add_column(no_wrap=True)
-    drawn.add_column(max_width=_WHERE_WIDTH, overflow="fold")
-    drawn.add_column(overflow="fold")
-    order = list(Severity)
-    for one in sorted(findings, key=lambda finding: order.index(finding.severity)):
-        style = _STYLES[one.severity]
-        seen = one.value if one.check in one.value else f"{one.check}: {one.value}"
-        lines = (f"[bold]{escape(seen)}[/]", escape(one.cost), one.what_to_do and f"-> {escape(one.what_to_do)}")
-        drawn.add_row(f"[{style}]{one.severity}[/]", escape(one.where), "\n".join(filter(None, lines)))
-    return drawn
 
 
 if __name__ == "__main__":

@@ -46,6 +46,10 @@ class Verdict:
     cost: str = ""
     what_to_do: str = ""
 
+    def at(self, check: str, where: str) -> "Finding":
+        """The finding of this check in this place."""
+        return Finding(check=check, where=where, **vars(self))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding(Verdict):
@@ -79,8 +83,7 @@ _UNKNOWN = Verdict(severity=Severity.UNKNOWN, value="not reported")
 
 def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[Finding]:
     """Apply a table of checks; one that returns None lacks the facts."""
-    verdicts = {name: check(facts) or _UNKNOWN for name, check in checks.items()}
-    return [Finding(check=name, where=where, **vars(verdict)) for name, verdict in verdicts.items()]
+    return [(check(facts) or _UNKNOWN).at(name, where) for name, check in checks.items()]
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
@@ -124,9 +127,8 @@ def _runs_dir(login: LoginNode) -> Verdict | None:
         return None
     value = f"{login.runs_dir} is on {login.runs_type}"
     if login.runs_type in _RAM_BACKED:
-        return costs(
-            value, "compute nodes do not see it: no run can start", "use --runs-dir on storage that all nodes share"
-        )
+        share = "use --runs-dir on storage that all nodes share"
+        return costs(value, "compute nodes do not see it: no run can start", share)
     if login.nodes_see_runs or login.runs_type not in _LOCAL_DISK:
         return ok(value)
     return note(
@@ -146,11 +148,10 @@ def _torch(login: LoginNode) -> Verdict:
     return ok(f"torch {login.torch.version} for {login.torch.accelerator}")
 
 
-def _open_files(login: LoginNode) -> Verdict | None:
-    return None if login.open_files is None else _open_files_limit(login.open_files)
-
-
-def _open_files_limit(limit: int) -> Verdict:
+def _open_files(facts: LoginNode | NodeInfo) -> Verdict | None:
+    limit = facts.open_files
+    if limit is None:
+        return None
     if limit >= _LEAST_OPEN_FILES:
         return ok(f"{limit} open files")
     return costs(
@@ -310,7 +311,7 @@ def _preflight(node: NodeInfo) -> Verdict | None:
 OF_MACHINE: Mapping[str, Check[NodeInfo]] = {
     "stage directory": _stage,
     str(DEV_SHM): _memory,
-    "open files": lambda node: _open_files_limit(node.open_files),
+    "open files": _open_files,
 }
 OF_NODE: Mapping[str, Check[NodeInfo]] = {
     **OF_MACHINE,

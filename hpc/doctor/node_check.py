@@ -3,12 +3,10 @@
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpc.core import node_info
@@ -19,65 +17,34 @@ from hpc.slurm.cluster import ClusterConfig
 from hpc.spec import Resources
 from hpc.submit import checks
 
-_PACKAGES = Path(__file__).parents[2]
 
-
-@dataclass(frozen=True, kw_only=True)
-class NodeCheckRequest:
-    """Which nodes to inspect, with which resources."""
-
-    resources: Resources
-    names: tuple[str, ...]
-    """Empty: any nodes."""
-
-
-def plan(asked: Resources, site: ClusterConfig, names: Sequence[str]) -> NodeCheckRequest:
-    """Resolve the flags to a request.
-
-    Args:
-        asked: the resource flags.
-        site: the cluster and its partition.
-        names: names or lists (gpu[01-03]) of nodes; empty for any.
+def plan(asked: Resources, site: ClusterConfig, names: Sequence[str]) -> Resources:
+    """Resolve the flags for a job on these nodes: names or lists (gpu[01-03]); none for any.
 
     Raises:
         UserError: the partition cannot provide them.
     """
-    nodes = tuple(slurm.hostnames(",".join(names))) if names else ()
-    wanted = replace(
-        asked,
-        partition=site.partition["PartitionName"],
-        nodes=str(len(nodes)) if nodes else str(asked.max_nodes),
-        time=asked.time or "10m",
-    )
-    return NodeCheckRequest(resources=checks.resolve_resources(wanted, slurm.partitions()), names=nodes)
+    nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
+    name = site.partition["PartitionName"]
+    wanted = replace(asked, partition=name, nodes=str(nodes), time=asked.time or "10m")
+    return checks.resolve_resources(wanted, slurm.partitions())
 
 
-def inspect_nodes(request: NodeCheckRequest, runs_dir: Path, stage_dir: Path) -> list[NodeInfo]:
+def inspect_nodes(resources: Resources, names: Sequence[str], runs_dir: Path, stage_dir: Path) -> list[NodeInfo]:
     """The nodes that answered, in the order of their ranks."""
-    resources = request.resources
     count = "1 node" if resources.max_nodes == 1 else f"{resources.nodes} nodes"
     print(f"waiting for {count} of partition {resources.partition}; Ctrl-C cancels", file=sys.stderr)
-    with _directory_beside(runs_dir) as shared:
-        return read_reports(slurm.run_srun(srun_argv(request, shared, stage_dir)))
-
-
-@contextmanager
-def _directory_beside(runs_dir: Path) -> Iterator[Path]:
-    """A temporary directory that a node sees if it sees the runs directory."""
     real = runs_dir.expanduser().resolve()
     existing = next(path for path in (real, *real.parents) if path.exists())
-    directory = tempfile.mkdtemp(prefix=".doctor-", dir=existing)
-    try:
-        yield Path(directory)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    # A node that sees the runs directory sees this one.
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing, ignore_cleanup_errors=True) as shared:
+        return read_reports(slurm.run_srun(srun_argv(resources, names, Path(shared), stage_dir)))
 
 
-def srun_argv(request: NodeCheckRequest, shared: Path, stage_dir: Path) -> list[str]:
+def srun_argv(resources: Resources, names: Sequence[str], shared: Path, stage_dir: Path) -> list[str]:
     """The srun that starts one task on each node. Pure but for the environment."""
-    resources = request.resources
     given = {key: getattr(resources, key) for key in ("mem", "account", "qos", "constraint", "exclude")}
-    path = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     return [
         "srun", "--quit-on-interrupt", "--label", "--job-name=doctor", f"--partition={resources.partition}",
         f"--nodes={resources.nodes}", "--ntasks-per-node=1", f"--gpus-per-node={resources.gpus_per_node}",
@@ -85,7 +52,7 @@ def srun_argv(request: NodeCheckRequest, shared: Path, stage_dir: Path) -> list[
         f"--cpus-per-task={resources.gpus_per_node}", f"--time={walltime_minutes(resources.time or '10m')}",
         *(f"--{key}={value}" for key, value in given.items() if value is not None),
         *(f"--{option}" for option in resources.sbatch),
-        *([f"--nodelist={','.join(request.names)}"] if request.names else []),
+        *([f"--nodelist={','.join(names)}"] if names else []),
         "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
         # As in submitit's scripts: it selects the reader of the allocation.
         "env", f"PYTHONPATH={path}", "SUBMITIT_EXECUTOR=slurm", sys.executable, "-P", "-m", "jobs.doctor",

@@ -41,10 +41,6 @@ def seconds_to_save(grace: int, kill_wait: int | None) -> float:
     return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
 
 
-def _sufficient_grace(took: float | None) -> int:
-    return max(60, ceil((took or 0) / _MOST_SHARE) + 10)
-
-
 def _took(run: RunMeasurements | None) -> str:
     return f", and a save of run {run.name} took {run.save_seconds:.1f} s" if run and run.save_seconds else ""
 
@@ -65,14 +61,14 @@ def _preemption(site: ClusterFacts) -> Verdict | None:
     seconds = seconds_to_save(grace, leading_number(config, "KillWait"))
     took = site.run.save_seconds if site.run else None
     value = f"GraceTime={grace}: {seconds:g} s to save on preemption{_took(site.run)}"
-    fits = seconds >= _LEAST_SAVE_SECONDS and grace > 0 if took is None else took <= _MOST_SHARE * seconds
-    if fits:
+    if seconds >= _LEAST_SAVE_SECONDS and grace > 0 if took is None else took <= _MOST_SHARE * seconds:
         return ok(value)
     verdict = note if took is None else costs
+    sufficient = max(60, ceil((took or 0) / _MOST_SHARE) + 10)
     return verdict(
         value,
         "if a save takes longer, the steps since the last checkpoint are lost",
-        f"ask the administrators for GraceTime={_sufficient_grace(took)} in the line PartitionName="
+        f"ask the administrators for GraceTime={sufficient} in the line PartitionName="
         f"{partition.get('PartitionName', '...')} of slurm.conf; a shorter --checkpoint-every reduces the loss",
     )
 

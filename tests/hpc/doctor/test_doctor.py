@@ -15,7 +15,7 @@ from test_findings import CONFIG, NODE, PARTITIONS
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.doctor.__main__ import DoctorOptions, find_run, measurements_of
-from hpc.doctor.node_check import NodeCheckRequest, read_reports, srun_argv
+from hpc.doctor.node_check import read_reports, srun_argv
 from hpc.spec import Resources, RunSpec
 from jobs.doctor import summarize
 
@@ -144,7 +144,7 @@ def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
 
 def test_srun_requests_the_resources_of_submit(tmp_path: Path) -> None:
     resources = Resources(nodes="2", gpus_per_node=4, partition="gpu", account="me", time="10m", sbatch=("x=y",))
-    argv = srun_argv(NodeCheckRequest(resources=resources, names=("gpu01", "gpu02")), tmp_path, Path("/tmp"))
+    argv = srun_argv(resources, ("gpu01", "gpu02"), tmp_path, Path("/tmp"))
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
     assert asked <= set(argv)
     assert argv[-4:] == ["jobs.doctor", str(tmp_path), "/tmp", "4"]
