@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from training.config.dataset_layout import DataLayout, check_data, resolve_data
+from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation
 from training.config.train_config import check_world
 from training.data.build import load_data, move_to_device, synthetic_data
@@ -19,8 +19,6 @@ from training.models.factory import FORMATS, Preprocess, build_model, input_chan
 from training.models.sync_batch_norm import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, SharedError, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
-
-_MAX_WORKERS = 8
 
 
 def launch(context: RunContext, rank_info: RankInfo) -> None:
@@ -34,8 +32,11 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
     make_deterministic(everything=context.config.deterministic)
     group = connect(rank_info, watched=context.node_dir is not None)
     context.heartbeat.beat("start")
-    # Not in a `finally`: after an error `disconnect` would wait for ranks that may be dead.
-    if not _is_complete(context, group):
+    # As rank 0 sees it: the other ranks' view of shared storage may be older.
+    is_complete = any(group.all_gather_object(group.is_rank_zero and context.run_dir.final_result.exists()))
+    if is_complete and group.is_rank_zero:
+        print(f"{context.run_dir.path} is already complete: {context.run_dir.final_result}", flush=True)
+    if not is_complete:
         report = run_preflight(group, context.fault)
         trainer = make_trainer(context, group)
         trainer.logger.event("preflight", **asdict(report))
@@ -44,6 +45,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         gc.freeze()
         gc.enable()
         trainer.run()
+    # Not in a `finally`: after an error it would wait for ranks that may be dead.
     disconnect()
 
 
@@ -60,14 +62,6 @@ def make_deterministic(*, everything: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
 
 
-def _is_complete(context: RunContext, group: ProcessGroup) -> bool:
-    """Whether the run is complete, as rank 0 sees it: the other ranks' view of shared storage may be older."""
-    complete = any(group.all_gather_object(group.is_rank_zero and context.run_dir.final_result.exists()))
-    if complete and group.is_rank_zero:
-        print(f"{context.run_dir.path} is already complete: {context.run_dir.final_result}", flush=True)
-    return complete
-
-
 def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     """Open the data and build the model.
 
@@ -78,7 +72,11 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     with group.raise_on_all_ranks():
         check_world(config, group.world_size)
         layout = None if config.synthetic else check_data(resolve_data(config.data))
-    file_index = _share_file_index(layout, context, group)
+    file_index = b""
+    with group.raise_on_all_ranks():
+        if group.is_rank_zero and layout and layout.kind == "image-folder":
+            file_index = load_or_build_index(layout, context.run_dir.index, time.time_ns())
+    file_index = group.broadcast_bytes(file_index)
     context.heartbeat.beat("start")
     with group.raise_on_all_ranks():
         side = input_size(config, None)
@@ -96,16 +94,11 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         check_validation(config, validates=data.val is not None)
     preprocess = Preprocess.make(data.mean, data.std, channels, size, group.device)
     preprocess = replace(preprocess, memory_format=FORMATS[config.memory_format])
-    return Trainer(context, group, data, model, preprocess, _workers(config.num_workers, data, group.rank_info))
-
-
-def _share_file_index(layout: DataLayout | None, context: RunContext, group: ProcessGroup) -> bytes:
-    """The index of an image folder, which rank 0 alone builds."""
-    file_index = b""
-    with group.raise_on_all_ranks():
-        if group.is_rank_zero and layout and layout.kind == "image-folder":
-            file_index = load_or_build_index(layout, context.run_dir.index, time.time_ns())
-    return group.broadcast_bytes(file_index)
+    workers = config.num_workers
+    if workers is None:
+        # The rank's share of the node's cores.
+        workers = 0 if data.cheap else min(8, len(os.sched_getaffinity(0)) // group.rank_info.local_world_size)
+    return Trainer(context, group, data, model, preprocess, 0 if data.on_device else workers)
 
 
 def _check_same(data: Data, group: ProcessGroup) -> None:
@@ -120,14 +113,3 @@ def _check_same(data: Data, group: ProcessGroup) -> None:
             f"--data is not the same everywhere: rank 0 has {found[0][0]} training images, rank {other} "
             f"{found[other][0]}, or other names or labels: stage the data again"
         )
-
-
-def _workers(wanted: int | None, data: Data, rank_info: RankInfo) -> int:
-    """Loader workers of a rank: by default its share of the node's cores; none for data that need no work."""
-    if data.on_device:
-        return 0
-    if wanted is not None:
-        return wanted
-    if data.cheap:
-        return 0
-    return min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // rank_info.local_world_size)

@@ -40,7 +40,8 @@ class LossMeter:
         self._timed_images = 0
         self._started: float | None = None
         self._waited = 0.0
-        self._data_wait_share = 0.0
+        self.data_wait_share = 0.0
+        """The share of the time that ranks waited for data, the mean of all ranks, as of the last `total_loss`."""
         self._earlier_seconds = 0.0
 
     def begin_step(self) -> None:
@@ -73,17 +74,12 @@ class LossMeter:
         share = self._waited / max(self._seconds, 1e-9)
         # One all-reduce for both: each one waits for all ranks.
         sums = self._group.all_reduce(torch.stack([self.loss.to("cpu"), torch.tensor(share, dtype=torch.float64)]))
-        self._data_wait_share = float(sums[1]) / self._group.world_size
+        self.data_wait_share = float(sums[1]) / self._group.world_size
         total = float(sums[0])
         if not math.isfinite(total):
             finite_steps = min(self._group.all_gather_object(int(self._finite_steps)))
             raise DivergedError(total, step - self._steps + finite_steps + 1)
         return total
-
-    @property
-    def data_wait_share(self) -> float:
-        """The share of the time that ranks waited for data, the mean of all ranks, as of the last `total_loss`."""
-        return self._data_wait_share
 
     @property
     def _seconds(self) -> float:

@@ -47,17 +47,6 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
     return OPTIMIZERS[config.optimizer]([group for group in groups if group["params"]], config)
 
 
-def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Use this learning rate from now on."""
-    for group in optimizer.param_groups:
-        group["lr"] = value
-
-
-def current_learning_rate(optimizer: Optimizer) -> float:
-    """The learning rate of the last step."""
-    return float(optimizer.param_groups[0]["lr"])
-
-
 # --- schedules ---
 
 # torch's ReduceLROnPlateau counts a loss that is lower by this share as an improvement.

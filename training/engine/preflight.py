@@ -47,28 +47,28 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
         TorchrelayError: another rank's did.
     """
     began = time.monotonic()
-    problem = _problem(group, falsify=fault.inject("preflight", 0, group.rank))
+    falsify = fault.inject("preflight", 0, group.rank)
+    expected, found = _product(torch.device("cpu"), torch.float64), _product(group.device, torch.float32).to("cpu")
+    found[0, 0] += falsify
+    problem = ""
+    if wrong := int((found.double() != expected).sum()):
+        elements = f"{wrong} of {_SIDE**2} elements of a matrix product"
+        problem = f"{_describe_device(group)} computes wrongly: {elements} are wrong"
     problems = {rank: text for rank, text in enumerate(group.all_gather_object(problem)) if text}
     if problem:
         raise UnfitNodeError(problem)
     if problems:
         raise TorchrelayError(f"this rank passed, but {next(iter(problems.values()))}")
-    bandwidth = _bandwidth(group) if group.world_size > 1 else None
+    bandwidth = None
+    if group.world_size > 1:
+        values = torch.empty(_MEGABYTES[group.device.type] * 2**20 // 4, device=group.device)
+        fastest = min(_all_reduce_seconds(values, group) for _ in range(_REPEATS))
+        bandwidth = round(2 * (group.world_size - 1) / group.world_size * values.nbytes / fastest / 1e9, 3)
     return PreflightReport(
         world_size=group.world_size,
-        allreduce_gb_per_second=bandwidth and round(bandwidth, 3),
+        allreduce_gb_per_second=bandwidth,
         seconds=round(time.monotonic() - began, 3),
     )
-
-
-def _problem(group: ProcessGroup, *, falsify: bool) -> str:
-    """What is wrong with this rank's device; empty if nothing is."""
-    expected, found = _product(torch.device("cpu"), torch.float64), _product(group.device, torch.float32).to("cpu")
-    found[0, 0] += falsify
-    wrong = int((found.double() != expected).sum())
-    if not wrong:
-        return ""
-    return f"{_describe_device(group)} computes wrongly: {wrong} of {_SIDE**2} elements of a matrix product are wrong"
 
 
 def _product(device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -77,13 +77,6 @@ def _product(device: torch.device, dtype: torch.dtype) -> Tensor:
     left = (numbers[:, None] * 7 + numbers * 3) % 17 - 8
     right = (numbers[:, None] * 5 + numbers * 11) % 13 - 6
     return left.to(dtype) @ right.to(dtype)
-
-
-def _bandwidth(group: ProcessGroup) -> float:
-    """Bus bandwidth in GB/s of the fastest of a few all-reduces on the devices of all ranks."""
-    values = torch.empty(_MEGABYTES[group.device.type] * 2**20 // 4, device=group.device)
-    fastest = min(_all_reduce_seconds(values, group) for _ in range(_REPEATS))
-    return 2 * (group.world_size - 1) / group.world_size * values.nbytes / fastest / 1e9
 
 
 def _all_reduce_seconds(values: Tensor, group: ProcessGroup) -> float:

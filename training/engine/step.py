@@ -13,7 +13,7 @@ from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
-from training.engine.optim import learning_rate, set_learning_rate
+from training.engine.optim import learning_rate
 from training.models.factory import Preprocess, autocast
 from training.models.head import set_train_mode
 from training.models.parallel import compiler_error, wrap_for_training
@@ -52,7 +52,10 @@ class Stepper:
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         images = min(2, self.schedule.batch_size // (self.group.world_size * self.config.grad_accum_steps))
         if self.config.compile:
-            images = self._first_micro_batch()
+            # As many as in this rank's first micro-batch: code compiled for another number would not be used.
+            schedule, per_group = self.schedule, self.schedule.samples_per_group
+            start, end = split_range(schedule.batch_size, self.group.rank, self.group.world_size, per_group)
+            images = split_range(end - start, 0, self.config.grad_accum_steps, per_group)[1]
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
         try:
             with autocast(self.config, self.group.device):
@@ -72,13 +75,6 @@ class Stepper:
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
 
-    def _first_micro_batch(self) -> int:
-        """Images of this rank's first micro-batch of a step: code compiled for another number would not be used."""
-        start, end = split_range(
-            self.schedule.batch_size, self.group.rank, self.group.world_size, self.schedule.samples_per_group
-        )
-        return split_range(end - start, 0, self.config.grad_accum_steps, self.schedule.samples_per_group)[1]
-
     def step(self, batch: Batch, loss_meter: LossMeter) -> None:
         """Make one optimizer step.
 
@@ -87,21 +83,31 @@ class Stepper:
         of the last micro-batch alone.
         """
         config, state, progress = self.config, self.state, self.state.progress
+        optimizer, scaler = state.optimizer, state.scaler
         loss_meter.begin_step()
         torch.manual_seed(derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
         set_train_mode(state.model)
-        set_learning_rate(state.optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
+        lr = learning_rate(config, progress, self.schedule.steps_per_epoch)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = lr
         mix = draw_mix(config, progress.step, self.preprocess.size)
         micro_batches = config.grad_accum_steps
         for index in range(micro_batches):
             start, end = split_range(len(batch.labels), index, micro_batches, self.schedule.samples_per_group)
             with nullcontext() if index == micro_batches - 1 else self.wrapped.no_sync():
                 loss = self._loss(batch.images[start:end], batch.labels[start:end], mix)
-                scaled = state.scaler.scale(loss * (self.group.world_size / self.schedule.batch_size))
+                scaled = scaler.scale(loss * (self.group.world_size / self.schedule.batch_size))
                 torch.autograd.backward(scaled)
             loss_meter.add_loss(loss)
         self.fault.inject("step", progress.step + 1, self.group.rank)
-        self._update()
+        state.wait_for_copies()
+        if config.clip_grad_norm:
+            # The norm must not depend on the loss scale.
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(state.model.parameters(), config.clip_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
         loss_meter.add_images(self.schedule.batch_size)
         progress.advance(self.schedule.batch_size, self.schedule.samples_per_epoch)
         if state.ema:
@@ -117,15 +123,3 @@ class Stepper:
             targets = mix_labels(mix, targets, logits.shape[1])
         smoothing = self.config.label_smoothing
         return functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
-
-    def _update(self) -> None:
-        """Apply the gradients, and clear them."""
-        optimizer, scaler = self.state.optimizer, self.state.scaler
-        self.state.wait_for_copies()
-        if self.config.clip_grad_norm:
-            # The norm must not depend on the loss scale.
-            scaler.unscale_(optimizer)
-            clip_grad_norm_(self.state.model.parameters(), self.config.clip_grad_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()

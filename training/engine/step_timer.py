@@ -8,7 +8,6 @@ statistics. The backward pass waits for the gradients of other ranks, and is not
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -20,17 +19,8 @@ from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 from training.runtime.train_progress import Progress
 
-_RECENT_STEPS = 10
-
 # A point in time: on a CPU in seconds; on a GPU an event in its queue, which has a time once the GPU has reached it.
 _Mark = float | torch.cuda.Event
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    wall: float
-    loading: float
-    forwards: list[tuple[_Mark, _Mark]]
 
 
 class StepTimer:
@@ -44,8 +34,10 @@ class StepTimer:
         """How long this rank waited for the last batch."""
         self._entered: _Mark = 0.0
         self._forwards: list[tuple[_Mark, _Mark]] = []
-        self._unread: deque[_Step] = deque()
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_STEPS)
+        self._unread: deque[tuple[float, float, list[tuple[_Mark, _Mark]]]] = deque()
+        """Of each step, the seconds in all and for loading, and the forward passes."""
+        self._recent: deque[tuple[float, float]] = deque(maxlen=10)
+        """Of each step, the seconds in all and of this rank's own work."""
         # With SyncBN and FSDP the forward pass waits for other ranks: there the loading alone is measured.
         if not context.config.sync_bn and context.config.strategy == "ddp":
             model.register_forward_pre_hook(self._enter)
@@ -77,9 +69,15 @@ class StepTimer:
     def step_done(self) -> None:
         """Record a step, which is over on the CPU."""
         wall = time.perf_counter() - self._began
-        self._unread.append(_Step(wall=wall, loading=self.loading_seconds, forwards=self._forwards))
-        while self._unread and (busy := _busy_seconds(self._unread[0])) is not None:
-            self._recent.append((self._unread.popleft().wall, busy))
+        self._unread.append((wall, self.loading_seconds, self._forwards))
+        while self._unread:
+            wall, loading, forwards = self._unread[0]
+            seconds = [_seconds_between(start, end) for start, end in forwards]
+            known = [value for value in seconds if value is not None]
+            if len(known) < len(seconds):
+                break
+            self._unread.popleft()
+            self._recent.append((wall, loading + sum(known)))
         if self._recent:
             walls, busies = zip(*self._recent, strict=True)
             self._heartbeat.step_seconds, self._heartbeat.busy_seconds = fmean(walls), fmean(busies)
@@ -92,14 +90,8 @@ class StepTimer:
         return event
 
 
-def _busy_seconds(step: _Step) -> float | None:
-    """Seconds of a rank's own work in a step; None: the device has not finished it."""
-    forwards = [_seconds_between(start, end) for start, end in step.forwards]
-    known = [seconds for seconds in forwards if seconds is not None]
-    return step.loading + sum(known) if len(known) == len(forwards) else None
-
-
 def _seconds_between(start: _Mark, end: _Mark) -> float | None:
+    """Seconds between two marks; None: the device has not reached the second."""
     if isinstance(start, float):
         assert isinstance(end, float)  # noqa: S101  # marks of one device are of one kind
         return end - start

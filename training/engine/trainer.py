@@ -11,18 +11,18 @@ from torch import nn
 
 from hpc.core.errors import TorchrelayError
 from training.checkpoint.initial_weights import load_initial_weights
-from training.checkpoint.restore import SNAPSHOT, StateOffer, restore
+from training.checkpoint.restore import SNAPSHOT, restore
 from training.checkpoint.state import TrainState, identity
 from training.checkpoint.writer import CheckpointDestination, SnapshotDestination, StateWriter
 from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, samples_per_group
 from training.data.batch_schedule import BatchSchedule, make_schedule
 from training.data.dataset import Data
-from training.data.loader import Batch, load_device_batches
+from training.data.loader import load_device_batches
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
 from training.engine.loss_meter import DivergedError, LossMeter
-from training.engine.optim import current_learning_rate, follow_plateau, make_optimizer
+from training.engine.optim import follow_plateau, make_optimizer
 from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator
@@ -141,12 +141,7 @@ class Trainer:
         # What was only in a node's memory should soon be durable: what has failed may fail again.
         self.checkpoint_writer.begin(due=restored is not None and restored.source == SNAPSHOT)
         self.snapshot_writer.begin()
-        self.log_start(restored, time.monotonic() - began)
-        self.console.start(self.state.progress.step, self.schedule.total_steps)
-        self.heartbeat.beat("start", self.state.progress.step)
-
-    def log_start(self, restored: StateOffer | None, restore_seconds: float) -> None:
-        """Record and print where the training begins."""
+        restore_seconds = time.monotonic() - began
         progress, started = self.state.progress, self.context.started
         self.logger.resume(progress)
         self.logger.event(
@@ -165,6 +160,8 @@ class Trainer:
         self.console.print(f"{origin}: {describe(self.config, self.data, self.schedule, self.group, self.state.model)}")
         for warning in without_effect(self.config):
             self.console.warn(warning)
+        self.console.start(progress.step, self.schedule.total_steps)
+        self.heartbeat.beat("start", progress.step)
 
     # --- steps ---
 
@@ -182,11 +179,17 @@ class Trainer:
         first = progress.step + 1
         with load_device_batches(group.device, self.data.train, requests, self.workers) as batches:
             for batch in self.step_timer.batches(batches, progress):
-                if reason := self.agree_and_save():
+                agreed = self.agree()
+                if agreed.save:
                     self.save()
-                    return reason
+                if agreed.snapshot:
+                    self.snapshot_writer.save()
+                if agreed.end or out_of_patience(self.config, progress):
+                    self.save()
+                    return MAX_HOURS if agreed.end else PATIENCE
                 self.context.fault.inject("boundary", progress.step + 1, group.rank)
-                self.log_samples(batch)
+                if self.config.log_samples:
+                    self.samples.append({"step": progress.step + 1, "indices": batch.indices.tolist()})
                 self.loss_meter.add_wait(self.step_timer.loading_seconds)
                 self.corrupt_images.add(batch.corrupt.tolist())
                 self.stepper.step(batch, self.loss_meter)
@@ -202,23 +205,8 @@ class Trainer:
                 self.validate_if_due()
         return None
 
-    def agree_and_save(self) -> str | None:
-        """At the boundary between two steps, do what was agreed on at the boundary before.
-
-        Returns:
-            Why no step follows; None: one does.
-        """
-        agreed = self.agree()
-        if agreed.save:
-            self.save()
-        if agreed.snapshot:
-            self.snapshot_writer.save()
-        if agreed.end:
-            return MAX_HOURS
-        return PATIENCE if out_of_patience(self.config, self.state.progress) else None
-
     def agree(self) -> StepFlags:
-        """Exchange flags with the other ranks, and return those that were agreed on.
+        """Exchange flags with the other ranks, and return those that were agreed on at the boundary before.
 
         Raises:
             StopRequested: some rank was sent a signal.
@@ -275,11 +263,6 @@ class Trainer:
         self.logger.event("train_stopped", step=step, signal=request.name, seconds=seconds)
         self.console.print(f"stopped by {request.name} after step {step}")
 
-    def log_samples(self, batch: Batch) -> None:
-        """Log the images of this rank in the step to come."""
-        if self.config.log_samples:
-            self.samples.append({"step": self.state.progress.step + 1, "indices": batch.indices.tolist()})
-
     def log_if_due(self) -> None:
         """Every --log-every steps and at the end of an epoch, log the mean loss since the last time."""
         step, meter = self.state.progress.step, self.loss_meter
@@ -287,7 +270,7 @@ class Trainer:
             return
         speed = meter.images_per_second()
         loss = meter.total_loss(step) / meter.images
-        epoch, lr = (step - 1) // self.schedule.steps_per_epoch + 1, current_learning_rate(self.state.optimizer)
+        epoch, lr = (step - 1) // self.schedule.steps_per_epoch + 1, float(self.state.optimizer.param_groups[0]["lr"])
         data_wait_share, memory_bytes = meter.data_wait_share, self.group.used_memory
         self.state.progress.logged_step = step
         self.logger.log_train(
