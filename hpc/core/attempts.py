@@ -50,25 +50,19 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
     """All attempts in order, from events in the order of their times."""
     events = list(events)
     # Claims first: with clocks that differ between nodes, events of an attempt may precede its claim.
-    found = {event["attempt"]: _claimed(event) for event in events if event["event"] == "claimed"}
+    found = {
+        event["attempt"]: Attempt(
+            attempt=event["attempt"], job_id=event["job_id"], restart=event["restart"], nonce=event["nonce"],
+            port=event.get("port", 0), nodes=tuple(event["nodes"]), members=tuple(event["nodes"]),
+            started=event["time"],
+        )
+        for event in events if event["event"] == "claimed"
+    }  # fmt: skip
     for event in events:
         change, number = _CHANGES.get(event["event"]), event.get("attempt")
         if change and isinstance(number, int) and number in found:
             found[number] = replace(found[number], **change(event, found[number]))
     return [found[number] for number in sorted(found)]
-
-
-def _claimed(event: Event) -> Attempt:
-    return Attempt(
-        attempt=event["attempt"],
-        job_id=event["job_id"],
-        restart=event["restart"],
-        nonce=event["nonce"],
-        port=event.get("port", 0),
-        nodes=tuple(event["nodes"]),
-        members=tuple(event["nodes"]),
-        started=event["time"],
-    )
 
 
 def _started(event: Event, attempt: Attempt) -> dict[str, Any]:
@@ -105,11 +99,8 @@ def _interrupted(event: Event, attempt: Attempt) -> dict[str, Any]:
 
 
 _CHANGES = {
-    "rendezvous": _regrouped,
-    "train_started": _started,
-    "interruption": _interrupted,
-    "attempt_ended": _ended,
-}
+    "rendezvous": _regrouped, "train_started": _started, "interruption": _interrupted, "attempt_ended": _ended,
+}  # fmt: skip
 
 
 def last_job_id(events: Iterable[Event]) -> str | None:

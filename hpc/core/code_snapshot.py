@@ -49,7 +49,11 @@ def copy_code(run: RunDir, working_directory: Path, script: tuple[str, ...] = ()
     root = Path(top.rstrip("\n")) if top else None
     run.code.mkdir()
     if root is not None:
-        _copy_tracked(root, run.code)
+        # As they are now, except those that are deleted but not committed.
+        for name in filter(None, (_git(root, "ls-files", "-z") or "").split("\0")):
+            if (root / name).is_file():
+                (run.code / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, run.code / name)
     if script:
         script = (_path_in_copy(script[0], root, working_directory, run.code), *script[1:])
     run.packages.mkdir()
@@ -59,17 +63,6 @@ def copy_code(run: RunDir, working_directory: Path, script: tuple[str, ...] = ()
     for package in _PACKAGES:
         shutil.copytree(source / package, run.packages / package, ignore=shutil.ignore_patterns("__pycache__"))
     return script
-
-
-def _copy_tracked(root: Path, code: Path) -> None:
-    """Copy the tracked files as they are now, except those that are deleted but not committed."""
-    listed = _git(root, "ls-files", "-z") or ""
-    for name in filter(None, listed.split("\0")):
-        source = root / name
-        if source.is_file():
-            target = code / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target)
 
 
 def _path_in_copy(script: str, root: Path | None, working_directory: Path, code: Path) -> str:

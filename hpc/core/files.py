@@ -116,7 +116,14 @@ def publish_directory(path: Path, fill: Callable[[Path], None], mode: int | None
                 file.chmod(mode & 0o666)
             fsync_file(file)
         fsync_directory(temporary)
-        _rename_over(temporary, path)
+        # A directory cannot be renamed onto one that has entries.
+        old = _temporary_name(path, _REPLACED) if path.exists() else None
+        if old:
+            path.rename(old)
+        temporary.rename(path)
+        fsync_directory(path.parent)
+        if old:
+            shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -124,17 +131,6 @@ def publish_directory(path: Path, fill: Callable[[Path], None], mode: int | None
 
 def _temporary_name(path: Path, ending: str) -> Path:
     return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
-
-
-def _rename_over(new: Path, path: Path) -> None:
-    # A directory cannot be renamed onto one that has entries.
-    old = _temporary_name(path, _REPLACED) if path.exists() else None
-    if old:
-        path.rename(old)
-    new.rename(path)
-    fsync_directory(path.parent)
-    if old:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_directory(path: Path) -> None:

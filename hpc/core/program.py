@@ -38,15 +38,10 @@ def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: boo
     except SystemExit as stop:
         if stop.code in {0, None}:
             raise
-        raise UserError(_one_line(box.getvalue())) from None
-
-
-def _one_line(box: str) -> str:
-    """The sentence inside the box that tyro draws around an error."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
-    sections = [section.strip() for section in re.split(r"─{3,}", " ".join(line for line in lines if line))]
-    useful = [section for section in sections if section and not section.startswith("Argument helptext")]
-    return re.sub(r"\s+", " ", "; ".join(useful))
+        lines = [line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()[1:]]
+        sections = [section.strip() for section in re.split(r"─{3,}", " ".join(line for line in lines if line))]
+        useful = [section for section in sections if section and not section.startswith("Argument helptext")]
+        raise UserError(re.sub(r"\s+", " ", "; ".join(useful))) from None
 
 
 def run(work: Callable[[], int], prefix: str = "error", *, debug: bool = False) -> int:

@@ -63,10 +63,9 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class Connection:
-    """One end of an authenticated connection. One thread at a time may send, and one receive."""
+    """One end of a connection, authenticated by `handshake`. One thread at a time may send, and one receive."""
 
     def __init__(self, connected: socket.socket, limits: Limits) -> None:
-        """Take over a socket; `handshake` authenticates it."""
         self.socket, self._limits = connected, limits
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
@@ -234,20 +233,19 @@ class Server:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                self._admit(Connection(self._listener.accept()[0], self._limits))
+                connection = Connection(self._listener.accept()[0], self._limits)
+                with self._lock:
+                    full = len(self._strangers) >= self._limits.max_strangers
+                    oldest = next(iter(self._strangers)) if full else None
+                    if oldest:
+                        del self._strangers[oldest]
+                    self._strangers[connection] = None
+                if oldest:
+                    _shut_down(oldest)
+                threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
             except (OSError, RuntimeError):
                 # No descriptor or thread is left. A stranger without a thread is closed when it is the oldest.
                 self._closed.wait(_RETRY_SECONDS)
-
-    def _admit(self, connection: Connection) -> None:
-        with self._lock:
-            oldest = next(iter(self._strangers)) if len(self._strangers) >= self._limits.max_strangers else None
-            if oldest:
-                del self._strangers[oldest]
-            self._strangers[connection] = None
-        if oldest:
-            _shut_down(oldest)
-        threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
 
     def _converse(self, connection: Connection) -> None:
         try:
