@@ -74,12 +74,25 @@ def drill(options: DrillOptions) -> int:
     target = target_of(options, run, summaries([run])[0])
     command, action = plan(options.kind, target)
     if not options.yes:
-        _confirm(f"{action} (run {run.name}, job {target.job_id})")
+        question = f"{action} (run {run.name}, job {target.job_id})"
+        if not sys.stdin.isatty():
+            raise UserError(f"this would {question}: add --yes to confirm")
+        print(f"{question}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+            raise UserError("nothing was done")
     before = len(interruptions_of(ledger.read(run.events)))
     pids = slurm.run(*command)
     if options.kind in _RANK_FAULTS and not pids.strip():
         raise TorchrelayError(f"rank {target.rank} has no heartbeat on {' '.join(target.nodes)}: nothing was done")
-    return _print_result(options, run, _wait(run, options.kind, before))
+    found = [asdict(interruption) for interruption in _wait(run, options.kind, before)]
+    state = summaries([run])[0]["state"]
+    if options.json:
+        cli.print_json({"run": run.name, "drill": options.kind, "state": state, "interruptions": found})
+    elif found:
+        print_interruptions(found)
+    else:
+        print(f"run {run.name} was not interrupted")
+    return 1 if state in {"failed", "cancelled"} else 0
 
 
 def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
@@ -88,17 +101,18 @@ def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
     Raises:
         UserError: it does not train, or has no such rank or node.
     """
-    if row["state"] != "running" or not row["world_size"]:
+    world_size = int(row["world_size"] or 0)
+    if row["state"] != "running" or not world_size:
         raise UserError(f"run {run.name} is not training: wait until hpc status {run.name} shows its step")
     attempt = row["attempts"][-1]
     nodes = tuple(attempt["members"])
     others = [node for node in nodes if node != attempt["nodes"][0]]
     if options.node not in {None, *nodes}:
         raise UserError(f"--node is {options.node!r}: use one of {', '.join(nodes)}, where the run trains")
-    last = 0 if options.kind == "disk-full" else int(row["world_size"]) - 1
-    rank = last if options.rank is None else options.rank
-    if not 0 <= rank < int(row["world_size"]):
-        raise UserError(f"--rank is {rank}: use 0 to {int(row['world_size']) - 1}")
+    default = 0 if options.kind == "disk-full" else world_size - 1
+    rank = default if options.rank is None else options.rank
+    if not 0 <= rank < world_size:
+        raise UserError(f"--rank is {rank}: use 0 to {world_size - 1}")
     cluster = RunSpec.load(run).cluster
     own = running_slurm_conf()
     return DrillTarget(
@@ -129,20 +143,15 @@ def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
     if kind in _RANK_FAULTS:
         action, description = _RANK_FAULTS[kind]
         return on_nodes(target, target.nodes, action, str(target.rank)), description.format(target.rank)
-    if target.cluster == "local":
-        if kind != "term":
-            raise UserError(f"{kind} needs Slurm, and this run is on --cluster local: use term, worker-kill or hang")
-        return ["kill", "-TERM", target.job_id], "send SIGTERM to the run"
-    return _slurm_fault(kind, target)
-
-
-def _slurm_fault(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
     if kind == "term":
+        on_machine = ["kill", "-TERM", target.job_id], "send SIGTERM to the run"
         # Step 0 has the agents. Without a step, the signal would also end the batch script.
-        return ["scancel", "--signal=TERM", f"{target.job_id}.0"], "send SIGTERM to all processes of the step"
+        step = ["scancel", "--signal=TERM", f"{target.job_id}.0"], "send SIGTERM to all processes of the step"
+        return on_machine if target.cluster == "local" else step
+    if target.cluster == "local":
+        raise UserError(f"{kind} needs Slurm, and this run is on --cluster local: use term, worker-kill or hang")
     if kind == "node-kill" and target.testbed:
-        command = [sys.executable, "-m", "hpc", "testbed", "kill-node", target.node]
-        return command, f"cut the power of {target.node}"
+        return [sys.executable, "-m", "hpc", "testbed", "kill-node", target.node], f"cut the power of {target.node}"
     if kind == "node-kill":
         return on_nodes(target, [target.node], "kill-all"), f"kill all processes of the run on {target.node}"
     if not target.testbed:
@@ -165,19 +174,6 @@ def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[st
     ]  # fmt: skip
 
 
-def _confirm(action: str) -> None:
-    """Ask the user.
-
-    Raises:
-        UserError: stdin is no terminal, or the answer is no.
-    """
-    if not sys.stdin.isatty():
-        raise UserError(f"this would {action}: add --yes to confirm")
-    print(f"{action}? [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
-        raise UserError("nothing was done")
-
-
 def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
     """Wait until the run trains again or has ended; returns the new interruptions."""
     checkpoints = _checkpoints(run)
@@ -185,34 +181,17 @@ def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         new = interruptions_of(ledger.read(run.events))[before:]
-        if trains_again(new) or (kind == "disk-full" and not new and _checkpoints(run) > checkpoints):
-            return new
-        if summaries([run])[0]["state"] in TERMINAL:
+        saved = kind == "disk-full" and not new and _checkpoints(run) > checkpoints
+        trains = bool(new) and new[-1].seconds["first_step"] is not None
+        if trains or saved or summaries([run])[0]["state"] in TERMINAL:
             return new
     raise TorchrelayError(
         f"run {run.name} has not resumed training after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}"
     )
 
 
-def trains_again(new: Sequence[Interruption]) -> bool:
-    """Whether the last interruption, if there is one, has ended."""
-    return bool(new) and new[-1].seconds["first_step"] is not None
-
-
 def _checkpoints(run: RunDir) -> int:
     return sum(event["event"] == "checkpoint_saved" for event in ledger.read(run.events))
-
-
-def _print_result(options: DrillOptions, run: RunDir, new: Sequence[Interruption]) -> int:
-    row = summaries([run])[0]
-    found = [asdict(interruption) for interruption in new]
-    if options.json:
-        cli.print_json({"run": run.name, "drill": options.kind, "state": row["state"], "interruptions": found})
-    elif found:
-        print_interruptions(found)
-    else:
-        print(f"run {run.name} was not interrupted")
-    return 1 if row["state"] in {"failed", "cancelled"} else 0
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from hpc.core.kernel import children, start_time
 from hpc.core.nodedir import node_dirs
 
+_SIGNALS = {"kill": signal.SIGKILL, "kill-all": signal.SIGKILL, "stop": signal.SIGSTOP}
 _FULL_SECONDS = 10.0
 # More than a heartbeat, less than any model.
 _FULL_BYTES = 64 * 1024
@@ -28,7 +28,10 @@ def main(argv: list[str]) -> int:
     pids = agent_tree(Path(run)) if action == "kill-all" else rank_pids(Path(run), int(ranks[0]))
     for pid in pids:
         with suppress(ProcessLookupError):
-            _ACTIONS[action](pid)
+            if action == "full":
+                _full(pid)
+            else:
+                os.kill(pid, _SIGNALS[action])
     print(*pids)
     return 0
 
@@ -47,30 +50,16 @@ def rank_pids(run: Path, rank: int) -> list[int]:
 
 def agent_tree(run: Path) -> list[int]:
     """This node's agent of the run, and all its descendants."""
-    commands = {int(path.parent.name): _arguments(path) for path in Path("/proc").glob("[0-9]*/cmdline")}
-    tree = [pid for pid, command in commands.items() if _is_agent(command, os.fspath(run))]
+    tree = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = path.read_text(errors="replace").split("\0")
+            # The batch script's srun has the agent's command line too, but does not fail with the node.
+            if {"jobs.agent", os.fspath(run)} <= set(command) and Path(command[0]).name != "srun":
+                tree.append(int(path.parent.name))
     for pid in tree:  # grows while it is walked
         tree += [child for child in children(pid) if child not in tree]
     return tree
-
-
-def _is_agent(command: list[str], run: str) -> bool:
-    # The batch script's srun has the agent's command line too, but does not fail with the node.
-    return {"jobs.agent", run} <= set(command) and Path(command[0]).name != "srun"
-
-
-def _arguments(path: Path) -> list[str]:
-    with suppress(OSError):
-        return path.read_text(errors="replace").split("\0")
-    return []
-
-
-def _kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
-def _stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
 
 
 def _full(pid: int) -> None:
@@ -81,9 +70,6 @@ def _full(pid: int) -> None:
         time.sleep(_FULL_SECONDS)
     finally:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-
-
-_ACTIONS: dict[str, Callable[[int], None]] = {"kill": _kill, "kill-all": _kill, "stop": _stop, "full": _full}
 
 
 if __name__ == "__main__":
