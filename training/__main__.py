@@ -22,22 +22,15 @@ if __name__ == "__main__":
 import os  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 from hpc.core.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.core.nodedir import NodeDir  # noqa: E402
 from hpc.core.rundir import RunDir  # noqa: E402
 from training.config.train_config import RankOptions, is_from_spec, read_spec  # noqa: E402
-from training.runtime.fault_injection import NO_FAULT, Fault, parse_fault  # noqa: E402
+from training.runtime.fault_injection import NO_FAULT, parse_fault  # noqa: E402
 from training.runtime.heartbeat import Heartbeat  # noqa: E402
-from training.runtime.run_context import (  # noqa: E402
-    RankInfo,
-    RunContext,
-    rank_info_from,
-)
-
-_INTERRUPTED = 130
+from training.runtime.run_context import RankInfo, RunContext, rank_info_from  # noqa: E402
 
 
 def main() -> int:
@@ -50,15 +43,26 @@ def main() -> int:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
     rank = rank_info_from(os.environ)
     try:
-        return _train(_options(sys.argv[1:], rank), rank)
+        if is_from_spec(sys.argv[1:]):
+            return _train(read_spec(sys.argv[1:]), rank)
+        # Only here, for it imports tyro and YAML.
+        from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
+
+        return _train(parse_flags(TrainOptions, sys.argv[1:], "python -m training", prints=rank.is_rank_zero), rank)
     except UserError as error:
         if rank.is_rank_zero:
             _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return 130  # hpc.core.program.INTERRUPTED, whose module imports tyro
     except Exception as error:  # noqa: BLE001  # a defect, here or in a library
-        _print_crash(error)
+        traceback.print_exc()
+        first, *more = str(error).strip().splitlines() or [""]
+        if more:
+            # People and the node agent read the last line. An error of a loader worker comes with its own traceback,
+            # the message at the end.
+            line = more[-1] if "Traceback" in str(error) else f"{type(error).__qualname__}: {first}"
+            print(line, file=sys.stderr, flush=True)
         _flush_output()
         leave(1)
     finally:
@@ -66,25 +70,19 @@ def main() -> int:
         _flush_output()
 
 
-def _options(argv: Sequence[str], rank: RankInfo) -> RankOptions:
-    if is_from_spec(argv):
-        return read_spec(argv)
-    # Only here, for it imports tyro and YAML.
-    from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
-
-    return parse_flags(TrainOptions, argv, "python -m training", prints=rank.is_rank_zero)
-
-
 def _train(options: RankOptions, rank: RankInfo) -> int:
     node_dir = NodeDir(options.node_dir.absolute()) if options.node_dir else None
     heartbeat = Heartbeat(node_dir.heartbeat(rank.local_rank) if node_dir else None, rank.rank)
     heartbeat.beat("start")
+    fault = parse_fault(options.fault or os.environ.get("TORCHRELAY_FAULT", ""))
+    if rank.restarts and not fault.always:
+        fault = NO_FAULT  # torchrun restarts the ranks with the same flags after it has struck
     context = RunContext(
         config=options.train,
         run_dir=RunDir(options.run_dir.expanduser().absolute()),
         attempt=options.attempt,
         started=_STARTED,
-        fault=_fault(options.fault or os.environ.get("TORCHRELAY_FAULT", ""), rank),
+        fault=fault,
         node_dir=node_dir,
         heartbeat=heartbeat,
         recipe=options.recipe,
@@ -104,26 +102,10 @@ def _train(options: RankOptions, rank: RankInfo) -> int:
     return 0
 
 
-def _fault(text: str, rank: RankInfo) -> Fault:
-    """The fault to inject. torchrun restarts the ranks with the same flags after it has struck."""
-    fault = parse_fault(text)
-    return NO_FAULT if rank.restarts and not fault.always else fault
-
-
 def _print_error(error: TorchrelayError) -> None:
     """Print one line. An error of a loader worker comes with its traceback, the message at the end."""
     line = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     print(f"error: {line}", file=sys.stderr, flush=True)
-
-
-def _print_crash(error: Exception) -> None:
-    """Print the traceback, and the message as the last line, which people and the node agent read."""
-    traceback.print_exc()
-    first, *more = str(error).strip().splitlines() or [""]
-    if more:
-        # An error of a loader worker comes with its own traceback, the message at the end.
-        line = more[-1] if "Traceback" in str(error) else f"{type(error).__qualname__}: {first}"
-        print(line, file=sys.stderr, flush=True)
 
 
 def _flush_output() -> None:

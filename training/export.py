@@ -22,7 +22,7 @@ from training.data.batch_schedule import BatchRequest
 from training.data.build import load_data
 from training.data.loader import ImageSource
 from training.inference.classifier import Classifier, find_model, load_classifier
-from training.inference.exported_model import FORMATS, Classify, Format, first_line, require_packages
+from training.inference.exported_model import FORMATS, Classify, first_line, require_packages
 from training.inference.model_card import ModelCard
 
 _IMAGES = 64
@@ -69,7 +69,14 @@ def export(options: ExportOptions) -> str:
         UserError: an option cannot work.
         TorchrelayError: the exporter fails, the file computes something else, or it cannot be written.
     """
-    kind, output = _check(options), options.output.expanduser()
+    kind, output = FORMATS.get(options.format), options.output.expanduser()
+    if kind is None:
+        raise UserError(f"--format is {options.format!r}: use one of {', '.join(FORMATS)}")
+    require_packages(kind)
+    if output.suffix != kind.suffix:
+        raise UserError(f"--output is {options.output}: use a name that ends with {kind.suffix}")
+    if not output.parent.is_dir():
+        raise UserError(f"--output is {options.output}, but {output.parent} is no directory: make it")
     classifier = load_classifier(find_model(options.model))
     split, images = comparison_images(classifier.card, options.data)
     try:
@@ -93,19 +100,6 @@ def export(options: ExportOptions) -> str:
         f"{output}: {len(content) / 1e6:.1f} MB, input uint8 {['n', *classifier.card.image_shape]}; {compared} its "
         f"probabilities differ from the model's by at most {difference:.1g}"
     )
-
-
-def _check(options: ExportOptions) -> Format:
-    kind = FORMATS.get(options.format)
-    if kind is None:
-        raise UserError(f"--format is {options.format!r}: use one of {', '.join(FORMATS)}")
-    require_packages(kind)
-    if options.output.suffix != kind.suffix:
-        raise UserError(f"--output is {options.output}: use a name that ends with {kind.suffix}")
-    directory = options.output.expanduser().parent
-    if not directory.is_dir():
-        raise UserError(f"--output is {options.output}, but {directory} is no directory: make it")
-    return kind
 
 
 def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
@@ -23,9 +24,11 @@ from torch import Tensor
 
 from hpc.core import program
 from hpc.core.errors import UserError
+from training.config.dataset_layout import is_image
+from training.data.image_folder import JpegDecoder, as_rgb, decode_image, jpeg_decoder, with_image
+from training.data.transforms.crop import center_crop
 from training.inference.classifier import find_model, load_classifier
 from training.inference.exported_model import FORMATS, Classify, format_of, load_exported
-from training.inference.image_reader import ImageReader, UnreadableError, find_images
 from training.inference.model_card import ModelCard
 
 _BATCH = 256
@@ -86,7 +89,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
     """A prediction for each image, in the order of the images.
 
     Raises:
-        UserError: an option cannot work, or there is no such model.
+        UserError: an option cannot work, there is no such model, or it takes neither gray nor color images.
     """
     if options.json and options.csv:
         raise UserError("--json and --csv exclude each other: use one of them")
@@ -96,14 +99,43 @@ def predict(options: PredictOptions) -> list[Prediction]:
         raise UserError("there are no images: name files or directories after the model")
     paths = list(find_images(options.images))
     card, classify = load(options.model)
-    reader = ImageReader(card)
+    if card.image_shape[0] not in {1, 3}:
+        raise UserError(f"the model takes images of {card.image_shape[0]} channels: image files have 1 or 3")
+    read = partial(_read, card, jpeg_decoder())
     predictions: list[Prediction] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for first in range(0, len(paths), _BATCH):
             batch = paths[first : first + _BATCH]
-            images = list(zip(batch, pool.map(partial(_read, reader), batch), strict=True))
-            predictions += _predict_batch(images, card, classify, options.top)
+            images = list(pool.map(read, batch))
+            readable = [image for image in images if not isinstance(image, str)]
+            likely = iter(_most_likely(classify(torch.stack(readable)), card.classes, options.top) if readable else [])
+            for path, image in zip(batch, images, strict=True):
+                if isinstance(image, str):
+                    predictions.append(Prediction(path=path, error=image))
+                else:
+                    predictions.append(Prediction(path=path, top=next(likely)))
     return predictions
+
+
+def find_images(given: Sequence[Path]) -> Iterator[Path]:
+    """The given files, and for each given directory the images in and below it, sorted by name.
+
+    Raises:
+        UserError: a directory has none.
+    """
+    for path in given:
+        if not path.is_dir():
+            yield path
+            continue
+        names = sorted(
+            os.path.join(directory, name)  # noqa: PTH118  # of a million
+            for directory, _, files in os.walk(path)
+            for name in files
+            if is_image(name)
+        )
+        if not names:
+            raise UserError(f"there are no images in {path}: give files, or a directory with some")
+        yield from map(Path, names)
 
 
 def load(model: str) -> tuple[ModelCard, Classify]:
@@ -124,21 +156,23 @@ def load(model: str) -> tuple[ModelCard, Classify]:
     return load_exported(path, kind)
 
 
-def _read(reader: ImageReader, path: Path) -> Tensor | str:
-    """The image, or why it cannot be read."""
+def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tensor | str:
+    """The image (uint8 [*card.image_shape]) as the model's evaluation prepared it, or why it cannot be read."""
     try:
-        return reader.read(path)
-    except UnreadableError as error:
-        return str(error)
-
-
-def _predict_batch(
-    batch: Sequence[tuple[Path, Tensor | str]], card: ModelCard, classify: Classify, top: int
-) -> Iterator[Prediction]:
-    readable = [image for _, image in batch if not isinstance(image, str)]
-    likely = iter(_most_likely(classify(torch.stack(readable)), card.classes, top) if readable else [])
-    for path, image in batch:
-        yield Prediction(path=path, error=image) if isinstance(image, str) else Prediction(path=path, top=next(likely))
+        content = path.read_bytes()
+    except OSError as error:
+        return error.strerror or str(error)
+    channels, height, width = card.image_shape
+    if channels == 1:
+        gray = with_image(content, lambda file: np.array(as_rgb(file).convert("L")))
+        image = None if gray is None else torch.from_numpy(gray)[..., None]
+    else:
+        image = decode_image(content, decode_jpeg)
+    if image is None:
+        return "it is no image, or damaged"
+    if card.crop_pct == 1 and image.shape == (height, width, channels):
+        return image.permute(2, 0, 1)
+    return center_crop(image, (height, width), card.crop_pct)
 
 
 def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
