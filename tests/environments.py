@@ -6,7 +6,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from hpc import cli
 from hpc.staging.python_environment import PythonEnvironment
 from hpc.submit.environment_archive import find_or_make
 
@@ -50,4 +49,4 @@ def described(venv: Path, python: str = "bin/python") -> PythonEnvironment:
 
 def pack(venv: Path, runs_dir: Path) -> Path:
     """Its archive."""
-    return find_or_make(described(venv), runs_dir, cli.all_runs)
+    return find_or_make(described(venv), runs_dir)

@@ -196,15 +196,16 @@ class _Unpacker:
                 self._take(member, read)
         # Hard links first: they are written as files, and no file is ever written through a symlink.
         for link in sorted(self._links, key=tarfile.TarInfo.issym):
-            self._make_link(link, inside_name(link.name))
+            self._make_link(link)
         top = os.path.realpath(self._target)
         for link in self._links:
             if link.issym() and not Path(os.path.realpath(self._target / link.name)).is_relative_to(top):
                 raise self._refusal(link, f"is a link to {link.linkname!r}, outside of the archive")
         return tuple(self._files[name] for name in sorted(self._files))
 
-    def _refusal(self, member: tarfile.TarInfo, reason: str) -> TorchrelayError:
-        return TorchrelayError(f"{self._archive.name} is refused: {member.name!r} {reason}; nothing of it was kept")
+    def _refusal(self, member: tarfile.TarInfo, reason: str, advice: str = "") -> TorchrelayError:
+        kept = f"nothing of it was kept{advice}"
+        return TorchrelayError(f"{self._archive.name} is refused: {member.name!r} {reason}; {kept}")
 
     def _take(self, member: tarfile.TarInfo, read: _Read) -> None:
         try:
@@ -212,7 +213,14 @@ class _Unpacker:
         except TorchrelayError:
             raise self._refusal(member, "leads out of the archive") from None
         path = PurePosixPath(name)
-        self._make_directory(member, path if member.isdir() else path.parent)
+        directory = path if member.isdir() else path.parent
+        if directory not in self._directories:
+            self._reserve(member, 0)
+            try:
+                (self._target / directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise self._refusal(member, "is a file and a directory at once") from None
+            self._directories.add(directory)
         if member.issym() or member.islnk():
             self._links.append(member)
         elif member.isreg() and not member.issparse():
@@ -236,17 +244,8 @@ class _Unpacker:
             raise self._refusal(member, f"has {size} bytes")
         self._bytes_needed += bytes_on_disk(size, files=1)
         if self._bytes_needed > self._available:
-            raise self._refusal(member, f"makes it larger than the available {self._available // 2**20} MB")
-
-    def _make_directory(self, member: tarfile.TarInfo, path: PurePosixPath) -> None:
-        if path in self._directories:
-            return
-        self._reserve(member, 0)
-        try:
-            (self._target / path).mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise self._refusal(member, "is a file and a directory at once") from None
-        self._directories.add(path)
+            larger = f"makes it larger than the available {self._available // 2**20} MB"
+            raise self._refusal(member, larger, ": use --stage-dir with a larger disk")
 
     def _write(self, member: tarfile.TarInfo, name: str, read: _Read) -> None:
         self._reserve(member, member.size)
@@ -257,28 +256,26 @@ class _Unpacker:
             descriptor = os.open(f"{self._target}/{name}", flags, 0o700 if member.mode & stat.S_IXUSR else 0o600)
         except FileExistsError:
             raise self._refusal(member, "is a file and a directory at once") from None
+        checksums = list[str]()
         try:
-            checksums = tuple(self._write_chunks(member, read, descriptor))
+            for offset in range(0, max(1, member.size), _CHUNK_BYTES):  # an empty file has one chunk, too
+                size = min(_CHUNK_BYTES, member.size - offset)
+                content = read(size) if size else b""
+                if len(content) < size:
+                    found = offset + len(content)
+                    raise self._refusal(member, f"has {found} bytes, but the archive declares {member.size}")
+                write_all(descriptor, memoryview(content), offset)
+                checksums.append(checksum(content))
+                self._advance(size)
             if 0 <= member.mtime < _LATEST_TIME:
                 # Whole seconds: Python compares them with those that byte code records of its source.
                 os.utime(descriptor, (time.time(), int(member.mtime)))
         finally:
             os.close(descriptor)
-        self._files[name] = CopiedFile(name, member.size, _CHUNK_BYTES, checksums)
+        self._files[name] = CopiedFile(name, member.size, _CHUNK_BYTES, tuple(checksums))
 
-    def _write_chunks(self, member: tarfile.TarInfo, read: _Read, descriptor: int) -> Iterator[str]:
-        """Write the content of a file. Yields the checksum of each chunk, of an empty file too."""
-        for offset in range(0, max(1, member.size), _CHUNK_BYTES):
-            size = min(_CHUNK_BYTES, member.size - offset)
-            content = read(size) if size else b""
-            if len(content) < size:
-                found = offset + len(content)
-                raise self._refusal(member, f"has {found} bytes, but the archive declares {member.size}")
-            write_all(descriptor, memoryview(content), offset)
-            yield checksum(content)
-            self._advance(size)
-
-    def _make_link(self, link: tarfile.TarInfo, name: str) -> None:
+    def _make_link(self, link: tarfile.TarInfo) -> None:
+        name = inside_name(link.name)
         path = self._target / name
         if os.path.lexists(path):
             raise self._refusal(link, "is in it twice")

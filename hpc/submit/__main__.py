@@ -120,7 +120,7 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
         return _print_plan(options, run, spec)
     if environment is not None:
         watch = None if options.json else environment_archive.show_progress
-        archive = environment_archive.find_or_make(environment, run.path.parent, cli.all_runs, watch)
+        archive = environment_archive.find_or_make(environment, run.path.parent, watch)
         spec = dataclasses.replace(spec, stage_env=str(archive))
     with new_run_directory(run):
         _fill(run, spec)

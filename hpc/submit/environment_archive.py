@@ -10,7 +10,7 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,18 +18,14 @@ from typing import IO
 
 import zstandard
 
+from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import fsync_directory, remove_abandoned
 from hpc.core.kernel import is_alive, start_time
 from hpc.core.nodedir import user_name
-from hpc.core.rundir import RunDir
 from hpc.staging.python_environment import DESCRIPTION, EnvironmentDescription, PackedFileEntry, PythonEnvironment
 
 DIRECTORY = ".environments"
-# Level 1 of zstd takes three quarters of the time of level 3, for 8% more bytes.
-_LEVEL = 1
-# The login node is shared by all users.
-_MOST_THREADS = 8
 _BUFFER_BYTES = 2**20
 _KEEP_SECONDS = 7 * 86400
 # A process that packs writes all the time: a temporary file of another host that is older belongs to a dead process.
@@ -48,22 +44,31 @@ Watch = Callable[[int], AbstractContextManager[Progress]]
 """Receives the total number of bytes; opens a display of the progress."""
 
 
-def find_or_make(
-    environment: PythonEnvironment, runs_dir: Path, runs: Callable[[Path], Iterable[RunDir]], watch: Watch | None = None
-) -> Path:
+def find_or_make(environment: PythonEnvironment, runs_dir: Path, watch: Watch | None = None) -> Path:
     """The archive of an environment: the existing one, or a new one.
 
     Args:
         environment: the environment to pack.
-        runs_dir: the archives are in a directory of their own below it.
-        runs: lists the runs of `runs_dir`: an archive that an unfinished run needs is kept.
+        runs_dir: the archives are in a directory of their own below it; those that its unfinished runs need are kept.
         watch: displays the progress if a new archive is made.
 
     Raises:
+        UserError: another user can write to the directory of the archives.
         TorchrelayError: the environment cannot be read, or the archive cannot be written, or the environment changed
             while it was packed.
     """
-    directory = _archive_directory(runs_dir)
+    directory = runs_dir / DIRECTORY
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise UserError(f"--runs-dir {runs_dir} cannot be written: {error}") from error
+    # A user who can write there can run code as this user.
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UserError(
+            f"{directory} belongs to {user_name(status.st_uid)} and has mode {status.st_mode & 0o777:o}, so others can "
+            "change the environments in it: use a --runs-dir of your own, or omit --stage-env"
+        )
     remove_abandoned(directory, ".*.tmp", _is_abandoned)
     try:
         archive = directory / f"{environment.fingerprint}.tar.zst"
@@ -76,28 +81,8 @@ def find_or_make(
             f"the environment {environment.prefix} cannot be packed into {directory}: {error}; correct that, or omit "
             "--stage-env"
         ) from error
-    _delete_unused(directory, archive, lambda: runs(runs_dir))
+    _delete_unused(archive, runs_dir)
     return archive
-
-
-def _archive_directory(runs_dir: Path) -> Path:
-    """Create the directory of the archives. A user who can write there can run code as this user.
-
-    Raises:
-        UserError: another user can write there.
-    """
-    directory = runs_dir / DIRECTORY
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
-    except OSError as error:
-        raise UserError(f"--runs-dir {runs_dir} cannot be written: {error}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise UserError(
-            f"{directory} belongs to {user_name(status.st_uid)} and has mode {status.st_mode & 0o777:o}, so others can "
-            "change the environments in it: use a --runs-dir of your own, or omit --stage-env"
-        )
-    return directory
 
 
 def _mark_used(archive: Path) -> bool:
@@ -134,8 +119,8 @@ def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> 
 
 def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -> None:
     description = json.dumps(asdict(EnvironmentDescription.of(environment))).encode()
-    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-    compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=threads)
+    # Level 1 takes three quarters of the time of level 3, for 8% more bytes. The login node is shared by all users.
+    compressor = zstandard.ZstdCompressor(level=1, threads=min(len(os.sched_getaffinity(0)), 8))
     with (
         compressor.stream_writer(file, closefd=False) as compressed,
         tarfile.open(fileobj=compressed, mode="w|", bufsize=_BUFFER_BYTES) as tar,
@@ -144,20 +129,17 @@ def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -
         entry = PackedFileEntry(DESCRIPTION, len(description), time.time_ns(), executable=False)
         tar.addfile(_tar_info(entry), io.BytesIO(description))
         for member in environment.members:
-            if member.target is None:
-                _add_file(tar, environment.prefix, member, progress)
-            elif not member.leads_outside:
-                tar.addfile(_tar_info(member))
-
-
-def _add_file(tar: tarfile.TarFile, prefix: Path, member: PackedFileEntry, progress: Progress) -> None:
-    with (prefix / member.name).open("rb") as file:
-        if member.name.startswith("bin/") and member.size < _LONGEST_SCRIPT:
-            text = portable_script(file.read(), prefix)
-            tar.addfile(_tar_info(member._replace(size=len(text))), io.BytesIO(text))
-        else:
-            tar.addfile(_tar_info(member), file)
-    progress(member.size)
+            if member.target is not None:
+                if not member.leads_outside:
+                    tar.addfile(_tar_info(member))
+                continue
+            with (environment.prefix / member.name).open("rb") as content:
+                if member.name.startswith("bin/") and member.size < _LONGEST_SCRIPT:
+                    script = portable_script(content.read(), environment.prefix)
+                    tar.addfile(_tar_info(member._replace(size=len(script))), io.BytesIO(script))
+                else:
+                    tar.addfile(_tar_info(member), content)
+            progress(member.size)
 
 
 def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
@@ -193,13 +175,13 @@ def _host() -> str:
     return os.uname().nodename.replace(".", "-")
 
 
-def _delete_unused(directory: Path, current: Path, runs: Callable[[], Iterable[RunDir]]) -> None:
-    """Delete archives that were not used for a week and that no unfinished run needs."""
-    others = [archive for archive in directory.glob("*.tar.zst") if archive != current]
+def _delete_unused(current: Path, runs_dir: Path) -> None:
+    """Delete the other archives that were not used for a week and that no unfinished run needs."""
+    others = [archive for archive in current.parent.glob("*.tar.zst") if archive != current]
     old = [archive for archive in others if time.time() - archive.stat().st_atime > _KEEP_SECONDS]
     if not old:
         return
-    needed = "".join(run.spec.read_text() for run in runs() if not run.final_result.exists())
+    needed = "".join(run.spec.read_text() for run in cli.all_runs(runs_dir) if not run.final_result.exists())
     for archive in old:
         if archive.name not in needed:
             archive.unlink(missing_ok=True)

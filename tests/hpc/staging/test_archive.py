@@ -208,7 +208,7 @@ HOSTILE = {
     "hard link to itself": (tar_of(member("a"), link("a", "a", tarfile.LNKTYPE)), "is in it twice"),
     "many empty files": (
         tar_of(*(member(str(number), b"") for number in range(5000))),
-        "larger than the available 20 MB",
+        "larger than the available 20 MB; nothing of it was kept: use --stage-dir with a larger disk",
     ),
     "long link zip": (zip_of(zip_link("out", "a" * 5000)), "is a link of 5000 bytes"),
     "many headers": (many_headers, "cannot be unpacked"),

@@ -134,7 +134,7 @@ def wait(size):
     yield lambda count: waiting and (print("packing", flush=True), waiting.pop(), sys.stdin.readline())
 
 waiting = [True]
-archive = find_or_make(described(Path({venv!r})), Path({runs!r}), lambda _: (), wait)
+archive = find_or_make(described(Path({venv!r})), Path({runs!r}), wait)
 print(archive.name, archive.stat().st_ino, flush=True)
 """
 
@@ -181,7 +181,7 @@ def test_environment_that_changes_while_it_is_packed_is_refused(venv: Path, tmp_
         yield lambda _count: set_version(venv, "10.0")
 
     with pytest.raises(TorchrelayError, match="was changed while it was packed"):
-        find_or_make(described(venv), tmp_path, lambda _: (), upgrade)
+        find_or_make(described(venv), tmp_path, upgrade)
     assert left(tmp_path) == []
 
 
