@@ -38,8 +38,7 @@ from hpc.doctor.findings import (
 from hpc.doctor.node_check import inspect_nodes, plan
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm import client as slurm
-from hpc.slurm import cluster
-from hpc.slurm.cluster import ClusterConfig
+from hpc.slurm.client import ClusterConfig
 from hpc.spec import Resources, RunSpec
 from hpc.status.warnings import save_seconds
 
@@ -120,7 +119,7 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
         here = node_info.inspect_node(stage_dir)
         return [verdict.at("slurm", "login"), *found, *judge(OF_MACHINE, here, here.name)]
     try:
-        site = cluster.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
+        site = slurm.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
     except UserError:
         raise
     except TorchrelayError as error:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from hpc.core.node_info import NodeInfo, TorchBuild
 from hpc.core.nodedir import DEV_SHM
-from hpc.slurm.cluster import Fields
+from hpc.slurm.client import Fields
 
 _LEAST_STAGE_BYTES = 10 * 10**9
 _LEAST_MEMORY_BYTES = 10**9

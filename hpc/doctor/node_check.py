@@ -13,7 +13,7 @@ from hpc.core import node_info
 from hpc.core.node_info import NodeInfo
 from hpc.core.units import walltime_minutes
 from hpc.slurm import client as slurm
-from hpc.slurm.cluster import ClusterConfig
+from hpc.slurm.client import ClusterConfig
 from hpc.spec import Resources
 from hpc.submit import checks
 

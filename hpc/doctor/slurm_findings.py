@@ -7,7 +7,7 @@ from math import ceil
 
 from hpc.core.units import KILL_WAIT_SECONDS, save_timeout_seconds
 from hpc.doctor.findings import Check, RunMeasurements, Verdict, costs, note, ok
-from hpc.slurm.cluster import ClusterConfig, leading_number
+from hpc.slurm.client import ClusterConfig, leading_number
 
 # A save should take at most this share of the available time: storage may be slower on another day.
 _MOST_SHARE = 0.8

@@ -1,6 +1,6 @@
 """Runs Slurm's commands and parses what they print; nothing else runs them. On login and compute nodes.
 
-No accounting is needed: only `final_states` calls sacct.
+No accounting is needed: `final_states` uses it, and `query_cluster` tests it.
 """
 
 import os
@@ -27,6 +27,7 @@ _FINAL_STATE_FIELDS = ("JobIDRaw", "State")
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
+Fields = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,7 @@ def show_partition(name: str) -> dict[str, str]:
     return parse_fields(run("scontrol", "--oneliner", "show", "partition", name))
 
 
-def grace_seconds(fields: Mapping[str, str]) -> int | None:
+def grace_seconds(fields: Fields) -> int | None:
     """Seconds between SIGTERM and SIGKILL on preemption, from `show_partition`; None if it does not define them."""
     # With 0, the default, KillWait applies as for every ending job; SUSPEND and OFF end no job.
     mode, grace = fields.get("PreemptMode"), fields.get("GraceTime", "")
@@ -201,7 +202,7 @@ def parse_fields(text: str) -> dict[str, str]:
     return {match[1]: match[2] for match in re.finditer(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", text)}
 
 
-def ending_state(fields: Mapping[str, str], restart: int) -> JobState:
+def ending_state(fields: Fields, restart: int) -> JobState:
     """The state in which a job ends, from `show_job`; `restart` is its restart count when the attempt began.
 
     While its processes end, every job is COMPLETING. A requeue shows in the restart count, a time limit in the reason;
@@ -215,7 +216,7 @@ def ending_state(fields: Mapping[str, str], restart: int) -> JobState:
     return JobState.TIMEOUT if fields.get("Reason") == "TimeLimit" else JobState.CANCELLED
 
 
-def is_preempted(fields: Mapping[str, str]) -> bool:
+def is_preempted(fields: Fields) -> bool:
     """Whether the job was preempted since its last start, from `show_job`; both times are ISO 8601 by one clock."""
     preempted = fields.get("PreemptTime", "None")
     return preempted not in {"None", "N/A", ""} and preempted >= fields.get("StartTime", "")
@@ -298,3 +299,73 @@ def cancel(job_id: str) -> None:
     except TorchrelayError as error:
         if "Invalid job id" not in str(error):
             raise
+
+
+# --- for hpc doctor: the cluster's whole configuration ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """A cluster's configuration, in Slurm's fields. Fields that its version lacks are missing."""
+
+    config: Fields
+    partition: Fields
+    """The one that a run would use."""
+    partitions: tuple[Fields, ...] = ()
+    """All, including those that the user may not use: their jobs may preempt."""
+    sacct_error: str = ""
+    """Empty if sacct works."""
+
+
+def query_cluster(name: str | None) -> ClusterConfig:
+    """Query a cluster and one of its partitions, by default its default.
+
+    Raises:
+        UserError: there is no such partition.
+        TorchrelayError: Slurm does not answer.
+    """
+    partitions = parse_records(run("scontrol", "--all", "--oneliner", "show", "partition"))
+    partition, sacct_error = choose_partition(name, partitions), ""
+    try:
+        run("sacct", "--noheader", "--allocations", "--starttime=now-1minute")
+    except TorchrelayError as error:
+        sacct_error = str(error)
+    return ClusterConfig(
+        config=parse_config(run("scontrol", "show", "config")),
+        partition=partition,
+        partitions=partitions,
+        sacct_error=sacct_error,
+    )
+
+
+def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
+    """The partition with a name, or the default one.
+
+    Raises:
+        UserError: there is none; lists the names.
+    """
+    for partition in partitions:
+        if partition.get("PartitionName") == name or (name is None and partition.get("Default") == "YES"):
+            return partition
+    problem = "the cluster has no default partition" if name is None else f"--partition {name!r} does not exist"
+    names = ", ".join(fields["PartitionName"] for fields in partitions if "PartitionName" in fields)
+    raise UserError(f"{problem}: use --partition with one of {names}")
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Parse `scontrol show config`: lines `Name = value`. Of repeated names the first counts."""
+    found = dict[str, str]()
+    for match in re.finditer(r"^(\S+) *= *(.*?) *$", text, re.MULTILINE):
+        found.setdefault(match[1], match[2])
+    return found
+
+
+def parse_records(text: str) -> tuple[dict[str, str], ...]:
+    """Parse the output of `scontrol --oneliner show`: one record per line."""
+    return tuple(parse_fields(line) for line in text.splitlines() if "=" in line)
+
+
+def leading_number(fields: Fields, name: str) -> int | None:
+    """The number at the beginning of a field (`30 sec`); None if there is none."""
+    match = re.match(r"\d+", fields.get(name, ""))
+    return int(match[0]) if match else None

@@ -95,6 +95,9 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     if most > 1:
         # The job survives the death of a node. Without --no-kill, as for a job of one node, Slurm requeues it.
         extra["no-kill"] = True
+    # sbatch's --no-kill keeps the allocation, but not the step: when a node died, srun would end the agents on the
+    # others.
+    survive = ["--no-kill", "--kill-on-bad-exit=0"] if most > 1 else ["--kill-on-bad-exit=1"]
     optional = {key: getattr(resources, key) for key in ("mem", "partition", "account", "qos", "constraint", "exclude")}
     return {
         **{key: value for key, value in optional.items() if value is not None},
@@ -108,23 +111,16 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
         "stderr_to_stdout": True,
         "wckey": None,  # clusters with a list of keys refuse submitit's default
         "setup": [_UNSET],
-        "srun_args": srun_arguments(resources.cpus_per_node, most),
+        "srun_args": [
+            # Since 22.05 srun no longer inherits it: every rank would sit on one core.
+            f"--cpus-per-task={resources.cpus_per_node}",
+            *survive,
+            # With WaitTime, a cluster ends a step that many seconds after its first task, such as a lost node's agent.
+            "--wait=0",
+            "--mpi=none",
+        ],
         "additional_parameters": extra,
     }
-
-
-def srun_arguments(cpus: int, nodes: int) -> list[str]:
-    """The arguments of srun beside submitit's own. Pure."""
-    # sbatch's --no-kill keeps the allocation, but not the step: when a node died, srun would end the agents on the
-    # others.
-    survive = ["--no-kill", "--kill-on-bad-exit=0"] if nodes > 1 else ["--kill-on-bad-exit=1"]
-    return [
-        f"--cpus-per-task={cpus}",  # since 22.05 srun no longer inherits it: every rank would sit on one core
-        *survive,
-        # With WaitTime, a cluster ends a step that many seconds after its first task, such as a lost node's agent.
-        "--wait=0",
-        "--mpi=none",
-    ]
 
 
 class LocalExecutor(submitit.LocalExecutor):

@@ -111,7 +111,10 @@ def nodes_to_exclude(spec: RunSpec, events: Iterable[Event], failed: Sequence[st
         failed: nodes that have failed just now.
     """
     given = _given(spec)
-    names = list(dict.fromkeys([*failed, *recently_failed_nodes(events, time.time())]))
+    recent = [event for event in events if time.time() - event["time"] < _EXCLUDE_SECONDS and event.get("node")]
+    causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
+    lost = [event["node"] for event in recent if event["event"] == "node_lost" or event.get("cause") in causes]
+    names = list(dict.fromkeys([*failed, *reversed(lost)]))  # the newest first
     if not names:
         return given
     # Slurm does not use nodes that it has marked down.
@@ -121,11 +124,3 @@ def nodes_to_exclude(spec: RunSpec, events: Iterable[Event], failed: Sequence[st
     if len(usable.intersection(failed)) > spare:
         return given  # the job needs some of the failed nodes, and which of them work is unknown
     return [*given, *[name for name in names if name in usable][:spare]]
-
-
-def recently_failed_nodes(events: Iterable[Event], now: float) -> list[str]:
-    """The nodes on which a run failed within the last hours, the newest first. Pure."""
-    recent = [event for event in events if now - event["time"] < _EXCLUDE_SECONDS and event.get("node")]
-    causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
-    failed = [event["node"] for event in recent if event["event"] == "node_lost" or event.get("cause") in causes]
-    return list(dict.fromkeys(reversed(failed)))

@@ -9,7 +9,7 @@ from hpc.core.errors import UserError
 from hpc.core.node_info import NodeInfo, NodeInfoInJob, TorchBuild
 from hpc.doctor.findings import OF_LOGIN, OF_NODE, OF_RUN, Finding, LoginNode, RunMeasurements, Severity, judge, merge
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
-from hpc.slurm.cluster import ClusterConfig, choose_partition, leading_number, parse_config, parse_records
+from hpc.slurm.client import ClusterConfig, choose_partition, leading_number, parse_config, parse_records
 
 # As Slurm 22.05.8 prints them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T18:38:39
