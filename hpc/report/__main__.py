@@ -12,7 +12,6 @@ import tyro
 from hpc import cli
 from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
-from hpc.core.rundir import RunDir
 from hpc.report.gather import RunRecord, csv_tables, gather
 from hpc.report.page import comparison_page, run_page
 from hpc.status.__main__ import summaries
@@ -41,17 +40,14 @@ def report(options: ReportOptions) -> int:
         raise UserError("no run: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in (cli.find_run(name, options.runs_dir) for name in options.run)}.values())
     records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
-    path = (options.output.expanduser().resolve() if options.output else _directory(runs)) / "index.html"
+    directory = runs[0].report.parent if len(runs) == 1 else runs[0].path.parent / "report"
+    path = (options.output.expanduser().resolve() if options.output else directory) / "index.html"
     tables = write(path, records)
     if options.json:
         cli.print_json({"report": str(path), "tables": [str(table) for table in tables]})
     else:
         print(f"{path}\n  beside it: {', '.join(table.name for table in tables)}")
     return 0
-
-
-def _directory(runs: Sequence[RunDir]) -> Path:
-    return runs[0].report.parent if len(runs) == 1 else runs[0].path.parent / "report"
 
 
 def write(path: Path, records: Sequence[RunRecord]) -> list[Path]:
@@ -68,17 +64,13 @@ def write(path: Path, records: Sequence[RunRecord]) -> list[Path]:
     if len(records) == 1:
         page = run_page(records[0], list(tables), now)
     else:
-        page = comparison_page(records, _links(path.parent, records), list(tables), now)
+        own_pages = [record.run.report for record in records]
+        links = [os.path.relpath(page, path.parent) if page.exists() else None for page in own_pages]
+        page = comparison_page(records, links, list(tables), now)
     for name, table in tables.items():
         write_atomic(path.with_name(name), table.to_csv(index=False))
     write_atomic(path, page)
     return [path.with_name(name) for name in tables]
-
-
-def _links(start: Path, records: Sequence[RunRecord]) -> list[str | None]:
-    """Relative links to the runs' own pages; None for a run without one."""
-    pages = [record.run.report for record in records]
-    return [os.path.relpath(page, start) if page.exists() else None for page in pages]
 
 
 if __name__ == "__main__":

@@ -28,14 +28,17 @@ def submit_command(spec: RunSpec) -> list[str]:
 
 
 def _changed(owner: Any, default: Any) -> list[str]:
-    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
-    return [word for name, value in values.items() if value != getattr(default, name) for word in _words(name, value)]
-
-
-def _words(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag(name)] if value else []
-    return [f"{flag(name)}={item}" for item in (value if isinstance(value, tuple) else (value,))]
+    """The flags of all fields that differ from their defaults; one for each item of a tuple."""
+    words = list[str]()
+    for field in fields(owner):
+        value = getattr(owner, field.name)
+        if value == getattr(default, field.name):
+            continue
+        if isinstance(value, bool):
+            words += [flag(field.name)] if value else []
+        else:
+            words += [f"{flag(field.name)}={item}" for item in (value if isinstance(value, tuple) else (value,))]
+    return words
 
 
 def shell_text(command: list[str]) -> str:
@@ -52,10 +55,8 @@ def flat_settings(spec: RunSpec) -> dict[str, str]:
     settings = asdict(spec)
     nested = {**settings.pop("resources"), **settings.pop("recovery"), **(settings.pop("train") or {})}
     merged = {**settings, **nested, "data": nested.get("data") or settings["data"]}
-    return {name.replace("_", "-"): _setting(value) for name, value in merged.items()}
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return "" if value is None else str(value)
+    found = dict[str, str]()
+    for name, value in merged.items():
+        words = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        found[name.replace("_", "-")] = " ".join(map(str, words))
+    return found

@@ -21,21 +21,21 @@ from hpc.spec import RunSpec
 from hpc.status.downtime import PARTS
 from hpc.status.run_view import TERMINAL, Summary
 
-TRAIN = (
-    *("step", "epoch", "loss", "lr", "images_per_second"),
-    *("world_size", "train_seconds", "attempt", "time"),
-)
+TRAIN = ("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time")
 EVALUATIONS = ("step", "epoch", "split", "loss", "accuracy", "correct", "total", "corrupt", "attempt", "time")
 ATTEMPTS = (
-    *("attempt", "job_id", "nodes", "started", "ended", "seconds", "cause"),
-    *("first_step", "last_step", "detail"),
-)
+    "attempt", "job_id", "nodes", "started", "ended", "seconds", "cause", "first_step", "last_step", "detail",
+)  # fmt: skip
 INTERRUPTIONS = (
     *("number", "attempt", "cause", "failed_at", "recorded_at", "step", "node", "rank", "steps_lost"),
     *(f"{part}_seconds" for part in (*PARTS, "total")),
     "detail",
 )
 CLASSES = ("class", "images", "correct", "accuracy", "most_often_confused_with", "confused_images")
+_FILES = {
+    "train.csv": "train", "eval.csv": "evaluations", "attempts.csv": "attempts",
+    "interruptions.csv": "interruptions", "classes.csv": "classes",
+}  # fmt: skip
 _TEXT = {"split", "job_id", "nodes", "cause", "detail", "node", "class", "most_often_confused_with"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 
@@ -142,8 +142,8 @@ def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.DataFra
     """A table of exactly these columns; all but those of text are numbers."""
     table = pd.DataFrame.from_records(rows).reindex(columns=list(columns))
     for column in columns:
-        kind = table[column].astype("string") if column in _TEXT else pd.to_numeric(table[column], errors="coerce")
-        table[column] = kind
+        values = table[column]
+        table[column] = values.astype("string") if column in _TEXT else pd.to_numeric(values, errors="coerce")
     return table
 
 
@@ -209,23 +209,21 @@ def classes_table(confusion: pd.DataFrame | None) -> pd.DataFrame:
     """For each class: its images, how many were predicted correctly, and the most frequent wrong prediction."""
     if confusion is None:
         return _table([], CLASSES)
-    counts = confusion.to_numpy()
-    return _table([_class_row(confusion.columns, row, true) for true, row in enumerate(counts)], CLASSES)
-
-
-def _class_row(names: Sequence[str], counts: Any, true: int) -> dict[str, Any]:
-    images, correct = int(counts.sum()), int(counts[true])
-    wrong = counts.copy()
-    wrong[true] = 0
-    most = int(wrong.argmax())
-    return {
-        "class": names[true],
-        "images": images,
-        "correct": correct,
-        "accuracy": correct / images if images else None,
-        "most_often_confused_with": names[most] if wrong[most] else None,
-        "confused_images": int(wrong[most]),
-    }
+    names, rows = confusion.columns, list[dict[str, Any]]()
+    for true, counts in enumerate(confusion.to_numpy()):
+        images, correct = int(counts.sum()), int(counts[true])
+        wrong = counts.copy()
+        wrong[true] = 0
+        most = int(wrong.argmax())
+        rows.append({
+            "class": names[true],
+            "images": images,
+            "correct": correct,
+            "accuracy": correct / images if images else None,
+            "most_often_confused_with": names[most] if wrong[most] else None,
+            "confused_images": int(wrong[most]),
+        })  # fmt: skip
+    return _table(rows, CLASSES)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
@@ -253,13 +251,14 @@ def csv_tables(records: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
     Each names the run in its first column and always exists, if only as a header: a reader of many runs' tables need
     not check which exist.
     """
-    return {
-        "train.csv": _joined(records, [record.train for record in records]),
-        "eval.csv": _joined(records, [record.evaluations for record in records]),
-        "attempts.csv": _joined(records, [record.attempts for record in records]),
-        "interruptions.csv": _joined(records, [record.interruptions for record in records]),
-        "classes.csv": _joined(records, [record.classes for record in records]),
-    }
+    found = dict[str, pd.DataFrame]()
+    for file, attribute in _FILES.items():
+        tables = [getattr(record, attribute) for record in records]
+        named = [table.assign(run=label) for label, table in zip(labels_of(records), tables, strict=True)]
+        joined = pd.concat([table for table in named if not table.empty] or named[:1], ignore_index=True)
+        # Steps are whole numbers, also where one is unknown.
+        found[file] = joined[["run", *tables[0].columns]].convert_dtypes()
+    return found
 
 
 def labels_of(records: Sequence[RunRecord]) -> list[str]:
@@ -268,10 +267,3 @@ def labels_of(records: Sequence[RunRecord]) -> list[str]:
     return [
         name if names.count(name) == 1 else str(record.run.path) for name, record in zip(names, records, strict=True)
     ]
-
-
-def _joined(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    named = [table.assign(run=label) for label, table in zip(labels_of(records), tables, strict=True)]
-    joined = pd.concat([table for table in named if not table.empty] or named[:1], ignore_index=True)
-    # Steps are whole numbers, also where one is unknown.
-    return joined[["run", *tables[0].columns]].convert_dtypes()

@@ -1,6 +1,6 @@
 """The page of one run and the page that compares several: what the templates show. Pure; runs on the login node.
 
-The templates escape whatever they print, but the drawings of `hpc.report.svg`.
+The templates escape whatever they print, but the drawings of `hpc.report.plots`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,13 +39,7 @@ Row = Mapping[Any, Any]
 
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
-    """The HTML of the page of a run.
-
-    Args:
-        record: the run.
-        tables: the names of the CSV files beside the page.
-        now: seconds since the epoch.
-    """
+    """The HTML of the page of a run; `tables` names the CSV files beside it, `now` is in seconds since the epoch."""
     spec = record.spec
     return _render(
         "run.html",
@@ -60,7 +54,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         interrupted_steps=bool(record.interruptions["step"].notna().any()),
         time_spent=_time_spent(record, now),
         lost_by_cause=_lost_time(_by_cause(record.interruptions)),
-        interruptions=[_interruption_row(row) for row in _records(record.interruptions)],
+        interruptions=_interruption_rows(record),
         attempts=_records(record.attempts),
         command=shell_text(submit_command(spec)) if spec else "",
         settings=[pair for pair in flat_settings(spec).items() if pair[1]] if spec else (),
@@ -71,16 +65,8 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
 def comparison_page(
     records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
 ) -> str:
-    """The HTML of the page that compares runs.
-
-    Args:
-        records: the runs.
-        links: to their own pages, for those that have one.
-        tables: the names of the CSV files beside the page.
-        now: seconds since the epoch.
-    """
+    """The HTML of the page that compares runs; `links` lead to their own pages, for those that have one."""
     labels = labels_of(records)
-    lost = pd.concat([record.interruptions for record in records])
     labelled = list(zip(labels, records, strict=True))
     specs = [(label, record.spec) for label, record in labelled if record.spec]
     return _render(
@@ -90,7 +76,7 @@ def comparison_page(
         runs=_runs(records, labels, links, now),
         plots=plots_of(records),
         lost_by_run=_lost_time({label: record.interruptions for label, record in labelled}),
-        lost_by_cause=_lost_time(_by_cause(lost)),
+        lost_by_cause=_lost_time(_by_cause(pd.concat([record.interruptions for record in records]))),
         **_compared_classes(labelled),
         setting_columns=[("setting", None, "text"), *((label, label, "text") for label, _ in specs)],
         settings=_differing_settings(dict(specs)),
@@ -107,14 +93,11 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {**FILTERS, "side": _side, "formatted": _formatted, "with_values": _with_values}
+    environment.filters |= {**FILTERS, "formatted": _formatted, "with_values": _with_values}
+    environment.filters["side"] = lambda kind: _SIDES.get(kind, "number")
     environment.tests["known"] = known
     environment.globals["recovery_legend"] = _recovery_legend
     return environment.get_template(template).render(values)
-
-
-def _side(kind: str) -> str:
-    return _SIDES.get(kind, "number")
 
 
 def _formatted(value: object, kind: str) -> str:
@@ -140,11 +123,14 @@ def _headline(spec: RunSpec) -> list[str]:
     return [f"{train.model} on {train.data}", sizes, f"{train.optimizer}, lr {train.lr:g}", f"seed {train.seed}", where]
 
 
-def _interruption_row(row: Row) -> Row:
-    rank = [f"rank {row['rank']:.0f}"] if known(row["rank"]) else []
-    node = [row["node"]] if known(row["node"]) else []
-    at = row["failed_at"] if known(row["failed_at"]) else row["recorded_at"]
-    return {**row, "at": at, "where": ", ".join([*rank, *node])}
+def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:
+    rows = _records(record.interruptions)
+    for row in rows:
+        rank = [f"rank {row['rank']:.0f}"] if known(row["rank"]) else []
+        node = [row["node"]] if known(row["node"]) else []
+        row["at"] = row["failed_at"] if known(row["failed_at"]) else row["recorded_at"]
+        row["where"] = ", ".join([*rank, *node])
+    return rows
 
 
 def _time_spent(record: RunRecord, now: float) -> list[tuple[str, float, str]]:
@@ -170,20 +156,19 @@ def _by_cause(interruptions: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def _lost_time(groups: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
     """What each group of interruptions cost, by the parts of the recovery."""
-    return [_lost(name, rows) for name, rows in groups.items() if len(rows)]
-
-
-def _lost(name: str, rows: pd.DataFrame) -> dict[str, Any]:
-    parts = [(part, float(rows[f"{part}_seconds"].sum()), _RECOVERY_COLORS[part]) for part in PARTS]
-    return {
-        "name": name,
-        "count": len(rows),
-        "seconds": float(rows["total_seconds"].sum()),
-        "unknown": int(rows["total_seconds"].isna().sum()),
-        "steps": int(rows["steps_lost"].sum()),
-        "parts": parts,
-        "measured": sum(seconds for _, seconds, _ in parts),
-    }
+    return [
+        {
+            "name": name,
+            "count": len(rows),
+            "seconds": float(rows["total_seconds"].sum()),
+            "unknown": int(rows["total_seconds"].isna().sum()),
+            "steps": int(rows["steps_lost"].sum()),
+            "parts": [(part, float(rows[f"{part}_seconds"].sum()), _RECOVERY_COLORS[part]) for part in PARTS],
+            "measured": sum(float(rows[f"{part}_seconds"].sum()) for part in PARTS),
+        }
+        for name, rows in groups.items()
+        if len(rows)
+    ]
 
 
 def _recovery_legend(groups: Sequence[Row]) -> list[tuple[str, str, str]]:
@@ -193,7 +178,10 @@ def _recovery_legend(groups: Sequence[Row]) -> list[tuple[str, str, str]]:
 
 
 def _test(record: RunRecord) -> dict[str, Any]:
-    """The test result by class, the worst first, with the confusion matrix; of many classes the worst and the pairs."""
+    """The test result by class, the worst first, and the confusion matrix.
+
+    Of many classes only the worst ones, and the pairs that were confused most often.
+    """
     classes, confusion = record.classes, record.confusion
     few = len(classes) <= _MOST_CLASSES
     rows = _records(classes.sort_values("accuracy").head(len(classes) if few else _MOST_LISTED))
@@ -201,25 +189,23 @@ def _test(record: RunRecord) -> dict[str, Any]:
         images = row["confused_images"]
         row["confused"] = f"{row['most_often_confused_with']} ({formats.number(images)})" if images else None
     shown = confusion if few and confusion is not None else pd.DataFrame()
+    pairs = None
+    if not few and confusion is not None:
+        names = list(confusion.index)
+        pairs = [
+            {"true": names[true], "predicted": names[predicted], "images": int(images)}
+            for true, counts in enumerate(confusion.to_numpy())
+            for predicted, images in enumerate(counts)
+            if true != predicted and images
+        ]
+        pairs = sorted(pairs, key=lambda pair: -pair["images"])[:_MOST_LISTED]
     return {
         "classes": rows,
         "class_count": len(classes),
         "images": classes["images"].sum(),
         "matrix": {"names": list(shown.index), "counts": shown.to_numpy().tolist()},
-        "pairs": None if few or confusion is None else _confused_pairs(confusion),
+        "pairs": pairs,
     }
-
-
-def _confused_pairs(confusion: pd.DataFrame) -> list[dict[str, Any]]:
-    """The pairs of classes that were confused most often."""
-    names = list(confusion.index)
-    pairs = [
-        {"true": names[true], "predicted": names[predicted], "images": int(images)}
-        for true, row in enumerate(confusion.to_numpy())
-        for predicted, images in enumerate(row)
-        if true != predicted and images
-    ]
-    return sorted(pairs, key=lambda pair: -pair["images"])[:_MOST_LISTED]
 
 
 def _runs(
@@ -263,5 +249,5 @@ def _differing_settings(specs: Mapping[str, RunSpec]) -> list[dict[Any, str]]:
     """The settings in which the runs differ, beside their names."""
     flat = {label: flat_settings(spec) for label, spec in specs.items()}
     names = dict.fromkeys(name for settings in flat.values() for name in settings if name != "name")
-    rows: list[dict[Any, str]] = [{label: settings.get(name, "") for label, settings in flat.items()} for name in names]
-    return [{**row, None: name} for name, row in zip(names, rows, strict=True) if len(set(row.values())) > 1]
+    rows = ((name, {label: settings.get(name, "") for label, settings in flat.items()}) for name in names)
+    return [{**row, None: name} for name, row in rows if len(set(row.values())) > 1]

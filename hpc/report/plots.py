@@ -1,23 +1,93 @@
-"""What the figures show: one run with its attempts and interruptions, or several runs. Pure; runs on the login node."""
+"""The figures: one run with its attempts and interruptions, or several runs, as inlined SVG. Runs on the login node.
 
-from collections.abc import Callable, Sequence
+matplotlib draws with placeholder colors, which become the page's CSS variables, so that figures follow dark and light
+mode. Text stays text, in the page's font.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
+from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from hpc.core.outcome import Cause
 from hpc.report.gather import RunRecord, labels_of
-from hpc.report.svg import COLORS, SERIES, Plot, PlotSize, draw
 
+SERIES = 8
+# Placeholders: no two alike, and none that matplotlib would use by itself.
+COLORS = {
+    name: f"#0101{number:02x}"
+    for number, name in enumerate(["soft", "rule", "band", "bad", "mild", *(f"s{line + 1}" for line in range(SERIES))])
+}
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    # Ids of clip paths and markers then follow from their content: the same run makes the same page.
+    "svg.hashsalt": "torchrelay",
+    "font.size": 11.0,
+    "axes.edgecolor": COLORS["rule"],
+    "axes.labelcolor": COLORS["soft"],
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": COLORS["rule"],
+    "grid.linewidth": 0.7,
+    "xtick.color": COLORS["soft"],
+    "ytick.color": COLORS["soft"],
+    "xtick.major.size": 0.0,
+    "ytick.major.size": 0.0,
+    "xtick.major.pad": 6.0,
+    "ytick.major.pad": 6.0,
+    "text.color": COLORS["soft"],
+    "lines.linewidth": 1.7,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+}
 _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 # Causes from outside the run.
 _EXTERNAL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
 # A line with fewer points is not smoothed; a longer one is averaged over 1/40 of it.
 _PLAIN_POINTS, _SMOOTHED_PARTS = 60, 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotSize:
+    """The size of a drawing: a phone gets its own, because text that is scaled down is too small to read."""
+
+    name: str
+    width: float
+    """In CSS pixels, which are also points."""
+    height: float
+    points: int
+    """The maximum number of points of a line."""
+
+
+SIZES = (
+    PlotSize(name="wide", width=540, height=280, points=2000),
+    PlotSize(name="narrow", width=330, height=230, points=700),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A figure, drawn once for each size; the style sheet shows the one that fits."""
+
+    title: str
+    key: Sequence[tuple[str, str, str]]
+    """What is drawn how: a sign, its color's name, and what it stands for."""
+    description: str
+    """For those who cannot see it."""
+    drawings: Mapping[PlotSize, Markup]
+    """The content of an SVG element."""
 
 
 def decimate(table: pd.DataFrame, column: str, most: int) -> pd.DataFrame:
@@ -44,7 +114,6 @@ def smoothed(table: pd.DataFrame, column: str) -> pd.DataFrame:
 class Chart:
     """One kind of figure: a column of the metrics over the steps."""
 
-    name: str
     title: str
     column: str
     split: str | None = None
@@ -59,10 +128,10 @@ class Chart:
         return record.evaluations[record.evaluations["split"] == self.split]
 
 
-LOSS = Chart(name="loss", title="Loss", column="loss", unit="{:.3f}".format)
-ACCURACY = Chart(name="accuracy", title="Accuracy", column="accuracy", split="val", unit="{:.2%}".format)
-SPEED = Chart(name="speed", title="Images per second", column="images_per_second", unit="{:,.0f}".format)
-RATE = Chart(name="rate", title="Learning rate", column="lr", unit="{:.3g}".format)
+LOSS = Chart(title="Loss", column="loss", unit="{:.3f}".format)
+ACCURACY = Chart(title="Accuracy", column="accuracy", split="val", unit="{:.2%}".format)
+SPEED = Chart(title="Images per second", column="images_per_second", unit="{:,.0f}".format)
+RATE = Chart(title="Learning rate", column="lr", unit="{:.3g}".format)
 CHARTS = (LOSS, ACCURACY, SPEED, RATE)
 _NOISY = frozenset({LOSS, SPEED})
 # A loss that falls by this factor is drawn on a logarithmic scale: its beginning would hide its end.
@@ -109,7 +178,7 @@ def _plot(chart: Chart, records: Sequence[RunRecord]) -> Plot:
 
     key = _key(chart, records[0]) if len(records) == 1 else []
     key += [("", "soft", "logarithmic scale")] if _is_logarithmic(chart, records) else []
-    drawings = draw(chart.name, paint)
+    drawings = draw(chart.column, paint)
     return Plot(title=chart.title, key=key, description=describe(chart, records), drawings=drawings)
 
 
@@ -129,17 +198,16 @@ def _is_logarithmic(chart: Chart, records: Sequence[RunRecord]) -> bool:
 
 def describe(chart: Chart, records: Sequence[RunRecord]) -> str:
     """A figure in words."""
-    runs = [_in_words(chart, record, label) for record, label in zip(records, labels_of(records), strict=True)]
-    return f"{chart.title} by step. {' '.join(runs)}"
-
-
-def _in_words(chart: Chart, record: RunRecord, label: str) -> str:
-    table = chart.table(record).dropna(subset=[chart.column])
-    if table.empty:
-        return f"{label}: not known."
-    values, steps, unit = table[chart.column], table["step"], chart.unit
-    first, last = (f"{unit(values.iloc[i])} at step {steps.iloc[i]:.0f}" for i in (0, -1))
-    return f"{label}: from {first} to {last}, lowest {unit(values.min())}, highest {unit(values.max())}."
+    words = [f"{chart.title} by step."]
+    for record, label in zip(records, labels_of(records), strict=True):
+        table = chart.table(record).dropna(subset=[chart.column])
+        if table.empty:
+            words.append(f"{label}: not known.")
+            continue
+        values, steps, unit = table[chart.column], table["step"], chart.unit
+        first, last = (f"{unit(values.iloc[i])} at step {steps.iloc[i]:.0f}" for i in (0, -1))
+        words.append(f"{label}: from {first} to {last}, lowest {unit(values.min())}, highest {unit(values.max())}.")
+    return " ".join(words)
 
 
 def _paint_run(axes: Axes, size: PlotSize, chart: Chart, record: RunRecord) -> None:
@@ -151,16 +219,13 @@ def _paint_run(axes: Axes, size: PlotSize, chart: Chart, record: RunRecord) -> N
             _line(axes, decimate(record.train, chart.column, size.points), chart, color=color, alpha=0.3, linewidth=0.9)
         _line(axes, decimate(trend, chart.column, size.points), chart, color=color)
     if chart in {LOSS, ACCURACY}:
-        _paint_evaluations(axes, size, chart.column, record.evaluations)
+        for split, _, _, evaluations_color, style in _EVALUATIONS:
+            evaluations = record.evaluations[record.evaluations["split"] == split]
+            rows = decimate(evaluations, chart.column, size.points // 4)
+            if not rows.empty:
+                _line(axes, rows, chart, color=COLORS[evaluations_color], zorder=3, clip_on=False, **style)
     _paint_attempts(axes, record.train)
     _paint_interruptions(axes, record.interruptions, record.train["step"].max())
-
-
-def _paint_evaluations(axes: Axes, size: PlotSize, column: str, evaluations: pd.DataFrame) -> None:
-    for split, _, _, color, style in _EVALUATIONS:
-        rows = decimate(evaluations[evaluations["split"] == split], column, size.points // 4)
-        if not rows.empty:
-            axes.plot(rows["step"], rows[column], color=COLORS[color], zorder=3, clip_on=False, **style)
 
 
 def _line(axes: Axes, rows: pd.DataFrame, chart: Chart, **style: Any) -> None:
@@ -220,3 +285,41 @@ def _paint_runs(axes: Axes, size: PlotSize, chart: Chart, records: Sequence[RunR
         rows = decimate(smoothed(table, chart.column) if chart in _NOISY else table, chart.column, most)
         dots = {"marker": "o", "markersize": 3.5} if chart.split and len(rows) < 40 else {}
         _line(axes, rows, chart, color=COLORS[color], linestyle=_DASHES[dashes], linewidth=1.5, **dots)
+
+
+def draw(name: str, paint: Callable[[Axes, PlotSize], None]) -> dict[PlotSize, Markup]:
+    """Draw a figure in each size.
+
+    Args:
+        name: unique on the page, for ids.
+        paint: draws on axes, with `COLORS` only.
+    """
+    drawings = dict[PlotSize, Markup]()
+    for size in SIZES:
+        with rc_context(_STYLE):
+            figure = Figure(figsize=(size.width / 72, size.height / 72), layout="constrained")
+            axes = figure.subplots()
+            axes.grid(visible=False, axis="x")
+            paint(axes, size)
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        # matplotlib has escaped the text in it.
+        drawings[size] = Markup(_inlined(buffer.getvalue(), f"{name}-{size.name}"))  # noqa: S704
+    return drawings
+
+
+def _inlined(document: str, name: str) -> str:
+    """The content of an SVG document, with unique ids, the page's colors, and coordinates to a tenth of a pixel."""
+    inside = document[document.index('<g id="figure_1">') :]
+    inside = re.sub(r'<g id="[^"]*">', "<g>", inside)
+    inside = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", inside).replace("xlink:href", "href")
+    inside = re.sub(r" font-family: [^;]*;", "", inside)
+    # Only the coordinates of paths.
+    inside = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"-?\d+\.\d+", _rounded, path[0]), inside)
+    for color, placeholder in COLORS.items():
+        inside = inside.replace(placeholder, f"var(--{color})")
+    return re.sub(r"\n\s*", "\n", inside).removesuffix("</svg>\n")
+
+
+def _rounded(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.1f}".removesuffix(".0")

@@ -11,7 +11,7 @@ from report_rig import CLASSES, HOSTILE, STEPS, completed_run, pending_run, repo
 
 from hpc import cli
 from hpc.core.rundir import RunDir
-from hpc.report import formats, svg
+from hpc.report import formats, plots
 from hpc.report.__main__ import main
 from hpc.report.command import shell_text, submit_command
 from hpc.report.gather import RunRecord, gather
@@ -156,7 +156,7 @@ def test_custom_script_has_attempts_and_its_command(tmp_path: Path, capsys: Capt
 def test_damaged_file_is_named_and_the_rest_shown(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, file: str, damage: str
 ) -> None:
-    monkeypatch.setattr(svg, "SIZES", svg.SIZES[:1])  # drawing takes most of the time
+    monkeypatch.setattr(plots, "SIZES", plots.SIZES[:1])  # drawing takes most of the time
     run = completed_run(tmp_path / "r")
     path = run.path / file
     data = path.read_bytes()
