@@ -30,7 +30,7 @@ def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
 
 
 def claim_next(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -> Attempt:
-    """Claim the next attempt, after making sure that no other job works on this run. Arguments as of `claim`.
+    """Claim the next attempt, after making sure that no other job works on this run.
 
     Raises:
         TorchrelayError: another job does, or the run was cancelled.
@@ -70,13 +70,7 @@ def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> N
 
 
 def claim(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -> Attempt:
-    """Claim the next attempt of the run for this job.
-
-    Args:
-        run: the run.
-        allocation: of this agent, which is the head node's.
-        port: where it listens for the other agents.
-        nonce: the attempt's secret, which authenticates them.
+    """Claim the next attempt of the run for this job, whose head node's agent listens to the others on `port`.
 
     Raises:
         TorchrelayError: another agent was quicker.

@@ -73,11 +73,7 @@ def client_error() -> str:
 
 
 def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, str]:
-    """Start the ranks as an attempt does, and run `training.engine.preflight` on them.
-
-    Returns:
-        Whether it passed, and its message.
-    """
+    """Start the ranks as an attempt does, and run the preflight on them. Returns whether it passed, and its message."""
     try:
         address = local_address(allocation)
     except OSError as error:

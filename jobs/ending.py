@@ -114,13 +114,7 @@ def _inspect_ending(node: NodeAttempt, coordinator: Coordinator) -> Ending:
 def take_over(node: NodeAttempt, channel: ControlClient, last_step: int) -> int:
     """End the attempt whose head node is lost, and start the next one, unless another agent does.
 
-    Args:
-        node: this node's part in the attempt.
-        channel: to the head node.
-        last_step: the last step that a rank of this node has done.
-
-    Returns:
-        The exit code.
+    `last_step` is the last step that a rank of this node has done. Returns the exit code.
     """
     failed_at, head = channel.head_heard_at, node.allocation.head
     detail = f"lost contact with {head}"
@@ -228,10 +222,7 @@ def save_snapshot(node: NodeAttempt) -> None:
 def hand_over(node: NodeAttempt, lost: list[str], unfit: list[str]) -> None:
     """Requeue the job if Slurm has marked the lost nodes down; otherwise submit a new job and end this one.
 
-    Args:
-        node: this node's part in the attempt.
-        lost: host names of silent nodes.
-        unfit: host names of other nodes to avoid.
+    The new job avoids the lost nodes, which are silent, and the unfit ones.
 
     Raises:
         TorchrelayError: neither was possible.

@@ -40,13 +40,9 @@ class StopRequest:
         return time.monotonic() - self._time if self.signal else 0.0
 
     def save_timeout_seconds(self, spec: RunSpec, events: Sequence[Event]) -> float:
-        """How long the ranks may take to save: SIGTERM leaves less time than the time limit's warning.
-
-        Args:
-            spec: of the run.
-            events: of the run; those named "submitted" have the grace time of its partition.
-        """
+        """How long the ranks may take to save: SIGTERM leaves less time than the time limit's warning."""
         if self.signal is not signal.SIGTERM:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
+        # The grace time of the run's partition.
         known = [event.get("grace_seconds") for event in events if event["event"] == "submitted"]
         return save_timeout_seconds(next(filter(None, reversed(known)), KILL_WAIT_SECONDS))

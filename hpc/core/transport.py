@@ -156,12 +156,7 @@ class Connection:
             raise TimeoutError("the other end has taken nothing in time") from None
 
     def receive_bytes(self, into: memoryview, deadline: float = float("inf")) -> None:
-        """Fill a buffer with bulk data, which the caller must check.
-
-        Raises:
-            TransportError: the connection has ended.
-            TimeoutError: nothing came.
-        """
+        """Fill a buffer with bulk data, which the caller must check. Raises as `receive` does."""
         received = 0
         while received < len(into):
             try:
@@ -184,8 +179,7 @@ def connect(address: tuple[str, int], secret: str, purpose: str, limits: Limits)
     """Connect to a server of the same run.
 
     Raises:
-        OSError: it cannot be reached.
-        TransportError: the process that listens there is none of this run's servers.
+        OSError: it cannot be reached; TransportError, if the process that listens there is none of this run's servers.
     """
     timeout_seconds = min(limits.timeout_seconds, HANDSHAKE_SECONDS)
     connection = Connection(socket.create_connection(address, timeout_seconds), limits)
@@ -203,14 +197,9 @@ class Server:
     def __init__(
         self, secret: str, purpose: str, serve: Callable[[Connection], None], limits: Limits, port: int = 0
     ) -> None:
-        """Listen.
+        """Listen, on a port that the kernel chooses unless one is given.
 
-        Args:
-            secret: what clients must have.
-            purpose: what they must connect for.
-            serve: called with each authenticated connection. `MALFORMED` errors end that connection alone.
-            limits: of this end.
-            port: to listen on; by default the kernel chooses.
+        `MALFORMED` errors of `serve` end the connection alone that it was called with.
         """
         self._secret, self._purpose, self._serve, self._limits = secret, purpose, serve, limits
         self._lock, self._closed = threading.Lock(), threading.Event()

@@ -127,14 +127,7 @@ class ControlClient:
     """Another node's end: reports its status to the head node, and has the head's directive."""
 
     def __init__(self, host: str, port: int, nonce: str, status: NodeStatus) -> None:
-        """Connect in a thread, again and again until `close`.
-
-        Args:
-            host: the head node.
-            port: the one its agent listens on.
-            nonce: the attempt's secret.
-            status: this node's first one.
-        """
+        """Connect in a thread, again and again until `close`, to the head node's agent, and send it a first status."""
         self.directive, self.status = Directive(), status
         self.clock_skew_seconds = 0.0
         """The head's clock minus ours, as of the first answer."""

@@ -31,12 +31,7 @@ class LocalRanks:
         """The last few, the newest last."""
 
     def begin(self, number: int, *, ours: bool) -> None:
-        """Begin a round: remove what the ranks of the last one left.
-
-        Args:
-            number: of the round.
-            ours: whether the ranks run our code, whose exit codes have a meaning.
-        """
+        """Begin a round: remove what the ranks of the last one left. The exit codes of `ours` have a meaning."""
         self._round, self._ours, self._last_signs = number, ours, {}
         self._node_dir.make()
         for path in (*self._node_dir.exits.iterdir(), *self._node_dir.heartbeat(0).parent.iterdir()):
@@ -66,11 +61,7 @@ class LocalRanks:
         return tuple(found)
 
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
-        """Ranks that have failed since the last call, in the order of their ends.
-
-        Args:
-            clock_skew_seconds: added to this node's times, to compare them with other nodes'.
-        """
+        """Ranks that have failed since the last call, in the order of their ends, by the clock of the head node."""
         found = []
         for path in sorted(self._node_dir.exits.glob("[0-9]*.json")):
             fields = _read(path)

@@ -28,7 +28,6 @@ from training.config.train_config import spec_argv
 _POLL_SECONDS = 0.1
 # After a stop request, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
-_PATHS = ("PATH", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +46,7 @@ def run_round(
     node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, stop: StopRequest, directive: Directive,
     setup: RankSetup,
 ) -> int | None:  # fmt: skip
-    """Take part in a round.
-
-    Returns:
-        torchrun's exit code; None if it was ended because of another directive.
-    """
+    """Take part in a round. Returns torchrun's exit code; None if it was ended because of another directive."""
     monitor.ranks.begin(directive.round, ours=directive.preflight or node.spec.train is not None)
     argv, environment = _command(node, directive, setup)
     aborts, timeout_seconds = directive.aborts, 0.0
@@ -169,7 +164,7 @@ def activated_environment(base: Mapping[str, str], python: str, prefix: str = sy
     copy = str(Path(python).parent.parent)
     if copy == prefix:
         return dict(base)
-    changes = {name: _replace_prefix(base[name], prefix, copy) for name in _PATHS if name in base}
+    changes = {name: _replace_prefix(base[name], prefix, copy) for name in ("PATH", "LD_LIBRARY_PATH") if name in base}
     others = (entry for entry in changes.get("PATH", "").split(":") if entry not in {f"{copy}/bin", ""})
     changes["PATH"] = ":".join([f"{copy}/bin", *others])
     active = "CONDA_PREFIX" if base.get("CONDA_PREFIX") == prefix else "VIRTUAL_ENV"

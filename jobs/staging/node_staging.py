@@ -32,24 +32,11 @@ class NodeGroup:
 
     def __init__(self, node: NodeAttempt, channel: ControlChannel, source: Path) -> None:
         self._allocation, self._channel, self._source = node.allocation, channel, str(source)
+        self.host, self.is_head = node.allocation.host, node.allocation.is_head
+        self.has_peers = node.allocation.num_nodes > 1
         self.nonce = node.attempt.nonce
         """The attempt's secret."""
         self._published_at: float | None = None
-
-    @property
-    def is_head(self) -> bool:
-        """Whether this is the head node."""
-        return self._allocation.is_head
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether the job has more than one node."""
-        return self._allocation.num_nodes > 1
-
-    @property
-    def host(self) -> str:
-        """This node's name."""
-        return self._allocation.host
 
     def publish_listing(self, version: str, port: int) -> None:
         """On the head node: announce the version, and the port that serves its listing."""
@@ -109,14 +96,7 @@ class NodeStaging:
     """Stages what the ranks of this node need."""
 
     def __init__(self, node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, resources: ExitStack) -> None:
-        """Prepare.
-
-        Args:
-            node: this node's part in the attempt.
-            channel: to the other nodes.
-            monitor: polled while staging.
-            resources: keeps the copies in use until it is closed, when the attempt is over.
-        """
+        # The resources keep the copies in use until they are closed, when the attempt is over.
         self.node, self.channel, self.monitor, self._resources = node, channel, monitor, resources
 
     def stage_data(self) -> Path | None:

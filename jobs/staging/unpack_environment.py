@@ -33,10 +33,7 @@ _TRY_SECONDS = 300.0
 
 
 def stage_environment(staging: NodeStaging) -> str:
-    """Stage the Python environment on this node's disk, if the run asks for it.
-
-    Returns:
-        The interpreter for the ranks: the copy's, or this process's own.
+    """Stage the Python environment on this node's disk, if the run asks for it. Returns the ranks' interpreter.
 
     Raises:
         StagingStopped: the agent was asked to stop, or the attempt is over.
