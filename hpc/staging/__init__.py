@@ -8,7 +8,7 @@ It runs once per node, before torchrun starts and so outside any collective.
     peers.py               data from node to node
     coordination.py        which node reads which batches
     archive.py             unpacking
-    store.py, manifest.py  the cache on this node's disk, and what each copy must contain
+    store.py               the cache on this node's disk, and the manifest of each copy
     copy_progress.py       progress and cancellation
     python_environment.py  the Python environment, which is staged as an archive
 """

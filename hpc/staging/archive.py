@@ -31,9 +31,8 @@ import zstandard
 from hpc.core.errors import TorchrelayError
 from hpc.staging.chunks import checksum, read_with_retries, write_all
 from hpc.staging.copy_progress import stop_if
-from hpc.staging.manifest import CopiedFile
 from hpc.staging.source import inside_name
-from hpc.staging.store import bytes_on_disk
+from hpc.staging.store import CopiedFile, bytes_on_disk
 
 _CHUNK_BYTES, _BUFFER_BYTES = 4 * 2**20, 2**18
 # tarfile reads names and other extended headers into memory, whatever their size.

@@ -23,11 +23,6 @@ def checksum(content: memoryview | bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
-def new_checksum() -> xxhash.xxh3_128:
-    """The same, for content that comes in several parts."""
-    return xxhash.xxh3_128()
-
-
 def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
     """Read a chunk from the source, and retry after errors.
 
@@ -41,8 +36,19 @@ def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cance
         TorchrelayError: the file cannot be read, or has changed since it was listed.
     """
     file = listing.files[chunk.file]
-    path, unchanged = f"{listing.base}/{file.name}", (file.size, file.modified_ns)
-    read_with_retries(path, lambda: _read_once(path, chunk.offset, into, unchanged), cancelled)
+    path = f"{listing.base}/{file.name}"
+
+    def read() -> None:
+        descriptor, filled = os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0
+        try:
+            # A file that has become shorter ends this loop early, and fails the check.
+            while filled < len(into) and (count := os.preadv(descriptor, [into[filled:]], chunk.offset + filled)):
+                filled += count
+            check_unchanged(path, os.fstat(descriptor), (file.size, file.modified_ns))
+        finally:
+            os.close(descriptor)
+
+    read_with_retries(path, read, cancelled)
 
 
 def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threading.Event) -> _Result:
@@ -63,15 +69,6 @@ def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threadi
     raise AssertionError
 
 
-def _read_once(path: str, offset: int, into: memoryview, unchanged: tuple[int, int]) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        read_into(descriptor, into, offset)  # a file that has become shorter fails the check below
-        check_unchanged(path, os.fstat(descriptor), unchanged)
-    finally:
-        os.close(descriptor)
-
-
 def check_unchanged(path: str, status: os.stat_result, listed: tuple[int, int]) -> None:
     """Compare a file of the source with its size and its modification time (ns) when it was listed.
 
@@ -84,25 +81,8 @@ def check_unchanged(path: str, status: os.stat_result, listed: tuple[int, int]) 
         )
 
 
-def read_into(descriptor: int, into: memoryview, offset: int) -> int:
-    """Read from an offset until the buffer is full or the file ends. Returns the number of bytes."""
-    filled = 0
-    while filled < len(into) and (count := os.preadv(descriptor, [into[filled:]], offset + filled)):
-        filled += count
-    return filled
-
-
 def write_all(descriptor: int, content: memoryview, offset: int) -> None:
     """Write all of the content at an offset."""
     while content:
         written = os.pwrite(descriptor, content, offset)
         content, offset = content[written:], offset + written
-
-
-def write_chunk(path: str, offset: int, content: memoryview, mode: int) -> None:
-    """Write a part of a file, and create the file with this mode if it does not exist."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    try:
-        write_all(descriptor, content, offset)
-    finally:
-        os.close(descriptor)

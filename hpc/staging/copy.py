@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc.staging.chunks import checksum, read_chunk, write_chunk
+from hpc.staging.chunks import checksum, read_chunk, write_all
 from hpc.staging.coordination import Address
 from hpc.staging.copy_progress import CopyProgress, Watch, stop_if
-from hpc.staging.manifest import CopiedFile
 from hpc.staging.peers import ChunkStore, Peer, PeerError
 from hpc.staging.source import FileChunk, SourceListing
+from hpc.staging.store import CopiedFile
 
 # Two readers keep one and a half cores busy, and more of them only contend; but storage with a high latency answers
 # several requests at a time.
@@ -98,11 +98,16 @@ class Copy:
             TorchrelayError: a file could not be read, or has changed.
             OSError: the copy could not be written.
         """
-        self._make_directories()
+        files = {chunk.file for number in self._assignment.batches for chunk in self._listing.batches[number]}
+        for directory in {os.path.dirname(self._listing.files[file].name) for file in files}:  # noqa: PTH120
+            (self._target / directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         for number in self._assignment.own:
             self._to_read.put(number)
         readers = [self._start(self._read_batches, "stage-source") for _ in range(_SOURCE_THREADS)]
-        fetchers = [self._start(self._fetch_batches, "stage-peer", group) for group in self._peer_groups()]
+        peers = self._assignment.from_peers
+        # Each fetching thread asks some of the owners.
+        groups = [peers[first::_PEER_THREADS] for first in range(min(len(peers), _PEER_THREADS))]
+        fetchers = [self._start(self._fetch_batches, "stage-peer", group) for group in groups]
         try:
             self._monitor(readers, fetchers, watch)
         except BaseException as error:
@@ -121,9 +126,9 @@ class Copy:
         total = sum(chunk.length for number in self._assignment.batches for chunk in self._listing.batches[number])
 
         def report() -> None:
-            seconds = time.monotonic() - began
             if len(readers) < _MOST_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
                 readers.append(self._start(self._read_batches, "stage-source"))
+            seconds = time.monotonic() - began
             stop_if(watch(CopyProgress(bytes_done=self.stats.bytes, bytes_total=total, seconds=seconds)))
 
         # Fetchers first: batches that an owner does not send are added to those that the readers read.
@@ -139,17 +144,6 @@ class Copy:
 
     def _end_readers(self) -> None:
         self._to_read.put(None)
-
-    def _make_directories(self) -> None:
-        files = {chunk.file for number in self._assignment.batches for chunk in self._listing.batches[number]}
-        for directory in {os.path.dirname(self._listing.files[file].name) for file in files}:  # noqa: PTH120
-            (self._target / directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def _peer_groups(self) -> list[list[tuple[Address, tuple[int, ...]]]]:
-        """The owners that each fetching thread asks."""
-        peers = self._assignment.from_peers
-        threads = min(len(peers), _PEER_THREADS)
-        return [list(peers[first::threads]) for first in range(threads)]
 
     def _start(self, work: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
         def guarded() -> None:
@@ -193,7 +187,7 @@ class Copy:
             self._complete(number, tuple(checksums), from_source=True)
         self._end_readers()
 
-    def _fetch_batches(self, group: list[tuple[Address, tuple[int, ...]]]) -> None:
+    def _fetch_batches(self, group: tuple[tuple[Address, tuple[int, ...]], ...]) -> None:
         """Fetch the batches of some owners, one from each in turn."""
         waiting, buffer = {address: list(reversed(numbers)) for address, numbers in group}, self._new_buffer()
         peers = dict[Address, Peer]()
@@ -206,7 +200,14 @@ class Copy:
                     self._fetch(peers[address], waiting[address][-1], buffer)
                     waiting[address].pop()
                 except PeerError as error:
-                    self._fall_back(waiting.pop(address), str(error))
+                    if self._cancelled.is_set():
+                        break
+                    # Read the rest of what this peer should have sent from the source.
+                    numbers, reason = waiting.pop(address), str(error)
+                    with self._lock:
+                        self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + len(numbers)
+                    for number in reversed(numbers):
+                        self._to_read.put(number)
                     continue
                 if not waiting[address]:
                     del waiting[address]
@@ -221,18 +222,14 @@ class Copy:
                 self.stats.from_peers += chunk.length
         self._complete(number, checksums)
 
-    def _fall_back(self, numbers: list[int], reason: str) -> None:
-        """Read batches from the source that a peer did not send."""
-        if self._cancelled.is_set():
-            return
-        with self._lock:
-            self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + len(numbers)
-        for number in reversed(numbers):
-            self._to_read.put(number)
-
     def _write(self, chunk: FileChunk, content: memoryview) -> None:
         file = self._listing.files[chunk.file]
-        write_chunk(f"{self._target}/{file.name}", chunk.offset, content, 0o700 if file.executable else 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(f"{self._target}/{file.name}", flags, 0o700 if file.executable else 0o600)
+        try:
+            write_all(descriptor, content, chunk.offset)
+        finally:
+            os.close(descriptor)
 
     def _complete(self, number: int, checksums: tuple[str, ...], *, from_source: bool = False) -> None:
         """Record a batch and serve it to peers from now on."""

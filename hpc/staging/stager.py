@@ -16,10 +16,20 @@ from hpc.staging.chunks import check_unchanged
 from hpc.staging.coordination import Address, CacheStatus, SingleNode, StagingGroup
 from hpc.staging.copy import Copy, CopyStats, assign_batches, checksums_by_batch, copied_files
 from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
-from hpc.staging.manifest import CopiedFile, Manifest, boot_id, is_intact
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
 from hpc.staging.source import SourceListing, absolute, list_source
-from hpc.staging.store import CacheEntry, CacheStore, StalledError, available_bytes, is_memory, open_store
+from hpc.staging.store import (
+    CacheEntry,
+    CacheStore,
+    CopiedFile,
+    Manifest,
+    StalledError,
+    available_bytes,
+    boot_id,
+    is_intact,
+    is_memory,
+    open_store,
+)  # fmt: skip
 
 # The head node assigns the batches within seconds; without its plan this node reads everything.
 _PLAN_SECONDS = 60.0

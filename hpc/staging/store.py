@@ -18,11 +18,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from hpc.core.files import fsync_directory, remove_abandoned
+import xxhash
+
+from hpc.core.files import fsync_directory, remove_abandoned, write_atomic
 from hpc.core.kernel import available_memory_bytes, file_system_type
 from hpc.core.nodedir import open_lock, private_directory, try_lock
-from hpc.staging.manifest import Manifest, boot_id, is_intact, read_manifest, size_of, write_manifest
+from hpc.staging.copy_progress import stop_if
+from hpc.staging.source import pack_records, unpack_records
 
 # A copying process sends a heartbeat every few seconds; after this long without one it is suspended, or its storage
 # hangs.
@@ -34,10 +38,114 @@ _RESERVED_DISK_SHARE = 0.05
 _USABLE_MEMORY_SHARE = 0.5
 # A file takes whole blocks, and an inode.
 _FILE_OVERHEAD_BYTES = 4096 + 512
+_READ_BYTES = 4 * 2**20
+_DESCRIBED_BYTES = 256 * 2**20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class StalledError(Exception):
     """Another process is making the same copy and has stalled."""
+
+
+# --- the manifest of a copy ---
+
+
+class CopiedFile(NamedTuple):
+    """One file of a copy."""
+
+    name: str
+    size: int
+    chunk_bytes: int
+    checksums: tuple[str, ...]
+    """XXH3 (128 bits) of each chunk of `chunk_bytes`, the last one shorter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The files that a copy must have."""
+
+    source: str
+    boot: str
+    """Boot id when the copy was last known to be intact: a power cut may lose what was not yet on the disk."""
+    files: tuple[CopiedFile, ...]
+    directories: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes in all files."""
+        return sum(file.size for file in self.files)
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot of the machine."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a copy; None if it is missing or unreadable."""
+    try:
+        (source, boot), records = unpack_records((directory / "manifest").read_bytes())
+        directories = tuple(record for record in records if isinstance(record, str))
+        copied = (record for record in records if not isinstance(record, str))
+        files = tuple(CopiedFile(name, size, chunk_bytes, tuple(sums)) for name, size, chunk_bytes, sums in copied)
+        return Manifest(source=source, boot=boot, files=files, directories=directories)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest of a copy."""
+    content = pack_records((manifest.source, manifest.boot), [*manifest.directories, *manifest.files])
+    write_atomic(directory / "manifest", content, mode=0o600)
+
+
+def size_of(path: Path) -> int | None:
+    """Bytes of a file; None if it does not exist."""
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def is_intact(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
+    """Read a file from the disk, not from the page cache, and compare its size and checksums."""
+    if size_of(path) != file.size:
+        return False
+    try:
+        with path.open("rb", buffering=0) as content:
+            os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            for checksum in file.checksums:
+                stop_if(stopped())
+                if _checksum(content.fileno(), file.chunk_bytes) != checksum:
+                    return False
+    except OSError:
+        return False  # a read error of the disk
+    return True
+
+
+def _checksum(descriptor: int, count: int) -> str:
+    """`hpc.staging.chunks.checksum` of the next bytes of a file."""
+    digest = xxhash.xxh3_128()
+    while count and (content := os.read(descriptor, min(count, _READ_BYTES))):
+        digest.update(content)
+        count -= len(content)
+    return digest.hexdigest()
+
+
+def describe_file(directory: Path, name: str, stopped: Callable[[], bool]) -> CopiedFile:
+    """The entry of a file on the disk."""
+    with (directory / name).open("rb", buffering=0) as content:
+        size, checksums = os.fstat(content.fileno()).st_size, []
+        for _ in range(0, size, _DESCRIBED_BYTES):
+            stop_if(stopped())
+            checksums.append(_checksum(content.fileno(), _DESCRIBED_BYTES))
+        return CopiedFile(name, size, _DESCRIBED_BYTES, tuple(checksums))
+
+
+# --- the disk ---
 
 
 def is_memory(directory: Path) -> bool:
@@ -57,6 +165,9 @@ def available_bytes(directory: Path) -> int:
 def bytes_on_disk(size: int, files: int) -> int:
     """Bytes that files take on a disk, given the total of their sizes."""
     return size + files * _FILE_OVERHEAD_BYTES
+
+
+# --- the copies ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,17 +381,14 @@ class CacheStore:
                     break
                 if entry.delete():
                     deleted.append(entry.name)
-        return deleted, self._shortage(size, files)
-
-    def _shortage(self, size: int, files: int) -> str | None:
-        needed, available = bytes_on_disk(size, files), available_bytes(self.root)
-        inodes = os.statvfs(self.root)
+        inodes, needed, available = os.statvfs(self.root), bytes_on_disk(size, files), available_bytes(self.root)
         if inodes.f_files and files > inodes.f_favail:
-            return f"{self.root} has {inodes.f_favail} free inodes, but the data set has {files} files"
+            return deleted, f"{self.root} has {inodes.f_favail} free inodes, but the data set has {files} files"
         if needed <= available:
-            return None
+            return deleted, None
         kind = " (RAM-backed)" if is_memory(self.root) else ""
-        return f"{self.root}{kind} has {available // 2**20} MB available, but the data need {needed // 2**20} MB"
+        megabytes = f"{available // 2**20} MB available, but the data need {needed // 2**20} MB"
+        return deleted, f"{self.root}{kind} has {megabytes}"
 
 
 def open_store(stage_dir: Path) -> CacheStore:

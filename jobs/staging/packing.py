@@ -15,8 +15,7 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging.copy_progress import CopyProgress, Watch, stop_if
-from hpc.staging.manifest import Manifest, boot_id, describe_file, write_manifest
-from hpc.staging.store import CacheEntry, open_store
+from hpc.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
 from training.config.packed_index import INDEX, read_index
 
 _POLL_SECONDS = 0.2

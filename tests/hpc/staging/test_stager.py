@@ -17,9 +17,8 @@ from hpc.core.errors import TorchrelayError
 from hpc.staging import SingleNode, Staged, StagingStopped, stage
 from hpc.staging.coordination import StagingPlan
 from hpc.staging.copy_progress import CopyProgress, Watch
-from hpc.staging.manifest import write_manifest
 from hpc.staging.stager import Stager
-from hpc.staging.store import CacheStore, open_store
+from hpc.staging.store import CacheStore, open_store, write_manifest
 
 MB = 2**20
 ROOT = Path(__file__).parents[3]
