@@ -69,22 +69,6 @@ def main() -> int:
 
 def _main() -> int:
     options = parse_flags(VerifyOptions, sys.argv[1:], "python -m training.verify_resume")
-    sizes = _check(options)
-    directory = _new_directory(options.keep)
-    same = verify(options.train, sizes, options.cuts, directory)
-    if same and options.keep is None:
-        shutil.rmtree(directory)
-    else:
-        print(f"files of both trainings: {directory}")
-    return 0 if same else 1
-
-
-def _check(options: VerifyOptions) -> list[int]:
-    """The numbers of ranks.
-
-    Raises:
-        UserError: an option cannot work.
-    """
     try:
         sizes = [int(part) for part in options.ranks.split(",")]
     except ValueError:
@@ -96,19 +80,21 @@ def _check(options: VerifyOptions) -> list[int]:
     check_world(options.train, max(sizes))
     if not options.train.synthetic:
         check_data(resolve_data(options.train.data))
-    return sizes
-
-
-def _new_directory(keep: Path | None) -> Path:
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    keep = options.keep
     try:
-        keep.mkdir(parents=True)
+        if keep:
+            keep.mkdir(parents=True)
     except FileExistsError as error:
         raise UserError(f"--keep is {keep}, which exists: give a new directory") from error
     except OSError as error:
         raise UserError(f"--keep is {keep}, which cannot be made ({error.strerror}): give another directory") from error
-    return keep.absolute()
+    directory = keep.absolute() if keep else Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    same = verify(options.train, sizes, options.cuts, directory)
+    if same and keep is None:
+        shutil.rmtree(directory)
+    else:
+        print(f"files of both trainings: {directory}")
+    return 0 if same else 1
 
 
 def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) -> bool:
@@ -124,7 +110,7 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"training 1 of 2: uninterrupted, {sizes[0]} rank{'' if sizes[0] == 1 else 's'}")
     run_attempt(config, whole, 1, sizes[0], NO_FAULT)
-    steps = _total_steps(whole)
+    steps = next(int(event["total_steps"]) for event in ledger.read(whole.events) if event["event"] == "train_started")
     console.print(f"training 2 of 2: {cuts} cuts in {steps} steps")
     # Without validation the only evaluation is the test, after the last step.
     validated = any(record["split"] == "val" for record in read_json_lines(whole.eval_metrics))
@@ -145,10 +131,6 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
         parts.append(ComparedPart(name="cuts", compared=f"{cuts} cuts", difference=missing))
     verdict = "bit-identical" if same_size else "the same samples"
     return report(parts, console, f"{verdict} at step {steps}, after {done} of {cuts} cuts")
-
-
-def _total_steps(run: RunDir) -> int:
-    return next(int(event["total_steps"]) for event in ledger.read(run.events) if event["event"] == "train_started")
 
 
 def draw_faults(
@@ -192,14 +174,10 @@ def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault
     if -signal.SIGKILL in codes:
         return False
     if any(codes):
-        raise TorchrelayError(f"the training failed with exit codes {codes}: {_error_in(log)} (log: {log})")
+        lines = log.read_text(errors="replace").strip().splitlines() or ["the log is empty"]
+        error = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
+        raise TorchrelayError(f"the training failed with exit codes {codes}: {error} (log: {log})")
     return run.final_result.exists()
-
-
-def _error_in(log: Path) -> str:
-    """The last error message in a log, or else its last line."""
-    lines = log.read_text(errors="replace").strip().splitlines() or ["the log is empty"]
-    return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
 
 
 def report(parts: list[ComparedPart], console: Console, verdict: str) -> bool:

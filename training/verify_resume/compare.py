@@ -40,16 +40,16 @@ class ComparedPart:
 
 def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
     """Compare everything that two finished trainings computed and wrote, bit by bit."""
+    parts = list(_states(*(list_checkpoints(run.checkpoints)[0] for run in (one, other))))
+    for name in ("final", "best"):
+        files = [run.path / name / MODEL_WEIGHTS for run in (one, other)]
+        parts.append(compare_tensors(f"{name} model", *(load_file(file) if file.exists() else {} for file in files)))
+    parts.append(compare_values("results", _results(one), _results(other)))
     metrics = {"train": [one.train_metrics, other.train_metrics], "eval": [one.eval_metrics, other.eval_metrics]}
-    return [
-        *_states(*(list_checkpoints(run.checkpoints)[0] for run in (one, other))),
-        *_models(one, other),
-        compare_values("results", _results(one), _results(other)),
-        *(
-            compare_values(f"history: {name}", *([_timeless(line) for line in read_json_lines(path)] for path in paths))
-            for name, paths in metrics.items()
-        ),
-    ]
+    for name, paths in metrics.items():
+        lines = ([_timeless(line) for line in read_json_lines(path)] for path in paths)
+        parts.append(compare_values(f"history: {name}", *lines))
+    return parts
 
 
 def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
@@ -80,12 +80,6 @@ def _select(both: list[dict[str, Tensor]], prefix: str, *, statistics: bool | No
         return name.startswith(prefix) and statistics in {None, name.endswith(_STATISTICS)}
 
     return [{name: value for name, value in tensors.items() if belongs(name)} for tensors in both]
-
-
-def _models(one: RunDir, other: RunDir) -> Iterator[ComparedPart]:
-    for name in ("final", "best"):
-        files = [run.path / name / MODEL_WEIGHTS for run in (one, other)]
-        yield compare_tensors(f"{name} model", *(load_file(file) if file.exists() else {} for file in files))
 
 
 def _results(run: RunDir) -> list[Any]:

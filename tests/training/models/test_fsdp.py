@@ -22,7 +22,7 @@ from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.models.factory import build_model
 from training.models.fsdp import blocks
-from training.profile.__main__ import main as profile
+from training.profile import main as profile
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 

@@ -13,11 +13,11 @@ from trainer_rig import Starter, lines
 from hpc.report.command import submit_command
 from hpc.spec import Resources, RunSpec
 from hpc.submit.checks import training_data
+from training import profile
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.build import synthetic_data
-from training.profile import __main__ as profile
-from training.profile.measure import Costs
+from training.profile import Costs
 
 
 def test_a_training_on_generated_images_needs_no_data(start: Starter, tmp_path: Path) -> None:

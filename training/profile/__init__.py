@@ -1,1 +1,0 @@
-"""`python -m training.profile`: finds the bottleneck of a training."""
