@@ -18,7 +18,6 @@ from hpc.core import ledger
 from hpc.core.errors import TorchrelayError
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import EventWriter
-from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.spec import RunSpec
 from hpc.status.run_view import StatusCache, jobs_by_run
@@ -42,43 +41,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def cancel(options: CancelOptions) -> int:
-    """Record it, then end the job. A run that has ended stays as it is."""
+    """Record it, then end the job. A run that has ended stays as it is.
+
+    Raises:
+        TorchrelayError: Slurm does not answer.
+    """
     run = cli.find_run(options.run, options.runs_dir)
     before = str(StatusCache().summary(run)["state"])
     # A failed run may be about to continue: the supervisor submits its next job.
     if before not in _OVER:
         EventWriter(run.events / "cancel.jsonl").append("cancelled", by=getpass.getuser())
     if RunSpec.load(run).cluster == "slurm":
-        _cancel_jobs(run)
+        try:
+            # Also those submitted by hand.
+            for job in jobs_by_run([run], slurm.jobs())[run.path]:
+                slurm.cancel(job.job_id)
+        except TorchrelayError as error:
+            message = f"run {run.name} will not be requeued, but its job may still run: {error}; try again"
+            raise TorchrelayError(message) from error
     else:
-        _cancel_local(run)
-    return _answer(options, run, before)
-
-
-def _cancel_jobs(run: RunDir) -> None:
-    """End all jobs of the run, also those submitted by hand.
-
-    Raises:
-        TorchrelayError: Slurm does not answer.
-    """
-    try:
-        for job in jobs_by_run([run], slurm.jobs())[run.path]:
-            slurm.cancel(job.job_id)
-    except TorchrelayError as error:
-        message = f"run {run.name} will not be requeued, but its job may still run: {error}; try again"
-        raise TorchrelayError(message) from error
-
-
-def _cancel_local(run: RunDir) -> None:
-    """Send SIGTERM to submitit's controller, which passes it on to the agents."""
-    for event in ledger.read(run.events):
-        if event["event"] == "submitted" and is_alive(event["job_id"], event["started"]):
-            os.kill(int(event["job_id"]), signal.SIGTERM)
-
-
-def _answer(options: CancelOptions, run: RunDir, before: str) -> int:
-    state = before if before in _OVER else "cancelled"
+        for event in ledger.read(run.events):
+            if event["event"] == "submitted" and is_alive(event["job_id"], event["started"]):
+                os.kill(int(event["job_id"]), signal.SIGTERM)  # submitit's controller passes it on to the agents
     if options.json:
+        state = before if before in _OVER else "cancelled"
         cli.print_json({"run": run.name, "run_dir": str(run.path), "state": state})
     elif before in _OVER:
         print(f"run {run.name} had already ended: {before}")

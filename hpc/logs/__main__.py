@@ -4,7 +4,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import tyro
 
 from hpc import cli
 from hpc.core import ledger
-from hpc.core.attempts import attempts_of, failures_in_a_row
+from hpc.core.attempts import attempts_of, may_restart_after
 from hpc.core.ledger import Event
-from hpc.core.outcome import FINAL_CAUSES, is_consequence, may_restart
+from hpc.core.outcome import FINAL_CAUSES, is_consequence
 from hpc.core.rundir import RunDir
 from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last
 from hpc.status.run_view import TERMINAL, StatusCache
@@ -61,9 +61,18 @@ def logs(options: LogsOptions) -> int:
     if options.follow:
         _follow(options, reader)
     elif options.json:
-        _print_json(reader.new_lines(ended=True))
-    elif not _print_lines(reader.new_lines(ended=True)):
-        _notice(f"run {run.name} has no such log yet: see hpc status {run.name}, or the files in {run.logs}")
+        # One list, printed as it is read: it may be larger than the memory.
+        separator = "["
+        for line in reader.new_lines(ended=True):
+            print(separator + json.dumps(line), end="")
+            separator = ",\n"
+        print("[]" if separator == "[" else "]")
+    else:
+        line = None
+        for line in reader.new_lines(ended=True):
+            print(_for_people(line))
+        if line is None:
+            _notice(f"run {run.name} has no such log yet: see hpc status {run.name}, or the files in {run.logs}")
     if reader.shortened:
         _notice("only the ends of long logs are shown: --all shows everything")
     return 0
@@ -93,7 +102,7 @@ def first_error(events: Sequence[Event]) -> Event | None:
     """The event of the first rank that failed in a failed run's last attempt; None if the run or no rank failed."""
     attempts = attempts_of(events)
     cause = attempts[-1].cause if attempts else None
-    if cause is None or cause in FINAL_CAUSES or may_restart(cause, failures_in_a_row(attempts)):
+    if cause is None or cause in FINAL_CAUSES or may_restart_after(attempts):
         return None
     own = [event for event in events if event.get("attempt") == attempts[-1].attempt]
     ended = next(event for event in own if event["event"] == "attempt_ended")
@@ -119,23 +128,6 @@ def _follow(options: LogsOptions, reader: LogReader) -> None:
             print(form(line))
         sys.stdout.flush()
         time.sleep(0 if ended else _POLL_SECONDS)
-
-
-def _print_lines(lines: Iterator[Line]) -> bool:
-    """Print lines as they are read; whether there were any."""
-    line = None
-    for line in lines:
-        print(_for_people(line))
-    return line is not None
-
-
-def _print_json(lines: Iterator[Line]) -> None:
-    """One list, printed as it is read: it may be larger than the memory."""
-    separator = "["
-    for line in lines:
-        print(separator + json.dumps(line), end="")
-        separator = ",\n"
-    print("[]" if separator == "[" else "]")
 
 
 def _for_people(line: Line) -> str:

@@ -77,34 +77,29 @@ def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail
 
     A line without a time stays with the one before it; logs without times come one after the other.
     """
-    timed = heapq.merge(*(_timed(tail, ended=ended) for tail in tails), key=lambda entry: entry[0])
-    return ((tail, line) for _, tail, line in timed)
 
+    def timed(tail: Tail) -> Iterator[tuple[str, Tail, str]]:
+        for line in tail.lines(ended=ended):
+            if found := _TIME.match(line):
+                tail.time = "".join(part.replace(",", ".") for part in found.groups() if part)
+            yield tail.time, tail, line
 
-def _timed(tail: Tail, *, ended: bool) -> Iterator[tuple[str, Tail, str]]:
-    for line in tail.lines(ended=ended):
-        if found := _TIME.match(line):
-            tail.time = "".join(part.replace(",", ".") for part in found.groups() if part)
-        yield tail.time, tail, line
+    return ((tail, line) for _, tail, line in heapq.merge(*map(timed, tails), key=lambda entry: entry[0]))
 
 
 def offset_of_last(path: Path, text: str) -> int | None:
     """The offset of the last occurrence of a text in a log, read from the end; None without one, or without a log."""
     wanted, after = text.encode(), b""
-    for offset in _backwards(path):
-        block = _read(path, offset, _BLOCK_BYTES)
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return None
+    for offset in range((size - 1) // _BLOCK_BYTES * _BLOCK_BYTES, -1, -_BLOCK_BYTES):
+        block = _read(path, offset)
         if (found := (block + after).rfind(wanted)) >= 0:
             return offset + found
         after = block[: len(wanted)]
     return None
-
-
-def _backwards(path: Path) -> Iterator[int]:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return
-    yield from range((size - 1) // _BLOCK_BYTES * _BLOCK_BYTES, -1, -_BLOCK_BYTES)
 
 
 def lines_before(path: Path, offset: int, count: int) -> int:
@@ -135,32 +130,24 @@ class LogReader:
 
     def new_lines(self, *, ended: bool = False) -> Iterator[Line]:
         """The lines added since the last call, each with its origin."""
-        attempts = self._attempts()
+        numbers = [_numbers(path)[0] for path in self.run.logs.glob("attempt-[0-9]*")]
+        attempts = sorted(one for one in numbers if self.attempt in {one, None} and one not in self._over)
         # There may be thousands of logs. Ranks of the last attempt but one may still print their last lines.
         over = attempts[:-2]
-        groups = {0: self._agents(), **{number: self._ranks(number) for number in attempts}}
-        for number, paths in groups.items():
-            for tail, line in merged(map(self._tail, paths), ended=ended or number in over):
+        rank = "[0-9]*" if self.rank is None else f"{self.rank:02d}"
+        groups = [(number, self.run.attempt_logs(number).glob(f"rank-{rank}.log")) for number in attempts]
+        if self.rank is None and self.attempt is None:
+            # An agent's log is that of a job, which may have several attempts.
+            groups.insert(0, (0, self.run.logs.glob("[0-9]*_[0-9]*_log.out")))
+        for number, paths in groups:
+            tails = map(self._tail, sorted(paths, key=_numbers))
+            for tail, line in merged(tails, ended=ended or number in over):
                 yield {**origin_of(tail.path), "line": line}
         self._over.update(over)
 
     def start_at(self, path: Path, offset: int) -> None:
         """Start to read a log at an offset."""
         self._tails[path] = Tail(path, offset)
-
-    def _attempts(self) -> list[int]:
-        """The chosen attempts whose logs may grow, the first one first."""
-        found = [_numbers(path)[0] for path in self.run.logs.glob("attempt-[0-9]*")]
-        return sorted(number for number in found if self.attempt in {number, None} and number not in self._over)
-
-    def _ranks(self, attempt: int) -> list[Path]:
-        wanted = "[0-9]*" if self.rank is None else f"{self.rank:02d}"
-        return sorted(self.run.attempt_logs(attempt).glob(f"rank-{wanted}.log"), key=_numbers)
-
-    def _agents(self) -> list[Path]:
-        # An agent's log is that of a job, which may have several attempts.
-        chosen = self.rank is not None or self.attempt is not None
-        return [] if chosen else sorted(self.run.logs.glob("[0-9]*_[0-9]*_log.out"), key=_numbers)
 
     def _tail(self, path: Path) -> Tail:
         if path not in self._tails:
