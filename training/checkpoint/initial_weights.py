@@ -14,7 +14,7 @@ from hpc.core.errors import UserError
 from training.checkpoint.state import TrainState
 from training.config.model_names import resolve_weights
 from training.config.train_config import TrainConfig
-from training.models.head import head_name
+from training.models.factory import head_name
 from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 

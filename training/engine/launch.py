@@ -16,7 +16,7 @@ from training.data.file_index import load_or_build_index
 from training.engine.preflight import run_preflight
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
-from training.models.sync_batch_norm import convert_sync_batch_norm
+from training.models.parallel import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, SharedError, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
 

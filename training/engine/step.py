@@ -14,8 +14,7 @@ from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
 from training.engine.optim import learning_rate
-from training.models.factory import Preprocess, autocast
-from training.models.head import set_train_mode
+from training.models.factory import Preprocess, autocast, set_train_mode
 from training.models.parallel import compiler_error, wrap_for_training
 from training.runtime.counter_rng import Purpose, derive_key
 from training.runtime.fault_injection import Fault

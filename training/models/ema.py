@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class Ema:
@@ -20,7 +20,9 @@ class Ema:
     def update(self, model: nn.Module, step: int) -> None:
         """Add the model after `step` steps to the average; with more weight at first, to forget the random weights."""
         weight = 1 - min(self._decay, (1 + step) / (10 + step))
-        pairs = list(zip(_tensors(self.model), _tensors(model), strict=True))
+        # Parameters, and the batch statistics that belong to them.
+        ours, theirs = ([*whose.parameters(), *whose.buffers()] for whose in (self.model, model))
+        pairs = list(zip(ours, theirs, strict=True))
         averages = [average for average, _ in pairs if average.is_floating_point()]
         values = [value for average, value in pairs if average.is_floating_point()]
         with torch.no_grad():
@@ -28,8 +30,3 @@ class Ema:
             for average, value in pairs:
                 if not average.is_floating_point():
                     average.copy_(value)
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters, and the batch statistics that belong to them."""
-    return [*model.parameters(), *model.buffers()]

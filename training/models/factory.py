@@ -1,4 +1,6 @@
-"""Builds a model by its name; turns images into its inputs; selects its precision. Runs on every rank.
+"""Builds a model by its name, with its head; turns images into its inputs; selects its precision. Runs on every rank.
+
+The head is the model's child with the last layer, which ends with the classes; the rest is the backbone.
 
 torchvision is imported only for its own models: the import takes every rank two seconds.
 """
@@ -15,13 +17,9 @@ from torch.nn import functional
 from hpc.core.errors import UserError
 from training.config.model_names import OWN_MODELS, SMALL_CNN
 from training.config.train_config import TrainConfig
-from training.models.head import add_hidden_layer, freeze_backbone
 from training.models.small_models import SmallResNet, small_cnn
 from training.runtime.counter_rng import Purpose, derive_key
 
-_FOLDER_SIZE, _SMALL_CNN_FOLDER_SIZE = 32, 64
-_TORCHVISION_SIZE = 224
-_SIZES = {"inception_v3": 299}
 FORMATS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,8 +32,8 @@ def input_size(config: TrainConfig, native: int | None) -> int:
     if config.image_size is not None:
         return config.image_size
     if config.model in OWN_MODELS:
-        return native or (_SMALL_CNN_FOLDER_SIZE if config.model == SMALL_CNN else _FOLDER_SIZE)
-    return _SIZES.get(config.model, _TORCHVISION_SIZE)
+        return native or (64 if config.model == SMALL_CNN else 32)
+    return 299 if config.model == "inception_v3" else 224
 
 
 def input_channels(config: TrainConfig, native: int) -> int:
@@ -69,9 +67,10 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     if config.head_hidden:
         add_hidden_layer(model, config.head_hidden)
     if config.freeze_backbone:
-        freeze_backbone(model)
+        model.requires_grad_(requires_grad=False)
+        model.get_submodule(head_name(model)).requires_grad_(requires_grad=True)
     if config.weights and hasattr(model, "transform_input"):
-        # torchvision's pretrained GoogLeNet and Inception were trained with another normalisation, and convert to it.
+        # torchvision's pretrained GoogLeNet and Inception were trained with another normalization, and convert to it.
         vars(model)["transform_input"] = True
     return model.to(memory_format=FORMATS[config.memory_format])
 
@@ -83,18 +82,16 @@ def _construct(name: str, classes: int, channels: int, size: int) -> nn.Module:
         return SmallResNet(int(name.removeprefix("resnet")), classes, channels)
     from torchvision import models  # noqa: PLC0415  # takes two seconds
 
-    make = cast("Callable[..., nn.Module]", models.get_model)
-    return make(name, weights=None, num_classes=classes, **_arguments(name, size))
-
-
-def _arguments(name: str, size: int) -> dict[str, Any]:
-    """Arguments that make a torchvision model a plain classifier of images of this size."""
+    arguments: dict[str, Any] = {}
     if name in {"googlenet", "inception_v3"}:
-        # Auxiliary classifiers change what forward returns; with normalisation they are not needed.
-        return {"aux_logits": False, "init_weights": True}
-    if name == "maxvit_t":
-        return {"input_size": (size, size)}
-    return {"image_size": size} if name.startswith("vit_") else {}
+        # Auxiliary classifiers change what forward returns; with normalization they are not needed.
+        arguments = {"aux_logits": False, "init_weights": True}
+    elif name == "maxvit_t":
+        arguments = {"input_size": (size, size)}
+    elif name.startswith("vit_"):
+        arguments = {"image_size": size}
+    make = cast("Callable[..., nn.Module]", models.get_model)
+    return make(name, weights=None, num_classes=classes, **arguments)
 
 
 @torch.no_grad()
@@ -105,6 +102,42 @@ def _try_forward(model: nn.Module, channels: int, size: int) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
+
+
+def last_layer_name(model: nn.Module) -> str:
+    """The name of the layer whose outputs are the classes."""
+    # SqueezeNet ends with a convolution.
+    kinds = (nn.Linear, nn.Conv2d)
+    found = [[name for name, module in model.named_modules() if isinstance(module, kind)] for kind in kinds]
+    return str((found[0] or found[1])[-1])
+
+
+def head_name(model: nn.Module) -> str:
+    """The name of the model's child that contains the last layer, such as `fc` or `classifier`."""
+    return last_layer_name(model).partition(".")[0]
+
+
+def add_hidden_layer(model: nn.Module, width: int) -> None:
+    """Insert a layer before the last one.
+
+    Raises:
+        UserError: the last one is a convolution.
+    """
+    name = last_layer_name(model)
+    last = model.get_submodule(name)
+    if not isinstance(last, nn.Linear):
+        raise UserError(f"--head-hidden is {width}, but the last layer of this model is a {type(last).__name__}: use 0")
+    first, second = nn.Linear(last.in_features, width), nn.Linear(width, last.out_features)
+    model.set_submodule(name, nn.Sequential(first, nn.ReLU(), second))
+
+
+def set_train_mode(model: nn.Module) -> None:
+    """`model.train()`, except for frozen parts: their batch statistics do not change."""
+    model.train()
+    for part in model.children():
+        parameters = list(part.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            part.eval()
 
 
 @dataclass(frozen=True, kw_only=True)

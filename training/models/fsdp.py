@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -33,18 +33,14 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
     if config.amp == "bf16":
         # autocast would keep its copies of the weights, those of the whole model, until the backward pass.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        _shard_norms(model, mesh)
+        # Batch normalization stays in float32, as with autocast. All such layers are one message.
+        norms: list[nn.Module] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        if norms:
+            fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for block in blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
-
-
-def _shard_norms(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep batch normalisation in float32, as autocast does. All such layers are one message."""
-    norms: list[nn.Module] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    if norms:
-        fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 
 def small_cnn(classes: int, channels: int, size: int) -> nn.Sequential:
-    """A convolutional network without batch normalisation: 106,000 weights for 28 x 28 pixels.
+    """A convolutional network without batch normalization: 106,000 weights for 28 x 28 pixels.
 
     It has as many convolutions as it takes to reduce the image to 8 x 8 pixels. What it computes for an image does not
     depend on the rest of the batch.

@@ -12,11 +12,7 @@ class BackgroundWriter:
         self._pending: Future[None] | None = None
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Start a write.
-
-        Raises:
-            Exception: what the previous write raised.
-        """
+        """Start a write. Raises what the previous write raised."""
         self.wait()
         self._pending = self._thread.submit(write)
 
@@ -26,11 +22,7 @@ class BackgroundWriter:
         return self._pending is not None and not self._pending.done()
 
     def wait(self) -> None:
-        """Wait for the write that is running.
-
-        Raises:
-            Exception: what the write raised.
-        """
+        """Wait for the write that is running. Raises what it raised."""
         pending, self._pending = self._pending, None
         if pending:
             pending.result()

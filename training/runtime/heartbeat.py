@@ -23,7 +23,11 @@ class Heartbeat:
         self._rank = rank
         self._count = 0
         self._step = 0
-        self._descriptor = _open(path)
+        self._descriptor: int | None = None
+        if path is not None:
+            with suppress(OSError):
+                # The file is new or an earlier process's.
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.step_seconds: float | None = None
         """Mean wall time of recent steps."""
         self.busy_seconds: float | None = None
@@ -52,15 +56,6 @@ class Heartbeat:
         }
         with suppress(OSError):
             os.pwrite(self._descriptor, json.dumps(record).encode().ljust(_BYTES), 0)
-
-
-def _open(path: Path | None) -> int | None:
-    """The descriptor of the file, new or an earlier process's; None without a path or if it cannot be opened."""
-    if path is None:
-        return None
-    with suppress(OSError):
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    return None
 
 
 NO_HEARTBEAT = Heartbeat(None, 0)

@@ -1,4 +1,4 @@
-"""The process group: connecting, collectives, errors that all ranks raise. Runs on every rank."""
+"""The process group: connecting, collectives, errors that all ranks raise, stops at one step. Runs on every rank."""
 
 import os
 import platform
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from signal import Signals
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -162,9 +163,14 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
         TorchrelayError: that is so on another node.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
-    store = _open_store()
+    # The rendezvous's key-value store: torchrun's; in memory for a single rank without torchrun.
+    store: Store = HashStore()
+    if "MASTER_ADDR" in os.environ:
+        store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = choose_device(rank_info, store, usable, _given_gpus())
+    # A testbed gives its jobs pretended GPUs, which have no driver.
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "") if _DRIVER.exists() else ""
+    device = choose_device(rank_info, store, usable, given)
     gpu = device if device.type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)
@@ -182,15 +188,6 @@ def _control_group(timeout: timedelta) -> distributed.ProcessGroup:
     group = distributed.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
     return group
-
-
-def _open_store() -> Store:
-    """The key-value store of the rendezvous: torchrun's; in memory for a single rank without torchrun."""
-    if "MASTER_ADDR" not in os.environ:
-        return HashStore()
-    store: Store
-    store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
-    return store
 
 
 def choose_device(rank_info: RankInfo, store: Store, usable: int, given: str) -> torch.device:
@@ -223,12 +220,61 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, given: str) ->
     return torch.device("cuda", rank_info.local_rank) if able else torch.device("cpu")
 
 
-def _given_gpus() -> str:
-    """The job's GPUs. A testbed gives its jobs pretended ones, which have no driver."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "") if _DRIVER.exists() else ""
-
-
 def disconnect() -> None:
     """Destroy the process group."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+class StopRequested(Exception):  # noqa: N818  # no error: a request that all ranks agreed on
+    """All ranks know that one of them received this signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.name = Signals(number).name
+
+
+class StepFlags(NamedTuple):
+    """What a rank requests at a step boundary. The maximum over the ranks counts."""
+
+    signal: int = 0  # the number of the signal to stop for; 0: none
+    save: int = 0  # 1: a checkpoint is due
+    snapshot: int = 0  # 1: a snapshot is due
+    corrupt_images: int = 0  # 1: this rank found corrupt images that other ranks do not know of
+    end: int = 0  # 1: no further step
+
+
+class StopConsensus:
+    """Exchanges the flags at every step boundary without delaying the training.
+
+    At each boundary the ranks start an all-reduce (maximum) of their flags on the CPU, and wait for the one of the
+    previous boundary, which had a whole step to finish. So a request takes effect one step later.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self._group = group
+        self._pending: tuple[Tensor, distributed.Work] | None = None
+
+    def exchange(self, flags: StepFlags) -> StepFlags:
+        """Send this rank's flags, and return those agreed on at the previous boundary: the same on every rank.
+
+        Raises:
+            StopRequested: some rank received a signal.
+        """
+        agreed = self.wait()
+        # What was agreed on happens now. A rank that still requests it means the same: it must not happen twice.
+        maximum = torch.tensor([0 if done else wanted for done, wanted in zip(agreed, flags, strict=True)])
+        work = distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (maximum, work)
+        if agreed.signal:
+            raise StopRequested(agreed.signal)
+        return agreed
+
+    def wait(self) -> StepFlags:
+        """Wait for the pending all-reduce, and return its flags."""
+        if self._pending is None:
+            return StepFlags()
+        maximum, work = self._pending
+        self._pending = None
+        work.wait()
+        return StepFlags(*maximum.tolist())

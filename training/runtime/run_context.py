@@ -9,14 +9,6 @@ from training.config.train_config import TrainConfig
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.heartbeat import NO_HEARTBEAT, Heartbeat
 
-_VARIABLES = {
-    "rank": ("RANK", "0"),
-    "local_rank": ("LOCAL_RANK", "0"),
-    "world_size": ("WORLD_SIZE", "1"),
-    "local_world_size": ("LOCAL_WORLD_SIZE", "1"),
-    "restarts": ("TORCHELASTIC_RESTART_COUNT", "0"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
@@ -37,7 +29,13 @@ class RankInfo:
 
 def rank_info_from(environment: Mapping[str, str]) -> RankInfo:
     """Read torchrun's variables."""
-    return RankInfo(**{field: int(environment.get(name, default)) for field, (name, default) in _VARIABLES.items()})
+    return RankInfo(
+        rank=int(environment.get("RANK", "0")),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        world_size=int(environment.get("WORLD_SIZE", "1")),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+        restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

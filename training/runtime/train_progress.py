@@ -8,29 +8,18 @@ from typing import Any
 class Progress:
     """How far a run is, and what its validations have shown: plain numbers, saved with the state."""
 
-    step: int = 0
-    """Optimizer steps done."""
-    epoch: int = 0
-    """Epochs done."""
-    samples_seen: int = 0
-    """Images of the current epoch that were used."""
-    evaluated_epochs: int = 0
-    """Epochs after which the model was validated."""
-    val_loss: float | None = None
-    """Of the last validation."""
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # epochs done
+    samples_seen: int = 0  # images of the current epoch that were used
+    evaluated_epochs: int = 0  # epochs after which the model was validated
+    val_loss: float | None = None  # of the last validation, as the accuracy
     val_accuracy: float | None = None
-    best_accuracy: float | None = None
-    """The highest of all validations."""
-    best_epoch: int = 0
-    """The epoch with that accuracy."""
-    lr_factor: float = 1.0
-    """The factor by which schedule `plateau` has lowered the learning rate."""
-    plateau_loss: float | None = None
-    """The lowest validation loss that schedule `plateau` has seen."""
-    plateau_epochs: int = 0
-    """Epochs since that loss, or since the learning rate was lowered."""
-    logged_step: int = 0
-    """The last step with a line of metrics."""
+    best_accuracy: float | None = None  # the highest of all validations
+    best_epoch: int = 0  # the epoch with that accuracy
+    lr_factor: float = 1.0  # by which schedule `plateau` has lowered the learning rate
+    plateau_loss: float | None = None  # the lowest validation loss that schedule `plateau` has seen
+    plateau_epochs: int = 0  # epochs since that loss, or since the learning rate was lowered
+    logged_step: int = 0  # the last step with a line of metrics
 
     def advance(self, batch_size: int, samples_per_epoch: int) -> None:
         """Count a step."""

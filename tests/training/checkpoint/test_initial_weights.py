@@ -20,8 +20,7 @@ from training.checkpoint.storage import list_checkpoints
 from training.config import model_names
 from training.config.model_names import cache_directory, resolve_weights, torchvision_models, torchvision_weights
 from training.config.train_config import TrainConfig
-from training.models.factory import build_model
-from training.models.head import add_hidden_layer, head_name, last_layer_name
+from training.models.factory import add_hidden_layer, build_model, head_name, last_layer_name
 
 FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema-decay=0.5", "--val-split=0")
 # What no step changes, so that the weights at the end are those of the beginning.
