@@ -34,7 +34,6 @@ _MANAGED_SBATCH = {
     "export": "runs get the whole environment: set variables before hpc submit",
     "wrap": "to run a script of your own, use -- script.py ARGS",
 }  # fmt: skip
-_NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 _LONGEST_NAME = 100
 # The requeue itself takes some of it; sbatch holds the number in 16 bits.
 _LEAST_LEAD_SECONDS, _MOST_LEAD_SECONDS = 15, 65535
@@ -69,8 +68,7 @@ class Resources:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
-        match = _NODES.fullmatch(self.nodes)
-        if match is None or self.max_nodes < self.min_nodes:
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nodes) or self.max_nodes < self.min_nodes:
             raise UserError(f"--nodes is {self.nodes!r}: use a number such as 2, or a range such as 2:4")
         for flag, value in (("--gpus-per-node", self.gpus_per_node), ("--cpus-per-gpu", self.cpus_per_gpu)):
             if value is not None and value < 1:
@@ -78,7 +76,11 @@ class Resources:
         if self.time is not None:
             walltime_minutes(self.time)
         for option in self.sbatch:
-            _check_sbatch(option)
+            key, separator, given = option.partition("=")
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or not (separator and given) or "\n" in given:
+                raise UserError(f"--sbatch {option!r} is not KEY=VALUE: use for example --sbatch mail-type=END")
+            if key in _MANAGED_SBATCH:
+                raise UserError(f"--sbatch {key}: {_MANAGED_SBATCH[key]}")
 
     @property
     def min_nodes(self) -> int:
@@ -94,14 +96,6 @@ class Resources:
     def cpus_per_node(self) -> int:
         """CPUs of the one task per node; `cpus_per_gpu` must be resolved by now."""
         return self.gpus_per_node * (self.cpus_per_gpu or 1)
-
-
-def _check_sbatch(option: str) -> None:
-    key, separator, value = option.partition("=")
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or not (separator and value) or "\n" in value:
-        raise UserError(f"--sbatch {option!r} is not KEY=VALUE: use for example --sbatch mail-type=END")
-    if key in _MANAGED_SBATCH:
-        raise UserError(f"--sbatch {key}: {_MANAGED_SBATCH[key]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +210,5 @@ def check_run_name(name: str) -> None:
     elif name[0] in "-." or name != name.strip():
         reason = "it may not begin with - or . nor begin or end with a space"
     if reason:
-        raise UserError(f"--name {name!r}: {reason}. Try --name {_suggest(name)}")
-
-
-def _suggest(name: str) -> str:
-    """A similar name that is allowed."""
-    return re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", name).strip("-.")[:_LONGEST_NAME] or "my-run"
+        similar = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", name).strip("-.")[:_LONGEST_NAME] or "my-run"
+        raise UserError(f"--name {name!r}: {reason}. Try --name {similar}")

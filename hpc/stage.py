@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
@@ -63,7 +63,18 @@ def stage(options: StageOptions) -> int:
         return _list(options, store)
     if options.path is None:
         raise UserError("nothing to copy: give a directory or an archive, or --list to see the copies")
-    return _print_result(options, _copy(options, absolute(options.path)))
+    staged = _copy(options, absolute(options.path))
+    if options.json:
+        cli.print_json({**asdict(staged), "path": str(staged.path)})
+    elif staged.in_place:
+        print(f"not copied: {staged.in_place}")
+    else:
+        how = "reused" if staged.reused else f"{decimal(staged.bytes_from_source)} in {staged.seconds:.1f} s"
+        print(f"{staged.path} ({how})")
+        if staged.in_memory:
+            available = decimal(available_bytes(options.stage_dir))
+            print(f"{options.stage_dir} is RAM-backed: the copy takes memory; {available} remain available for copies")
+    return int(staged.in_place is not None)
 
 
 def _chosen(options: StageOptions, store: CacheStore) -> list[CacheEntry]:
@@ -94,16 +105,13 @@ def _list(options: StageOptions, store: CacheStore) -> int:
     if not copies:
         print(f"you have no copies in {options.stage_dir}")
         return 0
-    table = Table("source", box=None, pad_edge=False)
-    table.columns[0].overflow = "fold"
-    table.add_column("files", justify="right")
-    table.add_column("size", justify="right")
-    table.add_column("last used")
-    table.add_column("copy", overflow="fold")
+    source, copied = Column("source", overflow="fold"), Column("copy", overflow="fold")
+    files, size = Column("files", justify="right"), Column("size", justify="right")
+    table = Table(source, files, size, "last used", copied, box=None, pad_edge=False)
     for copy in copies:
         used = "now" if copy["in_use"] else time.strftime("%Y-%m-%d %H:%M", time.localtime(copy["used_at"]))
-        size = decimal(copy["bytes"]) if copy["bytes"] is not None else "-"
-        cells = (copy["source"] or "-", str(copy["files"] or "-"), size, used, copy["path"])
+        total = decimal(copy["bytes"]) if copy["bytes"] is not None else "-"
+        cells = (copy["source"] or "-", str(copy["files"] or "-"), total, used, copy["path"])
         table.add_row(*map(escape, cells))
     Console().print(table)
     return 0
@@ -176,20 +184,6 @@ def _copy(options: StageOptions, source: Path, *, read_all: bool = False) -> Sta
 
         with Stager(options.stage_dir.absolute(), watch=watch) as stager:
             return stager.stage(source, read_all=read_all)
-
-
-def _print_result(options: StageOptions, staged: Staged) -> int:
-    if options.json:
-        cli.print_json({**asdict(staged), "path": str(staged.path)})
-    elif staged.in_place:
-        print(f"not copied: {staged.in_place}")
-    else:
-        how = "reused" if staged.reused else f"{decimal(staged.bytes_from_source)} in {staged.seconds:.1f} s"
-        print(f"{staged.path} ({how})")
-        if staged.in_memory:
-            available = decimal(available_bytes(options.stage_dir))
-            print(f"{options.stage_dir} is RAM-backed: the copy takes memory; {available} remain available for copies")
-    return int(staged.in_place is not None)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -116,23 +116,35 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     for warning in without_effect(spec.train) if spec.train else []:
         print(f"hpc submit: warning: {warning}", file=sys.stderr)
     environment = this_environment() if options.stage_env else None
+    on_slurm = spec.cluster == "slurm"
     if options.dry_run:
-        return _print_plan(options, run, spec)
+        text = SlurmExecutor(run, spec).script() if on_slurm else agent_command(run) + "\n"
+        cli.print_json({**_answer(run, spec, None), "text": text}) if options.json else print(text, end="")
+        return 0
     if environment is not None:
         watch = None if options.json else environment_archive.show_progress
         archive = environment_archive.find_or_make(environment, run.path.parent, watch)
         spec = dataclasses.replace(spec, stage_env=str(archive))
     with new_run_directory(run):
-        _fill(run, spec)
-        job_id = SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)
+        run.events.mkdir()
+        run.logs.mkdir()
+        dataclasses.replace(spec, script=copy_code(run, Path.cwd(), spec.script)).save(run)
+        job_id = SlurmExecutor(run, spec).start() if on_slurm else start_local(run)
     _record_submission(run, spec, job_id)
     answer = _answer(run, spec, job_id)
-    if not options.wait:
-        cli.print_json(answer) if options.json else _print_next_steps(run, job_id, options)
-        return 0
-    from hpc.status.__main__ import wait_for_end  # noqa: PLC0415 - draws with rich: a mere submission need not load it
+    if options.wait:
+        # Draws with rich: a mere submission need not load it.
+        from hpc.status.__main__ import wait_for_end  # noqa: PLC0415
 
-    return wait_for_end(run, answer if options.json else None)
+        return wait_for_end(run, answer if options.json else None)
+    if options.json:
+        cli.print_json(answer)
+        return 0
+    flags = [] if options.runs_dir == Path("runs") else ["--runs-dir", str(options.runs_dir)]
+    print(f"submitted run {run.name} as job {job_id}\n  {run.path}\nnext:")
+    for verb in ("status", "logs --follow", "cancel"):
+        print(f"  {cli.own_command()} {verb} {shlex.join([run.name, *flags])}")
+    return 0
 
 
 def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
@@ -158,7 +170,11 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if train is not None:
         check_world(train, resources.max_nodes * resources.gpus_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
-    run = _new_run(options, train.model if train else Path(script[0]).stem)
+    kind = train.model if train else Path(script[0]).stem
+    name = options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = RunDir(options.runs_dir.expanduser().resolve() / name)
+    if os.path.lexists(run.path):
+        raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=str(options.stage_dir.absolute()),
@@ -197,14 +213,6 @@ def choose_cluster(asked: str) -> Cluster:
     return "slurm"
 
 
-def _new_run(options: SubmitOptions, kind: str) -> RunDir:
-    name = options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = RunDir(options.runs_dir.expanduser().resolve() / name)
-    if os.path.lexists(run.path):
-        raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
-    return run
-
-
 @contextmanager
 def new_run_directory(run: RunDir) -> Iterator[None]:
     """Create the directory, exclusively and for the user alone; remove it if the submission fails.
@@ -240,31 +248,19 @@ def _cannot_write(run: RunDir, error: OSError) -> UserError:
     return UserError(f"--runs-dir {run.path.parent} is not writable: {error}")
 
 
-def _fill(run: RunDir, spec: RunSpec) -> None:
-    """Write what the run needs before it can start."""
-    for directory in (run.events, run.logs):
-        directory.mkdir()
-    dataclasses.replace(spec, script=copy_code(run, Path.cwd(), spec.script)).save(run)
-
-
 def _record_submission(run: RunDir, spec: RunSpec, job_id: str) -> None:
+    grace_seconds = None
+    if spec.cluster == "slurm" and spec.resources.partition is not None:
+        with suppress(TorchrelayError):  # without it, `hpc status` lacks a warning
+            grace_seconds = slurm.grace_seconds(slurm.show_partition(spec.resources.partition))
     EventWriter(run.events / "submit.jsonl").append(
         "submitted",
         job_id=job_id,
         cluster=spec.cluster,
         started=start_time(job_id) if spec.cluster == "local" else None,
         stop_lead_seconds=spec.stop_lead_seconds,
-        grace_seconds=_grace_seconds(spec),
+        grace_seconds=grace_seconds,
     )
-
-
-def _grace_seconds(spec: RunSpec) -> int | None:
-    if spec.cluster == "local" or spec.resources.partition is None:
-        return None
-    try:
-        return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))
-    except TorchrelayError:
-        return None  # without it, `hpc status` lacks a warning
 
 
 def _answer(run: RunDir, spec: RunSpec, job_id: str | None) -> dict[str, object]:
@@ -276,19 +272,6 @@ def _answer(run: RunDir, spec: RunSpec, job_id: str | None) -> dict[str, object]
         "cluster": spec.cluster,
         "script": str(run.script) if spec.cluster == "slurm" else None,
     }
-
-
-def _print_plan(options: SubmitOptions, run: RunDir, spec: RunSpec) -> int:
-    text = SlurmExecutor(run, spec).script() if spec.cluster == "slurm" else agent_command(run) + "\n"
-    cli.print_json({**_answer(run, spec, None), "text": text}) if options.json else print(text, end="")
-    return 0
-
-
-def _print_next_steps(run: RunDir, job_id: str, options: SubmitOptions) -> None:
-    flags = [] if options.runs_dir == Path("runs") else ["--runs-dir", str(options.runs_dir)]
-    print(f"submitted run {run.name} as job {job_id}\n  {run.path}\nnext:")
-    for verb in ("status", "logs --follow", "cancel"):
-        print(f"  {cli.own_command()} {verb} {shlex.join([run.name, *flags])}")
 
 
 if __name__ == "__main__":

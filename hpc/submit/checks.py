@@ -137,9 +137,9 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
     Raises:
         UserError: with the reason.
     """
+    if on_cluster:
+        check_is_shared("--runs-dir", runs_dir.expanduser())
     real = runs_dir.expanduser().resolve()
-    if on_cluster and any(real.is_relative_to(local) for local in _NODE_LOCAL):
-        raise UserError(f"--runs-dir {runs_dir} is on this node's own disk: use a directory that all nodes share")
     if any(character in str(real) for character in "%\\\n"):
         raise UserError(f"--runs-dir {str(runs_dir)!r}: Slurm replaces % and \\ in file names; use another path")
     existing = next(path for path in (real, *real.parents) if path.exists())
