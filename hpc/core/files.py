@@ -160,12 +160,9 @@ def remove_temporaries(parent: Path, pattern: str) -> None:
 
 
 def remove_abandoned(parent: Path, pattern: str, is_abandoned: Callable[[Path], bool] = lambda _: True) -> None:
-    """Remove the temporary files and directories of killed processes.
+    """Remove the temporary files and directories of killed processes from a directory, which need not exist.
 
-    Args:
-        parent: the directory to clean; it need not exist.
-        pattern: glob of the temporary names.
-        is_abandoned: whether no live process still writes one; by default always true.
+    `is_abandoned` returns whether no live process still writes one; by default True.
     """
     for temporary in parent.glob(pattern):
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
@@ -213,7 +210,6 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _parse_lines(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The records on some lines, without the torn ones."""
     try:
         # One call takes a third of the time. A torn line makes it fail, or joins with its neighbours.
         records = json.loads(b"[%b]" % b",".join(lines))

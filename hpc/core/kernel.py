@@ -72,12 +72,7 @@ def resident_memory_bytes() -> int:
 
 
 def cgroup_available_bytes(membership: str, root: Path) -> Iterator[int]:
-    """Bytes left in each control group that has a memory limit.
-
-    Args:
-        membership: the groups of a process, as in /proc/PID/cgroup.
-        root: where the groups are mounted.
-    """
+    """Bytes left in each control group with a memory limit; `membership` is a process's /proc/PID/cgroup."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in {"", "memory"}:

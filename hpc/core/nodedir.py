@@ -89,12 +89,7 @@ def open_lock(path: Path) -> int:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock, unless another process holds it. The kernel releases the locks of a killed process.
-
-    Args:
-        descriptor: of the open lock file.
-        shared: with others who share it; by default alone.
-    """
+    """Take the lock, alone or shared, unless another process holds it. The kernel releases a killed process's."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -149,18 +149,15 @@ def parse_partitions(text: str) -> list[Partition]:
         name, avail, limit, job_size, nodes, cpus, gres = line.split("|")
         seconds = slurm_seconds(limit)
         most = job_size.split("-")[-1]
-        found.append(
-            Partition(
-                name=name.rstrip("*"),
-                default=name.endswith("*"),
-                up=avail == "up",
-                limit_minutes=None if seconds is None else seconds // 60,
-                max_nodes_per_job=int(most) if most.isdigit() else None,
-                nodes=int(nodes),
-                cpus=int(re.match(r"\d+", cpus)[0]),  # type: ignore[index]  # sinfo prints a number, or `8+`
-                gpus=gpus_in(gres),
-            )
-        )
+        partition = Partition(
+            name=name.rstrip("*"), default=name.endswith("*"), up=avail == "up",
+            limit_minutes=None if seconds is None else seconds // 60,
+            max_nodes_per_job=int(most) if most.isdigit() else None,
+            nodes=int(nodes),
+            gpus=gpus_in(gres),
+            cpus=int(re.match(r"\d+", cpus)[0]),  # type: ignore[index]  # sinfo prints a number, or `8+`
+        )  # fmt: skip
+        found.append(partition)
     return found
 
 

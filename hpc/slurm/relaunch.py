@@ -54,12 +54,9 @@ def last_step(run: RunDir) -> int | None:
 
 
 def claim_next_job(run: RunDir, attempt: int, seen: Iterable[Event]) -> bool:
-    """Claim the submission of the next job; False if another agent or supervisor has it.
+    """Claim the submission of the job after an attempt; False if another agent or supervisor has it.
 
-    Args:
-        run: the run.
-        attempt: its last one.
-        seen: the events on which the decision rests. Of the processes that have seen the same, one creates the file.
+    Of the processes that have seen the same events, on which their decision rests, one creates the file.
     """
     number = sum(event["event"] == "relaunching" for event in seen) + 1
     pid = os.getpid()
@@ -70,14 +67,7 @@ def claim_next_job(run: RunDir, attempt: int, seen: Iterable[Event]) -> bool:
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
     """Submit the run's next job, unless one is pending: the reply of an earlier sbatch may have been lost.
 
-    Args:
-        run: the run.
-        spec: its spec.
-        excluded: nodes to exclude, from `nodes_to_exclude`.
-        old: the ids of its jobs so far.
-
-    Returns:
-        The job's id.
+    It excludes nodes, from `nodes_to_exclude`. `old` are the ids of the run's jobs so far. Returns the new job's id.
 
     Raises:
         TorchrelayError: sbatch refused it.
@@ -103,12 +93,7 @@ def _given(spec: RunSpec) -> list[str]:
 def nodes_to_exclude(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = ()) -> list[str]:
     """The nodes that the next job of a run excludes: the user's --exclude, and recently failed ones.
 
-    Of the failed nodes only as many as leave the partition enough nodes for the job.
-
-    Args:
-        spec: the run's spec.
-        events: its events.
-        failed: nodes that have failed just now.
+    Of the nodes that have failed, just now or before, only as many as leave the partition enough nodes for the job.
     """
     given = _given(spec)
     recent = [event for event in events if time.time() - event["time"] < _EXCLUDE_SECONDS and event.get("node")]
