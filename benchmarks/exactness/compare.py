@@ -71,7 +71,8 @@ class Case:
         """What starts a run that writes into a directory."""
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         start = [sys.executable, *(launcher if self.ranks > 1 else []), *self._target(directory)]
-        return [*start, f"--data={data}", f"--workers={self.workers}", *extra]
+        workers = "--num-workers" if self.library == "torchrelay" else "--workers"
+        return [*start, f"--data={data}", f"{workers}={self.workers}", *extra]
 
     def _target(self, directory: Path) -> list[str]:
         if self.library == "torchrelay":
