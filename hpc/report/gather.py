@@ -97,14 +97,26 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     events = ledger.read(run.events)
     starts = [attempt.training_started for attempt in attempts_of(events)]
     notes += missing(summary, spec, has_metrics=not train.empty, has_test=confusion is not None, samples=len(samples))
+    attempts = [
+        {
+            **attempt,
+            "nodes": " ".join(dict.fromkeys(attempt["members"])),
+            "seconds": None if attempt["ended"] is None else attempt["ended"] - attempt["started"],
+        }
+        for attempt in summary["attempts"]
+    ]
+    interruptions = [
+        {**one, **{f"{part}_seconds": seconds for part, seconds in one["seconds"].items()}, "number": number}
+        for number, one in enumerate(summary["interruptions"], 1)
+    ]
     return RunRecord(
         run=run,
         summary=summary,
         spec=spec,
         train=train,
         evaluations=evaluations,
-        attempts=attempts_table(summary["attempts"]),
-        interruptions=interruptions_table(summary["interruptions"]),
+        attempts=_table(attempts, ATTEMPTS),
+        interruptions=_table(interruptions, INTERRUPTIONS),
         classes=classes_table(confusion),
         confusion=confusion,
         samples=samples,
@@ -167,28 +179,6 @@ def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_te
         (has_test and not samples, "No sample predictions in final/."),
     )
     return [sentence for applies, sentence in notes if applies]
-
-
-def attempts_table(attempts: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """One row for each attempt."""
-    rows = [
-        {
-            **attempt,
-            "nodes": " ".join(dict.fromkeys(attempt["members"])),
-            "seconds": None if attempt["ended"] is None else attempt["ended"] - attempt["started"],
-        }
-        for attempt in attempts
-    ]
-    return _table(rows, ATTEMPTS)
-
-
-def interruptions_table(interruptions: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """One row for each interruption, numbered from 1, with the parts of its recovery."""
-    rows = [
-        {**one, **{f"{part}_seconds": seconds for part, seconds in one["seconds"].items()}, "number": number}
-        for number, one in enumerate(interruptions, 1)
-    ]
-    return _table(rows, INTERRUPTIONS)
 
 
 def read_confusion(path: Path) -> pd.DataFrame:

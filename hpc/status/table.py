@@ -88,22 +88,20 @@ def _cells(row: Summary) -> dict[str, Text]:
 
 def interruption_table(console: Console, interruptions: Sequence[dict[str, Any]]) -> Table:
     """The interruptions of a run, and what each cost."""
-    return _fitting_table(console, [_interruption_cells(one) for one in interruptions], _INTERRUPTION_COLUMNS)
-
-
-def _interruption_cells(interruption: dict[str, Any]) -> dict[str, Text]:
-    when = time.localtime(interruption["failed_at"] or interruption["recorded_at"])
-    rank = None if interruption["rank"] is None else f"rank {interruption['rank']}"
-    cells = (
-        time.strftime("%m-%d %H:%M:%S", when),
-        interruption["cause"],
-        ", ".join(filter(None, [rank, interruption["node"]])) or "-",
-        str(interruption["steps_lost"]),
-        _or_dash(interruption["seconds"]["total"], "{:.1f}"),
-        interruption["detail"] or "-",
-        largest_parts(interruption["seconds"]) or "-",
-    )
-    return dict(zip(_INTERRUPTION_COLUMNS, map(Text, cells), strict=True))
+    rows = list[dict[str, Text]]()
+    for one in interruptions:
+        rank = None if one["rank"] is None else f"rank {one['rank']}"
+        cells = (
+            time.strftime("%m-%d %H:%M:%S", time.localtime(one["failed_at"] or one["recorded_at"])),
+            one["cause"],
+            ", ".join(filter(None, [rank, one["node"]])) or "-",
+            str(one["steps_lost"]),
+            _or_dash(one["seconds"]["total"], "{:.1f}"),
+            one["detail"] or "-",
+            largest_parts(one["seconds"]) or "-",
+        )
+        rows.append(dict(zip(_INTERRUPTION_COLUMNS, map(Text, cells), strict=True)))
+    return _fitting_table(console, rows, _INTERRUPTION_COLUMNS)
 
 
 def largest_parts(seconds: Mapping[str, float | None]) -> str:

@@ -151,16 +151,13 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
                 found.append(observe(run, jobs, storage_now))
         except Exception as error:  # noqa: BLE001 - a damaged run, in whatever way, must not stop the others
             print(f"hpc supervise: {run.path}: {error!r}", file=sys.stderr, flush=True)
-    return [_with_excludable(one) for one in _with_final_states(found)]
-
-
-def _with_excludable(one: ObservedRun) -> ObservedRun:
-    """Add which nodes a pending job can still do without: fewer when others go down."""
-    pending = any(job.state is JobState.PENDING for job in one.known.jobs)
-    if not one.known.excluded or not pending:
-        return one
-    excludable = relaunch.nodes_to_exclude(RunSpec.load(one.run), one.events)
-    return replace(one, known=replace(one.known, excludable=excludable))
+    found = _with_final_states(found)
+    for number, one in enumerate(found):
+        if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
+            # Nodes that the pending job can still do without: fewer when others go down.
+            excludable = relaunch.nodes_to_exclude(RunSpec.load(one.run), one.events)
+            found[number] = replace(one, known=replace(one.known, excludable=excludable))
+    return found
 
 
 def _with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:

@@ -35,22 +35,14 @@ _CAUSE_OF_STATE = {
 class Action(StrEnum):
     """What the supervisor can do."""
 
-    KEEP = "keep"
-    """Nothing."""
-    RELEASE = "release"
-    """End the delay of a requeued job."""
-    UNHOLD = "unhold"
-    """Release a job that Slurm holds because it could not start it."""
-    ADMIT = "admit"
-    """Let a pending job use nodes again that failed the run: too few others are left."""
-    REQUEUE = "requeue"
-    """Requeue a job that has ended."""
-    RELAUNCH = "relaunch"
-    """Record the end of the attempt if it is missing, submit a new job for the run, and cancel the old one."""
-    CANCEL = "cancel"
-    """Cancel a job that does nothing."""
-    RECORD = "record"
-    """Record that the user cancelled the last job with scancel: Slurm will forget it."""
+    KEEP = "keep"  # nothing
+    RELEASE = "release"  # end the delay of a requeued job
+    UNHOLD = "unhold"  # release a job that Slurm holds because it could not start it
+    ADMIT = "admit"  # let a pending job use nodes again that failed the run: too few others are left
+    REQUEUE = "requeue"  # requeue a job that has ended
+    RELAUNCH = "relaunch"  # record the attempt's end if it is missing, submit the next job, and cancel the old one
+    CANCEL = "cancel"  # cancel a job that does nothing
+    RECORD = "record"  # record that the user cancelled the last job with scancel: Slurm will forget it
 
 
 STARTS = frozenset({Action.RELEASE, Action.UNHOLD, Action.REQUEUE, Action.RELAUNCH})
