@@ -46,12 +46,17 @@ def resolve_resources(asked: Resources, partitions: list[Partition], spares: int
             f"use --gpus-per-node {most} or fewer{other}"
         )
     _check_nodes(asked, spares, fitting, some=len(fitting) < len(kinds))
-    return dataclasses.replace(
-        asked,
-        partition=name,
-        cpus_per_gpu=_cpus_per_gpu(asked, fitting),
-        time=format_minutes(_limit_minutes(asked, fitting)),
-    )
+    cpus_per_gpu, most = asked.cpus_per_gpu, max(kind.cpus for kind in fitting) // asked.gpus_per_node
+    if cpus_per_gpu is None:
+        # An equal share of the smallest node.
+        cpus_per_gpu = max(1, min(kind.cpus // kind.gpus for kind in fitting))
+    elif cpus_per_gpu > most:
+        raise UserError(
+            f"--cpus-per-gpu is {cpus_per_gpu}, but partition {name} has {most} per GPU with "
+            f"--gpus-per-node {asked.gpus_per_node}: use --cpus-per-gpu {most} or fewer"
+        )
+    minutes = _limit_minutes(asked, fitting)
+    return dataclasses.replace(asked, partition=name, cpus_per_gpu=cpus_per_gpu, time=format_minutes(minutes))
 
 
 def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Partition]:
@@ -77,19 +82,6 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
         given = f"--nodes is {asked.nodes}" + (f" and --spares {spares}" if spares else "")
         advice = f"--nodes {most}" if asked.max_nodes > most else f"--spares {most - asked.max_nodes}"
         raise UserError(f"{given}, but partition {kinds[0].name} {gives}{suffix}: use {advice} or fewer")
-
-
-def _cpus_per_gpu(asked: Resources, kinds: list[Partition]) -> int:
-    """CPUs per GPU: the flag's value, if a node has as many; by default an equal share of the smallest node."""
-    if asked.cpus_per_gpu is None:
-        return max(1, min(kind.cpus // kind.gpus for kind in kinds))
-    most = max(kind.cpus for kind in kinds) // asked.gpus_per_node
-    if asked.cpus_per_gpu > most:
-        raise UserError(
-            f"--cpus-per-gpu is {asked.cpus_per_gpu}, but partition {kinds[0].name} has {most} per GPU with "
-            f"--gpus-per-node {asked.gpus_per_node}: use --cpus-per-gpu {most} or fewer"
-        )
-    return asked.cpus_per_gpu
 
 
 def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:

@@ -83,12 +83,6 @@ def parse_states(text: str) -> dict[str, str]:
     return states | dict.fromkeys(silent, "unresponsive")
 
 
-def update_node(name: str, state: str, paths: TestbedPaths) -> None:
-    """Set a node's state, as an administrator does."""
-    change = ("update", f"NodeName={name}", f"State={state}", "Reason=testbed")
-    run("scontrol", *change, SLURM_CONF=str(paths.slurm_conf))
-
-
 # --- accounting: sacct works ---
 
 

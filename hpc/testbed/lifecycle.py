@@ -15,7 +15,7 @@ from hpc.core.files import write_atomic
 from hpc.slurm.client import TESTBED_DIRECTORY, running_slurm_conf
 from hpc.testbed import daemons, nodes, render
 from hpc.testbed.layout import LOGIN_NAME, TestbedPaths, TestbedShape
-from hpc.testbed.system import locked, require_packages, require_root, wait_until
+from hpc.testbed.system import locked, require_packages, require_root, run, wait_until
 
 PATHS = TestbedPaths(TESTBED_DIRECTORY)
 
@@ -85,7 +85,8 @@ def revive_node(name: str) -> None:
             return
         nodes.power_off(name, PATHS)
         # Slurm would keep the dead jobs of a node that is back before it was missed: mark it down first.
-        daemons.update_node(name, "DOWN", PATHS)
+        down = ("update", f"NodeName={name}", "State=DOWN", "Reason=testbed")
+        run("scontrol", *down, SLURM_CONF=str(PATHS.slurm_conf))
         nodes.power_on(node, PATHS)
         wait_until(lambda: _is_usable(name), seconds=60, what=f"{name} to be idle (log: {PATHS.log(name)})")
 

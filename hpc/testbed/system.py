@@ -132,7 +132,11 @@ def locked(path: Path) -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_file_at(descriptor, path):
+            try:
+                is_current = os.path.samestat(os.fstat(descriptor), path.stat())
+            except FileNotFoundError:
+                is_current = False
+            if is_current:
                 try:
                     yield
                 finally:
@@ -140,10 +144,3 @@ def locked(path: Path) -> Iterator[None]:
                 return
         finally:
             os.close(descriptor)
-
-
-def _is_file_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
