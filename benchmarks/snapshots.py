@@ -21,8 +21,7 @@ from pathlib import Path
 
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from training.checkpoint.host_copy import capture
-from training.checkpoint.writer import SnapshotDestination, StateWriter
+from training.checkpoint.writer import SnapshotDestination, StateWriter, capture
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.engine.launch import make_deterministic, make_trainer

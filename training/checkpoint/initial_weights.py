@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,8 +24,6 @@ _KEYS = ("model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.")
 # torchvision saved its DenseNets before their layers got their present names.
 _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
-# Missing in files from before torch 0.4.1; only a BatchNorm without momentum uses it.
-_OPTIONAL = "num_batches_tracked"
 
 
 def load_initial_weights(config: TrainConfig, state: TrainState, group: ProcessGroup) -> str:
@@ -55,23 +54,17 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         UserError: the file cannot be read, or holds something else.
     """
     try:
-        content: Any = load_file(path) if path.suffix == ".safetensors" else _load_pickle(path)
-    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        is_safe = path.suffix == ".safetensors"
+        content: Any = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, KeyError, UnpicklingError) as error:
         reason = (str(error).splitlines() or [repr(error)])[0]
+        if isinstance(error, UnpicklingError):
+            reason = "it holds more than tensors"
         raise UserError(f"--weights is {path}, which cannot be read ({reason}): give another file") from error
     content = next((content[name] for name in _KEYS if isinstance(content, Mapping) and name in content), content)
     if not isinstance(content, Mapping) or not all(torch.is_tensor(value) for value in content.values()):
         raise UserError(f"--weights is {path}, which holds no tensors by name: give a state_dict")
     return {_own_name(str(name)): value for name, value in content.items()}
-
-
-def _load_pickle(path: Path) -> Any:
-    from pickle import UnpicklingError  # noqa: PLC0415  # torch raises it for more than tensors
-
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise ValueError("it holds more than tensors") from error
 
 
 def _own_name(name: str) -> str:
@@ -87,15 +80,14 @@ def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) ->
         UserError: other layers have no fitting ones.
     """
     own, head = model.state_dict(), head_name(model)
-    fitting = {name: found[name].contiguous().clone() for name in own if _fits(name, found, own)}
-    layers = {name.rpartition(".")[0] for name in own.keys() - fitting.keys() if not name.endswith(_OPTIONAL)}
+    fits = [name for name, value in own.items() if name in found and found[name].shape == value.shape]
+    fitting = {name: found[name].contiguous().clone() for name in fits}
+    # The counters are missing in files from before torch 0.4.1; only a BatchNorm without momentum uses them.
+    wanting = [name for name in own.keys() - fitting.keys() if not name.endswith("num_batches_tracked")]
+    layers = {name.rpartition(".")[0] for name in wanting}
     wrong = sorted(layer for layer in layers if layer != head and not layer.startswith(f"{head}."))
     if wrong:
         missing = f"{len(wrong)} of its layers have other weights or none, such as {wrong[0]}"
         raise UserError(f"--weights is {path}, which is not of this model: {missing}")
     # All tensors of a layer are loaded, or none.
     return {name: value for name, value in fitting.items() if name.rpartition(".")[0] not in layers}, sorted(layers)
-
-
-def _fits(name: str, found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> bool:
-    return name in found and found[name].shape == own[name].shape

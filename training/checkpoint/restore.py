@@ -9,12 +9,10 @@ snapshot: rank 0 offers those that all ranks have.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import load, save
-from torch import Tensor
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import remove_directory, remove_temporaries
@@ -55,29 +53,27 @@ class StateOffer:
         return CHECKPOINT if self.durable else SNAPSHOT
 
 
-def restore(context: RunContext, state: TrainState, group: ProcessGroup, logger: RunLogger) -> StateOffer | None:
-    """Load the newest valid state of this run whose history is in the run directory. All ranks must call this.
-
-    Removes snapshots that are not usable or newer than the restored step.
-
-    Returns:
-        The state that was loaded; None: there is none.
-
-    Raises:
-        SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
-        TorchrelayError: the storage cannot be read.
-    """
-    return _Restorer(context, state, group, logger).restore()
-
-
 @dataclass(frozen=True)
-class _Restorer:
+class Restorer:
+    """Finds and loads a state; all ranks do the same."""
+
     context: RunContext
     state: TrainState
     group: ProcessGroup
     logger: RunLogger
 
     def restore(self) -> StateOffer | None:
+        """Load the newest valid state of this run whose history is in the run directory. All ranks must call this.
+
+        Removes snapshots that are not usable or newer than the restored step.
+
+        Returns:
+            The state that was loaded; None: there is none.
+
+        Raises:
+            SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
+            TorchrelayError: the storage cannot be read.
+        """
         directory, offers = snapshot_directory(self.context, self.group), self.offers()
         restored = None
         while not restored:
@@ -90,7 +86,13 @@ class _Restorer:
             restored = best if self.load(best) else None
         if directory:
             remove_newer(directory, self.state.progress.step)
-        self.remove_unusable_snapshots()
+        node, rank_info = self.context.node_dir, self.group.rank_info
+        if node and rank_info.local_rank == 0:
+            # Ranks of another world size or strategy have written the other snapshots of this node.
+            ranks = range(self.group.rank, self.group.rank + rank_info.local_world_size)
+            own = {shard_directory(rank, self.group.world_size) for rank in ranks}
+            full = {path.name for path in list_checkpoints(node.snapshots)}
+            remove_others(node.snapshots, own if self.state.sharded else full)
         return restored
 
     def offers(self) -> list[StateOffer]:
@@ -104,7 +106,7 @@ class _Restorer:
                 found += [StateOffer(step=step_of(path), durable=durable, rank=rank, path=path) for path in paths]
         if self.state.sharded:
             # Of one attempt: with other flags, the same step is another state.
-            origins = {offer: _origin(offer) for offer in found if not offer.durable}
+            origins = {offer: _step_and_attempt(offer) for offer in found if not offer.durable}
             common = set.intersection(*self.group.all_gather_object(set(origins.values())))
             usable = [offer for offer in found if offer.durable or origins[offer] in common]
             found = usable if self.group.is_rank_zero else []
@@ -129,7 +131,13 @@ class _Restorer:
         if problem:
             self.discard(offer, path, problem)
             return False
-        self.state.load_state_dict(self.tensors(offer, path, files), values)
+        if not self.state.sharded:
+            tensors = load(self.group.broadcast_bytes(files.get(STATE_TENSORS), offer.rank))
+        elif offer.durable:
+            tensors = read_shards(path, self.state)
+        else:
+            tensors = read_own_shards(path, self.state, self.group)
+        self.state.load_state_dict(tensors, values)
         return True
 
     def examine(self, offer: StateOffer, path: Path) -> tuple[dict[str, bytes], str]:
@@ -152,12 +160,6 @@ class _Restorer:
             return {}, str(error)
         return files, problem
 
-    def tensors(self, offer: StateOffer, path: Path, files: Mapping[str, bytes]) -> Mapping[str, Tensor]:
-        """The tensors of a valid state, as this rank holds them."""
-        if not self.state.sharded:
-            return load(self.group.broadcast_bytes(files.get(STATE_TENSORS), offer.rank))
-        return read_shards(path, self.state) if offer.durable else read_own_shards(path, self.state, self.group)
-
     def discard(self, offer: StateOffer, path: Path, reason: str) -> None:
         """Warn, and see to it that no attempt tries this state again."""
         self.logger.console.warn(f"{offer.source} {path} is not used: {reason}")
@@ -167,20 +169,9 @@ class _Restorer:
         elif not offer.durable and (offer.rank == self.group.rank or self.is_sharded_snapshot(offer)):
             remove_directory(path)
 
-    def remove_unusable_snapshots(self) -> None:
-        """Remove this node's snapshots that ranks of another world size or strategy have written."""
-        node, rank = self.context.node_dir, self.group.rank
-        if not node or self.group.rank_info.local_rank != 0:
-            return
-        ranks = range(rank, rank + self.group.rank_info.local_world_size)
-        if self.state.sharded:
-            remove_others(node.snapshots, {shard_directory(other, self.group.world_size) for other in ranks})
-        else:
-            remove_others(node.snapshots, {path.name for path in list_checkpoints(node.snapshots)})
 
-
-def _origin(offer: StateOffer) -> tuple[int, int]:
-    """The step and the attempt of a snapshot; attempt -1 if it is unreadable."""
+def _step_and_attempt(offer: StateOffer) -> tuple[int, int]:
+    """Of a snapshot; attempt -1 if it is unreadable."""
     try:
         return offer.step, json.loads((offer.path / STATE_VALUES).read_bytes())["attempt"]
     except (OSError, ValueError, KeyError):

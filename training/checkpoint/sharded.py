@@ -56,15 +56,11 @@ def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[di
     """What this rank holds of sharded tensors, on its device, and where in the full ones that begins."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # takes a second, and DDP does without
 
-    offsets = {name: _offsets(value) for name, value in tensors.items() if isinstance(value, DTensor)}
-    return {name: _local(value) for name, value in tensors.items()}, ShardLayout(
-        file=shard_file(group), offsets=offsets
-    )
-
-
-def _offsets(shard: Any) -> tuple[int, ...]:
-    """Where in the full tensor a shard begins, as DCP finds it out."""
-    return tuple(shard.__create_chunk_list__()[0].offsets)
+    sharded: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
+    # As DCP finds them out.
+    offsets = {name: tuple(value.__create_chunk_list__()[0].offsets) for name, value in sharded.items()}
+    layout = ShardLayout(file=shard_file(group), offsets=offsets)
+    return {name: _local(value) for name, value in tensors.items()}, layout
 
 
 def _local(tensor: Any) -> Tensor:
@@ -87,15 +83,16 @@ def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> 
 
 def read_shards(directory: Path, state: TrainState) -> dict[str, Tensor]:
     """The tensors of a state as this rank holds them, from any number of files of shards or one of full tensors."""
-    return _load(directory, _allocate(state, _saved_tensors(directory), lambda parameter: parameter.shape))
+    return _load(directory, lambda saved: _allocate(state, saved, lambda parameter: parameter.shape))
 
 
 def read_full(directory: Path) -> dict[str, Tensor]:
     """The full tensors of a state, in the host's memory."""
     if (directory / STATE_TENSORS).exists():
         return load_file(directory / STATE_TENSORS)
-    saved = _saved_tensors(directory)
-    return _load(directory, {name: torch.empty_like(value, device="cpu") for name, value in saved.items()})
+    return _load(
+        directory, lambda saved: {name: torch.empty_like(value, device="cpu") for name, value in saved.items()}
+    )
 
 
 def _allocate(
@@ -118,18 +115,15 @@ def _allocate(
     return {name: own[name] if name in own else allocate(name, value) for name, value in saved.items()}
 
 
-def _saved_tensors(directory: Path) -> dict[str, Tensor]:
-    """The saved tensors, with shapes and types alone."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # as above
-
-    found: Mapping[str, Any] = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
-    return {name: torch.empty(value.size, dtype=value.properties.dtype, device="meta") for name, value in found.items()}
-
-
-def _load(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _load(directory: Path, allocate: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Load into the memory that `allocate` makes for tensors of the saved shapes and types."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # as above
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
 
+    found: Mapping[str, Any] = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    tensors = allocate(
+        {name: torch.empty(value.size, dtype=value.properties.dtype, device="meta") for name, value in found.items()}
+    )
     with warnings.catch_warnings():
         # `no_dist`, because a rank needs no other to load its own shards, makes DCP warn that it is alone.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -25,7 +25,6 @@ from training.checkpoint.storage import (
 )
 
 KEPT = 2
-_MEGABYTE = 10**6
 
 
 def flush(node: NodeDir, run: RunDir) -> int | None:
@@ -48,19 +47,14 @@ def flush(node: NodeDir, run: RunDir) -> int | None:
         files = read_checkpoint(path)
         if isinstance(files, str) or missing_history(json.loads(files[STATE_VALUES]), run):
             continue
-        return step_of(path) if _save(files, step_of(path), run) else None
+        try:
+            save_checkpoint(run.checkpoints, step_of(path), partial(_write_files, files), keep=None)
+        except OSError:
+            if checkpoint_path(run.checkpoints, step_of(path)).exists():
+                return None  # the agent of another node has just saved it
+            raise
+        return step_of(path)
     return None
-
-
-def _save(files: Mapping[str, bytes], step: int, run: RunDir) -> bool:
-    """Save a checkpoint, unless the agent of another node has just done so."""
-    try:
-        save_checkpoint(run.checkpoints, step, partial(_write_files, files), keep=None)
-    except OSError:
-        if checkpoint_path(run.checkpoints, step).exists():
-            return False
-        raise
-    return True
 
 
 def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
@@ -86,18 +80,13 @@ def missing_history(values: Mapping[str, Any], run: RunDir) -> str:
     if epoch and epoch not in validated:
         return f"{run.eval_metrics} lacks the validation of epoch {epoch}"
     accuracy = progress["best_accuracy"]
-    if accuracy is not None and _best_accuracy(run) < accuracy:
+    try:
+        best = float(json.loads((run.best / "result.json").read_bytes())["best_val_accuracy"])
+    except (OSError, ValueError, KeyError, TypeError):
+        best = -1.0
+    if accuracy is not None and best < accuracy:
         return f"{run.best} lacks the best model, of validation accuracy {accuracy:.2%}"
     return ""
-
-
-def _best_accuracy(run: RunDir) -> float:
-    """The validation accuracy of the model in `best/`; -1 if there is none."""
-    try:
-        result: dict[str, Any] = json.loads((run.best / "result.json").read_bytes())
-        return float(result["best_val_accuracy"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return -1.0
 
 
 def missing_space(directory: Path, size_bytes: int) -> str:
@@ -134,4 +123,4 @@ def remove_others(directory: Path, keep: Collection[str]) -> None:
 
 
 def _in_megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / _MEGABYTE:,.1f} MB"
+    return f"{size_bytes / 1e6:,.1f} MB"

@@ -23,16 +23,8 @@ from training.runtime.train_progress import Progress
 
 # Fields of the config that a saved state depends on: with another value it would be another run.
 _IDENTIFYING = (
-    "model",
-    "batch_size",
-    "seed",
-    "optimizer",
-    "ema_decay",
-    "image_size",
-    "eval_image_size",
-    "val_split",
-    "freeze_backbone",
-    "head_hidden",
+    *("model", "batch_size", "seed", "optimizer", "ema_decay"),
+    *("image_size", "eval_image_size", "val_split", "freeze_backbone", "head_hidden"),
 )
 # Not finite if the training has diverged: such a state must not replace a good one.
 LOSS = "loss_meter/loss"
@@ -176,16 +168,15 @@ class _OptimizerState:
         for name, value in state_dict.items():
             if torch.is_tensor(value):
                 index, key = name.split("/")
-                state.setdefault(int(index), {})[key] = _in_format_of(parameters[int(index)], value)
+                parameter = parameters[int(index)]
+                # In its parameter's memory format: with another one the optimizer would take a slower path.
+                same = value.shape == parameter.shape
+                restored = torch.empty_like(parameter, dtype=value.dtype).copy_(value) if same else value
+                state.setdefault(int(index), {})[key] = restored
         # The learning rate is the last step's; all other settings follow the flags, which may have changed.
         current, saved = self._optimizer.state_dict()["param_groups"], state_dict["param_groups"]
         groups = [{**group, "lr": before["lr"]} for group, before in zip(current, saved, strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _in_format_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """A value in its parameter's memory format: with another one the optimizer would take a slower path."""
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value
 
 
 def identity(config: TrainConfig, data: Data) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpc.core.errors import TorchrelayError
 from training.checkpoint.initial_weights import load_initial_weights
-from training.checkpoint.restore import SNAPSHOT, restore
+from training.checkpoint.restore import SNAPSHOT, Restorer
 from training.checkpoint.state import TrainState, identity
 from training.checkpoint.writer import CheckpointDestination, SnapshotDestination, StateWriter
 from training.config.rules import without_effect
@@ -134,7 +134,7 @@ class Trainer:
         """Resume from the newest state, or begin, and print which."""
         self.heartbeat.beat("start")
         began = time.monotonic()
-        restored = restore(self.context, self.state, self.group, self.logger)
+        restored = Restorer(self.context, self.state, self.group, self.logger).restore()
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.config, self.state, self.group))
         # What was only in a node's memory should soon be durable: what has failed may fail again.
