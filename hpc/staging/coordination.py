@@ -1,4 +1,4 @@
-"""How the nodes of a job share the staging of one data set: cache states, the plan, and a node without peers. Pure.
+"""How the nodes of a job share the staging of one data set: cache states and the plan. Pure.
 
 `jobs.staging.node_staging` exchanges them between the node agents of a job.
 """
@@ -6,7 +6,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 Address = tuple[str, int]
 """Host and port of a node's server (`hpc.staging.peers`)."""
@@ -58,52 +58,27 @@ def read_plan(fields: dict[str, Any]) -> StagingPlan:
     return StagingPlan(**{**fields, "lister": tuple(fields["lister"]), "owners": addresses})
 
 
-class StagingGroup(Protocol):
-    """The nodes of a job, seen from one of them."""
+class StagingGroup:
+    """The nodes of a job, seen from one of them. This base class is a node without peers, which reads everything."""
 
-    @property
-    def is_head(self) -> bool:
-        """Whether this node lists the source."""
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether the job has more than one node."""
-
-    @property
-    def host(self) -> str:
-        """This node's name."""
-
-    @property
-    def nonce(self) -> str:
-        """The secret by which the nodes of the job authenticate each other."""
+    is_head = True
+    """Whether this node lists the source."""
+    has_peers = False
+    """Whether the job has more than one node."""
+    host = "localhost"
+    """This node's name."""
+    nonce = ""
+    """The secret by which the nodes of the job authenticate each other; empty: this node serves nothing."""
 
     def publish_listing(self, version: str, port: int) -> None:
         """On the head node: announce the version, and the port that serves its listing."""
 
     def plan(self) -> StagingPlan | None:
         """The head node's plan; None until this node has received it."""
-
-    def report(self, status: CacheStatus, port: int) -> None:
-        """Report the state of this node's copy, and the port that serves it."""
-
-
-class SingleNode:
-    """A node without peers."""
-
-    is_head = True
-    has_peers = False
-    host = "localhost"
-    nonce = ""
-
-    def publish_listing(self, version: str, port: int) -> None:
-        """There is no other node to announce it to."""
-
-    def plan(self) -> StagingPlan | None:
-        """No owners: this node reads everything."""
         return StagingPlan(source="", version="", lister=("", 0), owners=(), done=True)
 
     def report(self, status: CacheStatus, port: int) -> None:
-        """There is no other node to report to."""
+        """Report the state of this node's copy, and the port that serves it."""
 
 
 def choose_owners(caches: Iterable[tuple[str, NodeCache]]) -> tuple[Address, ...] | None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
 from hpc.staging.chunks import checksum
 from hpc.staging.coordination import Address
-from hpc.staging.source import FileChunk, SourceListing
+from hpc.staging.source import SourceListing
 
 # While its storage keeps it waiting an owner answers this often; it is given up if it reads nothing for so long.
 _WAITING_SECONDS, _STALLED_SECONDS = 5.0, 60.0
@@ -77,7 +77,12 @@ class ChunkStore:
                 self.listing.files[chunk.file].name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._directory
             )
             try:
-                _send_file(connection, descriptor, chunk)
+                sent = 0
+                while sent < chunk.length:  # socket.sendfile makes a selector for each file
+                    count = os.sendfile(connection.fileno(), descriptor, chunk.offset + sent, chunk.length - sent)
+                    if not count:
+                        raise OSError("the file has become shorter")
+                    sent += count
             finally:
                 os.close(descriptor)
 
@@ -87,16 +92,6 @@ class ChunkStore:
         descriptor, self._directory = self._directory, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def _send_file(connection: socket.socket, descriptor: int, chunk: FileChunk) -> None:
-    # socket.sendfile makes a selector for each file.
-    sent = 0
-    while sent < chunk.length:
-        count = os.sendfile(connection.fileno(), descriptor, chunk.offset + sent, chunk.length - sent)
-        if not count:
-            raise OSError("the file has become shorter")
-        sent += count
 
 
 class PeerServer:
@@ -117,24 +112,21 @@ class PeerServer:
                 content = self.listings[request["version"]]
                 connection.send({"bytes": len(content), "checksum": checksum(content)})
                 connection.send_bytes(content)
+                continue
+            number, store = int(request["batch"]), self.chunk_stores.get(request["version"])
+            if store is None:
+                connection.send({"failed": "it has no copy"})
+                continue
+            try:
+                checksums = store.get(number)
+            except PeerError as error:
+                connection.send({"failed": str(error)})
+                continue
+            if checksums is None:
+                connection.send({"waiting": store.batches_read})
             else:
-                self._send_batch(connection, self.chunk_stores.get(request["version"]), int(request["batch"]))
-
-    @staticmethod
-    def _send_batch(connection: Connection, store: ChunkStore | None, number: int) -> None:
-        if store is None:
-            connection.send({"failed": "it has no copy"})
-            return
-        try:
-            checksums = store.get(number)
-        except PeerError as error:
-            connection.send({"failed": str(error)})
-            return
-        if checksums is None:
-            connection.send({"waiting": store.batches_read})
-        else:
-            connection.send({"checksums": checksums})
-            store.send(number, connection.socket)
+                connection.send({"checksums": checksums})
+                store.send(number, connection.socket)
 
 
 class Peer:

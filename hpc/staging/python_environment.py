@@ -65,7 +65,8 @@ class PythonEnvironment:
         Raises:
             OSError: one of them cannot be read.
         """
-        return tuple(sorted(_walk(self.prefix, "", _top(self.prefix))))
+        names = frozenset(os.listdir(self.prefix))  # noqa: PTH208 - names, not paths
+        return tuple(sorted(_walk(self.prefix, "", names & _VENV_NAMES if _VENV in names else names - _CONDA_EXCLUDED)))
 
     @property
     def size(self) -> int:
@@ -149,13 +150,7 @@ def this_environment() -> PythonEnvironment:
     )
 
 
-def _top(prefix: Path) -> list[str]:
-    """The entries of `prefix` that belong to the environment."""
-    names = frozenset(os.listdir(prefix))  # noqa: PTH208 - names, not paths
-    return sorted(names & _VENV_NAMES if _VENV in names else names - _CONDA_EXCLUDED)
-
-
-def _walk(prefix: Path, directory: str, names: list[str] | None = None) -> Iterator[PackedFileEntry]:
+def _walk(prefix: Path, directory: str, names: frozenset[str] | None = None) -> Iterator[PackedFileEntry]:
     with os.scandir(prefix / directory) as entries:
         found = sorted((entry for entry in entries if names is None or entry.name in names), key=lambda e: e.name)
     for entry in found:
@@ -177,19 +172,12 @@ def _link(prefix: Path, name: str, entry: "os.DirEntry[str]") -> PackedFileEntry
 
     uv can link every file of a package into its cache: copies of such links would break without the cache.
     """
-    status = entry.stat(follow_symlinks=False)
-    target = _relative_target(prefix, name)
-    if target is None and entry.is_file() and not name.startswith("bin/"):
-        return _file(name, entry.stat())
-    outside = os.path.normpath(prefix / Path(name).parent / os.readlink(entry.path))  # noqa: PTH115
-    return PackedFileEntry(name, 0, status.st_mtime_ns, executable=False, target=target or outside)
-
-
-def _relative_target(prefix: Path, name: str) -> str | None:
-    """Target of a symlink relative to its directory; None if it is outside the environment."""
     directory = prefix / Path(name).parent
-    target = os.path.normpath(directory / os.readlink(prefix / name))  # noqa: PTH115
-    for top in (prefix, prefix.resolve()):
-        if Path(target).is_relative_to(top):
-            return os.path.relpath(prefix / Path(target).relative_to(top), directory)
-    return None
+    target = os.path.normpath(directory / os.readlink(entry.path))  # noqa: PTH115
+    top = next((top for top in (prefix, prefix.resolve()) if Path(target).is_relative_to(top)), None)
+    if top is not None:
+        target = os.path.relpath(prefix / Path(target).relative_to(top), directory)
+    elif entry.is_file() and not name.startswith("bin/"):
+        return _file(name, entry.stat())
+    modified_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+    return PackedFileEntry(name, 0, modified_ns, executable=False, target=target)

@@ -12,7 +12,7 @@ import queue
 import stat
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -100,7 +100,17 @@ class SourceListing:
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
         """The data set divided into what one request reads or fetches."""
-        return tuple(_divide(self.files, min(max(self.size // _BATCHES, _SMALLEST_BATCH), _LARGEST_BATCH)))
+        batch_bytes = min(max(self.size // _BATCHES, _SMALLEST_BATCH), _LARGEST_BATCH)
+        batches, batch, left = list[Batch](), list[FileChunk](), batch_bytes
+        for number, file in enumerate(self.files):
+            for offset in range(0, file.size, batch_bytes) if file.size else (0,):
+                length = min(batch_bytes, file.size - offset)
+                if batch and length > left:
+                    batches.append(tuple(batch))
+                    batch, left = [], batch_bytes
+                batch.append(FileChunk(number, offset, length))
+                left -= length
+        return (*batches, tuple(batch)) if batch else tuple(batches)
 
     def pack(self) -> bytes:
         """Serialize for another node."""
@@ -141,20 +151,6 @@ def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
     except zlib.error as error:
         raise ValueError(str(error)) from error
     return json.loads(head), [record for line in lines for record in json.loads(line)]
-
-
-def _divide(files: tuple[SourceFile, ...], batch_bytes: int) -> Iterator[Batch]:
-    batch, left = list[FileChunk](), batch_bytes
-    for number, file in enumerate(files):
-        for offset in range(0, file.size, batch_bytes) if file.size else (0,):
-            length = min(batch_bytes, file.size - offset)
-            if batch and length > left:
-                yield tuple(batch)
-                batch, left = [], batch_bytes
-            batch.append(FileChunk(number, offset, length))
-            left -= length
-    if batch:
-        yield tuple(batch)
 
 
 def inside_name(name: str) -> str:
@@ -204,12 +200,12 @@ class _Walk:
         self.files, self.directories = list[SourceFile](), list[str]()
         self._queue: queue.SimpleQueue[_Directory] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._pending, self._error = 0, list[BaseException]()
+        self._pending, self._error = 1, list[BaseException]()  # the top directory is pending
         self._ended = threading.Event()
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """List everything."""
-        self._add([_Directory("", ())])
+        self._queue.put(_Directory("", ()))
         for _ in range(_LISTING_THREADS):
             threading.Thread(target=self._work, daemon=True, name="stage-list").start()
         try:
@@ -221,11 +217,6 @@ class _Walk:
             self._ended.set()
         if self._error:
             raise self._error[0]
-
-    def _add(self, directories: list[_Directory]) -> None:
-        self._pending += len(directories)
-        for directory in directories:
-            self._queue.put(directory)
 
     def _work(self) -> None:
         while not self._ended.is_set():
@@ -241,8 +232,9 @@ class _Walk:
             with self._changed:
                 self.files += files
                 self.directories += [found.name for found in directories]
-                self._add(directories)
-                self._pending -= 1
+                self._pending += len(directories) - 1
+                for found in directories:
+                    self._queue.put(found)
                 self._changed.notify_all()
 
     def _list(self, directory: _Directory) -> tuple[list[SourceFile], list[_Directory]]:

@@ -13,7 +13,7 @@ from typing import Self
 from hpc.core.errors import TorchrelayError
 from hpc.staging.archive import unpack
 from hpc.staging.chunks import check_unchanged
-from hpc.staging.coordination import Address, CacheStatus, SingleNode, StagingGroup
+from hpc.staging.coordination import Address, CacheStatus, StagingGroup
 from hpc.staging.copy import Copy, CopyStats, assign_batches, checksums_by_batch, copied_files
 from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
@@ -93,7 +93,7 @@ class Stager:
             keep_seconds: copies that were not used for this long are deleted; with 0, this one too when it is closed.
         """
         self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
-        self._group, self._wait = group or SingleNode(), CancellableWait(watch)
+        self._group, self._wait = group or StagingGroup(), CancellableWait(watch)
         self._held = ExitStack()
         self._server: PeerServer | None = None
         self._store: CacheStore | None = None
@@ -128,7 +128,7 @@ class Stager:
             TorchrelayError: the source cannot be read, or the cache directory is not safe to use.
         """
         began = time.monotonic()
-        if not isinstance(self._group, SingleNode):
+        if self._group.nonce:
             self._server = PeerServer(self._group.nonce)
             self._held.callback(self._server.close)
         listing = self._find_listing(absolute(source))
@@ -185,7 +185,7 @@ class Stager:
             raise PeerError(f"{plan.lister[0]} sent the listing of another data set")
         return listing
 
-    # --- an existing copy ---
+    # --- the copy ---
 
     def _find_or_copy(self, listing: SourceListing, *, read_all: bool) -> Staged:
         self._store = open_store(self._stage_dir)
@@ -193,27 +193,28 @@ class Stager:
         while (descriptor := entry.lock_for_use()) is None:
             self._wait.wait()
         self._held.callback(os.close, descriptor)
-        with entry.locked_for_copy(self._wait_for_other_job):
+
+        def wait_for_other_job() -> None:
+            self._group.report(CacheStatus.WAITING, 0)
+            self._wait.wait()
+
+        with entry.locked_for_copy(wait_for_other_job):
             self._entry, self._wait.heartbeat = entry, entry.send_heartbeat
-            staged = self._reuse(entry, listing, read_all=read_all)
+            manifest = entry.manifest()
+            damaged = entry.find_damaged(manifest, self._wait.stopped, read_all=read_all) if manifest else None
+            if manifest is None or damaged:
+                staged = self._make_or_repair(entry, listing, manifest, damaged)
+            else:
+                entry.mark_used()
+                self._serve_copy(entry, listing, manifest.files)
+                staged = Staged(path=entry.data, reused=True)
         if self._archive is not None:
-            self._keep_for_peers(self._archive)
+            # Delete the copy of an archive as soon as no peer fetches it any more.
+            deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
+            while time.monotonic() < deadline and (plan := self._group.plan()) and not plan.done:
+                self._wait.wait()
+            shutil.rmtree(self._archive, ignore_errors=True)
         return staged
-
-    def _wait_for_other_job(self) -> None:
-        """Another job on this node is making the same copy."""
-        self._group.report(CacheStatus.WAITING, 0)
-        self._wait.wait()
-
-    def _reuse(self, entry: CacheEntry, listing: SourceListing, *, read_all: bool) -> Staged:
-        """Use the existing copy if it is intact; else make or repair it."""
-        manifest = entry.manifest()
-        damaged = entry.find_damaged(manifest, self._wait.stopped, read_all=read_all) if manifest else None
-        if manifest is None or damaged:
-            return self._make_or_repair(entry, listing, manifest, damaged)
-        entry.mark_used()
-        self._serve_copy(entry, listing, manifest.files)
-        return Staged(path=entry.data, reused=True)
 
     def _serve_copy(self, entry: CacheEntry, listing: SourceListing, files: tuple[CopiedFile, ...]) -> None:
         """Serve an intact copy to peers; one of an archive is unpacked, and they need the archive itself."""
@@ -237,8 +238,6 @@ class Stager:
             raise NoRoomError(reason, listing.source)
         self._group.report(CacheStatus.UNAVAILABLE, 0)
         return Staged(path=listing.source, in_place=reason)
-
-    # --- a new copy, or a repair ---
 
     def _make_or_repair(
         self, entry: CacheEntry, listing: SourceListing, manifest: Manifest | None, damaged: list[str] | None
@@ -291,7 +290,12 @@ class Stager:
         if self._server and damaged is None:
             self._server.chunk_stores[listing.version] = chunks
         self._group.report(CacheStatus.MISSING if damaged is None else CacheStatus.DAMAGED, self._port)
-        batches, own = _wanted_batches(listing, damaged), (self._group.host, self._port)
+        batches = list(range(len(listing.batches)))
+        if damaged is not None and not listing.is_archive:
+            names = set(damaged)
+            files = {index for index, file in enumerate(listing.files) if file.name in names}
+            batches = [batch for batch in batches if any(chunk.file in files for chunk in listing.batches[batch])]
+        own = (self._group.host, self._port)
         assignment = assign_batches(batches, self._wait_for_owners(), own, self._group.nonce)
         copy = Copy(listing, assignment, partial / "data", chunks)
         copy.run(self._wait.update)
@@ -349,13 +353,6 @@ class Stager:
         self._notes.append(f"the head node did not assign the batches within {_PLAN_SECONDS:.0f} s")
         return ()
 
-    def _keep_for_peers(self, archive: Path) -> None:
-        """Delete the copy of an archive as soon as no peer fetches it any more."""
-        deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
-        while time.monotonic() < deadline and (plan := self._group.plan()) and not plan.done:
-            self._wait.wait()
-        shutil.rmtree(archive, ignore_errors=True)
-
 
 def _needed(listing: SourceListing, damaged: list[str] | None, *, copies_archive: bool) -> tuple[int, int]:
     """Bytes and number of the files to copy."""
@@ -364,18 +361,6 @@ def _needed(listing: SourceListing, damaged: list[str] | None, *, copies_archive
     names = None if damaged is None else set(damaged)
     sizes = [file.size for file in listing.files if names is None or file.name in names]
     return sum(sizes), len(sizes)
-
-
-def _wanted_batches(listing: SourceListing, damaged: list[str] | None) -> list[int]:
-    """Numbers of the batches to copy."""
-    if damaged is None or listing.is_archive:
-        return list(range(len(listing.batches)))
-    names = set(damaged)
-    return [
-        number
-        for number, batch in enumerate(listing.batches)
-        if any(listing.files[chunk.file].name in names for chunk in batch)
-    ]
 
 
 def stage(source: Path, stage_dir: Path) -> Staged:

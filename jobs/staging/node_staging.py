@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.units import duration_seconds
-from hpc.staging.coordination import CacheStatus, NodeCache, StagingPlan, choose_owners
+from hpc.staging.coordination import CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
 from hpc.staging.copy_progress import CopyProgress
 from hpc.staging.stager import Staged, Stager
 from jobs.attempt import NodeAttempt, log
@@ -27,7 +27,7 @@ _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
 _GATHER_SECONDS = 10.0
 
 
-class NodeGroup:
+class NodeGroup(StagingGroup):
     """The nodes of one attempt, for one data set, as one of them sees it."""
 
     def __init__(self, node: NodeAttempt, channel: ControlChannel, source: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from cluster import need
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging import SingleNode, Staged, StagingStopped, stage
+from hpc.staging import Staged, StagingGroup, StagingStopped, stage
 from hpc.staging.coordination import StagingPlan
 from hpc.staging.copy_progress import CopyProgress, Watch
 from hpc.staging.stager import Stager
@@ -328,7 +328,7 @@ def test_missing_source_is_reported(tmp_path: Path, local: Path) -> None:
         stage(tmp_path / "nowhere", local)
 
 
-class Between(SingleNode):
+class Between(StagingGroup):
     """Does something between the listing and the reading."""
 
     def __init__(self, act: Callable[[], object]) -> None:
