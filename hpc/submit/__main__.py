@@ -204,13 +204,12 @@ def choose_cluster(asked: str) -> Cluster:
     Raises:
         UserError: `--cluster slurm` without Slurm.
     """
-    if asked == "local" or (asked == "auto" and not slurm.is_available()):
-        return "local"
-    if not slurm.is_available():
+    available = asked != "local" and slurm.is_available()
+    if asked == "slurm" and not available:
         raise UserError(
             "--cluster slurm, but there is no Slurm here (no sbatch, or no slurm.conf): use --cluster local"
         )
-    return "slurm"
+    return "slurm" if available else "local"
 
 
 @contextmanager

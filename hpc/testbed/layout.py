@@ -111,12 +111,6 @@ class TestbedPaths:
         self.controller_uts = self.namespaces / "controller.uts"
         self.switch_net = self.namespaces / "switch.net"
 
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """Every directory, parents first."""
-        public = (self.munge, self.devices, self.spool, self.run, self.logs, self.boot_scripts, self.namespaces)
-        return (self.root, self.secret, self.controller_state, *public)
-
     def log(self, name: str) -> Path:
         """The log of one daemon or one node."""
         return self.logs / f"{name}.log"

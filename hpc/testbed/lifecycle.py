@@ -134,7 +134,8 @@ def _is_healthy(shape: TestbedShape) -> bool:
 
 def _build(shape: TestbedShape) -> None:
     """Write and start everything."""
-    for directory in PATHS.directories:
+    public = (PATHS.munge, PATHS.devices, PATHS.spool, PATHS.run, PATHS.logs, PATHS.boot_scripts, PATHS.namespaces)
+    for directory in (PATHS.root, PATHS.secret, PATHS.controller_state, *public):
         directory.mkdir()
         # chmod, because mkdir applies the caller's umask.
         directory.chmod(0o700 if directory == PATHS.secret else 0o755)
