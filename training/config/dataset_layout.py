@@ -39,11 +39,6 @@ class CifarFiles:
     names_key: str
     """Key of the class names in `meta`."""
 
-    @property
-    def all(self) -> tuple[str, ...]:
-        """Every file."""
-        return (*self.train, self.test, self.meta)
-
 
 CIFAR: dict[Kind, CifarFiles] = {
     "cifar10": CifarFiles(
@@ -108,19 +103,15 @@ def check_data(path: Path) -> DataLayout:
         UserError: it does not exist, is no directory, or has no known layout.
     """
     try:
-        return _layout(path)
+        if not path.exists():
+            raise UserError(f"--data is {path}, which does not exist: give a directory, or {FASHION_MNIST}")
+        if not path.is_dir():
+            raise UserError(f"--data is {path}, which is not a directory: give the directory that holds the images")
+        return _packed_layout(path) or _idx_layout(path) or _cifar_layout(path) or _folder_layout(path)
     except OSError as error:
         raise UserError(
             f"--data is {path}: {error.filename} cannot be read ({error.strerror}): make it readable"
         ) from error
-
-
-def _layout(path: Path) -> DataLayout:
-    if not path.exists():
-        raise UserError(f"--data is {path}, which does not exist: give a directory, or {FASHION_MNIST}")
-    if not path.is_dir():
-        raise UserError(f"--data is {path}, which is not a directory: give the directory that holds the images")
-    return _packed_layout(path) or _idx_layout(path) or _cifar_layout(path) or _folder_layout(path)
 
 
 def _packed_layout(path: Path) -> DataLayout | None:
@@ -155,23 +146,24 @@ def _idx_layout(path: Path) -> DataLayout | None:
 def _cifar_layout(path: Path) -> DataLayout | None:
     """Recognize CIFAR's files in the directory, or in a subdirectory with the published name."""
     places = ((kind, place) for kind, files in CIFAR.items() for place in (path, path / files.directory))
-    found = [(kind, place) for kind, place in places if _is_cifar(place, CIFAR[kind])]
+    found = [
+        (kind, place)
+        for kind, place in places
+        if (place.name == CIFAR[kind].directory and place.is_dir())
+        # One file named `train` or `meta` does not make a CIFAR data set.
+        or all((place / name).is_file() for name in (CIFAR[kind].train[0], CIFAR[kind].meta))
+    ]
     if not found:
         return None
     if len(found) > 1:
         both = " and ".join(str(place) for _, place in found)
         raise UserError(f"--data is {path}, which has {both}: give one of them")
     kind, place = found[0]
-    missing = [name for name in CIFAR[kind].all if not (place / name).is_file()]
+    files = CIFAR[kind]
+    missing = [name for name in (*files.train, files.test, files.meta) if not (place / name).is_file()]
     if missing:
         raise UserError(f"{place} lacks {', '.join(missing)}: add them")
     return DataLayout(kind=kind, path=place, train=place, val=None, test=place)
-
-
-def _is_cifar(place: Path, files: CifarFiles) -> bool:
-    # One file named `train` or `meta` does not make a CIFAR data set.
-    named = place.name == files.directory and place.is_dir()
-    return named or all((place / name).is_file() for name in (files.train[0], files.meta))
 
 
 def _folder_layout(path: Path) -> DataLayout:

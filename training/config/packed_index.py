@@ -89,7 +89,7 @@ def read_index(directory: Path) -> PackIndex:
     try:
         content = json.loads(path.read_bytes())
         version, fingerprint = content.pop("version"), content.pop("fingerprint")
-        index = _index(content) if version == VERSION else None
+        index = _parse_index(content) if version == VERSION else None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -101,14 +101,13 @@ def read_index(directory: Path) -> PackIndex:
     return index
 
 
-def _index(content: dict[str, Any]) -> PackIndex:
-    parts = tuple(_part(part) for part in content.pop("parts"))
-    return PackIndex(classes=tuple(content.pop("classes")), parts=parts, **content)
-
-
-def _part(content: dict[str, Any]) -> PackedPart:
-    pixels, labels, names = (PackedFile(**content.pop(name)) for name in ("pixels", "labels", "names"))
-    return PackedPart(corrupt=tuple(content.pop("corrupt")), pixels=pixels, labels=labels, names=names, **content)
+def _parse_index(content: dict[str, Any]) -> PackIndex:
+    parts = []
+    for part in content.pop("parts"):
+        part |= {name: PackedFile(**part[name]) for name in ("pixels", "labels", "names")}
+        part["corrupt"] = tuple(part["corrupt"])
+        parts.append(PackedPart(**part))
+    return PackIndex(classes=tuple(content.pop("classes")), parts=tuple(parts), **content)
 
 
 def check_files(directory: Path, index: PackIndex) -> None:

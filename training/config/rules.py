@@ -31,20 +31,21 @@ def check(config: Any) -> None:
         UserError: names the flag, its value and what to use instead.
     """
     choices = _choices(config.__class__)
-    for field in dataclasses.fields(config):
-        _check_value(field.name, getattr(config, field.name), choices.get(field.name, ()))
+    for name in (field.name for field in dataclasses.fields(config)):
+        value, (accepts, fix) = getattr(config, name), _VALUES.get(name, (None, ""))
+        if name in choices and value not in choices[name]:
+            raise UserError(f"{flag(name)} is {value!r}: use one of {', '.join(choices[name])}")
+        if accepts and not accepts(value):
+            raise UserError(f"{flag(name)} is {value!r}: {fix}")
     for name in INTERVAL_WORDS:
         parse_interval(name, getattr(config, name))
     parse_step_epochs(config.lr_step_epochs)
-    _check_combinations(config)
-
-
-def _check_value(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if choices and value not in choices:
-        raise UserError(f"{flag(name)} is {value!r}: use one of {', '.join(choices)}")
-    accepts, fix = _VALUES.get(name, (None, ""))
-    if accepts and not accepts(value):
-        raise UserError(f"{flag(name)} is {value!r}: {fix}")
+    for conflict, fix in _CONFLICTS:
+        if conflict(config):
+            raise UserError(fix)
+    for name in _NOT_WITH_FSDP if config.strategy == "fsdp" else ():
+        if getattr(config, name) != getattr(type(config), name):
+            raise UserError(f"--strategy fsdp cannot be combined with {flag(name)}: leave one out")
 
 
 @cache
@@ -183,15 +184,6 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
 _NOT_WITH_FSDP = ("ema_decay", "sync_bn", "compile", "static_graph", "compress_gradients")
 
 
-def _check_combinations(config: Any) -> None:
-    for conflict, fix in _CONFLICTS:
-        if conflict(config):
-            raise UserError(fix)
-    for name in _NOT_WITH_FSDP if config.strategy == "fsdp" else ():
-        if getattr(config, name) != getattr(type(config), name):
-            raise UserError(f"--strategy fsdp cannot be combined with {flag(name)}: leave one out")
-
-
 # (a field, when it has an effect, why it has none otherwise)
 _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("lr_step_epochs", lambda c: c.lr_scheduler == "step", "it applies to --lr-scheduler step"),
@@ -215,16 +207,14 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
 
 def without_effect(config: Any) -> list[str]:
     """A line for each flag of a TrainConfig that differs from its default and has no effect, with the reason."""
-    changed = [entry for entry in _EFFECTS if getattr(config, entry[0]) != getattr(type(config), entry[0])]
-    lines = [f"{_typed(config, name)} has no effect: {why}" for name, counts, why in changed if not counts(config)]
+    lines = []
+    for name, has_effect, why in _EFFECTS:
+        value = getattr(config, name)
+        if value != getattr(type(config), name) and not has_effect(config):
+            lines.append(f"{flag(name) if value is True else f'{flag(name)} {value}'} has no effect: {why}")
     if config.warmup_epochs > config.epochs:
         lines.append(f"--warmup-epochs {config.warmup_epochs:g} is more than --epochs: --lr is never reached")
     return lines
-
-
-def _typed(config: Any, name: str) -> str:
-    value = getattr(config, name)
-    return flag(name) if value is True else f"{flag(name)} {value}"
 
 
 def check_validation(config: Any, *, validates: bool) -> None:
