@@ -26,7 +26,6 @@ from jobs import claim
 from jobs.attempt import NodeAllocation, NodeAttempt, find_allocation, log
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
-from jobs.control.membership import NodeLimits
 from jobs.control.messages import Directive, NodeStatus, Phase
 from jobs.ending import conclude, save_snapshot, take_over
 from jobs.ranks.monitor import NodeMonitor
@@ -116,8 +115,7 @@ class _Agent:
         if not isinstance(self._channel, ControlServer):
             self._train()
             return self._leave(self._channel)
-        limits = NodeLimits(least=self._node.spec.least_nodes, most=self._node.spec.resources.max_nodes)
-        coordinator = Coordinator(self._node, self._channel, self._stop, limits)
+        coordinator = Coordinator(self._node, self._channel, self._stop)
         self._monitor.callbacks.append(coordinator.poll)
         self._train()
         while not self._channel.directive.over:

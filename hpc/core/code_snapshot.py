@@ -55,7 +55,13 @@ def copy_code(run: RunDir, working_directory: Path, script: tuple[str, ...] = ()
                 (run.code / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, run.code / name)
     if script:
-        script = (_path_in_copy(script[0], root, working_directory, run.code), *script[1:])
+        name, path = script[0], (working_directory / script[0]).resolve()
+        if root is None or not path.is_relative_to(root.resolve()):
+            raise UserError(f"{name} is in no git repository of {working_directory}: type git init and git add {name}")
+        inside = path.relative_to(root.resolve())
+        if not (run.code / inside).is_file():
+            raise UserError(f"{name} is not tracked by git, so the run would not have it: type git add {name}")
+        script = (str(inside), *script[1:])
     run.packages.mkdir()
     if revision := git_revision(working_directory):
         run.revision.write_text(f"{revision}\n")
@@ -63,13 +69,3 @@ def copy_code(run: RunDir, working_directory: Path, script: tuple[str, ...] = ()
     for package in _PACKAGES:
         shutil.copytree(source / package, run.packages / package, ignore=shutil.ignore_patterns("__pycache__"))
     return script
-
-
-def _path_in_copy(script: str, root: Path | None, working_directory: Path, code: Path) -> str:
-    path = (working_directory / script).resolve()
-    if root is None or not path.is_relative_to(root.resolve()):
-        raise UserError(f"{script} is in no git repository of {working_directory}: type git init and git add {script}")
-    inside = path.relative_to(root.resolve())
-    if not (code / inside).is_file():
-        raise UserError(f"{script} is not tracked by git, so the run would not have it: type git add {script}")
-    return str(inside)

@@ -48,8 +48,9 @@ class Failure:
 class Coordinator:
     """Decides for all agents of an attempt."""
 
-    def __init__(self, node: NodeAttempt, server: ControlServer, stop: StopRequest, limits: NodeLimits) -> None:
-        self._node, self._server, self._stop, self._limits = node, server, stop, limits
+    def __init__(self, node: NodeAttempt, server: ControlServer, stop: StopRequest) -> None:
+        self._node, self._server, self._stop = node, server, stop
+        self._limits = NodeLimits(least=node.spec.least_nodes, most=node.spec.resources.max_nodes)
         self.failure: Failure | None = None
         """What ended the attempt; None if it ended well, or was asked to stop."""
         self.done = False

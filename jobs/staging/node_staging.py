@@ -1,9 +1,17 @@
-"""This node's data: staged together with the other nodes, before the first round. Runs on compute nodes.
+"""This node's data: staged together with the other nodes, and packed, before the first round. Runs on compute nodes.
 
 The nodes coordinate through the control channel: each reports the state of its copy, and the head node publishes a plan
 that says which node reads what (hpc.staging.coordination).
+
+Packed data (`--pack`) are an entry of the cache like any other: the next attempt uses them again after a check of their
+sizes (after a reboot, of their checksums), and they are deleted when they are old or the disk is full.
 """
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -12,19 +20,21 @@ from pathlib import Path
 from hpc.core.errors import TorchrelayError
 from hpc.core.units import duration_seconds
 from hpc.staging.coordination import CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
-from hpc.staging.copy_progress import CopyProgress
+from hpc.staging.copy_progress import CopyProgress, Watch, stop_if
 from hpc.staging.stager import Staged, Stager
+from hpc.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
 from jobs.attempt import NodeAttempt, log
 from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import find_data
-from jobs.staging.packing import pack
+from training.config.packed_index import INDEX, read_index
 
 # A copy of 100 GB must not look like a hang; one of a second needs no progress events.
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
 # Nodes whose agents start later than this after the first ones get their data from those.
 _GATHER_SECONDS = 10.0
+_PACK_POLL_SECONDS = 0.2
 
 
 class NodeGroup(StagingGroup):
@@ -33,9 +43,7 @@ class NodeGroup(StagingGroup):
     def __init__(self, node: NodeAttempt, channel: ControlChannel, source: Path) -> None:
         self._allocation, self._channel, self._source = node.allocation, channel, str(source)
         self.host, self.is_head = node.allocation.host, node.allocation.is_head
-        self.has_peers = node.allocation.num_nodes > 1
-        self.nonce = node.attempt.nonce
-        """The attempt's secret."""
+        self.has_peers, self.nonce = node.allocation.num_nodes > 1, node.attempt.nonce
         self._published_at: float | None = None
 
     def publish_listing(self, version: str, port: int) -> None:
@@ -167,3 +175,75 @@ class _Watch:
                 bytes_per_second=round(progress.rate), eta_seconds=progress.eta_seconds,
             )  # fmt: skip
         return self._monitor.must_leave
+
+
+def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: Watch) -> Path:
+    """Pack a staged folder, unless it is packed already, and keep the packed data in use.
+
+    Args:
+        stage_dir: the directory of this node's copies.
+        resources: keeps the packed data in use until it is closed.
+        folder: the copy of the image folder.
+        size: side of the packed images in pixels.
+        watch: gets the progress, and returns whether to stop.
+
+    Raises:
+        StagingStopped: `watch` returned True. Images packed by then are not packed again.
+        TorchrelayError: they cannot be packed, or the disk is full.
+    """
+    store = open_store(stage_dir)
+    # The copy's directory is named after one version of the data set.
+    version = folder.relative_to(store.root).parts[0]
+    entry = store.entry(f"{version}-{size}px")
+
+    def wait() -> None:
+        stop_if(watch(None))
+        time.sleep(_PACK_POLL_SECONDS)
+
+    while (in_use := entry.lock_for_use()) is None:
+        wait()
+    resources.callback(os.close, in_use)
+    with entry.locked_for_copy(wait):
+        manifest = entry.manifest()
+        if manifest is None or entry.find_damaged(manifest, lambda: watch(None)):
+            images = store.entry(version).manifest()
+            _, shortage = store.make_room(3 * size * size * len(images.files) if images else 0, 0)
+            if shortage:
+                raise TorchrelayError(f"{shortage}: use --pack off, or --stage-dir with a larger disk")
+            _make_packed(entry, folder, size, watch)
+    entry.mark_used()
+    return entry.data
+
+
+def _make_packed(entry: CacheEntry, folder: Path, size: int, watch: Watch) -> None:
+    (entry.path / "manifest").unlink(missing_ok=True)
+    entry.path.mkdir(mode=0o700, exist_ok=True)
+    # Beside the damaged data, which another job may have mapped into its memory.
+    new, old = entry.path / "new", entry.path / f".{time.time_ns()}.old"
+    command = [sys.executable, "-u", "-P", "-m", "training.pack", str(folder), str(new), f"--size={size}"]
+    began = time.monotonic()
+    # In its own session, so that a terminal's Ctrl-C reaches only the agent; Slurm's signals reach it all the same.
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as packer:
+        try:
+            while packer.poll() is None:
+                # Written by now, in blocks of 512 bytes. Sizes do not tell: the files are sparse.
+                done = sum(512 * path.stat().st_blocks for path in entry.path.glob(".*/*.npy") if path.exists())
+                seconds = time.monotonic() - began
+                stop_if(watch(CopyProgress(activity="packing", bytes_done=done, seconds=seconds)))
+                time.sleep(_PACK_POLL_SECONDS)
+        except BaseException:
+            packer.send_signal(signal.SIGTERM)
+            raise
+    if packer.returncode:
+        raise TorchrelayError(
+            f"{folder} could not be packed (exit code {packer.returncode}; see the error above in this log): "
+            "use --pack off, or a larger --stage-dir if its disk is full"
+        )
+    if entry.data.exists():
+        entry.data.rename(old)
+    new.rename(entry.data)
+    shutil.rmtree(old, ignore_errors=True)
+    index = read_index(entry.data)
+    names = (INDEX, *(file.name for file in index.files))
+    files = [describe_file(entry.data, name, lambda: watch(None)) for name in names]
+    write_manifest(entry.path, Manifest(source=index.source, boot=boot_id(), files=tuple(files)))
