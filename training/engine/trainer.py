@@ -30,8 +30,7 @@ from training.evaluation.validation import Validator
 from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
 from training.models.parallel import place_model
-from training.monitoring.metrics import JsonLines
-from training.monitoring.run_logger import RunLogger
+from training.monitoring.run_logger import JsonLines, RunLogger
 from training.runtime import signals
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup, StepFlags, StopConsensus, StopRequested

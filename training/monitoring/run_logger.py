@@ -1,31 +1,127 @@
-"""Writes events, metrics, `best/` and `final/`. Rank 0 writes; on other ranks every call does nothing."""
+"""Writes events, metrics (JSON lines, and for TensorBoard), `best/` and `final/`. Runs on every rank; rank 0 writes.
+
+A resumed run first removes the metrics of steps after the restored one, so the files have neither gaps nor repetitions.
+While the disk is full, lines wait in memory.
+"""
 
 import errno
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import publish_directory, remove_temporaries, write_json
+from hpc.core.files import (
+    append_json_line,
+    json_line,
+    publish_directory,
+    read_json_lines,
+    remove_temporaries,
+    write_atomic,
+    write_json,
+)
 from hpc.core.ledger import EventWriter
 from hpc.core.outcome import EXIT_NO_SPACE
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
-from training.monitoring.metrics import Metrics
 from training.runtime.background_writer import BackgroundWriter
 from training.runtime.console import Console
 from training.runtime.train_progress import Progress
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 _RESULT = "result.json"
 
+Record = dict[str, Any]
 Weights = dict[str, Tensor]
 Files = Mapping[str, bytes]
+
+
+def keep_only(path: Path, wanted: Callable[[Record], bool]) -> None:
+    """Rewrite a file of JSON lines without unwanted and torn lines."""
+    kept = "".join(json_line(record) for record in read_json_lines(path) if wanted(record))
+    if path.exists() and kept.encode() != path.read_bytes():
+        write_atomic(path, kept)
+
+
+class JsonLines:
+    """Appends to a file of JSON lines. Lines that a full disk refuses are written later."""
+
+    def __init__(self, path: Path, console: Console) -> None:
+        self._path = path
+        self._console = console
+        self._waiting: list[Record] = []
+
+    def append(self, record: Record) -> None:
+        """Append a record, after those that did not fit earlier."""
+        self._waiting.append(record)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            while self._waiting:
+                append_json_line(self._path, self._waiting[0])
+                self._waiting.pop(0)
+        except OSError as error:
+            self._console.warn(f"{self._path} cannot be written ({error}): free some space; its lines wait in memory")
+
+
+class Metrics:
+    """All metrics of a run, written from the restored step on."""
+
+    def __init__(self, run_dir: RunDir, attempt: int, progress: Progress, console: Console) -> None:
+        keep_only(run_dir.train_metrics, lambda record: record["step"] <= progress.step)
+        # Validations that the restored state includes; a test is repeated until `final/` exists.
+        keep_only(
+            run_dir.eval_metrics,
+            lambda record: bool(record["split"] == "val" and record["epoch"] <= progress.evaluated_epochs),
+        )
+        self._attempt = attempt
+        self._console = console
+        self._train = JsonLines(run_dir.train_metrics, console)
+        self._evaluations = JsonLines(run_dir.eval_metrics, console)
+        self._directory, self._first_step = run_dir.tensorboard, progress.step + 1
+        self._tensorboard: SummaryWriter | None = None
+        self._tensorboard_works = True
+
+    def log_train(self, record: Record) -> None:
+        """Write the metrics of a logged step."""
+        self._train.append({**record, "attempt": self._attempt, "time": time.time()})
+        self._add_scalars("train", record, ("loss", "lr", "images_per_second"))
+
+    def log_evaluation(self, record: Record) -> None:
+        """Write the metrics of an evaluation."""
+        self._evaluations.append({**record, "attempt": self._attempt, "time": time.time()})
+        self._add_scalars(record["split"], record, ("loss", "accuracy"))
+
+    def _add_scalars(self, group: str, record: Record, names: tuple[str, ...]) -> None:
+        if not self._tensorboard_works:
+            return
+        try:
+            if self._tensorboard is None:
+                # At the first metrics: all ranks would wait half a second for the import before their first step.
+                from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+                # TensorBoard hides what an earlier attempt wrote from this step on.
+                self._tensorboard = SummaryWriter(str(self._directory), purge_step=self._first_step)
+            for name in names:
+                self._tensorboard.add_scalar(f"{group}/{name}", record[name], record["step"])
+            self._tensorboard.flush()
+        except OSError as error:
+            self._console.warn(f"TensorBoard's file cannot be written ({error}): the training continues without it")
+            self._tensorboard_works = False
+
+    def close(self) -> None:
+        """Flush buffers."""
+        if self._tensorboard and self._tensorboard_works:
+            with suppress(OSError):
+                self._tensorboard.close()
 
 
 class NoSpaceError(TorchrelayError):
@@ -35,7 +131,7 @@ class NoSpaceError(TorchrelayError):
 
 
 class RunLogger:
-    """Writes what people and other programs read of a run.
+    """Writes what people and other programs read of a run. On ranks other than 0 every call does nothing.
 
     Raises:
         UserError: the run directory cannot be made.
@@ -73,12 +169,12 @@ class RunLogger:
         except OSError as error:
             self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {name!r} is lost")
 
-    def log_train(self, record: dict[str, Any]) -> None:
+    def log_train(self, record: Record) -> None:
         """Write the metrics of a logged step."""
         if self._metrics:
             self._metrics.log_train(record)
 
-    def log_evaluation(self, record: dict[str, Any]) -> None:
+    def log_evaluation(self, record: Record) -> None:
         """Write the metrics of an evaluation."""
         if self._metrics:
             self._metrics.log_evaluation(record)
@@ -184,11 +280,6 @@ class RunLogger:
 
 
 def _write_model(weights: Weights, result: dict[str, Any], files: Files, directory: Path) -> None:
-    """Write the files of a model.
-
-    Raises:
-        OSError: the disk is full, for example.
-    """
     # Serialized in memory first: on a full disk safetensors raises no OSError.
     (directory / MODEL_WEIGHTS).write_bytes(save(weights, {"format": "pt"}))
     (directory / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
