@@ -57,16 +57,14 @@ def versions() -> dict[str, str | None]:
     driver = None
     with suppress(OSError):
         driver = re.search(r"\d+\.\d+(\.\d+)*", Path("/proc/driver/nvidia/version").read_text())
-    return {name: _installed(name) for name in _PACKAGES} | {
+    installed: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return installed | {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": None if cudnn is None else str(cudnn),
         "driver": driver[0] if driver else None,
     }
-
-
-def _installed(name: str) -> str | None:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return str(importlib.metadata.version(name))
-    return None
