@@ -3,8 +3,8 @@
 It runs once per node, before torchrun starts and so outside any collective.
 
     stager.py              one staging: find, make or repair a copy
-    source.py              the listing of a source, divided into batches
-    copy.py, chunks.py     copying batches from the source and from peers
+    source.py              the listing of a source, divided into batches; reading them
+    copy.py                copying batches from the source and from peers
     peers.py               data from node to node
     coordination.py        which node reads which batches
     archive.py             unpacking

@@ -29,10 +29,9 @@ from typing import IO, Any, Self, cast
 import zstandard
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging.chunks import checksum, read_with_retries, write_all
 from hpc.staging.copy_progress import stop_if
-from hpc.staging.source import inside_name
-from hpc.staging.store import CopiedFile, bytes_on_disk
+from hpc.staging.source import inside_name, read_with_retries
+from hpc.staging.store import CopiedFile, bytes_on_disk, checksum, write_all
 
 _CHUNK_BYTES, _BUFFER_BYTES = 4 * 2**20, 2**18
 # tarfile reads names and other extended headers into memory, whatever their size.

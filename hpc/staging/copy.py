@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc.staging.chunks import checksum, read_chunk, write_all
 from hpc.staging.coordination import Address
 from hpc.staging.copy_progress import CopyProgress, Watch, stop_if
 from hpc.staging.peers import ChunkStore, Peer, PeerError
-from hpc.staging.source import FileChunk, SourceListing
-from hpc.staging.store import CopiedFile
+from hpc.staging.source import FileChunk, SourceListing, read_chunk
+from hpc.staging.store import CopiedFile, checksum, write_all
 
 # Two readers keep one and a half cores busy, and more of them only contend; but storage with a high latency answers
 # several requests at a time.

@@ -17,11 +17,7 @@ class StagingStopped(Exception):  # noqa: N818 - a request, not an error
 
 
 def stop_if(stop: bool) -> None:
-    """Stop staging if `stop` is true.
-
-    Raises:
-        StagingStopped: it is.
-    """
+    """Raise StagingStopped if `stop` is true."""
     if stop:
         raise StagingStopped
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
-from hpc.staging.chunks import checksum
 from hpc.staging.coordination import Address
 from hpc.staging.source import SourceListing
+from hpc.staging.store import checksum
 
 # While its storage keeps it waiting an owner answers this often; it is given up if it reads nothing for so long.
 _WAITING_SECONDS, _STALLED_SECONDS = 5.0, 60.0
@@ -133,12 +133,7 @@ class Peer:
     """A connection to another node's server."""
 
     def __init__(self, address: Address, nonce: str, version: str) -> None:
-        """Connect.
-
-        Args:
-            address: of the other node's server.
-            nonce: the attempt's secret.
-            version: of the data set to ask for.
+        """Connect to the server of another node, to ask for one version of a data set.
 
         Raises:
             PeerError: the node cannot be reached, or the server there is not its agent.

@@ -1,4 +1,4 @@
-"""The source of a data set: the listing of its files, and their division into batches. Runs on compute nodes.
+"""The source of a data set: listing its files, dividing them into batches, and reading these. Runs on compute nodes.
 
 One node of a job lists the source and sends the listing to the others: listing a million files takes a shared file
 system minutes.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging.copy_progress import stop_if
@@ -25,10 +25,13 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip"
 # Enough to keep a parallel file system busy; a local one is as fast with one.
 _LISTING_THREADS = 8
 _POLL_SECONDS = 0.2
+# A restarting server or a stale NFS handle recovers within seconds.
+_RETRY_SECONDS = (0.5, 2.0, 5.0)
 _LONGEST_NAME, _RECORDS_PER_LINE = 200, 1000
 # A batch is many small files or a part of a large one. A small data set is divided into at least 64 batches if it can
 # be, so that every node has some to read.
 _LARGEST_BATCH, _SMALLEST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
+_Result = TypeVar("_Result")
 
 
 def absolute(path: Path) -> Path:
@@ -262,3 +265,61 @@ def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:
     if not stat.S_ISREG(status.st_mode):
         raise TorchrelayError(f"{os.fspath(entry)} is not a regular file ({stat.filemode(status.st_mode)}): remove it")
     return SourceFile(name, status.st_size, status.st_mtime_ns, bool(status.st_mode & stat.S_IXUSR))
+
+
+def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
+    """Read a chunk from the source, and retry after errors.
+
+    Args:
+        listing: the files.
+        chunk: the chunk to read.
+        into: buffer of the chunk's length.
+        cancelled: ends the retries.
+
+    Raises:
+        TorchrelayError: the file cannot be read, or has changed since it was listed.
+    """
+    file = listing.files[chunk.file]
+    path = f"{listing.base}/{file.name}"
+
+    def read() -> None:
+        descriptor, filled = os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0
+        try:
+            # A file that has become shorter ends this loop early, and fails the check.
+            while filled < len(into) and (count := os.preadv(descriptor, [into[filled:]], chunk.offset + filled)):
+                filled += count
+            check_unchanged(path, os.fstat(descriptor), (file.size, file.modified_ns))
+        finally:
+            os.close(descriptor)
+
+    read_with_retries(path, read, cancelled)
+
+
+def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threading.Event) -> _Result:
+    """Call `read` again after errors of shared storage.
+
+    Raises:
+        TorchrelayError: it failed every time.
+    """
+    for pause in (*_RETRY_SECONDS, None):
+        try:
+            return read()
+        except OSError as error:
+            if pause is None or cancelled.wait(pause):
+                raise TorchrelayError(
+                    f"{path} could not be read on {os.uname().nodename} ({error.strerror or error}), "
+                    f"{len(_RETRY_SECONDS) + 1} times: restore it, or leave that node out with --exclude"
+                ) from error
+    raise AssertionError
+
+
+def check_unchanged(path: str, status: os.stat_result, listed: tuple[int, int]) -> None:
+    """Compare a file of the source with its size and its modification time (ns) when it was listed.
+
+    Raises:
+        TorchrelayError: it has changed.
+    """
+    if (status.st_size, status.st_mtime_ns) != listed:
+        raise TorchrelayError(
+            f"{path} was changed while the data were being copied: submit again when nothing writes to them any more"
+        )

@@ -12,12 +12,11 @@ from typing import Self
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging.archive import unpack
-from hpc.staging.chunks import check_unchanged
 from hpc.staging.coordination import Address, CacheStatus, StagingGroup
 from hpc.staging.copy import Copy, CopyStats, assign_batches, checksums_by_batch, copied_files
 from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
-from hpc.staging.source import SourceListing, absolute, list_source
+from hpc.staging.source import SourceListing, absolute, check_unchanged, list_source
 from hpc.staging.store import (
     CacheEntry,
     CacheStore,

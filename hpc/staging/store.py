@@ -40,7 +40,6 @@ _USABLE_MEMORY_SHARE = 0.5
 _FILE_OVERHEAD_BYTES = 4096 + 512
 _READ_BYTES = 4 * 2**20
 _DESCRIBED_BYTES = 256 * 2**20
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class StalledError(Exception):
@@ -76,24 +75,20 @@ class Manifest:
         return sum(file.size for file in self.files)
 
 
+def checksum(content: memoryview | bytes) -> str:
+    """XXH3 with 128 bits, as hex: detects errors of disks and networks, at the speed of memory.
+
+    It does not detect forgery; but a process that can write to a copy can write to its manifest, too.
+    """
+    return str(xxhash.xxh3_128_hexdigest(content))
+
+
 def boot_id() -> str:
     """The kernel's id of this boot of the machine."""
     try:
-        return _BOOT_ID.read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
-
-
-def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a copy; None if it is missing or unreadable."""
-    try:
-        (source, boot), records = unpack_records((directory / "manifest").read_bytes())
-        directories = tuple(record for record in records if isinstance(record, str))
-        copied = (record for record in records if not isinstance(record, str))
-        files = tuple(CopiedFile(name, size, chunk_bytes, tuple(sums)) for name, size, chunk_bytes, sums in copied)
-        return Manifest(source=source, boot=boot, files=files, directories=directories)
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -110,6 +105,13 @@ def size_of(path: Path) -> int | None:
         return None
 
 
+def write_all(descriptor: int, content: memoryview, offset: int) -> None:
+    """Write all of the content at an offset."""
+    while content:
+        written = os.pwrite(descriptor, content, offset)
+        content, offset = content[written:], offset + written
+
+
 def is_intact(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
     """Read a file from the disk, not from the page cache, and compare its size and checksums."""
     if size_of(path) != file.size:
@@ -117,9 +119,9 @@ def is_intact(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool
     try:
         with path.open("rb", buffering=0) as content:
             os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            for checksum in file.checksums:
+            for expected in file.checksums:
                 stop_if(stopped())
-                if _checksum(content.fileno(), file.chunk_bytes) != checksum:
+                if _checksum(content.fileno(), file.chunk_bytes) != expected:
                     return False
     except OSError:
         return False  # a read error of the disk
@@ -127,7 +129,7 @@ def is_intact(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool
 
 
 def _checksum(descriptor: int, count: int) -> str:
-    """`hpc.staging.chunks.checksum` of the next bytes of a file."""
+    """`checksum` of the next bytes of a file."""
     digest = xxhash.xxh3_128()
     while count and (content := os.read(descriptor, min(count, _READ_BYTES))):
         digest.update(content)
@@ -170,6 +172,16 @@ def bytes_on_disk(size: int, files: int) -> int:
 # --- the copies ---
 
 
+@contextmanager
+def _locked_if_free(path: Path) -> Iterator[bool]:
+    """Hold a lock if no other process does. Yields whether it is held."""
+    descriptor = open_lock(path)
+    try:
+        yield try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheEntry:
     """One copy, which need not exist yet."""
@@ -205,7 +217,14 @@ class CacheEntry:
 
     def manifest(self) -> Manifest | None:
         """Its manifest; None if it is missing or unreadable."""
-        return read_manifest(self.path)
+        try:
+            (source, boot), records = unpack_records((self.path / "manifest").read_bytes())
+            directories = tuple(record for record in records if isinstance(record, str))
+            copied = (record for record in records if not isinstance(record, str))
+            files = tuple(CopiedFile(name, size, chunk_bytes, tuple(sums)) for name, size, chunk_bytes, sums in copied)
+            return Manifest(source=source, boot=boot, files=files, directories=directories)
+        except (OSError, ValueError, TypeError):
+            return None
 
     def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read_all: bool = False) -> list[str]:
         """Names of the files that differ from the manifest.
@@ -262,25 +281,19 @@ class CacheEntry:
 
     def in_use(self) -> bool:
         """Whether a process reads it."""
-        descriptor = open_lock(self._use_lock)
-        try:
-            return not try_lock(descriptor)
-        finally:
-            os.close(descriptor)
+        with _locked_if_free(self._use_lock) as locked:
+            return not locked
 
     def delete(self) -> bool:
         """Delete it unless a process reads it. Returns whether it is gone."""
-        descriptor = open_lock(self._use_lock)
-        try:
-            if not try_lock(descriptor):
+        with _locked_if_free(self._use_lock) as locked:
+            if not locked:
                 return False
             doomed = self._new_name()
             with contextlib.suppress(FileNotFoundError):  # another process was quicker
                 self.path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
             return True
-        finally:
-            os.close(descriptor)
 
     def _new_name(self) -> Path:
         return self.store.root / f".{self.name}.{uuid.uuid4().hex}.partial"
@@ -346,11 +359,8 @@ class CacheStore:
 
         def is_abandoned(partial: Path) -> bool:
             name = partial.name[1:].rsplit(".", 2)[0]
-            descriptor = open_lock(self.locks / f"{name}.copy")
-            try:
-                return name == locked or try_lock(descriptor)
-            finally:
-                os.close(descriptor)
+            with _locked_if_free(self.locks / f"{name}.copy") as is_free:
+                return name == locked or is_free
 
         remove_abandoned(self.root, ".*.partial", is_abandoned)
 
