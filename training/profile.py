@@ -176,7 +176,14 @@ class Meter:
             compute = self._milliseconds(lambda: self._step(ready))
         with load_device_batches(device, source, self._requests(), workers) as batches:
             step = self._milliseconds(lambda: self._step(next(batches)))
-        decode, augment = self._loading_parts(batch)
+        # Decoding and augmenting a rank's share of a batch, divided by its workers.
+        share, indices = len(batch.labels) / max(1, workers), tuple(batch.indices[:_MAX_IMAGES].tolist())
+        request = BatchRequest(indices=indices, epoch=0)
+        decode, augment = None, self._milliseconds(lambda: source[request]) * share / len(indices)
+        if isinstance(source, ImageDataset):
+            store, index = source.store, cycle(indices)
+            decode = self._milliseconds(lambda: store.read(next(index))) * share
+            augment = max(0.0, augment - decode)
         return Costs(
             step=step,
             loading=loading,
@@ -196,18 +203,6 @@ class Meter:
 
     def _step(self, batch: Batch) -> None:
         self.trainer.stepper.step(batch, self.trainer.loss_meter)
-
-    def _loading_parts(self, batch: Batch) -> tuple[float | None, float | None]:
-        """Decoding and augmenting a rank's share of a batch, divided by its workers."""
-        source, workers = self.trainer.data.train, max(1, self.trainer.workers)
-        indices = tuple(batch.indices[:_MAX_IMAGES].tolist())
-        scale = len(batch.labels) / len(indices) / workers
-        both = self._milliseconds(lambda: source[BatchRequest(indices=indices, epoch=0)]) * scale
-        if not isinstance(source, ImageDataset):
-            return None, both
-        store, index = source.store, cycle(indices)
-        decode = self._milliseconds(lambda: store.read(next(index))) * len(batch.labels) / workers
-        return decode, max(0.0, both - decode)
 
     def _milliseconds(self, work: Callable[[], Any]) -> float:
         """Milliseconds of one repetition on the slowest rank: the mean of those that fit into the given seconds.

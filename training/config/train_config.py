@@ -149,11 +149,7 @@ class TrainConfig:
     """Log the images of each step, one file per rank in metrics/samples."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-            UserError: names the flag, its value and what to use instead.
-        """
+        """Refuse what cannot work: `training.config.rules.check`."""
         rules.check(self)
 
 

@@ -283,9 +283,8 @@ def _complete(plan: PackPlan, directory: Path, splits: dict[str, SplitWriter]) -
             path = directory / f"{name}-{table}.npy"
             write_atomic(path, content)
             tables[table] = PackedFile(name=path.name, bytes=len(content), sha256=sha256_of(path))
-        parts.append(
-            PackedPart(name=name, images=len(split.names), corrupt=split.corrupt, pixels=split.packed, **tables)
-        )
+        pixels, corrupt = split.describe()
+        parts.append(PackedPart(name=name, images=len(split.names), corrupt=corrupt, pixels=pixels, **tables))
     index = PackIndex(size=plan.size, classes=plan.classes, parts=tuple(parts), source=str(plan.source))
     write_index(directory, index)
     return index

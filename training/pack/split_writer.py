@@ -73,16 +73,11 @@ class SplitWriter:
         """Images that have a record."""
         return int(np.count_nonzero(self.records["state"]))
 
-    @property
-    def packed(self) -> PackedFile:
-        """The file as the index describes it."""
+    def describe(self) -> tuple[PackedFile, tuple[int, ...]]:
+        """The file as the index describes it, and the indices of the images that could not be decoded."""
         digest = hashlib.sha256(self.records["sha256"].tobytes()).hexdigest()
-        return PackedFile(name=self.path.name, bytes=self.path.stat().st_size, sha256=digest)
-
-    @property
-    def corrupt(self) -> tuple[int, ...]:
-        """Indices of the images that could not be decoded."""
-        return tuple(np.flatnonzero(self.records["state"] == CORRUPT).tolist())
+        file = PackedFile(name=self.path.name, bytes=self.path.stat().st_size, sha256=digest)
+        return file, tuple(np.flatnonzero(self.records["state"] == CORRUPT).tolist())
 
 
 def _existing(path: Path) -> np.memmap | None:
@@ -184,7 +179,7 @@ def as_square(image: Image.Image, size: int) -> np.ndarray:
 
 
 def pixels_sha256(path: Path, images: int, pool: ProcessPoolExecutor) -> str:
-    """The checksum of a file of pixels, as `SplitWriter.packed` has it."""
+    """The checksum of a file of pixels, as `SplitWriter.describe` has it."""
     digest = hashlib.sha256()
     for digests in pool.map(partial(_image_digests, path), range(0, images, _CHUNK), chunksize=_AHEAD):
         digest.update(digests)

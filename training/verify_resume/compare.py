@@ -155,25 +155,18 @@ def compare_samples_and_losses(one: RunDir, other: RunDir) -> list[ComparedPart]
     samples = [samples_by_step(run) for run in (one, other)]
     wrong = next((step for step in samples[0] if samples[0][step] != samples[1].get(step)), None)
     difference = "" if wrong is None else f"step {wrong} has other samples"
-    return [
-        ComparedPart(name="samples", compared=f"{len(samples[0])} steps", difference=difference),
-        _compare_losses(*(list(read_json_lines(run.train_metrics)) for run in (one, other))),
-    ]
-
-
-def _compare_losses(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> ComparedPart:
-    if len(one) != len(other):
-        losses = f"losses: {_both(len(one), len(other))}"
-        return ComparedPart(name="losses", compared=f"{len(one)} losses", difference=losses)
-    relative = {a["step"]: abs(a["loss"] - b["loss"]) / abs(a["loss"] or 1) for a, b in zip(one, other, strict=True)}
-    first = next((step for step, difference in relative.items() if difference > _LOSS_TOLERANCE), None)
-    return ComparedPart(
-        name="losses",
-        compared=f"{len(relative)} losses, which differ by up to {max(relative.values()):.2g} of their value",
-        difference=""
-        if first is None
-        else f"more than {_LOSS_TOLERANCE:.0%} from step {first} on: rounding grows, a smaller --lr reduces it",
-    )
+    parts = [ComparedPart(name="samples", compared=f"{len(samples[0])} steps", difference=difference)]
+    losses, others = (list(read_json_lines(run.train_metrics)) for run in (one, other))
+    if len(losses) != len(others):
+        difference = f"losses: {_both(len(losses), len(others))}"
+        return [*parts, ComparedPart(name="losses", compared=f"{len(losses)} losses", difference=difference)]
+    relative = {
+        a["step"]: abs(a["loss"] - b["loss"]) / abs(a["loss"] or 1) for a, b in zip(losses, others, strict=True)
+    }
+    compared = f"{len(relative)} losses, which differ by up to {max(relative.values()):.2g} of their value"
+    first = next((step for step, value in relative.items() if value > _LOSS_TOLERANCE), None)
+    difference = f"more than {_LOSS_TOLERANCE:.0%} from step {first} on: rounding grows, a smaller --lr reduces it"
+    return [*parts, ComparedPart(name="losses", compared=compared, difference="" if first is None else difference)]
 
 
 def samples_by_step(run: RunDir) -> dict[int, list[int]]:

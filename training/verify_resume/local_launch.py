@@ -36,7 +36,10 @@ def start_ranks(
         log: file for the output of all ranks.
         prepare: called in each rank before it begins.
     """
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # a free port
+        port = listener.getsockname()[1]
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"WORLD_SIZE": str(len(argvs)), "LOCAL_WORLD_SIZE": str(len(argvs))}
     ranks: list[BaseProcess] = []
     for rank, argv in enumerate(argvs):
@@ -72,12 +75,6 @@ def kill_ranks(ranks: Sequence[BaseProcess]) -> None:
         rank.kill()
     for rank in ranks:
         rank.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _run_rank(argv: list[str], environment: dict[str, str], log: str, prepare: Callable[[], None] | None) -> None:
