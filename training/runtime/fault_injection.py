@@ -51,9 +51,7 @@ class Fault:
             case "stop":
                 os.kill(os.getpid(), signal.SIGTERM)
             case "hang":
-                print("hanging (injected by --fault)", flush=True)
-                while True:
-                    time.sleep(60)
+                _hang()
             case "raise":
                 raise RuntimeError("failure injected by --fault")
             case "oom":
@@ -67,6 +65,13 @@ class Fault:
                 time.sleep(0.3)
         # The preflight falsifies its product itself.
         return True
+
+
+def _hang() -> None:
+    """Its name stands in the stacks that an aborted rank prints."""
+    print("hanging (injected by --fault)", flush=True)
+    while True:
+        time.sleep(60)
 
 
 NO_FAULT = Fault(point="", step=0, rank=-1)
