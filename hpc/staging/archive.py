@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Self, cast
+from typing import Any, Self
 
 import zstandard
 
@@ -128,13 +128,10 @@ class _RetryingFile(io.FileIO):
         return read_with_retries(str(self.name), partial(super().read, size), threading.Event()) or b""
 
 
-def _open_zstd(raw: io.FileIO) -> IO[bytes]:
-    return cast(IO[bytes], zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
-
-
 # By the first bytes of a file. tarfile would decompress gzip itself, but does not verify its checksum.
 _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
-    b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open, b"\x28\xb5\x2f\xfd": _open_zstd,
+    b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open,
+    b"\x28\xb5\x2f\xfd": lambda raw: zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True),
 }  # fmt: skip
 
 

@@ -40,13 +40,9 @@ class BatchAssignment:
 
 
 def assign_batches(batches: Sequence[int], owners: tuple[Address, ...], own: Address, nonce: str) -> BatchAssignment:
-    """Divide batches among their owners; without owners this node reads all of them.
+    """Divide the batches to copy: batch b belongs to owner b modulo their number; without owners this node reads all.
 
-    Args:
-        batches: the numbers of the batches to copy.
-        owners: batch b belongs to owner b modulo their number.
-        own: this node's address, which need not be an owner's.
-        nonce: authenticates this node to the owners.
+    `own` is this node's address, which need not be an owner's.
     """
     if not owners:
         return BatchAssignment(own=tuple(batches))
@@ -242,12 +238,7 @@ def _longest_chunk(listing: SourceListing) -> int:
 
 
 def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) -> tuple[CopiedFile, ...]:
-    """The files of a listing whose chunks were all copied.
-
-    Args:
-        listing: the files.
-        checksums: those of the chunks of each copied batch.
-    """
+    """The files of a listing whose chunks were all copied, from the checksums of each copied batch's chunks."""
     by_file: list[list[str | None]] = [[] for _ in listing.files]
     for number, batch in enumerate(listing.batches):
         for index, chunk in enumerate(batch):

@@ -186,11 +186,7 @@ class Peer:
             raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
 
     def receive(self, into: memoryview, expected: str) -> memoryview:
-        """The next chunk of the batch.
-
-        Args:
-            into: the buffer to fill; its length is the chunk's.
-            expected: the chunk's checksum.
+        """Receive the next chunk of the batch into a buffer of its length; `expected` is its checksum.
 
         Raises:
             PeerError: it does not come, or its checksum is another one.

@@ -268,13 +268,7 @@ def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:
 
 
 def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
-    """Read a chunk from the source, and retry after errors.
-
-    Args:
-        listing: the files.
-        chunk: the chunk to read.
-        into: buffer of the chunk's length.
-        cancelled: ends the retries.
+    """Read a chunk from the source into a buffer of its length, and retry after errors until `cancelled` is set.
 
     Raises:
         TorchrelayError: the file cannot be read, or has changed since it was listed.

@@ -229,12 +229,8 @@ class CacheEntry:
     def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read_all: bool = False) -> list[str]:
         """Names of the files that differ from the manifest.
 
-        Compares sizes only if this machine made the copy since it was booted; else it reads everything.
-
-        Args:
-            manifest: the copy's.
-            stopped: called for every chunk; whether to stop.
-            read_all: read everything in any case.
+        Compares sizes only if this machine made the copy since it was booted; else, or with `read_all`, it reads
+        everything and calls `stopped` for every chunk.
 
         Raises:
             StagingStopped: `stopped` returned true.
@@ -351,11 +347,7 @@ class CacheStore:
         return [entry for used_at, entry in sorted(used, key=lambda pair: pair[0]) if used_at]
 
     def remove_partials(self, locked: str) -> None:
-        """Remove the unfinished copies of killed processes.
-
-        Args:
-            locked: name of the copy whose lock the caller holds.
-        """
+        """Remove the unfinished copies of killed processes. The caller holds the lock of the copy named `locked`."""
 
         def is_abandoned(partial: Path) -> bool:
             name = partial.name[1:].rsplit(".", 2)[0]
