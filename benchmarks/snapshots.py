@@ -26,8 +26,9 @@ from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.engine.launch import make_deterministic, make_trainer
 from training.engine.trainer import Trainer
-from training.runtime.process_group import ProcessGroup, StopConsensus, connect, disconnect
+from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RunContext, rank_info_from
+from training.runtime.stop_consensus import StopConsensus
 
 SETTINGS = ("off", "auto", "1")
 CASES = ({"model": "small-cnn", "batch_size": 512}, {"model": "resnet18", "image_size": 32, "batch_size": 128})

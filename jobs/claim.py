@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
+from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import json_line, refresh_nfs_cache, write_exclusive
 from hpc.core.ledger import EventWriter
-from hpc.core.outcome import Cause, JobState
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch

@@ -14,9 +14,9 @@ from dataclasses import replace
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core.attempts import attempts_of, failures_in_a_row, may_restart_after
+from hpc.core.causes import Cause, Ending, JobState, cause_of, may_restart, must_requeue
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import refresh_nfs_cache
-from hpc.core.outcome import Cause, Ending, JobState, cause_of, may_restart, must_requeue
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from jobs.attempt import NodeAllocation, NodeAttempt, log

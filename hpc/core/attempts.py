@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpc.core.causes import Cause, count_failures, may_restart
 from hpc.core.ledger import Event
-from hpc.core.outcome import Cause, count_failures, may_restart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import tyro
 from hpc import cli
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of, may_restart_after
+from hpc.core.causes import FINAL_CAUSES, is_consequence
 from hpc.core.ledger import Event
-from hpc.core.outcome import FINAL_CAUSES, is_consequence
 from hpc.core.rundir import RunDir
 from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last
 from hpc.status.run_view import TERMINAL, StatusCache

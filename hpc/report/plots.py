@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from hpc.core.outcome import Cause
+from hpc.core.causes import Cause
 from hpc.report.gather import RunRecord, labels_of
 
 SERIES = 8

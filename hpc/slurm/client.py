@@ -12,8 +12,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.outcome import JobState
 from hpc.core.units import slurm_seconds
 from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
 

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from hpc.core import ledger
+from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import json_line, last_json_line, refresh_nfs_cache, write_exclusive
 from hpc.core.kernel import start_time
 from hpc.core.ledger import Event
-from hpc.core.outcome import Cause, JobState
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import jobs_by_script

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from hpc.core.outcome import JobState
+from hpc.core.causes import JobState
 from hpc.core.rundir import RunDir
 
 _SEPARATOR = "|"

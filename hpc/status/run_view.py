@@ -13,11 +13,11 @@ from typing import Any
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, last_job_id, may_restart_after
+from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import last_json_line
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
-from hpc.core.outcome import Cause, JobState
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script

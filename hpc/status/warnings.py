@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import ceil
 
+from hpc.core.causes import Cause
 from hpc.core.ledger import Event
-from hpc.core.outcome import Cause
 from hpc.core.units import REQUEUE_SECONDS, save_timeout_seconds
 
 # A save should take at most this share of the time before the job ends: storage may be slower on another day.

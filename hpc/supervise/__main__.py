@@ -17,10 +17,10 @@ from pathlib import Path
 
 from hpc import cli
 from hpc.core.attempts import last_job_id
+from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import json_line, write_exclusive
 from hpc.core.ledger import record
-from hpc.core.outcome import JobState
 from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hpc.core.outcome import Cause, JobState
+from hpc.core.causes import Cause, JobState
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.observe import HANDOVER_SECONDS, RunObservation
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id, may_restart_after
+from hpc.core.causes import JobState
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
-from hpc.core.outcome import JobState
 from hpc.core.rundir import RunDir
 from hpc.slurm.squeue import SlurmJob
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of, last_job_id, may_restart_after
+from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
-from hpc.core.outcome import Cause, JobState
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from hpc.slurm.squeue import job_state

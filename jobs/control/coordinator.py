@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc.core.attempts import attempts_of, failures_in_a_row
-from hpc.core.outcome import Cause, may_restart
+from hpc.core.causes import Cause, may_restart
 from hpc.slurm import relaunch
 from jobs.attempt import NodeAttempt, log
 from jobs.control.channel import LOST_SECONDS, ControlServer

@@ -21,7 +21,7 @@ reported in any order. This module finds the one that failed:
 import time
 from collections.abc import Callable
 
-from hpc.core.outcome import Cause, is_consequence
+from hpc.core.causes import Cause, is_consequence
 from jobs.control.messages import RankFailure
 
 # Long enough for all agents to report ranks that ended together.

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpc.core.causes import cause_of_exit
 from hpc.core.kernel import process_state
 from hpc.core.nodedir import NodeDir
-from hpc.core.outcome import cause_of_exit
 from jobs.attempt import NodeAttempt, log
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import RankFailure, RankHeartbeat

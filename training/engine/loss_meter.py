@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc.core.outcome import EXIT_DIVERGED
+from hpc.core.causes import EXIT_DIVERGED
 from training.runtime.process_group import ProcessGroup, SharedError
 
 

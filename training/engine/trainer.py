@@ -33,8 +33,9 @@ from training.models.parallel import place_model
 from training.monitoring.run_logger import JsonLines, RunLogger
 from training.runtime import signals
 from training.runtime.console import Console
-from training.runtime.process_group import ProcessGroup, StepFlags, StopConsensus, StopRequested
+from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
+from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
 
 
 class Trainer:

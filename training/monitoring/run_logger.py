@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from hpc.core.causes import EXIT_NO_SPACE
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import (
     append_json_line,
@@ -28,7 +29,6 @@ from hpc.core.files import (
     write_json,
 )
 from hpc.core.ledger import EventWriter
-from hpc.core.outcome import EXIT_NO_SPACE
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
 from training.runtime.background_writer import BackgroundWriter

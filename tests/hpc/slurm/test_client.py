@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core.outcome import JobState
+from hpc.core.causes import JobState
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import explain_reason, job_state, parse_jobs
 

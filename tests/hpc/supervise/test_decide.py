@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpc.core.attempts import Attempt
-from hpc.core.outcome import Cause, JobState
+from hpc.core.causes import Cause, JobState
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.decide import Action, Decision, decide
 from hpc.supervise.observe import RunObservation

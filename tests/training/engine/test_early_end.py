@@ -12,7 +12,7 @@ import pytest
 import torch
 from trainer_rig import Starter, events, lines, make_folder
 
-from hpc.core.outcome import EXIT_DIVERGED
+from hpc.core.causes import EXIT_DIVERGED
 from hpc.submit.__main__ import main as submit
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import make_schedule

@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 from trainer_rig import Starter, events
 
+from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import TorchrelayError
-from hpc.core.outcome import EXIT_BAD_NODE
 from training.engine.preflight import run_preflight
 from training.runtime.fault_injection import parse_fault
 from training.runtime.process_group import ProcessGroup, UnfitNodeError, choose_device

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_rig import Starter, events, lines
 
-from hpc.core.outcome import EXIT_NO_SPACE
+from hpc.core.causes import EXIT_NO_SPACE
 
 # 193 images: 19 steps an epoch.
 FLAGS = ("--epochs=3", "--batch-size=10", "--log-every=1", "--lr=0.05")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_rig import Starter, Training, events, lines, make_folder, make_idx
 
-from hpc.core.outcome import EXIT_DIVERGED
+from hpc.core.causes import EXIT_DIVERGED
 from training.checkpoint.storage import list_checkpoints, save_checkpoint
 
 SHORT = ("--epochs=2", "--batch-size=20", "--log-every=3", "--lr=0.05")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc.core.outcome import (
+from hpc.core.causes import (
     Cause,
     Ending,
     JobState,
