@@ -24,7 +24,7 @@ from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
 from jobs.ranks.monitor import NodeMonitor
-from training.checkpoint.snapshot import flush
+from training.checkpoint.snapshot import save_newest_as_checkpoint
 
 _POLL_SECONDS, _RETRY_SECONDS = 0.2, 3.0
 # The others kill their ranks within seconds; one that does not report it is stuck.
@@ -210,13 +210,13 @@ def save_snapshot(node: NodeAttempt) -> None:
     """Make this node's newest snapshot a checkpoint, if it is newer than those; otherwise it stays in memory."""
     began = time.monotonic()
     try:
-        step = flush(node.node_dir, node.run)
+        step = save_newest_as_checkpoint(node.node_dir, node.run)
     except (OSError, TorchrelayError) as error:
         log(f"the newest snapshot could not be saved and stays in the memory of {node.host}: {error}")
         node.has_unsaved_snapshot.set()
         return
     if step is not None:
-        node.record_event("flushed", step=step, seconds=round(time.monotonic() - began, 3))
+        node.record_event("snapshot_saved", step=step, seconds=round(time.monotonic() - began, 3))
 
 
 def hand_over(node: NodeAttempt, lost: list[str], unfit: list[str]) -> None:

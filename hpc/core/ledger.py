@@ -23,7 +23,7 @@ that are known):
 | checkpoint_saved | rank 0 | step seconds copy_seconds |
 | checkpoint_failed | rank 0 | step reason |
 | checkpoint_rejected | rank 0 | path reason |
-| flushed | the agent that saved a snapshot as a checkpoint | step seconds |
+| snapshot_saved | the agent that saved a snapshot as a checkpoint | step seconds |
 | snapshot_off | rank 0 | reason |
 | image_corrupt | rank 0 | path |
 | slow_rank | head node's agent | rank node busy_seconds median_seconds |

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import remove_directory, remove_temporaries
 from training.checkpoint.sharded import read_full, read_own_shards, read_shards
-from training.checkpoint.snapshot import missing_history, remove_newer, remove_others
+from training.checkpoint.snapshot import missing_results, remove_newer, remove_others
 from training.checkpoint.state import TrainState
 from training.checkpoint.storage import (
     STATE_TENSORS,
@@ -105,7 +105,8 @@ class Restorer:
                 paths = list_checkpoints(directory)
                 found += [StateOffer(step=step_of(path), durable=durable, rank=rank, path=path) for path in paths]
         if self.state.sharded:
-            # Of one attempt: with other flags, the same step is another state.
+            # Combine only shards of one attempt: two attempts may have had different flags, and then their states of
+            # the same step differ.
             origins = {offer: _step_and_attempt(offer) for offer in found if not offer.durable}
             common = set.intersection(*self.group.all_gather_object(set(origins.values())))
             usable = [offer for offer in found if offer.durable or origins[offer] in common]
@@ -126,7 +127,7 @@ class Restorer:
         problem = next(filter(None, self.group.all_gather_object(problem)), "")
         values = {} if problem else json.loads(self.group.broadcast_bytes(files.get(STATE_VALUES), offer.rank))
         if not problem and not offer.durable:
-            missing = missing_history(values, self.context.run_dir) if self.group.is_rank_zero else ""
+            missing = missing_results(values, self.context.run_dir) if self.group.is_rank_zero else ""
             problem = self.group.all_gather_object(missing)[0]
         if problem:
             self.discard(offer, path, problem)
@@ -154,7 +155,8 @@ class Restorer:
             if files:
                 self.state.check_compatible(json.loads(files[STATE_VALUES]), path.name)
         except TorchrelayError as error:
-            # Changed flags are a mistake to correct; but a snapshot is no reason to stop.
+            # If the flags do not fit a checkpoint, stop and tell the user; if they do not fit a snapshot, skip it and
+            # try the next state.
             if offer.durable:
                 raise
             return {}, str(error)

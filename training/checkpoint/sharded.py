@@ -1,8 +1,8 @@
 """States in shards (`--strategy fsdp`): a rank saves its shards, and loads its own from those of any number of ranks.
 
 Runs on every rank. The files are safetensors in the form of torch's distributed checkpoints (DCP): each says where in
-the full tensors its own begin. DCP reads them. It does not write them: its writer would agree with the other ranks on
-who writes what, which is known, and copy everything once more.
+the full tensors its own begin. DCP reads them. We write them ourselves: DCP's writer would first
+negotiate which rank writes what, though that is fixed here, and make another copy.
 """
 
 import json
@@ -73,7 +73,10 @@ def _local(tensor: Any) -> Tensor:
 
 
 def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
-    """The tensors of a state as this rank holds them, from the file that the same rank of as many has written."""
+    """The tensors of a state as this rank holds them, from this rank's file.
+
+    That is the file which this rank number wrote when there were equally many ranks.
+    """
     saved = load_file(directory / shard_file(group))
     tensors = _allocate(state, saved, lambda parameter: _local(parameter).shape)
     for name, value in saved.items():
@@ -149,7 +152,7 @@ def save_sharded(group: ProcessGroup, directory: Path, step: int, fill: Fill, ke
             save_checkpoint(directory, step, partial(_fill_on_all_ranks, group, fill), keep)
         except OSError as error:
             problem = str(error) or repr(error)
-        # Ends the loop of the other ranks. If rank 0 could not make a directory, they have not had one to fill.
+        # An empty path ends the loop below, on the other ranks. Send it even if rank 0 failed before it sent any path.
         group.broadcast_bytes(b"")
     else:
         while temporary := group.broadcast_bytes(None):

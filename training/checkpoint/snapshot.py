@@ -27,7 +27,7 @@ from training.checkpoint.storage import (
 KEPT = 2
 
 
-def flush(node: NodeDir, run: RunDir) -> int | None:
+def save_newest_as_checkpoint(node: NodeDir, run: RunDir) -> int | None:
     """Save the newest snapshot of a node as a checkpoint of the run, unless there is a checkpoint as new.
 
     Deletes no older checkpoint. Call it when no rank writes any more. Agents of several nodes may call it at once.
@@ -45,7 +45,7 @@ def flush(node: NodeDir, run: RunDir) -> int | None:
         if step_of(path) <= newest:
             return None
         files = read_checkpoint(path)
-        if isinstance(files, str) or missing_history(json.loads(files[STATE_VALUES]), run):
+        if isinstance(files, str) or missing_results(json.loads(files[STATE_VALUES]), run):
             continue
         try:
             save_checkpoint(run.checkpoints, step_of(path), partial(_write_files, files), keep=None)
@@ -64,8 +64,8 @@ def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
             raise OSError(f"{directory / name} is not as it was written")
 
 
-def missing_history(values: Mapping[str, Any], run: RunDir) -> str:
-    """What the run directory lacks of the history of a state; empty if it lacks nothing.
+def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
+    """Which metrics, validation or best model this state refers to that are not in the run directory; empty if none.
 
     The snapshot of another node may be newer than the last metrics that rank 0 wrote before it was lost. Resuming from
     it would leave a gap in the metrics.

@@ -1,4 +1,4 @@
-"""The state of a training: everything that must survive a cut, in one place. Runs on every rank.
+"""The state of a training: everything that must survive an interruption, in one place. Runs on every rank.
 
 Each part registers with TrainState under a name, with the methods of torch's `Stateful` protocol. A state is saved as
 the tensors of all parts by `part/key` (safetensors), and all else by part (JSON): no pickles. Random numbers are
@@ -38,7 +38,7 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a cut. Tensors may be those that the training goes on changing."""
+        """What must survive an interruption. Tensors may be those that the training goes on changing."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:

@@ -1,4 +1,7 @@
-"""Checkpoints on a disk: `step-00001200/`, visible only when complete, each with a manifest. Runs on rank 0; no torch.
+"""Checkpoints on a disk, and snapshots in a node's memory: `step-00001200/`, visible only when complete; no torch.
+
+Each has a manifest. `publish_directory` (`hpc/core/files.py`) does the fsync and the rename. Runs on rank 0; for
+snapshots also on the first rank of each node and in the node agent; with `--strategy fsdp` on every rank.
 
 A checkpoint that is torn or altered is renamed to `rejected-step-00001200`, and deleted once a new one is committed.
 """

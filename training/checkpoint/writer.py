@@ -42,7 +42,7 @@ class CapturedState:
     """A state at one step: the same on every rank, or this rank's shards of it."""
 
     tensors: Mapping[str, Tensor]
-    """By name, on the device. They are the training's own, unless the forward pass changes them."""
+    """By name, on the device. Not copies, except the loss and batch statistics (see `capture`)."""
     values: dict[str, Any]
     """All else, as JSON holds it."""
     layout: ShardLayout
@@ -56,8 +56,8 @@ class CapturedState:
 def capture(state: TrainState, group: ProcessGroup) -> CapturedState:
     """The state as it is. All ranks must call this; on a GPU the host does not wait for it.
 
-    Between steps batch statistics differ by rank. The next forward pass begins with rank 0's, and changes them: so the
-    captured ones are copies of rank 0's.
+    Between steps batch statistics differ by rank. Every rank gets a copy of rank 0's, which the next forward pass would
+    start from and change.
 
     Raises:
         SharedError: there are more unreadable images than are allowed.
@@ -256,10 +256,13 @@ class StateWriter:
         self._copy, self._background = HostCopy(), BackgroundWriter()
         self._unwritten_step: int | None = None
         self._stall_seconds = self._thread_seconds = 0.0
-        self.begin()
+        self.restart_interval()
 
-    def begin(self, *, due: bool = False) -> None:
-        """Count steps and seconds from the present step on, unless a save is due at once."""
+    def restart_interval(self, *, due: bool = False) -> None:
+        """Start the interval anew at this step; with `due`, request a save at the next check of an interval in seconds.
+
+        Without `due`, this step's state counts as saved.
+        """
         self._saved_step = None if due else self._state.progress.step
         self._saved_at = -math.inf if due else time.monotonic()
 
@@ -282,7 +285,10 @@ class StateWriter:
         return steps is not None and self._state.progress.step % steps == 0
 
     def due_after_next_step(self) -> bool:
-        """Whether the interval will have passed after the step to come. Not while a state is being written."""
+        """Whether the next step completes the interval, or its seconds have passed; an agreed save is one step later.
+
+        False while the last state is still being written.
+        """
         if self._background.busy:
             return False
         steps = self._destination.interval.steps
@@ -291,7 +297,10 @@ class StateWriter:
         return self.due_by_time()
 
     def save(self) -> float:
-        """Start to write the state, unless that of this step was. All ranks must call this.
+        """Start to save the state, unless this step's counts as saved or this was called for it before.
+
+        All ranks must call this.
+        While the last state is still being written, a destination with `skips_while_busy` gets none.
 
         Returns:
             The seconds that the training waited for the copy.

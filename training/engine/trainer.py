@@ -70,7 +70,7 @@ class Trainer:
             attempt=context.attempt,
             sharded=config.strategy == "fsdp",
         )
-        # Whatever else must survive a cut registers here too.
+        # Whatever else must survive an interruption registers here too.
         self.loss_meter = self.state.register("loss_meter", LossMeter(group))
         self.early_stopping = self.state.register("early_stopping", EarlyStopping(config))
         corrupt_images = CorruptImages(data.train, config.max_corrupt_images, group, self.logger)
@@ -114,7 +114,7 @@ class Trainer:
         except (TorchrelayError, KeyboardInterrupt) as error:
             if isinstance(error, DivergedError):
                 self.logger.record_divergence(error.step, error.loss, self.schedule.batch(error.step), self.data.train)
-            # Not after a crash, which may have been in a writer.
+            # Wait for the writers after expected errors only; any other exception may come from a writer itself.
             self.finish_writing()
             raise
         finally:
@@ -138,8 +138,8 @@ class Trainer:
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.config, self.state, self.group))
         # What was only in a node's memory should soon be durable: what has failed may fail again.
-        self.checkpoint_writer.begin(due=restored is not None and restored.source == SNAPSHOT)
-        self.snapshot_writer.begin()
+        self.checkpoint_writer.restart_interval(due=restored is not None and restored.source == SNAPSHOT)
+        self.snapshot_writer.restart_interval()
         restore_seconds = time.monotonic() - began
         progress, started = self.state.progress, self.context.started
         self.logger.resume(progress)
@@ -211,7 +211,8 @@ class Trainer:
             StopRequested: some rank was sent a signal.
         """
         is_rank_zero = self.group.is_rank_zero
-        # A snapshot that counts on a best model which is not on the disk would not be usable.
+        # No snapshot while the logger is still writing the best model: restore rejects a snapshot whose best model is
+        # missing.
         snapshot_due = is_rank_zero and not self.logger.busy and self.snapshot_writer.due_after_next_step()
         agreed = self.stop_consensus.exchange(
             StepFlags(
@@ -303,7 +304,8 @@ class Trainer:
         try:
             self.validator.complete(self.before_batch, ended)
         except TorchrelayError:
-            # Raised after the last collective, on rank 0 alone: the other ranks take the same next step.
+            # If `final/` cannot be written, only rank 0 raises this. It must still call clear_snapshots, as the other
+            # ranks do: that is a collective.
             self.clear_snapshots()
             raise
         self.clear_snapshots()

@@ -19,7 +19,7 @@ from trainer_rig import Starter, Training, events, lines
 from hpc.core.kernel import available_memory_bytes, cgroup_available_bytes
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from training.checkpoint.snapshot import flush, missing_space
+from training.checkpoint.snapshot import missing_space, save_newest_as_checkpoint
 from training.checkpoint.storage import list_checkpoints, step_of
 from training.verify_resume.compare import compare_runs
 
@@ -260,12 +260,13 @@ import sys
 from pathlib import Path
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from training.checkpoint.snapshot import flush
-print(flush(NodeDir(Path({str(node.path)!r})), RunDir(Path({str(cut.run_dir)!r}))), "torch" in sys.modules)
+from training.checkpoint.snapshot import save_newest_as_checkpoint
+saved = save_newest_as_checkpoint(NodeDir(Path({str(node.path)!r})), RunDir(Path({str(cut.run_dir)!r})))
+print(saved, "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == f"{newest} False\n"
-    assert flush(node, RunDir(cut.run_dir)) is None, "there is a checkpoint as new"
+    assert save_newest_as_checkpoint(node, RunDir(cut.run_dir)) is None, "there is a checkpoint as new"
     assert [step_of(path) for path in list_checkpoints(cut.run_dir / "checkpoints")] == [newest, 27]
     shutil.rmtree(node.path)
     start.complete(*FLAGS, world_size=2)
@@ -277,7 +278,7 @@ def test_the_agent_saves_no_snapshot_newer_than_the_metrics(start: Starter, node
     cut = killed(start, node)
     newest, older = steps_of(node)
     forget_metrics(cut.run_dir, node)
-    assert flush(node, RunDir(cut.run_dir)) == older
+    assert save_newest_as_checkpoint(node, RunDir(cut.run_dir)) == older
     assert older < newest
 
 

@@ -16,7 +16,7 @@ from hpc.core.errors import UserError
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.checkpoint.sharded import read_full
-from training.checkpoint.snapshot import flush
+from training.checkpoint.snapshot import save_newest_as_checkpoint
 from training.checkpoint.storage import STATE_VALUES, describe_file, list_checkpoints, step_of
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
@@ -235,7 +235,7 @@ def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, node: N
     cut = killed(start, node)
     names = {path.name for path in node.snapshots.iterdir()}
     assert names == {"rank-00000-of-00002", "rank-00001-of-00002"}
-    assert flush(node, RunDir(cut.run_dir)) is None, "no agent takes a part for the whole"
+    assert save_newest_as_checkpoint(node, RunDir(cut.run_dir)) is None, "no agent takes a part for the whole"
     again = start.complete(*FSDP, f"--node-dir={node.path}", world_size=2)
     started = events(again.run_dir, "train_started")[1]
     assert started["source"] == "snapshot"
