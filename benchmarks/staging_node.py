@@ -21,9 +21,9 @@ from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
-from jobs.attempt import NodeAllocation, NodeAttempt
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import NodeStatus, Phase
+from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.ranks.monitor import NodeMonitor
 from jobs.staging.node_staging import NodeStaging
 from jobs.staging.unpack_environment import stage_environment

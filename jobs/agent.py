@@ -23,11 +23,11 @@ from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.staging import StagingStopped
 from jobs import claim
-from jobs.attempt import NodeAllocation, NodeAttempt, find_allocation, log
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase
 from jobs.ending import conclude, save_snapshot, take_over
+from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import pick_port
 from jobs.ranks.round import RankSetup, run_round
@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 600.0
 _ALIVE_SECONDS = 5.0
 _MEET_SECONDS = 30.0
-# A clock that is further off than this makes times in the ledger, and certificates, useless.
+# A larger clock difference makes the times in events/ misleading.
 _MOST_SKEW_SECONDS = 5.0
 
 
@@ -54,7 +54,8 @@ def main(argv: list[str]) -> int:
     except (TorchrelayError, OSError) as error:
         log(str(error))
         exit_code = 1
-    # srun ends all agents when one fails, so only the head's exit code counts. submitit restarts for any task's.
+    # Slurm: only the head's exit code may fail the job, because srun exits with the highest exit code of its tasks.
+    # Local: submitit requeues if any task exits with LOCAL_REQUEUE_RETURN_CODE.
     return exit_code if allocation.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
 
 
@@ -77,7 +78,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
             return 0
         attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
         channel = ControlClient(allocation.head, attempt.port, attempt.nonce, status)
-    # On a cluster a node runs one agent; without one, this machine is all nodes.
+    # With --cluster local all agents run on this machine, so each needs its own directory.
     node_dir, lock = open_node_dir(run.path, allocation.node_rank if allocation.cluster == "local" else 0)
     try:
         writer = claim.event_file(run, attempt.attempt, allocation.node_rank)

@@ -17,7 +17,7 @@ from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from hpc.spec import RunSpec
-from jobs.attempt import NodeAllocation
+from jobs.node_attempt import NodeAllocation
 
 _POLL_SECONDS = 0.5
 # KillWait, which an ending job may take to save, is seldom more than a minute.

@@ -18,7 +18,7 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.node_info import NodeInfo, NodeInfoInJob, inspect_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
-from jobs.attempt import NodeAllocation, find_allocation
+from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks.rendezvous import LOWEST_PORT, Rendezvous, interface_of, local_address, program_argv, torchrun_argv
 from jobs.ranks.round import preflight_command, rank_environment
 from jobs.ranks.torchrun import ENVIRONMENT

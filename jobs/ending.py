@@ -19,10 +19,10 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.files import refresh_nfs_cache
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
-from jobs.attempt import NodeAllocation, NodeAttempt, log
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
+from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 

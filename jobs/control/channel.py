@@ -20,8 +20,8 @@ _SEND_SECONDS = 0.5
 # While a node stages, the others wait for its status, and it for the head's directive.
 _SEND_STARTING_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
-# A connection that ended means more than silence: a node that was only interrupted is back within this.
-_ENDED_SECONDS = 1.5
+# After a broken connection a node has only this long, not LOST_SECONDS, to reconnect.
+_RECONNECT_SECONDS = 1.5
 _SERVER_LIMITS = Limits(timeout_seconds=2 * LOST_SECONDS, max_message_bytes=2**20)
 _CLIENT_LIMITS = Limits(timeout_seconds=_ANSWER_SECONDS, max_message_bytes=2**20)
 # An agent that did not run for so long, because its job or its machine was suspended, could not listen either.
@@ -44,9 +44,9 @@ class _SilenceClock:
     def heard(self) -> None:
         self._heard = time.monotonic()
 
-    def ended(self) -> None:
+    def connection_broke(self) -> None:
         """The connection has ended, or nobody listens at the other end any more."""
-        self._heard = min(self._heard, time.monotonic() - (LOST_SECONDS - _ENDED_SECONDS))
+        self._heard = min(self._heard, time.monotonic() - (LOST_SECONDS - _RECONNECT_SECONDS))
 
     @property
     def seconds(self) -> float:
@@ -116,7 +116,7 @@ class ControlServer:
                 connection.send({"time": time.time(), "directive": asdict(self.directive)})
         finally:
             if node_rank is not None:
-                self._clocks[node_rank].ended()
+                self._clocks[node_rank].connection_broke()
 
     def close(self) -> None:
         """Stop listening, and end the connections."""
@@ -180,7 +180,7 @@ class ControlClient:
                 with connect(self._address, self._nonce, _PURPOSE, _CLIENT_LIMITS) as connection:
                     self._exchange(connection)
             except ConnectionError:
-                self._clock.ended()
+                self._clock.connection_broke()
             except MALFORMED:
                 pass  # no answer: the silence is counted
             self._closed.wait(_SEND_SECONDS)

@@ -2,8 +2,8 @@
 
 Runs on compute nodes. It looks at the statuses of all agents a few times a second, and never waits.
 
-A *failure* is what fails: a rank, a node, or all ranks in a hang. The run experiences it as an *interruption*, which
-the attempt survives (the event "interruption"), or as the attempt's end (the event "attempt_ended").
+A failure is a failed rank, a lost node, or a hang. If the attempt goes on, it is recorded as `interruption`; otherwise
+as the cause in `attempt_ended`.
 """
 
 import time
@@ -13,17 +13,19 @@ from typing import Any
 from hpc.core.attempts import attempts_of, failures_in_a_row
 from hpc.core.causes import Cause, may_restart
 from hpc.slurm import relaunch
-from jobs.attempt import NodeAttempt, log
 from jobs.control.channel import LOST_SECONDS, ControlServer
-from jobs.control.membership import MembershipView, NodeLimits, next_step
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
 from jobs.control.rank_health import StragglerDetector, find_hang
 from jobs.control.root_failure import RootFailure
+from jobs.control.round_members import MembershipView, NodeLimits, decide_round
+from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 
 # A node heard from within this time is not about to be lost.
 _FRESH_SECONDS = 0.9
-_FENCE_SECONDS = 5.0
+# Other agents, which have lost contact with this one, may have ended the attempt. The check reads shared
+# storage, so not every poll makes it.
+_END_CHECK_SECONDS = 5.0
 # A failure that is older is not the reason for what happens now.
 _RECENT_SECONDS = 60.0
 # Rounds that end sooner than this because torchrun failed are counted.
@@ -61,7 +63,7 @@ class Coordinator:
         """Node ranks that failed the preflight."""
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
-        self._began = self._announced = self._fence_checked = time.monotonic()
+        self._began = self._announced = self._end_checked = time.monotonic()
         self._failed_rounds = 0
         self._root_failure, self._stragglers = RootFailure(), StragglerDetector()
         self._last_failure: Failure | None = None
@@ -81,7 +83,8 @@ class Coordinator:
             return
         self._find_lost_nodes()
         directive, statuses = self._server.directive, self._server.statuses()
-        members = [statuses[rank] for rank in directive.members if rank in statuses and rank not in self.lost]
+        present = statuses.keys() - self.lost.keys()
+        members = [statuses[node_rank] for node_rank in directive.members if node_rank in present]
         current = [status for status in members if status.round == directive.round]
         heartbeats = {heartbeat.rank: heartbeat for status in current for heartbeat in status.heartbeats}
         self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats.values())])
@@ -108,6 +111,7 @@ class Coordinator:
                 lost_members.append(name)
         if lost_members:
             first = len(lost_members) == len(self.lost)
+            # `lost` keeps nodes that were lost earlier; a node lost only now fell silent LOST_SECONDS ago.
             failed_at = min(self.lost.values()) if first else time.time() - LOST_SECONDS
             detail = f"lost contact with {', '.join(lost_members)}"
             self._handle(self._failure(Cause.NODE_FAILURE, failed_at, detail, node=lost_members[0]))
@@ -131,19 +135,22 @@ class Coordinator:
     def _all_heard(self) -> bool:
         """Whether every other member that is not lost has just reported."""
         own = self._node.allocation.node_rank
-        others = (rank for rank in self._server.directive.members if rank != own and rank not in self.lost)
-        return all((self._server.silent_seconds(rank) or 0.0) < _FRESH_SECONDS for rank in others)
+        others = set(self._server.directive.members) - {own} - self.lost.keys()
+        return all((self._server.silent_seconds(node_rank) or 0.0) < _FRESH_SECONDS for node_rank in others)
 
     def _abort_hung_ranks(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         """Have all ranks of a hang killed; torchrun restarts them."""
         hang = find_hang(heartbeats, self._node.spec.recovery.hang_timeout)
-        if hang is None or self._stop or self._root_failure.victims_before > time.time() - hang.seconds:
+        if hang is None or self._stop:
+            return
+        # A hang that began before the last interruption belongs to it: those ranks are being killed and restarted.
+        if self._root_failure.explained_until > time.time() - hang.seconds:
             return
         self._handle(self._failure(Cause.HANG, time.time() - hang.seconds, hang.detail, rank=hang.rank))
         # Every rank that was started until now is killed.
-        self._root_failure.victims_before = time.time()
+        self._root_failure.explained_until = time.time()
         if not self._server.directive.over:
-            self._direct(aborts=self._server.directive.aborts + 1)
+            self._direct(abort_count=self._server.directive.abort_count + 1)
 
     def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
         step = self.last_step if self._node.spec.train else None
@@ -152,7 +159,7 @@ class Coordinator:
     def _handle(self, failure: Failure) -> None:
         """Record an interruption, or end the attempt if the budget of the failure's cause is used up."""
         self._last_failure, self.last_step = failure, 0
-        self._root_failure.victims_before = failure.failed_at
+        self._root_failure.explained_until = failure.failed_at
         # The interruptions of this attempt are taken from memory: a full disk may not have recorded them.
         self._interruptions.append((failure.cause, failure.step))
         *earlier, this = attempts_of(self._node.run_events())
@@ -170,7 +177,9 @@ class Coordinator:
     def _report_stragglers(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         for found in self._stragglers.find(heartbeats):
             statuses = self._server.statuses().items()
-            of_rank = (node for node, status in statuses for each in status.heartbeats if each.rank == found.rank)
+            of_rank = (
+                node_rank for node_rank, status in statuses for each in status.heartbeats if each.rank == found.rank
+            )
             node = next(map(self._name, of_rank), None)
             self._node.record_event(
                 "slow_rank", rank=found.rank, node=node,
@@ -189,14 +198,12 @@ class Coordinator:
     def _choose_members(self) -> None:
         """Announce the next round, or the end, if it is time."""
         directive, statuses = self._server.directive, self._server.statuses()
-        if time.monotonic() - self._fence_checked >= _FENCE_SECONDS:
-            self._fence_checked = time.monotonic()
-            # Other agents, which have lost contact with this one, may have ended the attempt.
-            if relaunch.has_ended(self._node.run, self._node.attempt.attempt):
-                self._end()
-                return
+        if self._was_ended_by_others():
+            self._end()
+            return
         if self._stop:
-            if not any(statuses[rank].phase is Phase.RUNNING for rank in statuses.keys() - self.lost.keys()):
+            left = statuses.keys() - self.lost.keys()
+            if not any(statuses[node_rank].phase is Phase.RUNNING for node_rank in left):
                 self._end()
             return
         view = MembershipView(
@@ -206,22 +213,30 @@ class Coordinator:
             waited_seconds=time.monotonic() - self._began,
             failed_rounds=self._failed_rounds,
         )
-        step = next_step(directive, view, self._limits)
-        if step.failed:
-            self._end(self._failure_of_membership(step.failed, statuses))
-        elif step.done and directive.preflight:
-            names = [self._name(rank) for rank in directive.members]
+        decision = decide_round(directive, view, self._limits)
+        if decision.failed:
+            self._end(self._failure_of_membership(decision.failed, statuses))
+        elif decision.done and directive.preflight:
+            names = [self._name(node_rank) for node_rank in directive.members]
             self._preflight_passed.update(names)
             self._node.record_event("checked", nodes=names)
             self._announce_round(directive.members, statuses)
-        elif step.done:
+        elif decision.done:
             self._end(done=True)
-        elif step.members:
-            self._announce_round(step.members, statuses)
+        elif decision.members:
+            self._announce_round(decision.members, statuses)
+
+    def _was_ended_by_others(self) -> bool:
+        """Whether other agents have ended the attempt. Looks every _END_CHECK_SECONDS, and returns False in between."""
+        if time.monotonic() - self._end_checked < _END_CHECK_SECONDS:
+            return False
+        self._end_checked = time.monotonic()
+        return relaunch.has_ended(self._node.run, self._node.attempt.attempt)
 
     def _announce_round(self, members: tuple[int, ...], statuses: dict[int, NodeStatus]) -> None:
         before = self._server.directive
-        failed = any(statuses[rank].exit_code and statuses[rank].round == before.round for rank in before.members)
+        reported = [statuses[node_rank] for node_rank in before.members]
+        failed = any(status.exit_code and status.round == before.round for status in reported)
         short = time.monotonic() - self._announced < _SHORT_SECONDS
         self._failed_rounds = self._failed_rounds + 1 if failed and short else 0
         self._announced = time.monotonic()
@@ -233,7 +248,11 @@ class Coordinator:
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
         """The failure that left too few nodes; or there never were enough."""
-        failed = [f"{self._name(r)}: {status.detail}" for r, status in statuses.items() if status.phase is Phase.FAILED]
+        failed = [
+            f"{self._name(node_rank)}: {status.detail}"
+            for node_rank, status in statuses.items()
+            if status.phase is Phase.FAILED
+        ]
         last = self._last_failure
         if last and time.time() - last.noticed_at < _RECENT_SECONDS and not failed:
             return replace(last, detail=f"{last.detail}; {reason}")

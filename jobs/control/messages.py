@@ -110,8 +110,8 @@ class Directive:
     port: int = 0
     preflight: bool = False
     """The round only checks its members, before a user's script that would not."""
-    aborts: int = 0
-    """How often all ranks were to be killed, so that torchrun restarts them."""
+    abort_count: int = 0
+    """Counts the head's requests to kill all ranks; an agent kills its own each time the number rises."""
     over: bool = False
     """The attempt ends: end all ranks."""
     plans: tuple[StagingPlan, ...] = ()

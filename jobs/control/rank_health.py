@@ -39,7 +39,8 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
 def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
     """The hang, if every rank has been still for too long.
 
-    While one is slow to save, the others wait for it in a step: as long as one may be still, none hangs.
+    It is a hang only if every rank has exceeded its limit. While one rank saves (long limit), the others wait in a step
+    and exceed theirs; that is no hang.
     """
     if not heartbeats or any(each.still_seconds <= timeout_seconds(each, setting) for each in heartbeats.values()):
         return None

@@ -15,7 +15,7 @@ reported in any order. This module finds the one that failed:
 - Ranks that were started before the last interruption are its victims, not failures of their own.
 - A rank that died of SIGABRT was aborted by the coordinator: the directive may arrive late, when torchrun has already
   restarted the ranks.
-- Ranks whose last words tell of a lost peer come after those that failed by themselves.
+- Ranks whose last log line reports a lost peer come after those that failed by themselves.
 """
 
 import time
@@ -32,7 +32,7 @@ class RootFailure:
     """Finds the rank that failed first, once for each interruption."""
 
     def __init__(self) -> None:
-        self.victims_before = 0.0
+        self.explained_until = 0.0
         """Ranks started before this time (seconds since the epoch) ended because of an interruption already known."""
         self._handled: set[RankFailure] = set()
         self._settling_since: float | None = None
@@ -46,7 +46,7 @@ class RootFailure:
                 fail.
         """
         unhandled = reported - self._handled
-        roots = {each for each in unhandled if each.started_at > self.victims_before and each.signal != "SIGABRT"}
+        roots = {each for each in unhandled if each.started_at > self.explained_until and each.signal != "SIGABRT"}
         self._handled |= unhandled - roots
         if not roots:
             self._settling_since = None
@@ -56,5 +56,6 @@ class RootFailure:
             return None
         self._settling_since = None
         self._handled |= unhandled
-        # The other nodes' ranks leave when one node is unfit, and may be quicker.
+        # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the unfit node is the
+        # cause all the same.
         return min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))

@@ -10,9 +10,9 @@ from typing import Any
 from hpc.core.causes import cause_of_exit
 from hpc.core.kernel import process_state
 from hpc.core.nodedir import NodeDir
-from jobs.attempt import NodeAttempt, log
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import RankFailure, RankHeartbeat
+from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 
 # A head node's agent that is busy for a moment misses none; the ledger has all of them.

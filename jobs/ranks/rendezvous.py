@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core.kernel import interface_addresses
-from jobs.attempt import NodeAllocation
+from jobs.node_attempt import NodeAllocation
 
 # Ports below this belong to system services, those of the ephemeral range to outgoing connections.
 LOWEST_PORT = 10_000
@@ -48,8 +48,8 @@ def torchrun_argv(rendezvous: Rendezvous, ranks: int, address: str, python: str)
     keep_alive = f"keep_alive_interval={_KEEP_ALIVE_SECONDS},keep_alive_max_attempt={_KEEP_ALIVE_ATTEMPTS}"
     return [
         python, "-P", str(_TORCHRUN),
-        # Exactly the members (jobs.control.membership): torchrun itself does not notice that a node has fallen silent
-        # in the middle of a round.
+        # Exactly the members (jobs.control.round_members): torchrun itself does not notice that a node has fallen
+        # silent in the middle of a round.
         f"--nnodes={len(rendezvous.members)}",
         f"--nproc-per-node={ranks}",
         # The coordinator, which knows all ranks and their steps, decides how often (jobs.control.root_failure).

@@ -15,9 +15,9 @@ from pathlib import Path
 from hpc.core.errors import UserError
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from jobs.attempt import NodeAllocation, NodeAttempt
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
+from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import Rendezvous, interface_of, local_address, program_argv, torchrun_argv
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
@@ -49,7 +49,7 @@ def run_round(
     """Take part in a round. Returns torchrun's exit code; None if it was ended because of another directive."""
     monitor.ranks.begin(directive.round, ours=directive.preflight or node.spec.train is not None)
     argv, environment = _command(node, directive, setup)
-    aborts, timeout_seconds = directive.aborts, 0.0
+    abort_count, timeout_seconds = directive.abort_count, 0.0
     with Torchrun(argv, environment, node.run.code) as torchrun:
         ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
@@ -57,8 +57,8 @@ def run_round(
             now = channel.directive
             if now.over or now.round != directive.round or channel.head_is_lost:
                 return None
-            if now.aborts > aborts:
-                aborts = now.aborts
+            if now.abort_count > abort_count:
+                abort_count = now.abort_count
                 torchrun.abort_ranks()
             if stop.signal:
                 torchrun.forward(stop.signal)

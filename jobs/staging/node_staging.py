@@ -23,9 +23,9 @@ from hpc.staging.coordination import CacheStatus, NodeCache, StagingGroup, Stagi
 from hpc.staging.copy_progress import CopyProgress, Watch, stop_if
 from hpc.staging.stager import Staged, Stager
 from hpc.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
-from jobs.attempt import NodeAttempt, log
 from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
+from jobs.node_attempt import NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import find_data
 from training.config.packed_index import INDEX, read_index

@@ -16,7 +16,7 @@ from hpc.staging import NoRoomError
 from hpc.staging.copy_progress import stop_if
 from hpc.staging.python_environment import EnvironmentDescription
 from hpc.staging.source import inside_name
-from jobs.attempt import log
+from jobs.node_attempt import log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import activated_environment
 from jobs.staging.node_staging import NodeGroup, NodeStaging

@@ -7,7 +7,7 @@ import pytest
 
 from hpc.core.errors import TorchrelayError
 from jobs.agent import threads_per_rank
-from jobs.attempt import NodeAllocation
+from jobs.node_attempt import NodeAllocation
 from jobs.ranks.round import rank_environment
 
 

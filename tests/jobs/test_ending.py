@@ -1,7 +1,7 @@
 """Which agent may take over from a head node that is lost to it."""
 
-from jobs.attempt import NodeAllocation
 from jobs.ending import head_is_lost
+from jobs.node_attempt import NodeAllocation
 
 
 def allocation(node_rank: int, nodes: int) -> NodeAllocation:

@@ -10,8 +10,8 @@ from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
-from jobs.attempt import NodeAllocation
 from jobs.claim import claim, event_file, find_claim, join, refuse
+from jobs.node_attempt import NodeAllocation
 
 
 def place(job_id: str = "7", restart: int = 0, node_rank: int = 0) -> NodeAllocation:

@@ -49,7 +49,7 @@ def test_statuses_and_directives_arrive_whole(server: ControlServer) -> None:
     status = NodeStatus(node_rank=1, phase=Phase.RUNNING, round=2, port=7, heartbeats=(HEARTBEAT,), failures=(FAILURE,))
     client = ControlClient("127.0.0.1", server.port, "secret", status)
     wait_for(lambda: server.statuses().get(1) == status)
-    server.directive = Directive(round=3, members=(1, 0), port=9, aborts=1)
+    server.directive = Directive(round=3, members=(1, 0), port=9, abort_count=1)
     wait_for(lambda: client.directive == server.directive)
     assert abs(client.clock_skew_seconds) < 0.5, "one machine has one clock"
     client.report(phase=Phase.LEFT)

@@ -45,7 +45,7 @@ def test_failure_waits_for_all_nodes_to_report(root: RootFailure, monkeypatch: p
 
 
 def test_victims_of_a_known_interruption_are_no_failures(root: RootFailure) -> None:
-    root.victims_before = 4.0
+    root.explained_until = 4.0
     assert root.find({failure(0, 5.0)}, lambda: True) is None, "it was started before the interruption"
     aborted = failure(1, 9.0, started_at=8.0, signal="SIGABRT")
     assert root.find({aborted}, lambda: True) is None, "the directive to abort came late"

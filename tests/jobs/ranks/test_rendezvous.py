@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.attempt import NodeAllocation, find_allocation
+from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks import rendezvous
 from jobs.ranks.rendezvous import (
     Rendezvous,

@@ -40,31 +40,31 @@ class MembershipView:
     @property
     def able(self) -> list[int]:
         """Node ranks that could take part now, the lowest first."""
-        found = {rank for rank, status in self.statuses.items() if status.phase in _ABLE}
+        found = {node_rank for node_rank, status in self.statuses.items() if status.phase in _ABLE}
         return sorted(found - self.excluded)
 
     @property
     def num_pending(self) -> int:
         """Nodes that may yet become able."""
-        starting = {rank for rank, status in self.statuses.items() if status.phase is Phase.STARTING}
+        starting = {node_rank for node_rank, status in self.statuses.items() if status.phase is Phase.STARTING}
         may_report = self.waited_seconds < _FIRST_REPORT_SECONDS
         unheard = set(range(self.num_nodes)) - self.statuses.keys() if may_report else set[int]()
         return len((starting | unheard) - self.excluded)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextRound:
+class RoundDecision:
     """The decision: go on, a round of other nodes, or the end."""
 
     members: tuple[int, ...] = ()
-    """Of the next round; none: go on as it is."""
+    """Node ranks of the next round. Empty: the round goes on."""
     done: bool = False
     """Every member's torchrun has ended with 0."""
     failed: str = ""
     """Why the attempt cannot go on."""
 
 
-def next_step(directive: Directive, view: MembershipView, limits: NodeLimits) -> NextRound:
+def decide_round(directive: Directive, view: MembershipView, limits: NodeLimits) -> RoundDecision:
     """Decide about the current round, or the first one."""
     able = view.able
     if directive.round and set(directive.members) <= set(able):
@@ -72,29 +72,31 @@ def next_step(directive: Directive, view: MembershipView, limits: NodeLimits) ->
     # With fewer nodes than there might be: a training that was interrupted goes on at once.
     need_not_wait = directive.round > 0 or not view.num_pending or view.waited_seconds > _WAIT_SECONDS
     if len(able) >= limits.most or (len(able) >= limits.least and need_not_wait):
-        return NextRound(members=_choose(directive, able, limits))
+        return RoundDecision(members=_choose(directive, able, limits))
     if len(able) + view.num_pending < limits.least:
-        return NextRound(failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {limits.least}")
-    return NextRound()
+        return RoundDecision(
+            failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {limits.least}"
+        )
+    return RoundDecision()
 
 
 def _choose(directive: Directive, able: list[int], limits: NodeLimits) -> tuple[int, ...]:
     """Members stay members; other nodes take the free places."""
-    stayed = [rank for rank in directive.members if rank in able]
-    others = [rank for rank in able if rank not in stayed]
+    stayed = [node_rank for node_rank in directive.members if node_rank in able]
+    others = [node_rank for node_rank in able if node_rank not in stayed]
     return tuple([*stayed, *others][: limits.most])
 
 
-def _continue_round(directive: Directive, view: MembershipView, limits: NodeLimits) -> NextRound:
+def _continue_round(directive: Directive, view: MembershipView, limits: NodeLimits) -> RoundDecision:
     """All members are able: has the round ended, or should another node join it?"""
-    members = [view.statuses[rank] for rank in directive.members]
+    members = [view.statuses[node_rank] for node_rank in directive.members]
     ended = [status for status in members if status.phase is Phase.ENDED and status.round == directive.round]
     if any(status.exit_code for status in ended):
         if view.failed_rounds >= _MOST_FAILED_ROUNDS:
-            return NextRound(failed=f"torchrun failed {view.failed_rounds} times in a row")
-        return NextRound(members=_choose(directive, view.able, limits))
+            return RoundDecision(failed=f"torchrun failed {view.failed_rounds} times in a row")
+        return RoundDecision(members=_choose(directive, view.able, limits))
     if ended:
-        return NextRound(done=len(ended) == len(members))
+        return RoundDecision(done=len(ended) == len(members))
     # Each new round costs all ranks a start: late nodes join together, once none is still on its way.
     chosen = () if view.num_pending else _choose(directive, view.able, limits)
-    return NextRound(members=chosen) if len(chosen) > len(members) else NextRound()
+    return RoundDecision(members=chosen) if len(chosen) > len(members) else RoundDecision()

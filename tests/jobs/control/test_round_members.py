@@ -1,0 +1,90 @@
+"""Which nodes take part in the next round."""
+
+from jobs.control.messages import Directive, NodeStatus, Phase
+from jobs.control.round_members import MembershipView, NodeLimits, RoundDecision, decide_round
+
+WAIT = RoundDecision()
+TWO = NodeLimits(least=2, most=2)
+
+
+def view(
+    *phases: Phase | None, excluded: tuple[int, ...] = (), waited: float = 1.0, failed: int = 0, code: int = 0
+) -> MembershipView:
+    """One node per phase; None: has not reported yet."""
+    statuses = {
+        node_rank: NodeStatus(node_rank=node_rank, phase=phase, round=1, exit_code=code if phase == Phase.ENDED else 0)
+        for node_rank, phase in enumerate(phases)
+        if phase is not None
+    }
+    return MembershipView(
+        num_nodes=len(phases),
+        statuses=statuses,
+        excluded=frozenset(excluded),
+        waited_seconds=waited,
+        failed_rounds=failed,
+    )
+
+
+def running(*members: int) -> Directive:
+    return Directive(round=1, members=members, port=1)
+
+
+READY, STARTING, RUNNING, ENDED, FAILED = Phase.READY, Phase.STARTING, Phase.RUNNING, Phase.ENDED, Phase.FAILED
+
+
+def test_first_round_begins_when_enough_nodes_are_ready() -> None:
+    assert decide_round(Directive(), view(READY, None), TWO) == WAIT
+    assert decide_round(Directive(), view(READY, STARTING), TWO) == WAIT
+    assert decide_round(Directive(), view(READY, READY), TWO) == RoundDecision(members=(0, 1))
+
+
+def test_spare_that_is_not_ready_is_not_waited_for() -> None:
+    assert decide_round(Directive(), view(READY, STARTING, READY), TWO) == RoundDecision(members=(0, 2))
+
+
+def test_elastic_run_waits_for_a_slow_node_but_not_for_ever() -> None:
+    limits = NodeLimits(least=1, most=2)
+    assert decide_round(Directive(), view(READY, STARTING), limits) == WAIT
+    assert decide_round(Directive(), view(READY, STARTING, waited=61.0), limits) == RoundDecision(members=(0,))
+    assert decide_round(Directive(), view(READY, FAILED), limits) == RoundDecision(members=(0,))
+
+
+def test_too_few_nodes_from_the_start() -> None:
+    decision = decide_round(Directive(), view(READY, FAILED), TWO)
+    assert decision.failed == "1 of the 2 nodes are left, and the run needs 2"
+
+
+def test_nothing_changes_while_all_members_train() -> None:
+    assert decide_round(running(0, 1), view(RUNNING, RUNNING), TWO) == WAIT
+    assert decide_round(running(0, 1), view(RUNNING, RUNNING, READY), TWO) == WAIT
+
+
+def test_spare_takes_the_place_of_a_lost_node() -> None:
+    assert decide_round(running(0, 1), view(RUNNING, RUNNING, READY, excluded=(1,)), TWO) == RoundDecision(
+        members=(0, 2)
+    )
+
+
+def test_elastic_run_continues_without_a_lost_node() -> None:
+    seen = view(RUNNING, RUNNING, RUNNING, excluded=(1,))
+    assert decide_round(running(0, 1, 2), seen, NodeLimits(least=1, most=3)) == RoundDecision(members=(0, 2))
+    assert decide_round(running(0, 1, 2), seen, NodeLimits(least=3, most=3)).failed
+
+
+def test_late_node_joins_if_there_is_a_place() -> None:
+    assert decide_round(running(0), view(RUNNING, READY), NodeLimits(least=1, most=2)) == RoundDecision(members=(0, 1))
+
+
+def test_round_is_done_when_every_member_has_ended_well() -> None:
+    assert decide_round(running(0, 1), view(ENDED, RUNNING), TWO) == WAIT
+    assert decide_round(running(0, 1), view(ENDED, ENDED), TWO) == RoundDecision(done=True)
+
+
+def test_round_whose_torchrun_failed_is_repeated_but_not_for_ever() -> None:
+    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1), TWO) == RoundDecision(members=(0, 1))
+    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=5), TWO).failed
+
+
+def test_end_of_an_older_round_is_no_end_of_this_one() -> None:
+    directive = Directive(round=2, members=(0, 1), port=1)
+    assert decide_round(directive, view(ENDED, ENDED), TWO) == WAIT
