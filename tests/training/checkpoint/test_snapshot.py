@@ -246,7 +246,7 @@ def test_a_checkpoint_newer_than_the_snapshots_is_used(start: Starter, node: Nod
 
 def test_snapshots_are_readable_by_their_owner_alone(start: Starter, node: NodeDir) -> None:
     killed(start, node, world_size=1)
-    assert len(steps_of(node)) == 2
+    assert len(steps_of(node)) in {2, 3}, "a kill between writing the newest and removing the oldest leaves three"
     modes = {stat.S_IMODE(path.stat().st_mode) for path in node.snapshots.rglob("*") if path.is_dir()}
     assert modes == {0o700}
     assert {stat.S_IMODE(path.stat().st_mode) for path in node.snapshots.rglob("*.*")} == {0o600}
