@@ -57,8 +57,8 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     last_step = None
     if node.spec.train:
         # The last step that any rank had done: the metrics may be some steps behind.
-        failed_at = failure.step if failure else 0
-        last_step = max(failed_at or 0, coordinator.last_step, relaunch.last_step(node.run) or 0)
+        failed_step = failure.step if failure else 0
+        last_step = max(failed_step or 0, coordinator.last_step, relaunch.last_step(node.run) or 0)
     if not record_end(node, cause=cause, step=last_step, **fields):
         return 1  # other agents, which have lost contact with this one, have ended it
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))

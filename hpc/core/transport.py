@@ -232,6 +232,8 @@ class Server:
                 if oldest:
                     _shut_down(oldest)
                 threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
+                # The next accept may block for long: no reference may keep a connection without a thread open.
+                del connection, oldest
             except (OSError, RuntimeError):
                 # No descriptor or thread is left. A stranger without a thread is closed when it is the oldest.
                 self._closed.wait(_RETRY_SECONDS)

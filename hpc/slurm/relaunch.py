@@ -95,8 +95,8 @@ def nodes_to_exclude(spec: RunSpec, events: Iterable[Event], failed: Sequence[st
 
     Of the nodes that have failed, just now or before, only as many as leave the partition enough nodes for the job.
     """
-    given = _given(spec)
-    recent = [event for event in events if time.time() - event["time"] < _EXCLUDE_SECONDS and event.get("node")]
+    given, now = _given(spec), time.time()
+    recent = [event for event in events if now - event["time"] < _EXCLUDE_SECONDS and event.get("node")]
     causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
     lost = [event["node"] for event in recent if event["event"] == "node_lost" or event.get("cause") in causes]
     names = list(dict.fromkeys([*failed, *reversed(lost)]))  # the newest first

@@ -111,7 +111,7 @@ class Coordinator:
                 lost_members.append(name)
         if lost_members:
             first = len(lost_members) == len(self.lost)
-            # `lost` keeps nodes that were lost earlier; a node lost only now fell silent LOST_SECONDS ago.
+            # `lost` keeps nodes that were lost earlier; a node lost only now fell silent about LOST_SECONDS ago.
             failed_at = min(self.lost.values()) if first else time.time() - LOST_SECONDS
             detail = f"lost contact with {', '.join(lost_members)}"
             self._handle(self._failure(Cause.NODE_FAILURE, failed_at, detail, node=lost_members[0]))

@@ -57,7 +57,7 @@ class RoundDecision:
     """The decision: go on, a round of other nodes, or the end."""
 
     members: tuple[int, ...] = ()
-    """Node ranks of the next round. Empty: the round goes on."""
+    """Node ranks of the next round. Empty, without `done` or `failed`: the round goes on."""
     done: bool = False
     """Every member's torchrun has ended with 0."""
     failed: str = ""

@@ -31,7 +31,7 @@ class LocalRanks:
         """The last few, the newest last."""
 
     def begin(self, number: int, *, ours: bool) -> None:
-        """Begin a round: remove what the ranks of the last one left. The exit codes of `ours` have a meaning."""
+        """Begin a round: remove what the ranks of the last one left. `ours`: they run our code, with its exit codes."""
         self._round, self._ours, self._last_signs = number, ours, {}
         self._node_dir.make()
         for path in (*self._node_dir.exits.iterdir(), *self._node_dir.heartbeat(0).parent.iterdir()):

@@ -23,7 +23,7 @@ from training.runtime.train_progress import Progress
 
 # Fields of the config that a saved state depends on: with another value it would be another run.
 _IDENTIFYING = (
-    *("model", "batch_size", "seed", "optimizer", "ema_decay"),
+    *("model", "batch_size", "seed", "optimizer", "nesterov", "ema_decay"),
     *("image_size", "eval_image_size", "val_split", "freeze_backbone", "head_hidden"),
 )
 # Not finite if the training has diverged: such a state must not replace a good one.
@@ -122,6 +122,11 @@ class TrainState:
             UserError: a flag that it depends on has changed, the data are others, or another version made it.
         """
         saved = values.get("identity", {})
+        if missing := sorted((self._parts.keys() - values.keys()) | (self.identity.keys() - saved.keys())):
+            raise UserError(
+                f"{checkpoint} lacks {', '.join(missing)}: end the run with the version that began it, "
+                "or use another --run-dir"
+            )
         for name, value in self.identity.items():
             if saved.get(name) != value:
                 before = f"{checkpoint} was made with {saved.get(name)}"
@@ -129,11 +134,6 @@ class TrainState:
                     raise UserError(f"{flag(name)} is {value}, but {before}: use that, or another --run-dir")
                 label = name.replace("_", " ")
                 raise UserError(f"--data has {label} {value}, but {before}: use the same data, or another --run-dir")
-        if missing := sorted(self._parts.keys() - values.keys()):
-            raise UserError(
-                f"{checkpoint} lacks {', '.join(missing)}: end the run with the version that began it, "
-                "or use another --run-dir"
-            )
 
     def defer_update_until(self, copied: torch.cuda.Event | None) -> None:
         """Let the next `wait_for_copies` wait for the end of a copy from the GPU; None: it has ended."""

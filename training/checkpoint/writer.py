@@ -316,14 +316,15 @@ class StateWriter:
         if self._destination.skips_while_busy and self._background.busy:
             return copy_seconds
         self.wait()
-        reuses_memory = self._copy.is_allocated
+        was_allocated = self._copy.is_allocated
         if self._destination.is_ready(captured.size_bytes):
             copying_since = time.monotonic()
             self._state.defer_update_until(self._copy.start(captured))
             copy_seconds = time.monotonic() - copying_since
             self._background.submit(partial(self._write, step, copy_seconds))
         # The first copy allocates memory, which takes longer than any other.
-        self._stall_seconds = time.monotonic() - began if reuses_memory else 0.0
+        allocates = self._copy.is_allocated and not was_allocated
+        self._stall_seconds = 0.0 if allocates else time.monotonic() - began
         return copy_seconds
 
     def _write(self, step: int, copy_seconds: float) -> None:

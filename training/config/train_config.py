@@ -217,13 +217,14 @@ def read_spec(argv: Sequence[str]) -> RankOptions:
         argv: as `spec_argv` made them.
 
     Raises:
-        UserError: the file cannot be read, or has flags of another version.
+        OSError: the storage does not answer: another start may find it well.
+        UserError: the file is no JSON, or has flags of another version.
     """
     given = dict(argument.removeprefix("--").split("=", 1) for argument in argv)
     try:
         spec = json.loads(Path(given["spec"]).read_bytes())
         train = TrainConfig(**spec["train"])
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{given['spec']} cannot be read: {error}") from error
     except (KeyError, TypeError) as error:
         raise UserError(f"{given['spec']} is damaged or from another version: {error!r}") from error

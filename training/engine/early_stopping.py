@@ -27,6 +27,10 @@ class EarlyStopping:
         self._earlier_seconds = 0.0
         self._began = time.monotonic()
 
+    def start_clock(self) -> None:
+        """Count from now: connecting, compiling and restoring are no training."""
+        self._began = time.monotonic()
+
     @property
     def spent_seconds(self) -> float:
         """Seconds of all attempts that led to the present state."""
@@ -52,8 +56,8 @@ class EarlyStopping:
         return {"spent_seconds": self.spent_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Count on from now."""
-        self._earlier_seconds, self._began = state_dict["spent_seconds"], time.monotonic()
+        """Add the seconds of earlier attempts."""
+        self._earlier_seconds = state_dict["spent_seconds"]
 
 
 def out_of_patience(config: TrainConfig, progress: Progress) -> bool:

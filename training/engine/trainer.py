@@ -140,6 +140,7 @@ class Trainer:
         # What was only in a node's memory should soon be durable: what has failed may fail again.
         self.checkpoint_writer.restart_interval(due=restored is not None and restored.source == SNAPSHOT)
         self.snapshot_writer.restart_interval()
+        self.early_stopping.start_clock()
         restore_seconds = time.monotonic() - began
         progress, started = self.state.progress, self.context.started
         self.logger.resume(progress)
@@ -259,6 +260,7 @@ class Trainer:
         self.save()
         self.heartbeat.beat("end")
         self.checkpoint_writer.finish()
+        self.logger.wait()
         step, seconds = self.state.progress.step, round(time.monotonic() - requested_at, 3)
         self.logger.event("train_stopped", step=step, signal=request.name, seconds=seconds)
         self.console.print(f"stopped by {request.name} after step {step}")
