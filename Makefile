@@ -12,7 +12,7 @@ INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
 # A real Slurm needs root, to make the nodes' namespaces, and Debian's packages.
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 # The tests submit as an ordinary user too, who can read nothing below root's home (mode 0700).
-HIDDEN := $(if $(ROOT),$(shell setpriv --reuid=65534 --regid=65534 --clear-groups test -r pyproject.toml || echo yes))
+HIDDEN := $(if $(ROOT),$(shell setpriv --reuid=65534 --regid=65534 --clear-groups test -r $(CURDIR)/pyproject.toml || echo yes))
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
 .PHONY: demo drill test check format lock clean
