@@ -36,7 +36,7 @@ drill: $(READY)
 # has a process in the background ignore Ctrl-C, which some tests are about.)
 ifneq ($(HIDDEN),)
 test:
-	@copy=$$(mktemp -d /var/tmp/torchrelay-test.XXXXXX) && trap 'rm -rf "$$copy"' EXIT && chmod 755 "$$copy" && \
+	@copy=$$(mktemp -d /var/tmp/torchrelay-test.XXXXXX) && trap 'rm -rf "$$copy"' EXIT HUP INT TERM && chmod 755 "$$copy" && \
 	echo "an ordinary user cannot read $(CURDIR): testing a copy in $$copy" && \
 	git clone --quiet . "$$copy/torchrelay" && git diff --binary HEAD | git -C "$$copy/torchrelay" apply --allow-empty && \
 	git ls-files -z --others --exclude-standard | xargs -0 -r cp --parents -t "$$copy/torchrelay" && \
