@@ -148,8 +148,8 @@ class CheckpointDestination:
         self._writes = group.is_rank_zero or sharded
         self._save = partial(save_sharded, group.new_group()) if sharded else save_checkpoint
 
-    def is_ready(self, _size_bytes: int) -> bool:
-        """Whether this rank writes."""
+    def prepare(self, _size_bytes: int) -> bool:
+        """Wait until the state may be written. Returns whether this rank writes."""
         # The state refers to the best model, which must be on the disk before it.
         self._logger.wait()
         return self._writes
@@ -191,7 +191,7 @@ class SnapshotDestination:
         self._writers = group.rank_info.local_world_size if sharded else 1
         self._warned = False
 
-    def is_ready(self, size_bytes: int) -> bool:
+    def prepare(self, size_bytes: int) -> bool:
         """Whether this rank writes, and the node's memory has space."""
         if not self.directory:
             return False
@@ -271,6 +271,11 @@ class StateWriter:
         """What the last save took from the training."""
         return self._stall_seconds + self._thread_seconds
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether this step's state counts as saved, or `save` was called for it. The same on all ranks."""
+        return self._state.progress.step == self._saved_step
+
     def due_by_time(self) -> bool:
         """Whether the interval has passed on this rank's clock. Clocks differ: the ranks must agree on one."""
         interval = self._destination.interval
@@ -297,7 +302,7 @@ class StateWriter:
         return self.due_by_time()
 
     def save(self) -> float:
-        """Start to save the state, unless this step's counts as saved or this was called for it before.
+        """Start to save the state, unless it `is_saved`.
 
         All ranks must call this.
         While the last state is still being written, a destination with `skips_while_busy` gets none.
@@ -309,7 +314,7 @@ class StateWriter:
             SharedError: there are more unreadable images than are allowed.
         """
         step, began, copy_seconds = self._state.progress.step, time.monotonic(), 0.0
-        if step == self._saved_step:
+        if self.is_saved:
             return copy_seconds
         self._saved_step, self._saved_at = step, began
         captured = capture(self._state, self._group)
@@ -317,7 +322,7 @@ class StateWriter:
             return copy_seconds
         self.wait()
         was_allocated = self._copy.is_allocated
-        if self._destination.is_ready(captured.size_bytes):
+        if self._destination.prepare(captured.size_bytes):
             copying_since = time.monotonic()
             self._state.defer_update_until(self._copy.start(captured))
             copy_seconds = time.monotonic() - copying_since

@@ -234,6 +234,8 @@ class Trainer:
         Raises:
             DivergedError: the loss is not finite. Such a state must not replace a good one.
         """
+        if self.checkpoint_writer.is_saved:
+            return
         self.heartbeat.beat("save", self.state.progress.step)
         self.loss_meter.total_loss(self.state.progress.step)
         # Waiting for a slow disk counts as training time, copying does not.
@@ -241,12 +243,12 @@ class Trainer:
         self.heartbeat.beat("step")
 
     def validate_if_due(self) -> None:
-        """After an epoch, validate; that time is not training time."""
+        """After an epoch, validate; that time is not training time, waiting for a slow disk is."""
         began = time.monotonic()
-        result = self.validator.validate_if_due(self.before_batch)
-        if result:
-            follow_plateau(self.config, self.state.progress, result.loss)
+        if result := self.validator.validate_if_due(self.before_batch):
             self.loss_meter.leave_out(time.monotonic() - began)
+            follow_plateau(self.config, self.state.progress, result.loss)
+            self.validator.record(result)
 
     def before_batch(self) -> None:
         """Between two batches of an evaluation: a request to stop does not wait for its end."""

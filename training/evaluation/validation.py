@@ -69,17 +69,20 @@ class Validator:
         return result
 
     def validate_if_due(self, before_batch: Callable[[], object]) -> Evaluation | None:
-        """After an epoch, validate, and write `best/` if no model was better. None: no validation was due."""
+        """After an epoch, validate. None: no validation was due. `record` must follow."""
         progress = self.state.progress
         if progress.evaluated_epochs == progress.epoch or self.data.val is None:
             return None
-        result = self.evaluate(self.data.val, "val", before_batch)
+        return self.evaluate(self.data.val, "val", before_batch)
+
+    def record(self, result: Evaluation) -> None:
+        """Record a validation, and write `best/` if no model was better."""
+        progress = self.state.progress
         progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
             progress.best_accuracy, progress.best_epoch = result.accuracy, progress.epoch
             self.logger.save_best(self._weights(), self._result(), self._card())
         progress.evaluated_epochs = progress.epoch
-        return result
 
     def complete(self, before_batch: Callable[[], object], ended: str | None) -> None:
         """Test the model after the last step, and write `final/`.

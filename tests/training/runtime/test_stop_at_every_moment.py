@@ -28,7 +28,7 @@ MOMENTS = {
     "logging the loss": "training.engine.trainer:Trainer.log_if_due",
     "copying the state": "training.checkpoint.writer:HostCopy.start",
     "writing a checkpoint": "training.checkpoint.writer:save_checkpoint",
-    "taking a snapshot": "training.checkpoint.writer:SnapshotDestination.is_ready",
+    "taking a snapshot": "training.checkpoint.writer:SnapshotDestination.prepare",
     "an evaluation": "training.evaluation.evaluator:Evaluator._evaluate_batch",
     "keeping the best model": "training.monitoring.run_logger:RunLogger.save_best",
     "the test": "training.evaluation.validation:Validator.final_files",
