@@ -7,11 +7,8 @@ import getpass
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import tyro
+from functools import partial
 
 from hpc import cli
 from hpc.core import ledger
@@ -26,26 +23,12 @@ _OVER = frozenset({"completed", "cancelled"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class CancelOptions(cli.Common):
+class CancelOptions(cli.RunOptions):
     """End a run for good: nothing requeues it again."""
-
-    run: tyro.conf.Positional[str]
-    """Run directory or name."""
-    runs_dir: Path = Path("runs")
-    """Directory of the runs."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    return cli.run(cancel, CancelOptions, argv, "cancel")
 
 
 def cancel(options: CancelOptions) -> int:
-    """Record it, then end the job. A run that has ended stays as it is.
-
-    Raises:
-        TorchrelayError: Slurm does not answer.
-    """
+    """Record it, then end the job, or raise a TorchrelayError. A run that has ended stays as it is."""
     run = cli.find_run(options.run, options.runs_dir)
     before = str(StatusCache().summary(run)["state"])
     # A failed run may be about to continue: the supervisor submits its next job.
@@ -72,6 +55,8 @@ def cancel(options: CancelOptions) -> int:
         print(f"run {run.name} is cancelled and will not be requeued")
     return 0
 
+
+main = partial(cli.run, cancel, CancelOptions, "cancel")
 
 if __name__ == "__main__":
     sys.exit(main())

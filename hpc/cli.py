@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 from hpc.core import program
 from hpc.core.errors import UserError
-from hpc.core.program import parse
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 
@@ -28,11 +29,27 @@ class Common:
     """Print the traceback of an error."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunsOptions(Common):
+    """The flags of a verb about runs."""
+
+    runs_dir: Path = Path("runs")
+    """Directory of the runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RunsOptions):
+    """The flags of a verb about one run."""
+
+    run: tyro.conf.Positional[str]
+    """Run directory or name."""
+
+
 def run(
     verb: Callable[[Any], int],
     options: type[Any],
-    argv: Sequence[str] | None,
     name: str,
+    argv: Sequence[str] | None = None,
     expand: Callable[[list[str]], list[str]] = list,
 ) -> int:
     """Run a verb from its command line to its exit code. `expand` may add arguments before they are parsed."""
@@ -40,7 +57,7 @@ def run(
 
     def work() -> int:
         slurm.adopt_environment(os.environ)
-        return verb(parse(options, expand(arguments), f"hpc {name}"))
+        return verb(program.parse(options, expand(arguments), f"hpc {name}"))
 
     return program.run(work, f"hpc {name}", debug="--debug" in arguments)
 
@@ -48,8 +65,7 @@ def run(
 def own_command() -> str:
     """How to call this environment's `hpc` here: by name if the PATH finds it, else by its path."""
     own = Path(sys.executable).with_name("hpc")
-    on_path = shutil.which("hpc")
-    if on_path is not None and Path(on_path) == own:
+    if Path(shutil.which("hpc") or "") == own:
         return "hpc"
     near = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own
     return shlex.quote(str(near))
@@ -61,11 +77,7 @@ def print_json(document: Any) -> None:
 
 
 def find_run(run: str, runs_dir: Path) -> RunDir:
-    """The run that the user named by its directory, or by its name below the runs directory.
-
-    Raises:
-        UserError: there is none; with similar names.
-    """
+    """The run with this directory, or this name below the runs directory; a UserError if there is none."""
     for path in (Path(run).expanduser(), runs_dir.expanduser() / run):
         if (path / "spec.json").is_file():
             return RunDir(path.resolve())

@@ -172,11 +172,7 @@ class RunSpec:
 
     @classmethod
     def load(cls, run: RunDir) -> "RunSpec":
-        """Read `spec.json` back.
-
-        Raises:
-            UserError: the directory is no run.
-        """
+        """Read `spec.json` back; a UserError if the directory is no run."""
         try:
             fields: dict[str, Any] = json.loads(run.spec.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -193,15 +189,11 @@ class RunSpec:
 
 
 def check_run_name(name: str) -> None:
-    """Refuse a name that is no directory name, or that Slurm would change.
-
-    Raises:
-        UserError: with the reason.
-    """
+    """Refuse, with a UserError, a name that is no directory name, or that Slurm would change."""
     reason = None
     if not name or len(name) > _LONGEST_NAME:
         reason = f"it has {len(name)} characters; use 1 to {_LONGEST_NAME}"
-    elif "/" in name or name in {".", ".."} or ".." in name:
+    elif "/" in name or name == "." or ".." in name:
         reason = "it may not contain / or two dots"
     elif not name.isprintable():
         reason = "it holds a newline or another control character"

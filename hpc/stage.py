@@ -6,8 +6,8 @@ Node agents stage by themselves; this verb is for inspection, repair, making roo
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,6 @@ class StageOptions(cli.Common):
     """Read every byte of all copies, or those of PATH, compare the checksums, and repair damaged files."""
     clean: bool = False
     """Delete all copies, or those of PATH, except copies in use."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    return cli.run(stage, StageOptions, argv, "stage")
 
 
 def stage(options: StageOptions) -> int:
@@ -185,6 +180,8 @@ def _copy(options: StageOptions, source: Path, *, read_all: bool = False) -> Sta
         with Stager(options.stage_dir.absolute(), watch=watch) as stager:
             return stager.stage(source, read_all=read_all)
 
+
+main = partial(cli.run, stage, StageOptions, "stage")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -47,21 +48,14 @@ _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(cli.Common):
+class DoctorOptions(cli.RunsOptions):
     """Find settings of this cluster that cost runs work or time, and print how to change them."""
 
     run: tyro.conf.Positional[str | None] = None
     """Run whose measured save times to use. Default: the newest run that has saved."""
-    runs_dir: Path = Path("runs")
-    """Directory of the runs."""
     node: tuple[str, ...] | None = None
     """Also inspect compute nodes in a short job: these nodes, or without names any (as many as --nodes)."""
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    return cli.run(doctor, DoctorOptions, argv, "doctor")
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -182,6 +176,8 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
     rest = f"; {len(unknown)} could not be judged ({names})" if unknown else ""
     print(f"{passed} of {len(found)} checks passed{rest}")
 
+
+main = partial(cli.run, doctor, DoctorOptions, "doctor")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import tyro
@@ -32,15 +32,11 @@ _TIMEOUT_SECONDS = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrillOptions(cli.Common):
+class DrillOptions(cli.RunOptions):
     """Cause a failure in a run, wait until it trains again, and print what it cost."""
 
-    run: tyro.conf.Positional[str]
-    """Run directory or name."""
     kind: tyro.conf.Positional[Kind]
     """worker-kill, hang or disk-full of a rank; node-kill; preempt or term of the job."""
-    runs_dir: Path = Path("runs")
-    """Directory of the runs."""
     rank: int | None = None
     """The rank for worker-kill, hang (default: the last) and disk-full (default: 0)."""
     node: str | None = None
@@ -61,11 +57,6 @@ class DrillTarget:
     node: str
     rank: int
     testbed: bool
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    return cli.run(drill, DrillOptions, argv, "drill")
 
 
 def drill(options: DrillOptions) -> int:
@@ -193,6 +184,8 @@ def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
 def _checkpoints(run: RunDir) -> int:
     return sum(event["event"] == "checkpoint_saved" for event in ledger.read(run.events))
 
+
+main = partial(cli.run, drill, DrillOptions, "drill")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,9 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import tyro
+from functools import partial
 
 from hpc import cli
 from hpc.core import ledger
@@ -26,17 +24,13 @@ _LINES_BEFORE = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogsOptions(cli.Common):
+class LogsOptions(cli.RunOptions):
     """Print the logs of a run, each line with its attempt and rank.
 
     For a failed run: the log of the rank that failed first, from shortly before its error. Of a long log only the last
     megabyte. --all and --json print everything.
     """
 
-    run: tyro.conf.Positional[str]
-    """Run directory or name."""
-    runs_dir: Path = Path("runs")
-    """Directory of the runs."""
     follow: bool = False
     """Print new lines as they are written, over requeues, until the run ends or Ctrl-C."""
     rank: int | None = None
@@ -45,11 +39,6 @@ class LogsOptions(cli.Common):
     """Only the logs of this attempt; by default all."""
     all: bool = False
     """Everything, from the beginning."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    return cli.run(logs, LogsOptions, argv, "logs")
 
 
 def logs(options: LogsOptions) -> int:
@@ -138,6 +127,8 @@ def _for_people(line: Line) -> str:
 def _notice(text: str) -> None:
     print(f"hpc logs: {text}", file=sys.stderr, flush=True)
 
+
+main = partial(cli.run, logs, LogsOptions, "logs")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -18,20 +19,13 @@ from hpc.status.__main__ import summaries
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(cli.Common):
+class ReportOptions(cli.RunsOptions):
     """Write one self-contained HTML page about a run, or a comparison of several, and its tables as CSV."""
 
     run: tyro.conf.Positional[tuple[str, ...]]
     """Run directories or names."""
-    runs_dir: Path = Path("runs")
-    """Directory of the runs."""
     output: Path | None = None
     """Directory for the page and the tables; by default report/ in the run, or beside the runs that are compared."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    return cli.run(report, ReportOptions, argv, "report")
 
 
 def report(options: ReportOptions) -> int:
@@ -72,6 +66,8 @@ def write(path: Path, records: Sequence[RunRecord]) -> list[Path]:
     write_atomic(path, page)
     return [path.with_name(name) for name in tables]
 
+
+main = partial(cli.run, report, ReportOptions, "report")
 
 if __name__ == "__main__":
     sys.exit(main())

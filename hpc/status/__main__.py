@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import tyro
@@ -28,20 +28,13 @@ _PIPE_WIDTH = 160
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusOptions(cli.Common):
+class StatusOptions(cli.RunsOptions):
     """Show the state of runs."""
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
     """Run directories or names; by default all below --runs-dir."""
-    runs_dir: Path = Path("runs")
-    """Directory of the runs."""
     watch: bool = False
     """Keep the table up to date until Ctrl-C."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    return cli.run(status, StatusOptions, argv, "status")
 
 
 def status(options: StatusOptions) -> int:
@@ -141,6 +134,8 @@ def progress(row: Summary) -> str:
         return f"attempt {row['attempt'] or 1}: starting"
     return f"attempt {row['attempt']}: epoch {row['epoch']} step {row['step']} loss {row['train_loss']:.4f}"
 
+
+main = partial(cli.run, status, StatusOptions, "status")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.run(
         lambda parsed: submit(parsed, script),
         options,
-        arguments,
         "submit",
+        arguments,
         expand=lambda given: command_line.with_config(given, flag_names(options)),
     )
 

@@ -11,8 +11,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from hpc import cli
@@ -42,11 +42,9 @@ Line = dict[str, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuperviseOptions(cli.Common):
+class SuperviseOptions(cli.RunsOptions):
     """Watch squeue and keep runs going: end requeue delays, resubmit lost runs, take over from dead nodes."""
 
-    runs_dir: Path = Path("runs")
-    """Directory of the runs."""
     once: bool = False
     """Check all runs once and exit: for cron."""
     interval: str = "10s"
@@ -58,11 +56,6 @@ class SuperviseOptions(cli.Common):
     on_end: str = ""
     """A command to call once when a run is complete or given up. Its environment has TORCHRELAY_RUN_DIR,
     TORCHRELAY_STATE and TORCHRELAY_REASON."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    return cli.run(supervise, SuperviseOptions, argv, "supervise")
 
 
 def supervise(options: SuperviseOptions) -> int:
@@ -204,6 +197,8 @@ def _notify(one: ObservedRun, state: str, reason: str, command: list[str]) -> No
             marker.unlink()  # the next check calls it again
             raise
 
+
+main = partial(cli.run, supervise, SuperviseOptions, "supervise")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -62,7 +62,7 @@ Verb = (
 def main(argv: Sequence[str]) -> int:
     """Run one command. Returns the exit code."""
     # tyro reads a union as subcommands, but `cli.run` is typed for a class.
-    return cli.run(_run, cast("type[Any]", Verb), argv, "testbed")
+    return cli.run(_run, cast("type[Any]", Verb), "testbed", argv)
 
 
 def _run(options: Up | Down | ShowStatus | KillNode | ReviveNode) -> int:
