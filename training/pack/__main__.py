@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -30,7 +29,7 @@ from hpc.core.files import fsync_directory, sha256_of, write_atomic, write_json
 from hpc.core.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
-from training.data.file_index import SplitIndex, build_index
+from training.data.file_index import build_index
 from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
 from training.runtime.signals import die_with_parent
 
@@ -65,15 +64,8 @@ class PackOptions:
 
 
 def main() -> int:
-    """From the command line to the exit code."""
+    """From the command line to the exit code of a success."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    if not sys.stdout.isatty():
-        # A log that is read while it is written needs whole lines at once.
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
-    return program.run(_main)
-
-
-def _main() -> int:
     options = program.parse(PackOptions, sys.argv[1:], "python -m training.pack")
     for name, least in (("size", 8), ("num_workers", 1)):
         value = getattr(options, name)
@@ -84,69 +76,43 @@ def _main() -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackPlan:
-    """A packed data set to be made."""
-
-    source: Path
-    size: int
-    classes: tuple[str, ...]
-    parts: dict[str, SplitIndex]
-    """By name; the images' paths are below `source`."""
-
-    @property
-    def images(self) -> int:
-        """Images in all parts."""
-        return sum(len(part.names) for part in self.parts.values())
-
-    @cached_property
-    def identity(self) -> dict[str, str | int]:
-        """Differs between plans whose files differ in more than pixels."""
-        tables = {
-            name: [hashlib.sha256(content).hexdigest() for content in _tables(part).values()]
-            for name, part in self.parts.items()
-        }
-        return _identity(self.size, self.classes, tables)
-
-    def matches(self, index: PackIndex) -> bool:
-        """Whether a packed data set has this plan's images, labels and size."""
-        tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
-        return self.identity == _identity(index.size, index.classes, tables)
-
-    def check_resumable(self, directory: Path) -> None:
-        """Write the plan, or make sure that the files in a directory were begun with it.
-
-        Raises:
-            UserError: they were begun with another plan.
-        """
-        path = directory / _PLAN
-        try:
-            begun = json.loads(path.read_bytes())
-        except (FileNotFoundError, ValueError):
-            begun = {}
-        if not has_records(directory):
-            write_json(path, self.identity)
-        elif begun != self.identity:
-            changed = ", ".join(_CHANGES[name] for name in self.identity if begun.get(name) != self.identity[name])
-            raise UserError(f"{directory} was begun with {changed}: use the same, or start over: rm -r '{directory}'")
+def _identity(index: PackIndex) -> dict[str, Any]:
+    """What packed data sets of the same images in the same size have in common."""
+    tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
+    images = json.dumps([index.classes, tables]).encode()
+    return {"size": index.size, "images": hashlib.sha256(images).hexdigest()}
 
 
-def _identity(size: int, classes: tuple[str, ...], tables: dict[str, list[str]]) -> dict[str, str | int]:
-    return {"size": size, "images": hashlib.sha256(json.dumps([classes, tables]).encode()).hexdigest()}
+def _check_resumable(directory: Path, index: PackIndex) -> None:
+    """Make sure that the images packed in a directory are the same, in the same size; without any, record which.
+
+    Raises:
+        UserError: they are not.
+    """
+    path, identity = directory / _PLAN, _identity(index)
+    if not has_records(directory):
+        write_json(path, identity)
+        return
+    try:
+        begun = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        begun = {}
+    if changed := ", ".join(words for name, words in _CHANGES.items() if begun.get(name) != identity[name]):
+        raise UserError(f"{directory} was begun with {changed}: use the same, or start over: rm -r '{directory}'")
 
 
-def _tables(part: SplitIndex) -> dict[str, bytes]:
-    """The contents of a part's files of labels and names."""
-    contents = {}
-    for name, array in (("labels", part.labels), ("names", part.names)):
-        buffer = io.BytesIO()
-        np.save(buffer, array, allow_pickle=False)
-        contents[name] = buffer.getvalue()
-    return contents
+def _npy(array: np.ndarray) -> bytes:
+    """The content of a file of an array."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
 
 
-def make_plan(src: Path, dst: Path, size: int) -> PackPlan:
+def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, np.ndarray]]:
     """List the images.
+
+    Returns:
+        The index, in which the pixels are missing, and the labels and names by their files.
 
     Raises:
         UserError: SRC is no image folder, a directory in it cannot be read, or DST is inside SRC.
@@ -165,12 +131,19 @@ def make_plan(src: Path, dst: Path, size: int) -> PackPlan:
         listing = build_index(layout)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
-    parts = {}
+    parts, tables = [], dict[str, np.ndarray]()
     for name, part in listing.parts.items():
         root: Path = getattr(layout, name)
         prefix = "" if root == src else f"{root.relative_to(src)}/"
-        parts[name] = SplitIndex(names=np.char.add(prefix.encode(), part.names), labels=part.labels)
-    return PackPlan(source=src, size=size, classes=listing.classes, parts=parts)
+        files = {}
+        for table, array in (("labels", part.labels), ("names", np.char.add(prefix.encode(), part.names))):
+            content = _npy(array)
+            digest = hashlib.sha256(content).hexdigest()
+            files[table] = PackedFile(name=f"{name}-{table}.npy", bytes=len(content), sha256=digest)
+            tables[files[table].name] = array
+        pixels = PackedFile(name=f"{name}-pixels.npy", bytes=0, sha256="")
+        parts.append(PackedPart(name=name, images=len(part.names), corrupt=(), pixels=pixels, **files))
+    return PackIndex(size=size, classes=listing.classes, parts=tuple(parts), source=str(src)), tables
 
 
 def pack(options: PackOptions, workers: int) -> None:
@@ -181,36 +154,46 @@ def pack(options: PackOptions, workers: int) -> None:
         TorchrelayError: another process packs into DST, or the disk is full.
     """
     src, dst = (Path(os.path.abspath(path.expanduser())) for path in (options.src, options.dst))  # noqa: PTH100
-    plan = make_plan(src, dst, options.size)
-    if _is_packed(dst, plan):
-        print(f"{dst} is packed already: {plan.images} images")
+    index, tables = list_images(src, dst, options.size)
+    images = sum(part.images for part in index.parts)
+    if _is_packed(dst, index):
+        print(f"{dst} is packed already: {images} images")
         return
     with _working_directory(dst) as directory, _pool(workers) as pool, _explained(directory):
-        if _is_packed(dst, plan):  # by another process, since the check above
+        if _is_packed(dst, index):  # by another process, since the check above
             shutil.rmtree(directory)
             return
-        plan.check_resumable(directory)
-        splits = {name: SplitWriter(directory, name, src, part.names, plan.size) for name, part in plan.parts.items()}
-        missing = plan.images - sum(split.done for split in splits.values())
-        needed, free = missing * CHANNELS * plan.size**2, shutil.disk_usage(directory).free
+        _check_resumable(directory, index)
+        splits = [
+            SplitWriter(directory / part.pixels.name, src, tables[part.names.name], index.size) for part in index.parts
+        ]
+        missing = images - sum(split.done for split in splits)
+        needed, free = missing * CHANNELS * index.size**2, shutil.disk_usage(directory).free
         if needed > free:
             raise UserError(
                 f"{directory.parent} has {free // 2**20} MB free, and the packed images need {needed // 2**20} MB: "
                 "free some space, use a smaller --size, or give another DST"
             )
-        pack_splits(list(splits.values()), pool, workers)
-        index = _complete(plan, directory, splits)
+        pack_splits(splits, pool, workers)
+        for name, array in tables.items():
+            write_atomic(directory / name, _npy(array))
+        parts = zip(index.parts, splits, strict=True)
+        index = replace(
+            index, parts=tuple(replace(part, pixels=split.file, corrupt=split.corrupt) for part, split in parts)
+        )
+        write_index(directory, index)
         directory.rename(dst)
         fsync_directory(dst.parent)
         for hidden in dst.glob(".*"):  # records, plan and lock, which nobody needs any more
             hidden.unlink()
-    size = sum(file.bytes for file in index.files) / 2**20
-    print(f"{dst}: {plan.images} images of {plan.size} x {plan.size} pixels, {size:.0f} MB: train with --data {dst}")
+    megabytes = sum(file.bytes for file in index.files) / 2**20
+    size = f"{images} images of {index.size} x {index.size} pixels, {megabytes:.0f} MB"
+    print(f"{dst}: {size}: train with --data {dst}")
     if corrupt := sum(len(part.corrupt) for part in index.parts):
         print(f"{corrupt} images cannot be decoded and are marked: trainings use others (--max-corrupt-images)")
 
 
-def _is_packed(dst: Path, plan: PackPlan) -> bool:
+def _is_packed(dst: Path, index: PackIndex) -> bool:
     """Whether DST is complete.
 
     Raises:
@@ -220,7 +203,7 @@ def _is_packed(dst: Path, plan: PackPlan) -> bool:
         if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
             raise UserError(f"{dst} exists and is no packed data set: give a new directory")
         return False
-    if not plan.matches(read_index(dst)):
+    if _identity(read_index(dst)) != _identity(index):
         raise UserError(f"{dst} was packed from other images, or with another --size: give a new directory")
     check_data(dst)
     return True
@@ -274,22 +257,6 @@ def _explained(directory: Path) -> Iterator[None]:
         raise
 
 
-def _complete(plan: PackPlan, directory: Path, splits: dict[str, SplitWriter]) -> PackIndex:
-    """Write the labels and names, then the index."""
-    parts = []
-    for name, split in splits.items():
-        tables = {}
-        for table, content in _tables(plan.parts[name]).items():
-            path = directory / f"{name}-{table}.npy"
-            write_atomic(path, content)
-            tables[table] = PackedFile(name=path.name, bytes=len(content), sha256=sha256_of(path))
-        pixels, corrupt = split.describe()
-        parts.append(PackedPart(name=name, images=len(split.names), corrupt=corrupt, pixels=pixels, **tables))
-    index = PackIndex(size=plan.size, classes=plan.classes, parts=tuple(parts), source=str(plan.source))
-    write_index(directory, index)
-    return index
-
-
 def verify(dst: Path, workers: int) -> None:
     """Compare a packed data set with its checksums.
 
@@ -310,4 +277,4 @@ def verify(dst: Path, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main))

@@ -26,7 +26,6 @@ from training.data.transforms.crop import center_box
 
 CHANNELS = 3
 MISSING, DONE, CORRUPT = range(3)
-_RECORDS = ".{}-records.npy"
 _RECORD = np.dtype([("state", "u1"), ("bytes", "<i8"), ("mtime_ns", "<i8"), ("sha256", "u1", 32)])
 # Images of one task: some hundredths of a second.
 _CHUNK = 16
@@ -38,16 +37,15 @@ _AHEAD = 8
 class SplitWriter:
     """The files of one part while it is packed."""
 
-    def __init__(self, directory: Path, name: str, source: Path, names: np.ndarray, size: int) -> None:
-        self.path = directory / f"{name}-pixels.npy"
-        self.source, self.names, self.size = source, names, size
+    def __init__(self, path: Path, source: Path, names: np.ndarray, size: int) -> None:
+        self.path, self.source, self.names, self.size = path, source, names, size
         self._image_bytes = CHANNELS * size**2
-        shape, kept = (len(names), size, size, CHANNELS), directory / _RECORDS.format(name)
+        shape, kept = (len(names), size, size, CHANNELS), path.with_name("." + path.name.replace("pixels", "records"))
         pixels, records = _existing(self.path), _existing(kept)
         if pixels is None or records is None or (pixels.shape, records.shape) != (shape, shape[:1]):
             kept.unlink(missing_ok=True)  # records of other pixels
             pixels = open_memmap(self.path, mode="w+", dtype=np.uint8, shape=shape)
-            fsync_directory(directory)
+            fsync_directory(path.parent)
             records = open_memmap(kept, mode="w+", dtype=_RECORD, shape=shape[:1])
         self._offset, self.records = pixels.offset, records
 
@@ -61,23 +59,26 @@ class SplitWriter:
         paths = [self.path_of(first + place) for place in range(len(records))]
         return pool.submit(pack_chunk, self.path, self._offset + first * self._image_bytes, self.size, paths, records)
 
-    def record(self, first: int, records: np.ndarray) -> tuple[int, list[Path]]:
-        """Write the records of a chunk; returns how many images had none before, and the corrupt images."""
-        written = self.records[first : first + len(records)]
-        new = int(np.count_nonzero(written["state"] == MISSING))
-        written[:] = records
-        return new, [self.path_of(first + place) for place in np.flatnonzero(records["state"] == CORRUPT).tolist()]
+    def record(self, first: int, records: np.ndarray) -> list[Path]:
+        """Write the records of a chunk; returns its corrupt images."""
+        self.records[first : first + len(records)] = records
+        return [self.path_of(first + place) for place in np.flatnonzero(records["state"] == CORRUPT).tolist()]
 
     @property
     def done(self) -> int:
         """Images that have a record."""
         return int(np.count_nonzero(self.records["state"]))
 
-    def describe(self) -> tuple[PackedFile, tuple[int, ...]]:
-        """The file as the index describes it, and the indices of the images that could not be decoded."""
+    @property
+    def file(self) -> PackedFile:
+        """The file as the index describes it."""
         digest = hashlib.sha256(self.records["sha256"].tobytes()).hexdigest()
-        file = PackedFile(name=self.path.name, bytes=self.path.stat().st_size, sha256=digest)
-        return file, tuple(np.flatnonzero(self.records["state"] == CORRUPT).tolist())
+        return PackedFile(name=self.path.name, bytes=self.path.stat().st_size, sha256=digest)
+
+    @property
+    def corrupt(self) -> tuple[int, ...]:
+        """The indices of the images that could not be decoded."""
+        return tuple(np.flatnonzero(self.records["state"] == CORRUPT).tolist())
 
 
 def _existing(path: Path) -> np.memmap | None:
@@ -90,7 +91,7 @@ def _existing(path: Path) -> np.memmap | None:
 
 def has_records(directory: Path) -> bool:
     """Whether any image is packed in a directory."""
-    found = (_existing(path) for path in directory.glob(_RECORDS.format("*")))
+    found = (_existing(path) for path in directory.glob(".*-records.npy"))
     return any(records is not None and records["state"].any() for records in found)
 
 
@@ -103,8 +104,7 @@ def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, worker
     total, before = sum(len(split.names) for split in splits), sum(split.done for split in splits)
     if before:
         print(f"{before} of {total} images were packed before", flush=True)
-    done, began = before, time.monotonic()
-    printed = began
+    began = printed = time.monotonic()
     chunks = ((split, first) for split in splits for first in range(0, len(split.names), _CHUNK))
     pending: deque[tuple[SplitWriter, int, Future[np.ndarray]]] = deque()
     while True:
@@ -119,12 +119,10 @@ def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, worker
         for split in {split for split, _, _ in finished}:
             fsync_file(split.path)
         for split, first, records in finished:
-            new, corrupt = split.record(first, records.result())
-            done += new
-            for path in corrupt:
+            for path in split.record(first, records.result()):
                 print(f"warning: {path} cannot be decoded: it is marked", flush=True)
         now = time.monotonic()
-        if done > before and now - printed >= _LINE_SECONDS:
+        if now - printed >= _LINE_SECONDS and (done := sum(split.done for split in splits)) > before:
             printed, rate = now, (done - before) / (now - began)
             left = round((total - done) / rate)
             eta = f"{left // 60}:{left % 60:02d}"
@@ -132,20 +130,12 @@ def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, worker
 
 
 def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], records: np.ndarray) -> np.ndarray:
-    """Decode consecutive images and write them to their places. Runs in a process of the pool.
+    """Decode consecutive images and write them to a file, after `offset` bytes. Runs in a process of the pool.
 
-    Args:
-        file: the file of the pixels.
-        offset: bytes in it before these images.
-        size: side in pixels.
-        paths: the images.
-        records: _RECORD [n], as an earlier packer left them.
+    Takes the records (_RECORD [n]) as an earlier packer left them, and returns the new ones.
 
     Raises:
         OSError: an image cannot be read, or the disk is full.
-
-    Returns:
-        The new records.
     """
     image_bytes = CHANNELS * size**2
     with file.open("r+b", buffering=0) as pixels:
@@ -179,7 +169,7 @@ def as_square(image: Image.Image, size: int) -> np.ndarray:
 
 
 def pixels_sha256(path: Path, images: int, pool: ProcessPoolExecutor) -> str:
-    """The checksum of a file of pixels, as `SplitWriter.describe` has it."""
+    """The checksum of a file of pixels, as `SplitWriter.file` has it."""
     digest = hashlib.sha256()
     for digests in pool.map(partial(_image_digests, path), range(0, images, _CHUNK), chunksize=_AHEAD):
         digest.update(digests)
