@@ -9,7 +9,6 @@ Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the 
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
@@ -62,9 +61,9 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     if not record_end(node, cause=cause, step=last_step, **fields):
         return 1  # other agents, which have lost contact with this one, have ended it
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
-    ending = replace(ending, failures=failures_in_a_row(attempts_of(node.run_events())))
-    if not must_requeue(cause, ending):
-        return 0 if cause is Cause.COMPLETED or may_restart(cause, ending.failures) else 1
+    failures = failures_in_a_row(attempts_of(node.run_events()))
+    if not must_requeue(cause, ending.job_state, failures):
+        return 0 if cause is Cause.COMPLETED or may_restart(cause, failures) else 1
     if not node.on_slurm:
         node.record_event("requeued", job_id=node.allocation.job_id)
         return LOCAL_REQUEUE_RETURN_CODE

@@ -22,7 +22,6 @@ class Attempt:
     started: float
     training_started: float | None = None
     first_step: int | None = None
-    world_size: int | None = None
     members: tuple[str, ...] = ()
     """The nodes that train; `nodes` also has spares and lost nodes."""
     interruptions: tuple[tuple[str, int | None], ...] = ()
@@ -59,48 +58,33 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
         for event in events if event["event"] == "claimed"
     }  # fmt: skip
     for event in events:
-        change, number = _CHANGES.get(event["event"]), event.get("attempt")
-        if change and isinstance(number, int) and number in found:
-            found[number] = replace(found[number], **change(event, found[number]))
+        number = event.get("attempt")
+        if number in found and (changes := _changes(found[number], event)):
+            found[number] = replace(found[number], **changes)
     return [found[number] for number in sorted(found)]
 
 
-def _started(event: Event, attempt: Attempt) -> dict[str, Any]:
-    # Ranks may restart within an attempt: its first start counts.
-    first = attempt.training_started is None
-    return {
-        "training_started": event["time"] if first else attempt.training_started,
-        "first_step": event["step"] if first else attempt.first_step,
-        "world_size": event["world_size"],
-    }
-
-
-def _ended(event: Event, _attempt: Attempt) -> dict[str, Any]:
-    return {
-        # For a dead attempt, recorded later by another process: the time of its last sign of life.
-        "ended": event.get("last_heard") or event["time"],
-        "failed_at": event.get("failed_at"),
-        "cause": event["cause"],
-        "last_step": event.get("step"),
-        "detail": event.get("detail"),
-    }
-
-
-def _regrouped(event: Event, attempt: Attempt) -> dict[str, Any]:
-    members = event.get("members", range(len(attempt.nodes)))
-    return {"members": tuple(attempt.nodes[node_rank] for node_rank in members)}
-
-
-def _interrupted(event: Event, attempt: Attempt) -> dict[str, Any]:
-    return {
-        "interruptions": (*attempt.interruptions, (event["cause"], event.get("step"))),
-        "interrupted_at": event.get("failed_at"),
-    }
-
-
-_CHANGES = {
-    "rendezvous": _regrouped, "train_started": _started, "interruption": _interrupted, "attempt_ended": _ended,
-}  # fmt: skip
+def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
+    """What an event changes in its attempt."""
+    match event["event"]:
+        case "rendezvous":
+            return {"members": tuple(attempt.nodes[node_rank] for node_rank in event["members"])}
+        # Ranks may restart within an attempt: its first start counts.
+        case "train_started" if attempt.training_started is None:
+            return {"training_started": event["time"], "first_step": event["step"]}
+        case "interruption":
+            interruptions = (*attempt.interruptions, (event["cause"], event.get("step")))
+            return {"interruptions": interruptions, "interrupted_at": event.get("failed_at")}
+        case "attempt_ended":
+            return {
+                # For a dead attempt, recorded later by another process: the time of its last sign of life.
+                "ended": event.get("last_heard") or event["time"],
+                "failed_at": event.get("failed_at"),
+                "cause": event["cause"],
+                "last_step": event.get("step"),
+                "detail": event.get("detail"),
+            }
+    return {}
 
 
 def last_job_id(events: Iterable[Event]) -> str | None:

@@ -66,8 +66,6 @@ class Ending:
     failure: Cause = Cause.CRASHED
     """The cause if nothing outside ended the attempt: the `cause_of_exit` of the first rank to fail, a hang, a lost
     node."""
-    failures: int = 0
-    """Failures in a row, this ending included (`hpc.core.attempts.failures_in_a_row`)."""
 
 
 # What it means that Slurm has put a job into this state by itself.
@@ -119,24 +117,17 @@ def is_consequence(detail: str) -> bool:
 
 
 def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detail: str, *, ours: bool = True) -> Cause:
-    """Why a rank failed.
+    """Why a rank failed, from its exit code or the name of the signal that killed it, and the last line of its log.
 
-    Args:
-        exit_code: its exit code; ignored if a signal killed it.
-        signal: that signal's name, or None.
-        out_of_memory: whether the kernel has meanwhile killed a process of the job for lack of memory.
-        detail: the last line of its log.
-        ours: whether it ran our trainer; the exit codes of a user's script may mean anything.
+    `out_of_memory`: the kernel has meanwhile killed a process of the node for lack of memory. `ours`: it ran our
+    trainer; the exit codes of a user's script may mean anything.
     """
-    has_code = ours and signal is None and exit_code in _CAUSE_OF_EXIT
+    if ours and signal is None and exit_code in _CAUSE_OF_EXIT:
+        return _CAUSE_OF_EXIT[exit_code]
     killed = signal == "SIGKILL" or _KILLED_WORKER in detail
-    rules = (
-        (has_code, _CAUSE_OF_EXIT.get(exit_code, Cause.CRASHED)),
-        (out_of_memory and killed, Cause.OUT_OF_MEMORY),
-        (_NO_MEMORY.search(detail) is not None, Cause.OUT_OF_MEMORY),
-        (_NO_SPACE.search(detail) is not None, Cause.NO_SPACE),
-    )
-    return next((cause for holds, cause in rules if holds), Cause.CRASHED)
+    if (out_of_memory and killed) or _NO_MEMORY.search(detail):
+        return Cause.OUT_OF_MEMORY
+    return Cause.NO_SPACE if _NO_SPACE.search(detail) else Cause.CRASHED
 
 
 # The causes after which a run is over without having failed.
@@ -161,11 +152,9 @@ def _budget(cause: str) -> tuple[frozenset[Cause], float]:
 def count_failures(interruptions: Iterable[tuple[str, int | None]]) -> int:
     """Failures of the last one's kind, itself included, since the run last reached a new highest step.
 
-    A time limit counts only if its attempt reached no new step, for example when staging takes longer than the limit.
-
-    Args:
-        interruptions: the causes that interrupted or ended the attempts, in order, each with the last step done by
-            then; None for a user's script, whose progress is unknown: one that was ended from outside made some.
+    Each interruption or end, in order, has a cause and the last step done by then: None for a user's script, whose
+    progress is unknown, though one that was ended from outside made some. A time limit counts only if its attempt
+    reached no new step, for example when staging takes longer than the limit.
     """
     best, row = 0, list[str]()
     for cause, step in interruptions:
@@ -174,8 +163,7 @@ def count_failures(interruptions: Iterable[tuple[str, int | None]]) -> int:
             best, row = step or 0, []
         if step is None and cause in _NOT_ITS_FAULT:
             row = []
-            continue
-        if not (advanced and cause == Cause.TIME_LIMIT):
+        elif not (advanced and cause == Cause.TIME_LIMIT):
             row.append(cause)
     return sum(cause in _budget(row[-1])[0] for cause in row)
 
@@ -185,8 +173,8 @@ def may_restart(cause: str, failures: int) -> bool:
     return cause not in FINAL_CAUSES and failures < _budget(cause)[1]
 
 
-def must_requeue(cause: Cause, ending: Ending) -> bool:
-    """Whether the agent must ask for the requeue, because Slurm does not requeue the job by itself.
+def must_requeue(cause: Cause, job_state: JobState, failures: int) -> bool:
+    """Whether the agent must ask for the requeue after the last of `failures` in a row: Slurm does not do it by itself.
 
     Slurm requeues a job that lost a node; somebody's requeue is already pending. But it ends a job that still runs or
     has reached its time limit, and with PreemptMode=CANCEL one that it preempts.
@@ -194,4 +182,4 @@ def must_requeue(cause: Cause, ending: Ending) -> bool:
     not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.UNKNOWN}
     if cause is Cause.PREEMPTED:
         not_requeued |= {JobState.CANCELLED, JobState.PREEMPTED}
-    return may_restart(cause, ending.failures) and ending.job_state in not_requeued
+    return may_restart(cause, failures) and job_state in not_requeued

@@ -11,8 +11,6 @@ from pathlib import Path
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 
-_PACKAGES = ("hpc", "jobs", "training")
-
 
 def _git(directory: Path, *arguments: str) -> str | None:
     """What git prints; None if it fails (no repository, another user's) or is not installed."""
@@ -32,15 +30,10 @@ def git_revision(directory: Path) -> str | None:
 
 
 def copy_code(run: RunDir, working_directory: Path, script: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Fill `code/`.
+    """Make `code/`, from the repository that the working directory is in, if any, and our packages.
 
-    Args:
-        run: without a `code/` yet.
-        working_directory: whose repository is copied, if it is in one.
-        script: the user's script, by its path from the working directory, and its arguments; empty for our trainer.
-
-    Returns:
-        The same, with the script's path below `code/`.
+    `script` is the user's script, by its path from the working directory, and its arguments; empty for our trainer.
+    Returns the same with the script's path below `code/`.
 
     Raises:
         UserError: the script is not tracked by that repository.
@@ -66,6 +59,6 @@ def copy_code(run: RunDir, working_directory: Path, script: tuple[str, ...] = ()
     if revision := git_revision(working_directory):
         run.revision.write_text(f"{revision}\n")
     source = Path(__file__).parents[2]
-    for package in _PACKAGES:
+    for package in ("hpc", "jobs", "training"):
         shutil.copytree(source / package, run.packages / package, ignore=shutil.ignore_patterns("__pycache__"))
     return script

@@ -52,45 +52,39 @@ def refresh_nfs_cache(directory: Path) -> None:
     directory.chmod(0o700)
 
 
-def _write_temporary(path: Path, data: str | bytes, mode: int) -> Path:
-    """Write durably to a unique name beside `path`; if that fails, remove it."""
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+@contextlib.contextmanager
+def _temporary_file(path: Path, data: str | bytes, mode: int) -> Iterator[Path]:
+    """Write durably to a unique name beside `path`, which is removed in the end unless the file has been renamed."""
+    temporary = _temporary_name(path, _UNFINISHED)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+        yield temporary
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    return temporary
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
     """Create or replace a file: readers see the old content or all of the new."""
-    temporary = _write_temporary(path, data, mode)
-    try:
+    with _temporary_file(path, data, mode) as temporary:
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     fsync_directory(path.parent)
 
 
-def write_exclusive(path: Path, data: str | bytes, mode: int = 0o644) -> bool:
+def write_exclusive(path: Path, data: str) -> bool:
     """Create a file with its whole content; False if it exists. Of several concurrent writers, one gets True.
 
     A hard link is the exclusive creation that NFS guarantees, and the content appears together with the name.
     """
-    temporary = _write_temporary(path, data, mode)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        # Over NFS the link may have been made and only the reply lost: link(2) advises to check the link count.
-        return temporary.stat().st_nlink == 2
-    finally:
-        temporary.unlink()
+    with _temporary_file(path, data, 0o644) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            # Over NFS the link may have been made and only the reply lost: link(2) advises to check the link count.
+            return temporary.stat().st_nlink == 2
     fsync_directory(path.parent)
     return True
 
@@ -98,10 +92,8 @@ def write_exclusive(path: Path, data: str | bytes, mode: int = 0o644) -> bool:
 def publish_directory(path: Path, fill: Callable[[Path], None], mode: int | None = None) -> None:
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
-    Args:
-        path: the directory.
-        fill: writes the files into the empty directory that it receives; it need not flush them.
-        mode: of the directory, and without the execute bits of its files; by default the process's.
+    `fill` writes the files into the empty directory that it receives; it need not flush them. `mode` is the directory's
+    and, without the execute bits, that of its files; by default the process's.
 
     Raises:
         OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
@@ -146,9 +138,7 @@ def remove_directory(path: Path) -> None:
 def remove_temporaries(parent: Path, pattern: str) -> None:
     """Remove temporary directories of killed processes; restore a directory that was renamed but not replaced.
 
-    Args:
-        parent: the directory to clean; it need not exist.
-        pattern: the names that are published there, such as `step-*`.
+    `pattern` matches the names that are published in `parent`, such as `step-*`. `parent` need not exist.
     """
     for old in sorted(parent.glob(f".{pattern}.*.{_REPLACED}")):
         path = parent / old.name[1:].rsplit(".", 2)[0]

@@ -112,13 +112,13 @@ def file_system_type(path: Path) -> str | None:
 
 def mounted_type(mounts: str, path: Path) -> str | None:
     """The type of an absolute path's file system, from the text of /proc/mounts: the innermost and last mount."""
-    found: tuple[str | None, int] = (None, -1)
+    found, longest = None, 0
     for line in mounts.splitlines():
         _, mount_point, kind, *_ = line.split()
         point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point))
-        if path.is_relative_to(point) and len(point.parts) >= found[1]:
-            found = kind, len(point.parts)
-    return found[0]
+        if path.is_relative_to(point) and len(point.parts) >= longest:
+            found, longest = kind, len(point.parts)
+    return found
 
 
 def interface_addresses() -> dict[str, str]:

@@ -131,14 +131,8 @@ class NodeDir:
 def open_node_dir(run: Path, node_rank: int) -> tuple[NodeDir, int]:
     """Make and lock the directory of a run on this node, or take over the one of its previous attempt.
 
-    Abandoned directories of this user's other runs are removed to free their memory.
-
-    Args:
-        run: the run directory.
-        node_rank: distinguishes the pretended nodes of one machine.
-
-    Returns:
-        The directory, and the descriptor that holds its lock until it is closed.
+    Returns it with the descriptor that holds its lock until it is closed. Abandoned directories of this user's other
+    runs are removed to free their memory. `node_rank` distinguishes the pretended nodes of one machine.
 
     Raises:
         TorchrelayError: the directory is not ours alone, or another agent of this run is on this node.

@@ -45,13 +45,7 @@ def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: boo
 
 
 def run(work: Callable[[], int], prefix: str = "error", *, debug: bool = False) -> int:
-    """Call, and return the exit code.
-
-    Args:
-        work: the program; its result is the exit code.
-        prefix: of the error message.
-        debug: print the traceback too.
-    """
+    """Call `work`, and return its exit code. An error is printed after `prefix`, with `debug` its traceback too."""
     try:
         return work()
     except TorchrelayError as error:

@@ -1,14 +1,10 @@
-"""The run directory: every file name of a run, once. Runs everywhere.
-
-Everything that is known of a run stands in its directory. DESIGN: the table of section 3.
-"""
+"""The run directory: every file name of a run, once. Runs everywhere."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 # In `final/`.
-CONFUSION, SAMPLES = "confusion.csv", "samples.json"
-CLASSES, CONFUSION_PICTURE, HISTORY = "classes.csv", "confusion.png", "history.csv"
+CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes.csv", "history.csv"
 # In `best/` too.
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 

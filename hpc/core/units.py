@@ -30,12 +30,11 @@ def slurm_seconds(text: str) -> int | None:
         raise ValueError(text)
     parts = [int(part) for part in match["clock"].split(":")]
     if match["days"] is not None:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
-    if len(parts) == 1:
-        return parts[0] * 60
-    hours, minutes, seconds = ([0, *parts])[-3:]
-    return hours * 3600 + minutes * 60 + seconds
+        parts = [*parts, 0, 0][:3]
+    elif len(parts) == 1:
+        parts = [*parts, 0]
+    hours, minutes, seconds = [0, *parts][-3:]
+    return int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def duration_seconds(flag: str, text: str) -> int:

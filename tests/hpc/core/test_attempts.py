@@ -43,7 +43,7 @@ def test_attempts_of_a_history() -> None:
     first, second = attempts_of(HISTORY)
     assert (first.nodes, first.cause, first.first_step, first.last_step) == (("a", "b"), "node_failure", 0, 20)
     assert (first.started, first.training_started, first.ended) == (1.0, 2.0, 12.0)
-    assert (second.first_step, second.world_size, second.ended) == (10, 2, None)
+    assert (second.first_step, second.ended) == (10, None)
     assert (first.interruptions, first.members) == ((("crashed", 7),), ("b",))
     assert second.members == ("c", "d")
 

@@ -16,10 +16,7 @@ from hpc.core.causes import (
     must_requeue,
 )
 
-QUIET = Ending(
-    finished=False, cancelled=False, signal=None, job_state=JobState.RUNNING, preempted=False,
-    failures=1,
-)  # fmt: skip
+QUIET = Ending(finished=False, cancelled=False, signal=None, job_state=JobState.RUNNING, preempted=False)
 
 
 @pytest.mark.parametrize(
@@ -43,13 +40,17 @@ QUIET = Ending(
         ({"failure": Cause.BAD_INPUT}, Cause.BAD_INPUT, False),
         ({"failure": Cause.NO_SPACE}, Cause.NO_SPACE, False),
         ({"failure": Cause.DIVERGED}, Cause.DIVERGED, False),
-        ({"failures": 2}, Cause.CRASHED, False),
     ],
 )
 def test_cause_and_requeue(changes: dict[str, object], cause: Cause, requeue: bool) -> None:
     ending = replace(QUIET, **changes)  # type: ignore[arg-type]
     assert cause_of(ending) is cause
-    assert must_requeue(cause, ending) is requeue
+    assert must_requeue(cause, ending.job_state, failures=1) is requeue
+
+
+def test_budget_that_is_used_up_ends_the_run() -> None:
+    assert must_requeue(Cause.CRASHED, JobState.RUNNING, failures=1)
+    assert not must_requeue(Cause.CRASHED, JobState.RUNNING, failures=2)
 
 
 @pytest.mark.parametrize(
