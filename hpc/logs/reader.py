@@ -6,7 +6,6 @@ import heapq
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import Path
 
 from hpc.core.rundir import RunDir
@@ -107,7 +106,7 @@ def lines_before(path: Path, offset: int, count: int) -> int:
     first = max(0, offset - _BLOCK_BYTES)
     before = _read(path, first, offset - first)
     end = len(before)
-    for _ in repeat(None, count + 1):
+    for _ in range(count + 1):
         end = before.rfind(b"\n", 0, end)
         if end < 0:
             return first

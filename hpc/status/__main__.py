@@ -83,11 +83,7 @@ def summaries(runs: Sequence[RunDir]) -> list[Summary]:
 
 
 def _watch(options: StatusOptions) -> None:
-    """Redraw the table until Ctrl-C.
-
-    Raises:
-        UserError: there is no terminal to draw on.
-    """
+    """Redraw the table until Ctrl-C."""
     console, cache = Console(), StatusCache()
     if not console.is_terminal:
         raise UserError("--watch needs a terminal, and stdout is none: leave it out, or use --json")

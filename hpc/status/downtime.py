@@ -142,13 +142,11 @@ def _difference(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else round(end - begin, 3)
 
 
-def recovery_by_cause(interruptions: Iterable[Interruption]) -> dict[str, dict[str, float | None]]:
+def recovery_by_cause(interruptions: Sequence[Interruption]) -> dict[str, dict[str, float | None]]:
     """For each cause: the number of interruptions, the median of their known totals in seconds, the steps lost."""
-    by_cause: dict[str, list[Interruption]] = {}
-    for interruption in interruptions:
-        by_cause.setdefault(interruption.cause, []).append(interruption)
     found: dict[str, dict[str, float | None]] = {}
-    for cause, same in by_cause.items():
+    for cause in dict.fromkeys(one.cause for one in interruptions):
+        same = [one for one in interruptions if one.cause == cause]
         known = [seconds for one in same if (seconds := one.seconds["total"]) is not None]
         found[cause] = {
             "count": len(same),
@@ -159,13 +157,7 @@ def recovery_by_cause(interruptions: Iterable[Interruption]) -> dict[str, dict[s
 
 
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:
-    """The share of a run's time that went into productive steps.
-
-    Args:
-        train_seconds: the time in productive steps; None where it is not recorded.
-        began: when the first attempt was claimed.
-        ended: when the run ended, or now.
-    """
+    """The share of a run's time, from its first claim to its end or now, that went into productive steps."""
     if train_seconds is None or ended <= began:
         return None
     return round(min(1.0, train_seconds / (ended - began)), 4)

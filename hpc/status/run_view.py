@@ -35,47 +35,37 @@ _QUEUE_SECONDS = 5.0
 _AWAY_SECONDS = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRecords:
-    """What a summary needs of the files of a run."""
-
-    events: Sequence[Event] = ()
-    train: Mapping[str, Any] = field(default_factory=dict)
-    """The last logged step."""
-    val_accuracy: float | None = None
-    final: Mapping[str, Any] | None = None
-    """The test result; None before there is a final model."""
-    problem: str | None = None
-    """Why the files could not be read."""
-
-
 def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None) -> Summary:
-    """The summary of a run; None for what is not known.
+    """The summary of a run, with its jobs in the queue (`jobs_by_run`) or None if Slurm does not answer.
 
-    Args:
-        run: the run. Damage in its directory is a warning, not an error: it must not hide the other runs.
-        jobs: the run's jobs in the queue (`jobs_by_run`); None when Slurm does not answer.
+    What is not known is None. Damage in its directory is a warning, not an error: it must not hide the other runs.
     """
     try:
         validation = last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {}
-        records = RunRecords(
-            events=ledger.read(run.events),
-            train=last_json_line(run.train_metrics) or {},
-            val_accuracy=validation.get("accuracy"),
-            final=_final_result(run),
-        )
-        return _summary(run, records, jobs)
+        train = last_json_line(run.train_metrics) or {}
+        return _summary(run, jobs, ledger.read(run.events), train, validation, _final_result(run))
     except (LookupError, OSError, TypeError, ValueError) as error:
         problem = f"cannot read the records in {run.path}: {type(error).__name__}: {error}"
-        return _summary(run, RunRecords(problem=problem), jobs)
+        return {**_summary(run, jobs, [], {}, {}, None), "warnings": [problem]}
 
 
-def _summary(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) -> Summary:
-    events, train, final = records.events, records.train, records.final or {}
+def _summary(
+    run: RunDir,
+    jobs: Sequence[SlurmJob] | None,
+    events: Sequence[Event],
+    train: Mapping[str, Any],
+    validation: Mapping[str, Any],
+    result: Mapping[str, Any] | None,
+) -> Summary:
+    """The summary from the events, the last logged step, the last validation and the test result."""
+    final = result or {}
     attempts, interruptions, best = attempts_of(events), interruptions_of(events), final.get("best")
     job = next(iter(jobs or ()), None)
     pending = job if job and job.state is JobState.PENDING else None
-    state = state_of(records, attempts, job, slurm_answers=jobs is not None)
+    # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
+    ending = bool(attempts) and attempts[-1].cause is None and job is not None
+    complete = result is not None and not ending
+    state = "completed" if complete else _state(events, attempts, job, slurm_answers=jobs is not None)
     started = [event for event in events if event["event"] == "train_started"]
     productive = None
     if attempts:
@@ -94,14 +84,14 @@ def _summary(run: RunDir, records: RunRecords, jobs: Sequence[SlurmJob] | None) 
         "world_size": train.get("world_size"),
         "images_per_second": train.get("images_per_second"),
         "train_loss": train.get("loss"),
-        "val_accuracy": records.val_accuracy,
+        "val_accuracy": validation.get("accuracy"),
         "test_accuracy": final.get("test_accuracy"),
         "best_test_accuracy": best.get("test_accuracy") if isinstance(best, dict) else None,
         "steps_lost": sum(interruption.steps_lost for interruption in interruptions) if attempts else None,
         "goodput": productive,
         "interruptions": [dict(vars(interruption)) for interruption in interruptions],
         "recovery": recovery_by_cause(interruptions),
-        "warnings": [*warnings_of(events), *filter(None, [records.problem])],
+        "warnings": warnings_of(events),
         "staging": _staging(events) if state == "running" else None,
         "reason": pending.reason if pending else None,
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
@@ -120,17 +110,16 @@ def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Pa
     return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}
 
 
-def state_of(records: RunRecords, attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
+def _state(events: Sequence[Event], attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
     """One of pending, running, completed, failed, cancelled."""
     cause = attempts[-1].cause if attempts else None
     not_ended = bool(attempts) and cause is None
-    # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
-    if cause == Cause.COMPLETED or (records.final is not None and not (not_ended and job is not None)):
+    if cause == Cause.COMPLETED:
         return "completed"
-    if any(event["event"] == "cancelled" for event in records.events):
+    if any(event["event"] == "cancelled" for event in events):
         return "cancelled"
-    if any(event.get("cluster") == "local" for event in records.events):
-        submitted = (event for event in records.events if event["event"] == "submitted")
+    if any(event.get("cluster") == "local" for event in events):
+        submitted = (event for event in events if event["event"] == "submitted")
         if any(is_alive(event["job_id"], event["started"]) for event in submitted):
             return "running"
     elif job is not None and job.state is not JobState.UNKNOWN:
@@ -193,11 +182,7 @@ class StatusCache:
         return [row for row in rows if row is not None]
 
     def summary(self, run: RunDir) -> Summary:
-        """The summary of a single run.
-
-        Raises:
-            TorchrelayError: it was deleted.
-        """
+        """The summary of a single run; a TorchrelayError if it was deleted."""
         rows = self.summaries([run])
         if not rows:
             raise TorchrelayError(f"run {run.name} was deleted: {run.spec} does not exist")
