@@ -30,7 +30,7 @@ class Down(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowStatus(Common):
+class Status(Common):
     """Show the nodes and the value for SLURM_CONF."""
 
 
@@ -50,13 +50,8 @@ class ReviveNode(Common):
     """The node, for example gpu02."""
 
 
-Verb = (
-    Annotated[Up, tyro.conf.subcommand("up")]
-    | Annotated[Down, tyro.conf.subcommand("down")]
-    | Annotated[ShowStatus, tyro.conf.subcommand("status")]
-    | Annotated[KillNode, tyro.conf.subcommand("kill-node")]
-    | Annotated[ReviveNode, tyro.conf.subcommand("revive-node")]
-)
+# tyro names the subcommands after the classes.
+Verb = Up | Down | Status | KillNode | ReviveNode
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     return cli.run(_run, cast("type[Any]", Verb), "testbed", argv)
 
 
-def _run(options: Up | Down | ShowStatus | KillNode | ReviveNode) -> int:
+def _run(options: Verb) -> int:
     match options:
         case Up():
             lifecycle.up(options.shape)

@@ -44,14 +44,11 @@ class TestbedShape:
             ("--nodes", self.nodes, 1, _MAX_NODES, 4),
             ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),
             ("--cpus-per-node", self.cpus_per_node, 1, 256, 8),
+            ("--memory-mb-per-node", self.memory_mb_per_node, 1, 2**30, 32_768),
             ("--slurmd-timeout", self.slurmd_timeout, 5, 65_533, 300),
         ):
             if not least <= value <= most:
                 raise UserError(f"{flag} {value}: give {least} to {most}; type for example {flag} {example}")
-        if self.memory_mb_per_node < 1:
-            raise UserError(
-                f"--memory-mb-per-node {self.memory_mb_per_node}: type for example --memory-mb-per-node 32768"
-            )
 
     @property
     def all_nodes(self) -> tuple[TestbedNode, ...]:

@@ -14,18 +14,16 @@ from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
 from hpc.slurm.client import TESTBED_DIRECTORY, running_slurm_conf
 from hpc.testbed import daemons, nodes, render
-from hpc.testbed.layout import LOGIN_NAME, TestbedPaths, TestbedShape
+from hpc.testbed.layout import LOGIN_NAME, TestbedNode, TestbedPaths, TestbedShape
 from hpc.testbed.system import locked, require_packages, require_root, run, wait_until
 
 PATHS = TestbedPaths(TESTBED_DIRECTORY)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedNodeStatus:
+class TestbedNodeStatus(TestbedNode):
     """One node. Its state is Slurm's long word, `unresponsive`, or `unknown` if slurmctld does not answer."""
 
-    name: str
-    address: str
     state: str
 
 
@@ -45,11 +43,8 @@ def status() -> TestbedStatus:
     if shape is None or slurm_conf is None:
         return TestbedStatus(up=False, slurm_conf=None, nodes=())
     states = daemons.node_states(PATHS)
-    found = tuple(
-        TestbedNodeStatus(name=node.name, address=node.address, state=states.get(node.name, "unknown"))
-        for node in shape.all_nodes
-    )
-    return TestbedStatus(up=bool(states), slurm_conf=str(slurm_conf), nodes=found)
+    found = (TestbedNodeStatus(**asdict(node), state=states.get(node.name, "unknown")) for node in shape.all_nodes)
+    return TestbedStatus(up=bool(states), slurm_conf=str(slurm_conf), nodes=tuple(found))
 
 
 def up(shape: TestbedShape) -> None:
@@ -104,11 +99,7 @@ def _recorded_shape() -> TestbedShape | None:
 
 
 def _running_shape() -> TestbedShape:
-    """The shape of the running testbed.
-
-    Raises:
-        UserError: it is not up.
-    """
+    """The shape of the running testbed; an error if it is not up."""
     shape = _recorded_shape()
     if shape is None or running_slurm_conf() is None:
         raise UserError("the testbed is not up; type: python -m hpc.testbed up")

@@ -57,10 +57,10 @@ def processes(path: Path) -> list[int]:
         return []
     link = f"ns/{path.suffix[1:]}"
     found = []
-    for entry in Path("/proc").iterdir():
+    for entry in Path("/proc").glob("[0-9]*"):
         # A process that ends meanwhile, or a zombie, has no namespace.
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and os.path.samestat(pinned, (entry / link).stat()):
+            if os.path.samestat(pinned, (entry / link).stat()):
                 found.append(int(entry.name))
     return found
 

@@ -100,10 +100,10 @@ def _failure(words: list[str], exit_code: int, output: str, hint: str = "") -> T
     return TorchrelayError(f"`{' '.join(words)}` failed with exit code {exit_code}: {last}{hint}")
 
 
-def succeeds(*command: str | Path, timeout_seconds: float = 10, **environment: str) -> bool:
-    """Whether a probing command succeeds in time."""
+def succeeds(*command: str | Path, **environment: str) -> bool:
+    """Whether a probing command succeeds within 10 s."""
     try:
-        run(*command, timeout_seconds=timeout_seconds, **environment)
+        run(*command, timeout_seconds=10, **environment)
     except TorchrelayError:
         return False
     return True
