@@ -21,7 +21,7 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.nodedir import DEV_SHM, open_node_dir
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
-from hpc.staging import StagingStopped
+from hpc.staging.copy_progress import StagingStopped
 from jobs import claim
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator

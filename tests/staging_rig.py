@@ -7,7 +7,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc.staging.stager import Staged, Stager
+
 ROOT = Path(__file__).parents[1]
+
+
+def stage(source: Path, stage_dir: Path) -> Staged:
+    """Stage on this node alone."""
+    with Stager(stage_dir) as stager:
+        return stager.stage(source)
 
 
 def disk(path: Path, rank: int) -> Path:

@@ -12,9 +12,3 @@ It runs once per node, before torchrun starts and so outside any collective.
     copy_progress.py       progress and cancellation
     python_environment.py  the Python environment, which is staged as an archive
 """
-
-from hpc.staging.coordination import StagingGroup
-from hpc.staging.copy_progress import StagingStopped
-from hpc.staging.stager import NoRoomError, Staged, stage
-
-__all__ = ["NoRoomError", "Staged", "StagingGroup", "StagingStopped", "stage"]

@@ -42,9 +42,10 @@ _EXTENDED_HEADERS = {
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
 }  # fmt: skip
 _BROKEN_HEADERS = (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]  # typeshed lacks them
+# RuntimeError: encrypted, compressed in an unknown way, or nested too deep.
 _DAMAGE_ERRORS = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
-    NotImplementedError, OverflowError, RecursionError,
+    RuntimeError, OverflowError,
 )  # fmt: skip
 _ZIP_TYPES = {
     0: tarfile.REGTYPE, stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE
@@ -67,9 +68,8 @@ def unpack(archive: Path, target: Path, available: int, update: Callable[[int], 
         TorchrelayError: the archive is damaged, unreadable, does not fit, or contains what no data set needs.
         OSError: the disk is full.
     """
-    unpacker = _Unpacker(archive, target, available, update)
-    with _damage_reported(archive, "is it complete? Create it again"), _members(archive) as members:
-        return unpacker.run(members)
+    with _damage_reported(archive), _members(archive) as members:
+        return _Unpacker(archive, target, available, update).run(members)
 
 
 def check(archive: Path) -> None:
@@ -78,19 +78,21 @@ def check(archive: Path) -> None:
     Raises:
         TorchrelayError: it is damaged, unreadable, or no archive.
     """
-    with _damage_reported(archive, "is it complete?"), _members(archive) as members:
+    with _damage_reported(archive), _members(archive) as members:
         next(members, None)
 
 
 @contextmanager
-def _damage_reported(archive: Path, advice: str) -> Iterator[None]:
+def _damage_reported(archive: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         # Decompressors raise an OSError without errno; one of the disk has an errno.
         if not isinstance(error, _DAMAGE_ERRORS) and not (isinstance(error, OSError) and error.errno is None):
             raise
-        raise TorchrelayError(f"{archive.name} cannot be unpacked ({error}): {advice}") from error
+        raise TorchrelayError(
+            f"{archive.name} cannot be unpacked ({error}): is it complete? Create it again"
+        ) from error
 
 
 # --- reading ---
@@ -160,8 +162,6 @@ def _tar_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, _Read]
 
 
 def _zip_member(zipped: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tarfile.TarInfo, _Read]:
-    if info.flag_bits & 1:
-        raise NotImplementedError(f"{info.filename!r} is encrypted")
     member = tarfile.TarInfo(info.filename)
     member.size, member.mode, member.mtime = info.file_size, info.external_attr >> 16, int(time.time())
     member.type = tarfile.DIRTYPE if info.is_dir() else _ZIP_TYPES.get(stat.S_IFMT(member.mode), tarfile.CHRTYPE)

@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,42 +26,13 @@ _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchAssignment:
-    """The batches that a node reads from the source, and those that it fetches from peers."""
-
-    own: tuple[int, ...]
-    from_peers: tuple[tuple[Address, tuple[int, ...]], ...] = ()
-    nonce: str = ""
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """All of them."""
-        return (*self.own, *(number for _, batches in self.from_peers for number in batches))
-
-
-def assign_batches(batches: Sequence[int], owners: tuple[Address, ...], own: Address, nonce: str) -> BatchAssignment:
-    """Divide the batches to copy: batch b belongs to owner b modulo their number; without owners this node reads all.
-
-    `own` is this node's address, which need not be an owner's.
-    """
-    if not owners:
-        return BatchAssignment(own=tuple(batches))
-    by_owner = {
-        owner: tuple(batch for batch in batches if batch % len(owners) == index) for index, owner in enumerate(owners)
-    }
-    mine = by_owner.pop(own, ())
-    from_peers = tuple((owner, numbers) for owner, numbers in by_owner.items() if numbers)
-    return BatchAssignment(own=mine, from_peers=from_peers, nonce=nonce)
-
-
 @dataclass
 class CopyStats:
     """Bytes by origin."""
 
     from_source: int = 0
     from_peers: int = 0
-    fallbacks: dict[str, int] = field(default_factory=dict)
+    fallbacks: Counter[str] = field(default_factory=Counter)
     """Number of batches that peers should have sent but that were read from the source, by reason."""
 
     @property
@@ -72,8 +44,8 @@ class CopyStats:
 class Copy:
     """One copy in progress."""
 
-    def __init__(self, listing: SourceListing, assignment: BatchAssignment, target: Path, chunks: ChunkStore) -> None:
-        self._listing, self._assignment, self._target, self._chunks = listing, assignment, target, chunks
+    def __init__(self, listing: SourceListing, batches: Sequence[int], target: Path, chunks: ChunkStore) -> None:
+        self._listing, self._batches, self._target, self._chunks = listing, batches, target, chunks
         self.stats = CopyStats()
         self.checksums: dict[int, tuple[str, ...]] = {}
         """Those of the chunks of each copied batch."""
@@ -83,26 +55,35 @@ class Copy:
         """Totals of all readers."""
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
-        self._peers = set[Peer]()
+        self._peers = dict[Address, Peer]()
 
-    def run(self, watch: Watch) -> None:
-        """Copy everything.
+    def run(self, owners: Sequence[Address], own: Address, nonce: str, watch: Watch) -> None:
+        """Copy the batches: batch b belongs to owner b modulo their number; without owners this node reads all.
+
+        Args:
+            owners: the addresses of the nodes that read the data, or already have them.
+            own: this node's address, which need not be an owner's.
+            nonce: the secret by which the nodes authenticate each other.
+            watch: receives the progress, and returns whether to stop.
 
         Raises:
             StagingStopped: `watch` returned true.
             TorchrelayError: a file could not be read, or has changed.
             OSError: the copy could not be written.
         """
-        files = {chunk.file for number in self._assignment.batches for chunk in self._listing.batches[number]}
+        files = {chunk.file for number in self._batches for chunk in self._listing.batches[number]}
         for directory in {os.path.dirname(self._listing.files[file].name) for file in files}:  # noqa: PTH120
             (self._target / directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        for number in self._assignment.own:
+        by_owner = {
+            owner: [number for number in self._batches if number % len(owners) == index]
+            for index, owner in enumerate(owners)
+        }
+        for number in by_owner.pop(own, []) if owners else self._batches:
             self._to_read.put(number)
         readers = [self._start(self._read_batches, "stage-source") for _ in range(_SOURCE_THREADS)]
-        peers = self._assignment.from_peers
         # Each fetching thread asks some of the owners.
-        groups = [peers[first::_PEER_THREADS] for first in range(min(len(peers), _PEER_THREADS))]
-        fetchers = [self._start(self._fetch_batches, "stage-peer", group) for group in groups]
+        groups = [dict(list(by_owner.items())[first::_PEER_THREADS]) for first in range(_PEER_THREADS)]
+        fetchers = [self._start(self._fetch_batches, "stage-peer", group, nonce) for group in groups]
         try:
             self._monitor(readers, fetchers, watch)
         except BaseException as error:
@@ -114,11 +95,12 @@ class Copy:
             deadline = time.monotonic() + _JOIN_SECONDS
             for thread in (*readers, *fetchers):
                 thread.join(max(0.0, deadline - time.monotonic()))
+            self._close_peers()
 
     def _monitor(self, readers: list[threading.Thread], fetchers: list[threading.Thread], watch: Watch) -> None:
         """Report the progress until all threads are done."""
         began = time.monotonic()
-        total = sum(chunk.length for number in self._assignment.batches for chunk in self._listing.batches[number])
+        total = sum(chunk.length for number in self._batches for chunk in self._listing.batches[number])
 
         def report() -> None:
             if len(readers) < _MOST_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
@@ -132,13 +114,10 @@ class Copy:
                 report()
                 # Not the last one: it may end before the others, and this loop would spin.
                 alive[0].join(_POLL_SECONDS)
-            self._end_readers()
+            self._to_read.put(None)
         if self._error is not None:
             raise self._error
         report()
-
-    def _end_readers(self) -> None:
-        self._to_read.put(None)
 
     def _start(self, work: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
         def guarded() -> None:
@@ -156,16 +135,19 @@ class Copy:
             self._error = self._error or error
         self._cancelled.set()
         self._chunks.fail(f"it gave up ({error or type(error).__name__})")
-        for peer in tuple(self._peers):
+        self._close_peers()
+        self._to_read.put(None)
+
+    def _close_peers(self) -> None:
+        for peer in tuple(self._peers.values()):
             peer.close()
-        self._end_readers()
 
     def _new_buffer(self) -> memoryview:
         """A buffer for one chunk, reused by its thread: fresh memory for each chunk costs as much as the copying."""
-        return memoryview(bytearray(_longest_chunk(self._listing)))
+        return memoryview(bytearray(self._listing.batch_bytes))
 
     def _read_batches(self) -> None:
-        """Read batches from the source until none is left."""
+        """Read batches from the source until None shows that none is left, and pass it on to the other readers."""
         buffer = self._new_buffer()
         while (number := self._to_read.get()) is not None and not self._cancelled.is_set():
             checksums = []
@@ -180,34 +162,27 @@ class Copy:
                     self._write_seconds += time.monotonic() - read
                     self.stats.from_source += chunk.length
             self._complete(number, tuple(checksums), from_source=True)
-        self._end_readers()
+        self._to_read.put(None)
 
-    def _fetch_batches(self, group: tuple[tuple[Address, tuple[int, ...]], ...]) -> None:
+    def _fetch_batches(self, by_owner: dict[Address, list[int]], nonce: str) -> None:
         """Fetch the batches of some owners, one from each in turn."""
-        waiting, buffer = {address: list(reversed(numbers)) for address, numbers in group}, self._new_buffer()
-        peers = dict[Address, Peer]()
-        while waiting and not self._cancelled.is_set():
-            for address in tuple(waiting):
+        buffer = self._new_buffer()
+        while waiting := {owner: numbers for owner, numbers in by_owner.items() if numbers}:
+            for owner, numbers in waiting.items():
+                if self._cancelled.is_set():
+                    return
                 try:
-                    if address not in peers:
-                        peers[address] = Peer(address, self._assignment.nonce, self._listing.version)
-                        self._peers.add(peers[address])
-                    self._fetch(peers[address], waiting[address][-1], buffer)
-                    waiting[address].pop()
+                    if owner not in self._peers:
+                        self._peers[owner] = Peer(owner, nonce, self._listing.version)
+                    self._fetch(self._peers[owner], numbers[0], buffer)
+                    numbers.pop(0)
                 except PeerError as error:
-                    if self._cancelled.is_set():
-                        break
                     # Read the rest of what this peer should have sent from the source.
-                    numbers, reason = waiting.pop(address), str(error)
                     with self._lock:
-                        self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + len(numbers)
-                    for number in reversed(numbers):
+                        self.stats.fallbacks[str(error)] += len(numbers)
+                    for number in numbers:
                         self._to_read.put(number)
-                    continue
-                if not waiting[address]:
-                    del waiting[address]
-        for peer in peers.values():
-            peer.close()
+                    numbers.clear()
 
     def _fetch(self, peer: Peer, number: int, buffer: memoryview) -> None:
         checksums = peer.ask(number)
@@ -233,19 +208,14 @@ class Copy:
         self._chunks.put(number, checksums, read=from_source)
 
 
-def _longest_chunk(listing: SourceListing) -> int:
-    return max((chunk.length for batch in listing.batches for chunk in batch), default=0)
-
-
 def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) -> tuple[CopiedFile, ...]:
     """The files of a listing whose chunks were all copied, from the checksums of each copied batch's chunks."""
     by_file: list[list[str | None]] = [[] for _ in listing.files]
     for number, batch in enumerate(listing.batches):
         for index, chunk in enumerate(batch):
             by_file[chunk.file].append(checksums[number][index] if number in checksums else None)
-    longest = _longest_chunk(listing)
     return tuple(
-        CopiedFile(file.name, file.size, longest, tuple(filter(None, sums)))
+        CopiedFile(file.name, file.size, listing.batch_bytes, tuple(filter(None, sums)))
         for file, sums in zip(listing.files, by_file, strict=True)
         if None not in sums
     )

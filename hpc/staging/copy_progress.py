@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,18 +32,6 @@ class CopyProgress:
     bytes_total: int | None = None
     """None: not known yet."""
     seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second so far."""
-        return self.bytes_done / self.seconds if self.seconds else 0.0
-
-    @property
-    def eta_seconds(self) -> float | None:
-        """Seconds until it is complete at this rate; None if unknown."""
-        if not self.rate or self.bytes_total is None:
-            return None
-        return (self.bytes_total - self.bytes_done) / self.rate
 
 
 Watch = Callable[[CopyProgress | None], bool]
@@ -93,13 +82,13 @@ class CancellableWait:
         Raises:
             StagingStopped: staging was asked to stop.
         """
-        results, errors = list[_Result](), list[BaseException]()
+        future = Future[_Result]()
 
         def run() -> None:
             try:
-                results.append(work())
-            except BaseException as error:  # noqa: BLE001 - it is raised again below
-                errors.append(error)
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - `result` raises it again
+                future.set_exception(error)
 
         thread = threading.Thread(target=run, daemon=True, name="stage-wait")
         thread.start()
@@ -112,6 +101,4 @@ class CancellableWait:
                 cancel.set()
                 thread.join(_JOIN_SECONDS)
             raise
-        if errors:
-            raise errors[0]
-        return results[0]
+        return future.result()

@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 from hpc.core.errors import TorchrelayError, UserError
 
 # Version of the archives' format: a new number makes new archives of unchanged environments.
-_FORMAT = 1
+_FORMAT = 2
 DESCRIPTION = "torchrelay-environment.json"
 _VENV, _CONDA = "pyvenv.cfg", "conda-meta"
 # A project's directory may itself be the venv: only Python's own directories are packed.
@@ -40,11 +40,6 @@ class PackedFileEntry(NamedTuple):
     executable: bool
     target: str | None = None
     """Of a symlink: its target, relative if it is inside the environment, else absolute."""
-
-    @property
-    def leads_outside(self) -> bool:
-        """Whether it is a symlink out of the environment, which each node makes itself."""
-        return self.target is not None and self.target.startswith("/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +63,6 @@ class PythonEnvironment:
         names = frozenset(os.listdir(self.prefix))  # noqa: PTH208 - names, not paths
         return tuple(sorted(_walk(self.prefix, "", names & _VENV_NAMES if _VENV in names else names - _CONDA_EXCLUDED)))
 
-    @property
-    def size(self) -> int:
-        """Bytes in all files."""
-        return sum(member.size for member in self.members)
-
     @cached_property
     def fingerprint(self) -> str:
         """Digest of all names, sizes, modification times and symlink targets.
@@ -90,24 +80,12 @@ class PythonEnvironment:
 class EnvironmentDescription:
     """What a node needs to know to use a copy; stored in the archive as `DESCRIPTION`."""
 
-    prefix: str
     python: str
     torch: str
     torch_version: str
     links: dict[str, str]
     """Symlinks out of the environment, such as the base interpreter's, by name. Unpacking refuses such links, so each
     node makes them itself."""
-
-    @classmethod
-    def of(cls, environment: PythonEnvironment) -> Self:
-        """The description of an environment."""
-        return cls(
-            prefix=str(environment.prefix),
-            python=environment.python,
-            torch=environment.torch,
-            torch_version=environment.torch_version,
-            links={member.name: str(member.target) for member in environment.members if member.leads_outside},
-        )
 
     @classmethod
     def load(cls, unpacked: Path) -> Self:

@@ -101,16 +101,20 @@ class SourceListing:
         return f"{self.source.name.lstrip('.')[:_LONGEST_NAME]}-{digest.hexdigest()[:16]}"
 
     @cached_property
+    def batch_bytes(self) -> int:
+        """Bytes in the longest batch, and in the longest chunk of a file."""
+        return min(max(self.size // _BATCHES, _SMALLEST_BATCH), _LARGEST_BATCH)
+
+    @cached_property
     def batches(self) -> tuple[Batch, ...]:
         """The data set divided into what one request reads or fetches."""
-        batch_bytes = min(max(self.size // _BATCHES, _SMALLEST_BATCH), _LARGEST_BATCH)
-        batches, batch, left = list[Batch](), list[FileChunk](), batch_bytes
+        batches, batch, left = list[Batch](), list[FileChunk](), self.batch_bytes
         for number, file in enumerate(self.files):
-            for offset in range(0, file.size, batch_bytes) if file.size else (0,):
-                length = min(batch_bytes, file.size - offset)
+            for offset in range(0, max(1, file.size), self.batch_bytes):  # an empty file has one chunk, too
+                length = min(self.batch_bytes, file.size - offset)
                 if batch and length > left:
                     batches.append(tuple(batch))
-                    batch, left = [], batch_bytes
+                    batch, left = [], self.batch_bytes
                 batch.append(FileChunk(number, offset, length))
                 left -= length
         return (*batches, tuple(batch)) if batch else tuple(batches)

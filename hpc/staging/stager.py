@@ -13,13 +13,12 @@ from typing import Self
 from hpc.core.errors import TorchrelayError
 from hpc.staging.archive import unpack
 from hpc.staging.coordination import Address, CacheStatus, StagingGroup
-from hpc.staging.copy import Copy, CopyStats, assign_batches, checksums_by_batch, copied_files
+from hpc.staging.copy import Copy, CopyStats, checksums_by_batch, copied_files
 from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
 from hpc.staging.source import SourceListing, absolute, check_unchanged, list_source
 from hpc.staging.store import (
     CacheEntry,
-    CacheStore,
     CopiedFile,
     Manifest,
     StalledError,
@@ -95,9 +94,7 @@ class Stager:
         self._group, self._wait = group or StagingGroup(), CancellableWait(watch)
         self._held = ExitStack()
         self._server: PeerServer | None = None
-        self._store: CacheStore | None = None
         self._archive: Path | None = None
-        self._entry: CacheEntry | None = None
         self._notes = list[str]()
         self._evicted = list[str]()
 
@@ -105,15 +102,7 @@ class Stager:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the copy and stop serving it."""
-        if self._entry is not None:
-            self._entry.mark_used()
         self._held.close()
-        if self._store is not None and not self._keep_seconds:
-            self._store.delete_unused(0)
 
     def stage(self, source: Path, *, read_all: bool = False) -> Staged:
         """Find, make or repair a copy.
@@ -187,8 +176,10 @@ class Stager:
     # --- the copy ---
 
     def _find_or_copy(self, listing: SourceListing, *, read_all: bool) -> Staged:
-        self._store = open_store(self._stage_dir)
-        entry = self._store.entry(listing.version)
+        store = open_store(self._stage_dir)
+        if not self._keep_seconds:
+            self._held.callback(store.delete_unused, 0)
+        entry = store.entry(listing.version)
         while (descriptor := entry.lock_for_use()) is None:
             self._wait.wait()
         self._held.callback(os.close, descriptor)
@@ -198,7 +189,8 @@ class Stager:
             self._wait.wait()
 
         with entry.locked_for_copy(wait_for_other_job):
-            self._entry, self._wait.heartbeat = entry, entry.send_heartbeat
+            self._held.callback(entry.mark_used)
+            self._wait.heartbeat = entry.send_heartbeat
             manifest = entry.manifest()
             damaged = entry.find_damaged(manifest, self._wait.stopped, read_all=read_all) if manifest else None
             if manifest is None or damaged:
@@ -294,10 +286,8 @@ class Stager:
             names = set(damaged)
             files = {index for index, file in enumerate(listing.files) if file.name in names}
             batches = [batch for batch in batches if any(chunk.file in files for chunk in listing.batches[batch])]
-        own = (self._group.host, self._port)
-        assignment = assign_batches(batches, self._wait_for_owners(), own, self._group.nonce)
-        copy = Copy(listing, assignment, partial / "data", chunks)
-        copy.run(self._wait.update)
+        copy = Copy(listing, batches, partial / "data", chunks)
+        copy.run(self._wait_for_owners(), (self._group.host, self._port), self._group.nonce, self._wait.update)
         return copy.stats, copied_files(listing, copy.checksums)
 
     def _copy_and_unpack(
@@ -360,9 +350,3 @@ def _needed(listing: SourceListing, damaged: list[str] | None, *, copies_archive
     names = None if damaged is None else set(damaged)
     sizes = [file.size for file in listing.files if names is None or file.name in names]
     return sum(sizes), len(sizes)
-
-
-def stage(source: Path, stage_dir: Path) -> Staged:
-    """Stage on this node alone."""
-    with Stager(stage_dir) as stager:
-        return stager.stage(source)

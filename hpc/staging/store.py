@@ -85,10 +85,7 @@ def checksum(content: memoryview | bytes) -> str:
 
 def boot_id() -> str:
     """The kernel's id of this boot of the machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -114,22 +111,19 @@ def write_all(descriptor: int, content: memoryview, offset: int) -> None:
 
 def is_intact(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
     """Read a file from the disk, not from the page cache, and compare its size and checksums."""
-    if size_of(path) != file.size:
-        return False
     try:
         with path.open("rb", buffering=0) as content:
             os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            for expected in file.checksums:
-                stop_if(stopped())
-                if _checksum(content.fileno(), file.chunk_bytes) != expected:
-                    return False
+            return os.fstat(content.fileno()).st_size == file.size and all(
+                _checksum(content.fileno(), file.chunk_bytes, stopped) == expected for expected in file.checksums
+            )
     except OSError:
-        return False  # a read error of the disk
-    return True
+        return False  # it is missing, or the disk has a read error
 
 
-def _checksum(descriptor: int, count: int) -> str:
+def _checksum(descriptor: int, count: int, stopped: Callable[[], bool]) -> str:
     """`checksum` of the next bytes of a file."""
+    stop_if(stopped())
     digest = xxhash.xxh3_128()
     while count and (content := os.read(descriptor, min(count, _READ_BYTES))):
         digest.update(content)
@@ -140,11 +134,10 @@ def _checksum(descriptor: int, count: int) -> str:
 def describe_file(directory: Path, name: str, stopped: Callable[[], bool]) -> CopiedFile:
     """The entry of a file on the disk."""
     with (directory / name).open("rb", buffering=0) as content:
-        size, checksums = os.fstat(content.fileno()).st_size, []
-        for _ in range(0, size, _DESCRIBED_BYTES):
-            stop_if(stopped())
-            checksums.append(_checksum(content.fileno(), _DESCRIBED_BYTES))
-        return CopiedFile(name, size, _DESCRIBED_BYTES, tuple(checksums))
+        size = os.fstat(content.fileno()).st_size
+        chunks = range(0, size, _DESCRIBED_BYTES)
+        checksums = tuple(_checksum(content.fileno(), _DESCRIBED_BYTES, stopped) for _ in chunks)
+        return CopiedFile(name, size, _DESCRIBED_BYTES, checksums)
 
 
 # --- the disk ---

@@ -20,7 +20,7 @@ from pathlib import Path
 from hpc.core.errors import TorchrelayError
 from hpc.core.units import duration_seconds
 from hpc.staging.coordination import CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
-from hpc.staging.copy_progress import CopyProgress, Watch, stop_if
+from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
 from hpc.staging.stager import Staged, Stager
 from hpc.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
 from jobs.control.channel import ControlChannel, ControlServer
@@ -34,7 +34,6 @@ from training.config.packed_index import INDEX, read_index
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
 # Nodes whose agents start later than this after the first ones get their data from those.
 _GATHER_SECONDS = 10.0
-_PACK_POLL_SECONDS = 0.2
 
 
 class NodeGroup(StagingGroup):
@@ -125,7 +124,7 @@ class NodeStaging:
             return staged.path
         if staged.in_place:
             raise TorchrelayError(f"{staged.in_place}, so they cannot be packed either: submit with --pack off")
-        began, watch = time.monotonic(), _Watch(self.node, self.monitor, source)
+        began, watch = time.monotonic(), self.watch(source)
         packed = pack(Path(spec.stage_dir), self._resources, find_data(staged.path), spec.pack, watch)
         seconds = round(time.monotonic() - began, 3)
         self.node.record_event("packed", node=self.node.host, path=str(packed), seconds=seconds)
@@ -139,7 +138,7 @@ class NodeStaging:
         stager = Stager(
             Path(node.spec.stage_dir),
             group=group,
-            watch=_Watch(node, self.monitor, source),
+            watch=self.watch(source),
             keep_seconds=duration_seconds("--stage-keep", node.spec.stage_keep),
         )
         self._resources.enter_context(stager)
@@ -156,25 +155,25 @@ class NodeStaging:
             log(f"{node.spec.stage_dir} on {node.host} is RAM-backed: add the size of the data set to --mem")
         return staged
 
+    def watch(self, source: Path) -> Watch:
+        """What polls the monitor while a copy is made, records the progress, and returns whether to stop."""
+        next_event = time.monotonic() + _FIRST_SECONDS
 
-class _Watch:
-    """Polls the monitor while a copy is made, and records progress."""
+        def poll(progress: CopyProgress | None) -> bool:
+            nonlocal next_event
+            self.monitor.poll()
+            if progress is not None and time.monotonic() > next_event:
+                next_event = time.monotonic() + _NEXT_SECONDS
+                done, total = progress.bytes_done, progress.bytes_total
+                rate = done / progress.seconds if progress.seconds else 0.0
+                self.node.record_event(
+                    "staging", node=self.node.host, source=str(source), activity=progress.activity,
+                    bytes_done=done, bytes_total=total, bytes_per_second=round(rate),
+                    eta_seconds=(total - done) / rate if total is not None and rate else None,
+                )  # fmt: skip
+            return self.monitor.must_leave
 
-    def __init__(self, node: NodeAttempt, monitor: NodeMonitor, source: Path) -> None:
-        self._node, self._monitor, self._source = node, monitor, source
-        self._next = time.monotonic() + _FIRST_SECONDS
-
-    def __call__(self, progress: CopyProgress | None) -> bool:
-        """Returns whether to stop."""
-        self._monitor.poll()
-        if progress is not None and time.monotonic() > self._next:
-            self._next = time.monotonic() + _NEXT_SECONDS
-            self._node.record_event(
-                "staging", node=self._node.host, source=str(self._source), activity=progress.activity,
-                bytes_done=progress.bytes_done, bytes_total=progress.bytes_total,
-                bytes_per_second=round(progress.rate), eta_seconds=progress.eta_seconds,
-            )  # fmt: skip
-        return self._monitor.must_leave
+        return poll
 
 
 def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: Watch) -> Path:
@@ -195,42 +194,40 @@ def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: 
     # The copy's directory is named after one version of the data set.
     version = folder.relative_to(store.root).parts[0]
     entry = store.entry(f"{version}-{size}px")
-
-    def wait() -> None:
-        stop_if(watch(None))
-        time.sleep(_PACK_POLL_SECONDS)
-
+    waiting = CancellableWait(watch)
     while (in_use := entry.lock_for_use()) is None:
-        wait()
+        waiting.wait()
     resources.callback(os.close, in_use)
-    with entry.locked_for_copy(wait):
+    with entry.locked_for_copy(waiting.wait):
+        waiting.heartbeat = entry.send_heartbeat
         manifest = entry.manifest()
-        if manifest is None or entry.find_damaged(manifest, lambda: watch(None)):
+        if manifest is None or entry.find_damaged(manifest, waiting.stopped):
             images = store.entry(version).manifest()
             _, shortage = store.make_room(3 * size * size * len(images.files) if images else 0, 0)
             if shortage:
                 raise TorchrelayError(f"{shortage}: use --pack off, or --stage-dir with a larger disk")
-            _make_packed(entry, folder, size, watch)
+            _make_packed(entry, folder, size, waiting)
     entry.mark_used()
     return entry.data
 
 
-def _make_packed(entry: CacheEntry, folder: Path, size: int, watch: Watch) -> None:
+def _make_packed(entry: CacheEntry, folder: Path, size: int, waiting: CancellableWait) -> None:
     (entry.path / "manifest").unlink(missing_ok=True)
     entry.path.mkdir(mode=0o700, exist_ok=True)
     # Beside the damaged data, which another job may have mapped into its memory.
     new, old = entry.path / "new", entry.path / f".{time.time_ns()}.old"
     command = [sys.executable, "-u", "-P", "-m", "training.pack", str(folder), str(new), f"--size={size}"]
     began = time.monotonic()
+
+    def progress() -> CopyProgress:
+        # Written by now, in blocks of 512 bytes. Sizes do not tell: the files are sparse.
+        done = sum(512 * path.stat().st_blocks for path in entry.path.glob(".*/*.npy") if path.exists())
+        return CopyProgress(activity="packing", bytes_done=done, seconds=time.monotonic() - began)
+
     # In its own session, so that a terminal's Ctrl-C reaches only the agent; Slurm's signals reach it all the same.
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as packer:
         try:
-            while packer.poll() is None:
-                # Written by now, in blocks of 512 bytes. Sizes do not tell: the files are sparse.
-                done = sum(512 * path.stat().st_blocks for path in entry.path.glob(".*/*.npy") if path.exists())
-                seconds = time.monotonic() - began
-                stop_if(watch(CopyProgress(activity="packing", bytes_done=done, seconds=seconds)))
-                time.sleep(_PACK_POLL_SECONDS)
+            waiting.run_in_thread(packer.wait, progress)
         except BaseException:
             packer.send_signal(signal.SIGTERM)
             raise
@@ -245,5 +242,5 @@ def _make_packed(entry: CacheEntry, folder: Path, size: int, watch: Watch) -> No
     shutil.rmtree(old, ignore_errors=True)
     index = read_index(entry.data)
     names = (INDEX, *(file.name for file in index.files))
-    files = [describe_file(entry.data, name, lambda: watch(None)) for name in names]
+    files = [describe_file(entry.data, name, waiting.stopped) for name in names]
     write_manifest(entry.path, Manifest(source=index.source, boot=boot_id(), files=tuple(files)))

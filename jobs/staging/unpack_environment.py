@@ -9,15 +9,15 @@ import subprocess
 import sys
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging import NoRoomError
-from hpc.staging.copy_progress import stop_if
+from hpc.staging.copy_progress import CancellableWait, Watch, stop_if
 from hpc.staging.python_environment import EnvironmentDescription
 from hpc.staging.source import inside_name
+from hpc.staging.stager import NoRoomError
 from jobs.node_attempt import log
-from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import activated_environment
 from jobs.staging.node_staging import NodeGroup, NodeStaging
 
@@ -28,7 +28,6 @@ from importlib.metadata import version
 print("\\ntorchrelay:" + json.dumps([sys.prefix, torch.__file__, version("torch")]))
 """
 _MARK = "torchrelay:"
-_POLL_SECONDS = 0.2
 _TRY_SECONDS = 300.0
 
 
@@ -64,7 +63,7 @@ def _copy(staging: NodeStaging, archive: Path) -> str:
     python = copy / inside_name(described.python)
     if not python.exists():
         raise TorchrelayError(f"{python} leads to {os.path.realpath(python)}, which is not on this node")
-    prefix, torch, version = _import_torch(staging.monitor, str(python))
+    prefix, torch, version = _import_torch(staging.watch(archive), str(python))
     expected = [copy, copy / inside_name(described.torch)]
     if version != described.torch_version or not all(map(os.path.samefile, [prefix, torch], expected)):
         raise TorchrelayError(
@@ -84,37 +83,27 @@ def make_link(path: Path, target: str) -> None:
     temporary.replace(path)
 
 
-def _import_torch(monitor: NodeMonitor, python: str) -> list[str]:
+def _import_torch(watch: Watch, python: str) -> list[str]:
     """Prefix, torch's file and torch's version in the copy, after it has imported torch: only that finds every library.
 
     The time is not lost: the ranks then find in memory what this has read.
     """
-    deadline = time.monotonic() + _TRY_SECONDS
+    waiting = CancellableWait(watch)
     with subprocess.Popen(
         [python, "-P", "-c", _TRY],
         env=activated_environment(os.environ, python), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, errors="replace",
     ) as process:  # fmt: skip
         try:
-            while True:
-                try:
-                    out, errors = process.communicate(timeout=_POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    _poll(monitor, deadline)
-        except BaseException:
+            out, errors = waiting.run_in_thread(partial(process.communicate, timeout=_TRY_SECONDS))
+        except BaseException as error:
             process.kill()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TorchrelayError(f"the copy did not import torch within {_TRY_SECONDS:.0f} s") from error
             raise
-    _poll(monitor, deadline)  # a signal that asks this node to stop ends the copy's process, too
+    stop_if(waiting.stopped())  # a signal that asks this node to stop ends the copy's process, too
     answers = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
     if process.returncode == 0 and answers:
         return [str(word) for word in json.loads(answers[0])]
     lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
     raise TorchrelayError(f"the copy does not import torch: {lines[-1]}")
-
-
-def _poll(monitor: NodeMonitor, deadline: float) -> None:
-    monitor.poll()
-    stop_if(monitor.must_leave)
-    if time.monotonic() > deadline:
-        raise TorchrelayError(f"the copy did not import torch within {_TRY_SECONDS:.0f} s")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from staging_rig import stage
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging import StagingStopped, stage
 from hpc.staging.archive import check, unpack
-from hpc.staging.copy_progress import CopyProgress
+from hpc.staging.copy_progress import CopyProgress, StagingStopped
 from hpc.staging.stager import Stager
 from hpc.staging.store import open_store
 

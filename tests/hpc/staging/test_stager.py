@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from cluster import need
+from staging_rig import stage
 
 from hpc.core.errors import TorchrelayError
-from hpc.staging import Staged, StagingGroup, StagingStopped, stage
-from hpc.staging.coordination import StagingPlan
-from hpc.staging.copy_progress import CopyProgress, Watch
-from hpc.staging.stager import Stager
+from hpc.staging.coordination import StagingGroup, StagingPlan
+from hpc.staging.copy_progress import CopyProgress, StagingStopped, Watch
+from hpc.staging.stager import Staged, Stager
 from hpc.staging.store import CacheStore, open_store, write_manifest
 
 MB = 2**20

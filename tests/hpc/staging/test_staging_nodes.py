@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from staging_rig import disk, end_nodes, start_nodes
+from staging_rig import disk, end_nodes, stage, start_nodes
 
 from hpc.core import ledger
-from hpc.staging import stage
 from hpc.staging.coordination import CacheStatus, NodeCache, choose_owners
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
 from hpc.staging.source import list_source

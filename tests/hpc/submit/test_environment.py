@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from cluster import need, tiny_data
 from environments import BASE, ROOT, SITE, described, make_venv, pack, set_version
+from staging_rig import stage
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.report.command import submit_command
 from hpc.spec import Resources, RunSpec
-from hpc.staging import stage
 from hpc.submit.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
 from jobs.ranks.round import activated_environment, preflight_command, script_command, trainer_command
 from jobs.staging.unpack_environment import make_link
