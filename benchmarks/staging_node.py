@@ -69,7 +69,7 @@ class Node:
         """On the head node, whether all have reported; on the others, whether the head has answered."""
         if isinstance(self.channel, ControlServer):
             return len(self.channel.statuses()) == self.attempt.allocation.num_nodes
-        return self.channel.has_met
+        return self.channel.met.is_set()
 
 
 def main(options: Options) -> None:

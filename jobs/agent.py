@@ -148,7 +148,7 @@ class _Agent:
     def _record_joined(self) -> None:
         """Meet the head node's agent, and record what this node has."""
         node, channel, allocation = self._node, self._channel, self._node.allocation
-        if isinstance(channel, ControlClient) and not channel.meet(_MEET_SECONDS):
+        if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):
             raise TorchrelayError(
                 f"{node.host} cannot reach the agent on {allocation.head}, port {node.attempt.port}: is there a "
                 "firewall between the nodes, or does the name mean another address here?"

@@ -89,22 +89,10 @@ def refuse(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
     writer.append("refused", job_id=allocation.job_id, restart=allocation.restart, detail=reason)
 
 
-def find_claim(
-    attempts: list[Attempt], allocation: NodeAllocation, joined: Callable[[Attempt], bool]
-) -> Attempt | None:
-    """The claim of this agent's own head node for this very start of the job. Pure but for `joined`."""
-    if not attempts:
-        return None
-    newest = attempts[-1]
-    same_start = (newest.job_id, newest.restart) == allocation.job_start
-    # submitit's local executor restarts a job without counting: an attempt that this node has joined is an older one.
-    return newest if same_start and not joined(newest) else None
-
-
 def join(
     run: RunDir, allocation: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float
 ) -> Attempt | None:
-    """Wait for the head node's claim; None if `stopped` first.
+    """Wait for the head node's claim for this very start of the job; None if `stopped` first.
 
     Raises:
         TorchrelayError: the head node's agent refused, or no claim came.
@@ -116,14 +104,16 @@ def join(
         for event in events:
             if event["event"] == "refused" and (event["job_id"], event["restart"]) == allocation.job_start:
                 raise TorchrelayError(event["detail"])
-        attempts = attempts_of(events)
-        found = find_claim(
-            attempts, allocation, lambda a: event_file(run, a.attempt, allocation.node_rank).path.exists()
-        )
-        if found is not None and found.ended:
-            raise TorchrelayError(f"attempt {found.attempt} ended before this node could join it")
-        if found is not None:
-            return found
+        newest = next(reversed(attempts_of(events)), None)
+        # submitit's local executor restarts a job without counting: an attempt that this node has joined is older.
+        if (
+            newest is not None
+            and (newest.job_id, newest.restart) == allocation.job_start
+            and not event_file(run, newest.attempt, allocation.node_rank).path.exists()
+        ):
+            if newest.ended:
+                raise TorchrelayError(f"attempt {newest.attempt} ended before this node could join it")
+            return newest
         if time.monotonic() > deadline:
             raise TorchrelayError(f"the head node {allocation.head} claimed no attempt within {timeout_seconds:.0f} s")
         time.sleep(_POLL_SECONDS)

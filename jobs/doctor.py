@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.node_info import NodeInfo, NodeInfoInJob, inspect_node
+from hpc.core.node_info import NodeInfoInJob, inspect_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAllocation, find_allocation
@@ -33,15 +33,7 @@ _LONGEST_MESSAGE = 500
 def main(argv: list[str]) -> int:
     """Inspect this node and print the result."""
     shared, stage_dir, ranks = Path(argv[0]), Path(argv[1]), int(argv[2])
-    node = inspect(find_allocation(os.environ), shared, stage_dir, ranks)
-    # Short lines: those of several nodes arrive mixed, line by line.
-    print(json.dumps(asdict(node), indent=0), flush=True)
-    return 0
-
-
-def inspect(allocation: NodeAllocation, shared: Path, stage_dir: Path, ranks: int) -> NodeInfo:
-    """What this node has, and whether it passes the preflight."""
-    sees_runs = shared.is_dir()
+    allocation, sees_runs = find_allocation(os.environ), shared.is_dir()
     own = shared if sees_runs else Path(tempfile.mkdtemp(prefix="torchrelay-doctor-"))
     passed, message = preflight(allocation, own, ranks)
     if not sees_runs:
@@ -57,7 +49,10 @@ def inspect(allocation: NodeAllocation, shared: Path, stage_dir: Path, ranks: in
         passed=passed,
         preflight=message,
     )
-    return replace(inspect_node(stage_dir), name=allocation.host, job=job)
+    node = replace(inspect_node(stage_dir), name=allocation.host, job=job)
+    # Short lines: those of several nodes arrive mixed, line by line.
+    print(json.dumps(asdict(node), indent=0), flush=True)
+    return 0
 
 
 def client_error() -> str:

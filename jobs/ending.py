@@ -115,7 +115,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, last_step: int) -> int:
 
     `last_step` is the last step that a rank of this node has done. Returns the exit code.
     """
-    failed_at, head = channel.head_heard_at, node.allocation.head
+    failed_at, head = time.time() - channel.silent_seconds, node.allocation.head
     detail = f"lost contact with {head}"
     log(detail)
     node.record_event("node_lost", node=head, last_heard=failed_at, detail=detail)
@@ -152,14 +152,9 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
 
 
 def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
-    """Whether the head node is lost to all that are left, or only to one that is cut off itself. Pure.
+    """Whether the head node is lost, and not this one cut off; None while another agent has to confirm it. Pure.
 
-    Args:
-        lost: the lost nodes, a name for each agent that reports one; this agent has reported the head.
-        allocation: of this agent.
-
-    Returns:
-        None as long as another agent has to confirm it.
+    `lost` has a name for each agent that reports a lost node; this agent has reported the head.
     """
     if allocation.host in lost:
         return False

@@ -131,7 +131,8 @@ class ControlClient:
         self.directive, self.status = Directive(), status
         self.clock_skew_seconds = 0.0
         """The head's clock minus ours, as of the first answer."""
-        self._answered = threading.Event()
+        self.met = threading.Event()
+        """Set with the head's first answer."""
         self._address, self._nonce = (host, port), nonce
         self._clock, self._changed, self._closed = _SilenceClock(), threading.Event(), threading.Event()
         self._thread = _start(self._keep_connected, "control-client")
@@ -149,24 +150,10 @@ class ControlClient:
         """How long the head has been silent."""
         return self._clock.seconds
 
-    def meet(self, timeout_seconds: float) -> bool:
-        """Wait for the head's first answer. Returns whether it came."""
-        return self._answered.wait(timeout_seconds)
-
-    @property
-    def has_met(self) -> bool:
-        """Whether the head has ever answered."""
-        return self._answered.is_set()
-
     @property
     def head_is_lost(self) -> bool:
         """Whether the head node's agent has been silent for too long."""
-        return self.has_met and self.silent_seconds > LOST_SECONDS
-
-    @property
-    def head_heard_at(self) -> float:
-        """When the head node's agent was last heard from, in seconds since the epoch."""
-        return time.time() - self.silent_seconds
+        return self.met.is_set() and self.silent_seconds > LOST_SECONDS
 
     def close(self) -> None:
         """Send the last status once more, and stop."""
@@ -195,9 +182,9 @@ class ControlClient:
             answer = connection.receive()
             self._clock.heard()
             self.directive = Directive.from_json(answer["directive"])
-            if not self.has_met:
+            if not self.met.is_set():
                 self.clock_skew_seconds = answer["time"] - (sent_at + time.time()) / 2
-                self._answered.set()
+                self.met.set()
             if closing:
                 return
             starting = self.status.phase is Phase.STARTING

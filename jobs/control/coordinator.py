@@ -7,7 +7,7 @@ as the cause in `attempt_ended`.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpc.core.attempts import attempts_of, failures_in_a_row
@@ -17,7 +17,7 @@ from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
 from jobs.control.rank_health import StragglerDetector, find_hang
 from jobs.control.root_failure import RootFailure
-from jobs.control.round_members import MembershipView, NodeLimits, decide_round
+from jobs.control.round_members import MembershipView, decide_round
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 
@@ -52,7 +52,6 @@ class Coordinator:
 
     def __init__(self, node: NodeAttempt, server: ControlServer, stop: StopRequest) -> None:
         self._node, self._server, self._stop = node, server, stop
-        self._limits = NodeLimits(least=node.spec.least_nodes, most=node.spec.resources.max_nodes)
         self.failure: Failure | None = None
         """What ended the attempt; None if it ended well, or was asked to stop."""
         self.done = False
@@ -167,11 +166,7 @@ class Coordinator:
         if not may_restart(failure.cause, failures_in_a_row([*earlier, this])):
             self._end(failure)
             return
-        self._node.record_event(
-            "interruption", cause=failure.cause, step=failure.step, rank=failure.rank, node=failure.node,
-            detail=failure.detail, failed_at=failure.failed_at, noticed_at=failure.noticed_at,
-            round=self._server.directive.round,
-        )  # fmt: skip
+        self._node.record_event("interruption", round=self._server.directive.round, **asdict(failure))
         log(f"{failure.cause}: {failure.detail}")
 
     def _report_stragglers(self, heartbeats: dict[int, RankHeartbeat]) -> None:
@@ -208,12 +203,14 @@ class Coordinator:
             return
         view = MembershipView(
             num_nodes=self._node.allocation.num_nodes,
+            least=self._node.spec.least_nodes,
+            most=self._node.spec.resources.max_nodes,
             statuses=statuses,
             excluded=frozenset({*self.lost, *self.unfit}),
             waited_seconds=time.monotonic() - self._began,
             failed_rounds=self._failed_rounds,
         )
-        decision = decide_round(directive, view, self._limits)
+        decision = decide_round(directive, view)
         if decision.failed:
             self._end(self._failure_of_membership(decision.failed, statuses))
         elif decision.done and directive.preflight:
@@ -248,11 +245,8 @@ class Coordinator:
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
         """The failure that left too few nodes; or there never were enough."""
-        failed = [
-            f"{self._name(node_rank)}: {status.detail}"
-            for node_rank, status in statuses.items()
-            if status.phase is Phase.FAILED
-        ]
+        out = {node_rank: status for node_rank, status in statuses.items() if status.phase is Phase.FAILED}
+        failed = [f"{self._name(node_rank)}: {status.detail}" for node_rank, status in out.items()]
         last = self._last_failure
         if last and time.time() - last.noticed_at < _RECENT_SECONDS and not failed:
             return replace(last, detail=f"{last.detail}; {reason}")

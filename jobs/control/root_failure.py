@@ -38,12 +38,10 @@ class RootFailure:
         self._settling_since: float | None = None
 
     def find(self, reported: set[RankFailure], all_heard: Callable[[], bool]) -> RankFailure | None:
-        """The failure to act on now; None if there is none, or not all nodes have reported.
+        """The failure to act on now, of those reported by all agents; None if there is none, or while nodes are silent.
 
-        Args:
-            reported: by all agents, old ones included.
-            all_heard: whether all members have just reported: a silent one may be the dead node that made the others
-                fail.
+        `all_heard` tells whether all members have just reported: a silent one may be the dead node that made the others
+        fail.
         """
         unhandled = reported - self._handled
         roots = {each for each in unhandled if each.started_at > self.explained_until and each.signal != "SIGABRT"}

@@ -15,19 +15,14 @@ _MOST_FAILED_ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeLimits:
-    """How many nodes the run trains on. Those beyond the most are spares."""
-
-    least: int
-    most: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class MembershipView:
     """What the head node's agent knows."""
 
     num_nodes: int
     """In the allocation."""
+    least: int
+    most: int
+    """How many nodes the run trains on. Those beyond the most are spares."""
     statuses: Mapping[int, NodeStatus]
     """By node rank, of nodes that have reported."""
     excluded: frozenset[int]
@@ -64,39 +59,40 @@ class RoundDecision:
     """Why the attempt cannot go on."""
 
 
-def decide_round(directive: Directive, view: MembershipView, limits: NodeLimits) -> RoundDecision:
+def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
     """Decide about the current round, or the first one."""
     able = view.able
     if directive.round and set(directive.members) <= set(able):
-        return _continue_round(directive, view, limits)
+        return _continue_round(directive, view)
     # With fewer nodes than there might be: a training that was interrupted goes on at once.
     need_not_wait = directive.round > 0 or not view.num_pending or view.waited_seconds > _WAIT_SECONDS
-    if len(able) >= limits.most or (len(able) >= limits.least and need_not_wait):
-        return RoundDecision(members=_choose(directive, able, limits))
-    if len(able) + view.num_pending < limits.least:
+    if len(able) >= view.most or (len(able) >= view.least and need_not_wait):
+        return RoundDecision(members=_choose(directive, view))
+    if len(able) + view.num_pending < view.least:
         return RoundDecision(
-            failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {limits.least}"
+            failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {view.least}"
         )
     return RoundDecision()
 
 
-def _choose(directive: Directive, able: list[int], limits: NodeLimits) -> tuple[int, ...]:
+def _choose(directive: Directive, view: MembershipView) -> tuple[int, ...]:
     """Members stay members; other nodes take the free places."""
+    able = view.able
     stayed = [node_rank for node_rank in directive.members if node_rank in able]
     others = [node_rank for node_rank in able if node_rank not in stayed]
-    return tuple([*stayed, *others][: limits.most])
+    return tuple([*stayed, *others][: view.most])
 
 
-def _continue_round(directive: Directive, view: MembershipView, limits: NodeLimits) -> RoundDecision:
+def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision:
     """All members are able: has the round ended, or should another node join it?"""
     members = [view.statuses[node_rank] for node_rank in directive.members]
     ended = [status for status in members if status.phase is Phase.ENDED and status.round == directive.round]
     if any(status.exit_code for status in ended):
         if view.failed_rounds >= _MOST_FAILED_ROUNDS:
             return RoundDecision(failed=f"torchrun failed {view.failed_rounds} times in a row")
-        return RoundDecision(members=_choose(directive, view.able, limits))
+        return RoundDecision(members=_choose(directive, view))
     if ended:
         return RoundDecision(done=len(ended) == len(members))
     # Each new round costs all ranks a start: late nodes join together, once none is still on its way.
-    chosen = () if view.num_pending else _choose(directive, view.able, limits)
+    chosen = () if view.num_pending else _choose(directive, view)
     return RoundDecision(members=chosen) if len(chosen) > len(members) else RoundDecision()

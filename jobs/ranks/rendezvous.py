@@ -43,8 +43,6 @@ class Rendezvous:
 
 def torchrun_argv(rendezvous: Rendezvous, ranks: int, address: str, python: str) -> list[str]:
     """The command line of this node's torchrun, up to the program that it runs (`program_argv`). Pure."""
-    # Given, not guessed: torchrun compares names, and a second network card or an alias makes it wait for ever.
-    is_host = int(rendezvous.is_host)
     keep_alive = f"keep_alive_interval={_KEEP_ALIVE_SECONDS},keep_alive_max_attempt={_KEEP_ALIVE_ATTEMPTS}"
     return [
         python, "-P", str(_TORCHRUN),
@@ -59,7 +57,9 @@ def torchrun_argv(rendezvous: Rendezvous, ranks: int, address: str, python: str)
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={rendezvous.members[0]}:{rendezvous.port}",
         f"--rdzv-id={rendezvous.id}",
-        f"--rdzv-conf=is_host={is_host},{keep_alive}",
+        # is_host is given, not guessed: torchrun compares names, and a second network card or an alias makes it wait
+        # for ever.
+        f"--rdzv-conf=is_host={int(rendezvous.is_host)},{keep_alive}",
         f"--local-addr={address}",
         "--no-python",
     ]  # fmt: skip

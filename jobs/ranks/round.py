@@ -154,12 +154,9 @@ def rank_environment(
 
 
 def activated_environment(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:
-    """A process environment in which the Python environment of an interpreter is the active one. Pure.
+    """A process environment in which the Python environment of `python`, its `bin/python`, is the active one. Pure.
 
-    Args:
-        base: with another Python environment active, or this very one, in which case nothing changes.
-        python: `bin/python` of the Python environment.
-        prefix: of the other one; paths to its programs and libraries become paths to the new one's.
+    In `base` the one at `prefix` is active: paths to its programs and libraries become paths to the new one's.
     """
     copy = str(Path(python).parent.parent)
     if copy == prefix:

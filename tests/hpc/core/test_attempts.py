@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
-from jobs.claim import claim, event_file, find_claim, join, refuse
+from jobs.claim import claim, event_file, join, refuse
 from jobs.node_attempt import NodeAllocation
 
 
@@ -85,11 +84,10 @@ def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:
 
 def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
     made = claim(run, place(restart=1), 1, "n")
-    attempts = attempts_of(ledger.read(run.events))
-    assert find_claim(attempts, place(restart=1, node_rank=1), lambda _: False) == made
-    assert find_claim(attempts, place(restart=2, node_rank=1), lambda _: False) is None, "a later start of the job"
-    assert find_claim(attempts, place(job_id="9", restart=1), lambda _: False) is None, "another job"
-    assert find_claim(attempts, place(restart=1), lambda _: True) is None, "an attempt it has been in"
+    assert join(run, place(restart=1, node_rank=1), lambda: False, timeout_seconds=60.0) == made
+    for later_start_or_another_job in (place(restart=2, node_rank=1), place("9", restart=1, node_rank=1)):
+        with pytest.raises(TorchrelayError, match="claimed no attempt"):
+            join(run, later_start_or_another_job, lambda: False, timeout_seconds=0.0)
 
 
 def test_join_of_an_ended_attempt_fails_at_once(run: RunDir) -> None:

@@ -140,3 +140,11 @@ def test_missing_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
     with pytest.raises(slurm.TorchrelayError, match="squeue is not on the PATH"):
         slurm.jobs()
+
+
+def test_final_states_of_jobs_that_squeue_has_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sacct = tmp_path / "sacct"
+    sacct.write_text("#!/bin/sh\nprintf '7|CANCELLED by 1000\\n8|NODE_FAIL\\n9\\n'\n")
+    sacct.chmod(0o755)
+    monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
+    assert slurm.final_states(["7", "8", "9"]) == {"7": JobState.CANCELLED, "8": JobState.NODE_FAIL}

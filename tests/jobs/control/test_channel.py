@@ -72,7 +72,7 @@ def test_stranger_on_the_heads_former_port_directs_nobody() -> None:
     stranger.directive = Directive(round=1, members=(1,), over=True)
     client = ControlClient("127.0.0.1", stranger.port, "secret", NodeStatus(node_rank=1))
     time.sleep(1)
-    assert not client.has_met
+    assert not client.met.is_set()
     assert client.directive == Directive()
     assert not stranger.statuses()
     client.close()
@@ -112,7 +112,7 @@ def test_agent_that_was_suspended_does_not_count_the_others_as_silent() -> None:
     with subprocess.Popen([sys.executable, "-c", LISTENER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
         client = ControlClient("127.0.0.1", int(head.stdout.readline()), "secret", NodeStatus(node_rank=1))
-        wait_for(lambda: client.has_met)
+        wait_for(client.met.is_set)
         head.send_signal(signal.SIGSTOP)
         time.sleep(LOST_SECONDS)
         head.send_signal(signal.SIGCONT)
@@ -124,7 +124,7 @@ def test_killed_head_falls_silent() -> None:
     with subprocess.Popen([sys.executable, "-c", HEAD], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
         client = ControlClient("127.0.0.1", int(head.stdout.readline()), "secret", NodeStatus(node_rank=2))
-        wait_for(lambda: client.has_met)
+        wait_for(client.met.is_set)
         assert client.silent_seconds < LOST_SECONDS
         head.kill()
     wait_for(lambda: client.silent_seconds > LOST_SECONDS)

@@ -1,15 +1,15 @@
 """Which nodes take part in the next round."""
 
 from jobs.control.messages import Directive, NodeStatus, Phase
-from jobs.control.round_members import MembershipView, NodeLimits, RoundDecision, decide_round
+from jobs.control.round_members import MembershipView, RoundDecision, decide_round
 
 WAIT = RoundDecision()
-TWO = NodeLimits(least=2, most=2)
 
 
 def view(
-    *phases: Phase | None, excluded: tuple[int, ...] = (), waited: float = 1.0, failed: int = 0, code: int = 0
-) -> MembershipView:
+    *phases: Phase | None, excluded: tuple[int, ...] = (), waited: float = 1.0, failed: int = 0, code: int = 0,
+    least: int = 2, most: int = 2,
+) -> MembershipView:  # fmt: skip
     """One node per phase; None: has not reported yet."""
     statuses = {
         node_rank: NodeStatus(node_rank=node_rank, phase=phase, round=1, exit_code=code if phase == Phase.ENDED else 0)
@@ -18,6 +18,8 @@ def view(
     }
     return MembershipView(
         num_nodes=len(phases),
+        least=least,
+        most=most,
         statuses=statuses,
         excluded=frozenset(excluded),
         waited_seconds=waited,
@@ -33,58 +35,55 @@ READY, STARTING, RUNNING, ENDED, FAILED = Phase.READY, Phase.STARTING, Phase.RUN
 
 
 def test_first_round_begins_when_enough_nodes_are_ready() -> None:
-    assert decide_round(Directive(), view(READY, None), TWO) == WAIT
-    assert decide_round(Directive(), view(READY, STARTING), TWO) == WAIT
-    assert decide_round(Directive(), view(READY, READY), TWO) == RoundDecision(members=(0, 1))
+    assert decide_round(Directive(), view(READY, None)) == WAIT
+    assert decide_round(Directive(), view(READY, STARTING)) == WAIT
+    assert decide_round(Directive(), view(READY, READY)) == RoundDecision(members=(0, 1))
 
 
 def test_spare_that_is_not_ready_is_not_waited_for() -> None:
-    assert decide_round(Directive(), view(READY, STARTING, READY), TWO) == RoundDecision(members=(0, 2))
+    assert decide_round(Directive(), view(READY, STARTING, READY)) == RoundDecision(members=(0, 2))
 
 
 def test_elastic_run_waits_for_a_slow_node_but_not_for_ever() -> None:
-    limits = NodeLimits(least=1, most=2)
-    assert decide_round(Directive(), view(READY, STARTING), limits) == WAIT
-    assert decide_round(Directive(), view(READY, STARTING, waited=61.0), limits) == RoundDecision(members=(0,))
-    assert decide_round(Directive(), view(READY, FAILED), limits) == RoundDecision(members=(0,))
+    assert decide_round(Directive(), view(READY, STARTING, least=1)) == WAIT
+    assert decide_round(Directive(), view(READY, STARTING, least=1, waited=61.0)) == RoundDecision(members=(0,))
+    assert decide_round(Directive(), view(READY, FAILED, least=1)) == RoundDecision(members=(0,))
 
 
 def test_too_few_nodes_from_the_start() -> None:
-    decision = decide_round(Directive(), view(READY, FAILED), TWO)
+    decision = decide_round(Directive(), view(READY, FAILED))
     assert decision.failed == "1 of the 2 nodes are left, and the run needs 2"
 
 
 def test_nothing_changes_while_all_members_train() -> None:
-    assert decide_round(running(0, 1), view(RUNNING, RUNNING), TWO) == WAIT
-    assert decide_round(running(0, 1), view(RUNNING, RUNNING, READY), TWO) == WAIT
+    assert decide_round(running(0, 1), view(RUNNING, RUNNING)) == WAIT
+    assert decide_round(running(0, 1), view(RUNNING, RUNNING, READY)) == WAIT
 
 
 def test_spare_takes_the_place_of_a_lost_node() -> None:
-    assert decide_round(running(0, 1), view(RUNNING, RUNNING, READY, excluded=(1,)), TWO) == RoundDecision(
-        members=(0, 2)
-    )
+    assert decide_round(running(0, 1), view(RUNNING, RUNNING, READY, excluded=(1,))) == RoundDecision(members=(0, 2))
 
 
 def test_elastic_run_continues_without_a_lost_node() -> None:
-    seen = view(RUNNING, RUNNING, RUNNING, excluded=(1,))
-    assert decide_round(running(0, 1, 2), seen, NodeLimits(least=1, most=3)) == RoundDecision(members=(0, 2))
-    assert decide_round(running(0, 1, 2), seen, NodeLimits(least=3, most=3)).failed
+    elastic, fixed = (view(RUNNING, RUNNING, RUNNING, excluded=(1,), least=least, most=3) for least in (1, 3))
+    assert decide_round(running(0, 1, 2), elastic) == RoundDecision(members=(0, 2))
+    assert decide_round(running(0, 1, 2), fixed).failed
 
 
 def test_late_node_joins_if_there_is_a_place() -> None:
-    assert decide_round(running(0), view(RUNNING, READY), NodeLimits(least=1, most=2)) == RoundDecision(members=(0, 1))
+    assert decide_round(running(0), view(RUNNING, READY, least=1)) == RoundDecision(members=(0, 1))
 
 
 def test_round_is_done_when_every_member_has_ended_well() -> None:
-    assert decide_round(running(0, 1), view(ENDED, RUNNING), TWO) == WAIT
-    assert decide_round(running(0, 1), view(ENDED, ENDED), TWO) == RoundDecision(done=True)
+    assert decide_round(running(0, 1), view(ENDED, RUNNING)) == WAIT
+    assert decide_round(running(0, 1), view(ENDED, ENDED)) == RoundDecision(done=True)
 
 
 def test_round_whose_torchrun_failed_is_repeated_but_not_for_ever() -> None:
-    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1), TWO) == RoundDecision(members=(0, 1))
-    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=5), TWO).failed
+    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1)) == RoundDecision(members=(0, 1))
+    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=5)).failed
 
 
 def test_end_of_an_older_round_is_no_end_of_this_one() -> None:
     directive = Directive(round=2, members=(0, 1), port=1)
-    assert decide_round(directive, view(ENDED, ENDED), TWO) == WAIT
+    assert decide_round(directive, view(ENDED, ENDED)) == WAIT
