@@ -45,11 +45,7 @@ def report(options: ReportOptions) -> int:
 
 
 def write(path: Path, records: Sequence[RunRecord]) -> list[Path]:
-    """Write the tables and the page, each whole or not at all; returns the tables.
-
-    Raises:
-        UserError: the directory cannot be created.
-    """
+    """Write the tables and the page, each whole or not at all; returns the tables. A UserError without a directory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 import shlex
 from dataclasses import asdict, fields
-from typing import Any
 
 from hpc.spec import Recovery, Resources, RunSpec
 from training.config.rules import flag
@@ -11,14 +10,8 @@ from training.config.train_config import TrainConfig
 
 def submit_command(spec: RunSpec) -> list[str]:
     """The arguments to type: every setting that is not the default, also those that submit has chosen."""
-    owners: list[tuple[Any, Any]] = [(spec.resources, Resources()), (spec.recovery, Recovery())]
-    if spec.train is not None:
-        synthetic = spec.train.synthetic
-        owners.append((spec.train, TrainConfig(data=spec.train.data, synthetic=synthetic)))
-    data = spec.train.data if spec.train is not None else spec.data
-    flags = [f"--cluster={spec.cluster}", *([f"--data={data}"] if data else [])]
-    flags += [word for owner, default in owners for word in _changed(owner, default)]
-    flags += ["--synthetic"] if spec.train is not None and spec.train.synthetic else []
+    flags = [f"--cluster={spec.cluster}", *([f"--data={spec.data}"] if spec.data and spec.train is None else [])]
+    flags += [*(_changed(spec.train) if spec.train else []), *_changed(spec.resources), *_changed(spec.recovery)]
     flags += [f"--stage-dir={spec.stage_dir}"] if spec.stage_dir != "/tmp" else []  # noqa: S108 - submit's default
     flags += [f"--stage-keep={spec.stage_keep}"] if spec.stage_keep != "7d" else []
     flags += [] if spec.pack is None else ["--pack=on", f"--pack-size={spec.pack}"]
@@ -27,15 +20,15 @@ def submit_command(spec: RunSpec) -> list[str]:
     return ["python", "-m", "hpc.submit", *flags, *script]
 
 
-def _changed(owner: Any, default: Any) -> list[str]:
+def _changed(settings: TrainConfig | Resources | Recovery) -> list[str]:
     """The flags of all fields that differ from their defaults; one for each item of a tuple."""
     words = list[str]()
-    for field in fields(owner):
-        value = getattr(owner, field.name)
-        if value == getattr(default, field.name):
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value == field.default:
             continue
-        if isinstance(value, bool):
-            words += [flag(field.name)] if value else []
+        if value is True:
+            words.append(flag(field.name))
         else:
             words += [f"{flag(field.name)}={item}" for item in (value if isinstance(value, tuple) else (value,))]
     return words

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 
 from hpc.core import ledger
@@ -150,9 +151,9 @@ def _count_damaged(notes: list[str], path: Path) -> None:
         notes.append(f"{path.parent.name}/{path.name}: {damaged} of {total} lines are damaged and left out.")
 
 
-def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+def _table(rows: Sequence[dict[str, Any]] | pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """A table of exactly these columns; all but those of text are numbers."""
-    table = pd.DataFrame.from_records(rows).reindex(columns=list(columns))
+    table = pd.DataFrame(rows).reindex(columns=list(columns))
     for column in columns:
         values = table[column]
         table[column] = values.astype("string") if column in _TEXT else pd.to_numeric(values, errors="coerce")
@@ -182,11 +183,7 @@ def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_te
 
 
 def read_confusion(path: Path) -> pd.DataFrame:
-    """The confusion matrix.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The confusion matrix; a ValueError if it is damaged."""
     # A class may be called NA, or have a number for a name.
     cells = pd.read_csv(path, header=None, dtype=str, keep_default_na=False)
     names = cells.iloc[1:, 0].tolist()
@@ -199,30 +196,23 @@ def classes_table(confusion: pd.DataFrame | None) -> pd.DataFrame:
     """For each class: its images, how many were predicted correctly, and the most frequent wrong prediction."""
     if confusion is None:
         return _table([], CLASSES)
-    names, rows = confusion.columns, list[dict[str, Any]]()
-    for true, counts in enumerate(confusion.to_numpy()):
-        images, correct = int(counts.sum()), int(counts[true])
-        wrong = counts.copy()
-        wrong[true] = 0
-        most = int(wrong.argmax())
-        rows.append({
-            "class": names[true],
-            "images": images,
-            "correct": correct,
-            "accuracy": correct / images if images else None,
-            "most_often_confused_with": names[most] if wrong[most] else None,
-            "confused_images": int(wrong[most]),
-        })  # fmt: skip
-    return _table(rows, CLASSES)
+    counts = confusion.to_numpy()
+    images, correct = pd.Series(counts.sum(axis=1)), pd.Series(counts.diagonal())
+    wrong = counts - np.diag(correct)
+    confused = wrong.max(axis=1)
+    columns = {
+        "class": confusion.index,
+        "images": images,
+        "correct": correct,
+        "accuracy": correct / images,
+        "most_often_confused_with": confusion.columns[wrong.argmax(axis=1)].where(confused > 0),
+        "confused_images": confused,
+    }
+    return _table(pd.DataFrame(columns), CLASSES)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The sample predictions.
-
-    Raises:
-        ValueError: they are damaged.
-        KeyError: they are of another version.
-    """
+    """The sample predictions; a ValueError if they are damaged, a KeyError if they are of another version."""
     found: list[dict[str, Any]] = [
         {
             **{key: str(sample[key]) for key in ("kind", "name", "true", "predicted", "png")},
@@ -236,11 +226,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def csv_tables(records: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
-    """The tables beside the page, by file name.
-
-    Each names the run in its first column and always exists, if only as a header: a reader of many runs' tables need
-    not check which exist.
-    """
+    """The tables beside the page, by file name. Each has the run's name in front, and exists even without rows."""
     found = dict[str, pd.DataFrame]()
     for file, attribute in _FILES.items():
         tables = [getattr(record, attribute) for record in records]

@@ -35,7 +35,6 @@ _RECOVERY_COLORS = {part: f"s{number}" for number, part in enumerate(PARTS, 1)}
 
 Column = tuple[str, Any, str]
 """Title, key of the rows, kind of the cells."""
-Row = Mapping[Any, Any]
 
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
@@ -171,7 +170,7 @@ def _lost_time(groups: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
     ]
 
 
-def _recovery_legend(groups: Sequence[Row]) -> list[tuple[str, str, str]]:
+def _recovery_legend(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """Color, name and meaning of the parts that took time."""
     used = {part for group in groups for part, seconds, _ in group["parts"] if seconds > 0}
     return [(_RECOVERY_COLORS[part], part.replace("_", " "), _RECOVERY[part]) for part in PARTS if part in used]

@@ -50,7 +50,6 @@ _STYLE: Any = {
     "text.color": COLORS["soft"],
     "lines.linewidth": 1.7,
     "lines.solid_capstyle": "round",
-    "lines.solid_joinstyle": "round",
 }
 _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 # Causes from outside the run.
@@ -288,12 +287,7 @@ def _paint_runs(axes: Axes, size: PlotSize, chart: Chart, records: Sequence[RunR
 
 
 def draw(name: str, paint: Callable[[Axes, PlotSize], None]) -> dict[PlotSize, Markup]:
-    """Draw a figure in each size.
-
-    Args:
-        name: unique on the page, for ids.
-        paint: draws on axes, with `COLORS` only.
-    """
+    """Draw a figure in each size. `name` is unique on the page, for ids; `paint` uses `COLORS` only."""
     drawings = dict[PlotSize, Markup]()
     for size in SIZES:
         with rc_context(_STYLE):

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from report_rig import CLASSES, HOSTILE, STEPS, completed_run, pending_run, report, running_run, spec_of
 
-from hpc import cli
+from hpc.core import program
 from hpc.core.rundir import RunDir
 from hpc.report import formats, plots
 from hpc.report.__main__ import main
@@ -261,7 +261,7 @@ def test_command_submits_the_same_run_again() -> None:
     )
     words = submit_command(spec)
     assert words[:3] == ["python", "-m", "hpc.submit"]
-    parsed = cli.parse(submit.SubmitTraining, words[3:], "hpc submit")
+    parsed = program.parse(submit.SubmitTraining, words[3:], "hpc submit")
     assert (parsed.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
     assert (parsed.cluster, str(parsed.stage_dir)) == ("slurm", "/scratch")
     assert "--data='/d a'" in shell_text(words) or "'--data=/d a'" in shell_text(words)
