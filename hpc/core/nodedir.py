@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.rundir import RunDir
+from hpc.core.rundir import Below, RunDir
 
 DEV_SHM, _TMP = Path("/dev/shm"), Path("/tmp")  # noqa: S108 - the directories below them are private
 _MOST_LINKS = 10
@@ -103,24 +103,16 @@ class NodeDir:
 
     path: Path
 
-    @property
-    def snapshots(self) -> Path:
-        """The newest snapshots, each a directory like a checkpoint's."""
-        return self.path / "snapshots"
-
-    @property
-    def exits(self) -> Path:
-        """One file for each rank that failed."""
-        return self.path / "exits"
+    snapshots = Below("snapshots")
+    """The newest snapshots, each a directory like a checkpoint's."""
+    exits = Below("exits")
+    """One file for each rank that failed."""
+    lock = Below("lock")
+    """Held by the run's agent on this node; if nobody holds it, the directory is abandoned."""
 
     def heartbeat(self, local_rank: int) -> Path:
         """The newest progress of one rank, for the node agent."""
         return self.path / "heartbeats" / f"local-{local_rank}"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the run's agent on this node; if nobody holds it, the directory is abandoned."""
-        return self.path / "lock"
 
     def make(self) -> None:
         """Make the directories that are missing: systemd empties /dev/shm at the user's logout (RemoveIPC=yes)."""

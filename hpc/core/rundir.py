@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # In `final/`.
 CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes.csv", "history.csv"
@@ -10,13 +11,13 @@ MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 
 
 @dataclass(frozen=True)
-class _Below:
-    """A path in the run directory."""
+class Below:
+    """A path below the directory `path` of the object that has it."""
 
     name: str
 
-    def __get__(self, run: "RunDir", _: type) -> Path:
-        return run.path / self.name
+    def __get__(self, owner: Any, _: type) -> Path:
+        return Path(owner.path, self.name)
 
 
 @dataclass(frozen=True)
@@ -25,47 +26,47 @@ class RunDir:
 
     path: Path
 
-    spec = _Below("spec.json")
+    spec = Below("spec.json")
     """The resolved RunSpec, immutable."""
-    script = _Below("submit.sbatch")
+    script = Below("submit.sbatch")
     """The sbatch script; submitting it by hand starts or resumes the run."""
-    environment = _Below("environment.json")
+    environment = Below("environment.json")
     """The environment variables at submission, for the run's later jobs."""
-    code = _Below("code")
+    code = Below("code")
     """The copy of the code that the run executes."""
-    packages = _Below("code/.torchrelay")
+    packages = Below("code/.torchrelay")
     """Our three packages in that copy."""
-    revision = _Below("code/.torchrelay/revision")
+    revision = Below("code/.torchrelay/revision")
     """The git revision of the code; absent if it was in no repository."""
-    events = _Below("events")
+    events = Below("events")
     """What happened: one file of JSON lines per writer."""
-    alive = _Below("alive")
+    alive = Below("alive")
     """Its modification time is the newest heartbeat of the head node's agent."""
-    train_metrics = _Below("metrics/train.jsonl")
+    train_metrics = Below("metrics/train.jsonl")
     """One JSON line per logged step."""
-    eval_metrics = _Below("metrics/eval.jsonl")
+    eval_metrics = Below("metrics/eval.jsonl")
     """One JSON line per evaluation."""
-    tensorboard = _Below("tensorboard")
+    tensorboard = Below("tensorboard")
     """TensorBoard's event files."""
-    checkpoints = _Below("checkpoints")
+    checkpoints = Below("checkpoints")
     """Durable checkpoints, one directory per step, visible only when complete."""
-    index = _Below("index.npz")
+    index = Below("index.npz")
     """The list of the files of an image folder, so that later attempts need not list them again."""
-    diverged = _Below("diverged.json")
+    diverged = Below("diverged.json")
     """The first step whose loss is not finite, and its images."""
-    best = _Below("best")
+    best = Below("best")
     """The model with the best validation metric."""
-    final = _Below("final")
+    final = Below("final")
     """The final model and its test result: the run is complete when this exists."""
-    final_result = _Below("final/result.json")
+    final_result = Below("final/result.json")
     """The test result."""
-    confusion = _Below(f"final/{CONFUSION}")
+    confusion = Below(f"final/{CONFUSION}")
     """The confusion matrix of the test."""
-    samples = _Below(f"final/{SAMPLES}")
+    samples = Below(f"final/{SAMPLES}")
     """Some test images with their predictions."""
-    logs = _Below("logs")
+    logs = Below("logs")
     """All output."""
-    report = _Below("report/index.html")
+    report = Below("report/index.html")
     """The report page."""
 
     @property

@@ -90,7 +90,7 @@ def _command(node: NodeAttempt, directive: Directive, setup: RankSetup) -> tuple
     elif directive.preflight:
         program = preflight_command(run, number, python)
     else:
-        program = script_command(spec.script, run, python)
+        program = [python, "-u", str(run.code / spec.script[0]), *spec.script[1:]]
         environment = script_environment(environment, run, number, setup.data)
     wrapper = [python, "-S", str(PROCESS_WRAPPER), "rank", str(logs), str(node.node_dir.path)]
     return [*torchrun_argv(rendezvous, num_ranks, address, python), *program_argv([*wrapper, *program])], environment
@@ -116,11 +116,6 @@ def find_data(staged: Path) -> Path:
 def preflight_command(run: RunDir, attempt: int, python: str) -> list[str]:
     """Checks that the nodes can train, before a user's script runs on them for the first time."""
     return [python, "-u", "-P", "-m", "training.engine.preflight", str(run.path), str(attempt)]
-
-
-def script_command(script: tuple[str, ...], run: RunDir, python: str) -> list[str]:
-    """The user's script as it was submitted, from the code copy."""
-    return [python, "-u", str(run.code / script[0]), *script[1:]]
 
 
 def script_environment(base: Mapping[str, str], run: RunDir, attempt: int, data: Path | None) -> dict[str, str]:

@@ -21,7 +21,7 @@ from hpc.core.rundir import RunDir
 from hpc.report.command import submit_command
 from hpc.spec import Resources, RunSpec
 from hpc.submit.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
-from jobs.ranks.round import activated_environment, preflight_command, script_command, trainer_command
+from jobs.ranks.round import activated_environment, preflight_command, trainer_command
 from jobs.staging.unpack_environment import make_link
 
 
@@ -276,11 +276,10 @@ def test_dry_run_packs_nothing(venv: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_every_command_of_a_rank_starts_with_the_copys_interpreter(tmp_path: Path) -> None:
+def test_our_commands_of_a_rank_start_with_the_copys_interpreter(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     commands = (
         trainer_command(run, 1, tmp_path, NodeDir(tmp_path), "/copy/bin/python"),
-        script_command(("s.py",), run, "/copy/bin/python"),
         preflight_command(run, 1, "/copy/bin/python"),
     )
     assert {command[0] for command in commands} == {"/copy/bin/python"}
