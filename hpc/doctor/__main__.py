@@ -1,7 +1,4 @@
-"""`hpc doctor`: settings of a cluster that cost runs work or time, and what to change. Runs on the login node.
-
-Compute nodes are judged only with `--node`, after `hpc.doctor.node_check` has inspected them.
-"""
+"""`hpc doctor`: settings of a cluster that cost runs work or time, and what to change. Runs on the login node."""
 
 import resource
 import sys
@@ -93,11 +90,7 @@ def measurements_of(run: RunDir) -> RunMeasurements:
 
 
 def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
-    """All findings.
-
-    Raises:
-        UserError: no such partition, or `--node` without Slurm.
-    """
+    """All findings; a UserError if there is no such partition, or for `--node` without Slurm."""
     spec = RunSpec.load(run) if run else None
     stage_dir = Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
     measured = measurements_of(run) if run else None

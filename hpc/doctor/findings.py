@@ -1,13 +1,10 @@
-"""The findings of `hpc doctor` about runs, the login node and compute nodes: one small function per check. Pure.
-
-Each check returns a verdict: how much it matters, what was seen, what it costs, what to do. The checks of Slurm's
-configuration are in `hpc.doctor.slurm_findings`.
-"""
+"""The findings of `hpc doctor` about runs, the login node and compute nodes: one small function per check. Pure."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 from hpc.core.node_info import NodeInfo, TorchBuild
@@ -36,7 +33,7 @@ class Severity(StrEnum):
     OK = "ok"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verdict:
     """The result of one check."""
 
@@ -63,22 +60,10 @@ class Finding(Verdict):
 Check = Callable[[Facts], Verdict | None]
 
 
-def ok(value: str) -> Verdict:
-    """The check passed."""
-    return Verdict(severity=Severity.OK, value=value)
-
-
-def note(value: str, cost: str, what_to_do: str) -> Verdict:
-    """It may cost something."""
-    return Verdict(severity=Severity.NOTE, value=value, cost=cost, what_to_do=what_to_do)
-
-
-def costs(value: str, cost: str, what_to_do: str) -> Verdict:
-    """It will cost something."""
-    return Verdict(severity=Severity.COST, value=value, cost=cost, what_to_do=what_to_do)
-
-
-_UNKNOWN = Verdict(severity=Severity.UNKNOWN, value="not reported")
+ok = partial(Verdict, Severity.OK)
+note = partial(Verdict, Severity.NOTE)
+costs = partial(Verdict, Severity.COST)
+_UNKNOWN = Verdict(Severity.UNKNOWN, "not reported")
 
 
 def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[Finding]:
@@ -254,12 +239,10 @@ def _interfaces(node: NodeInfo) -> Verdict:
 
 
 def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
-    """The interfaces that NCCL uses, in its order.
+    """The interfaces that NCCL uses, in its order, of those with an address, in the kernel's order.
 
-    Args:
-        interfaces: those with an address, in the kernel's order.
-        setting: NCCL_SOCKET_IFNAME: prefixes after an optional `^`, which excludes, and `=`, for whole names.
-            Source: NVIDIA's NCCL documentation, Environment Variables.
+    `setting` is NCCL_SOCKET_IFNAME: prefixes after an optional `^`, which excludes, and `=`, for whole names. Source:
+    NVIDIA's NCCL documentation, Environment Variables.
     """
     if not setting:
         infiniband = [i for i in interfaces if i.startswith("ib")]

@@ -19,11 +19,7 @@ from hpc.submit import checks
 
 
 def plan(asked: Resources, site: ClusterConfig, names: Sequence[str]) -> Resources:
-    """Resolve the flags for a job on these nodes: names or lists (gpu[01-03]); none for any.
-
-    Raises:
-        UserError: the partition cannot provide them.
-    """
+    """Resolve the flags for a job on these nodes, names or lists (gpu[01-03]), or on any; or raise a UserError."""
     nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
     name = site.partition["PartitionName"]
     wanted = replace(asked, partition=name, nodes=str(nodes), time=asked.time or "10m")

@@ -87,11 +87,7 @@ def drill(options: DrillOptions) -> int:
 
 
 def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
-    """Resolve the flags against the status of the run.
-
-    Raises:
-        UserError: it does not train, or has no such rank or node.
-    """
+    """Resolve the flags against the status of the run; a UserError if it does not train, or lacks the rank or node."""
     world_size = int(row["world_size"] or 0)
     if row["state"] != "running" or not world_size:
         raise UserError(f"run {run.name} is not training: wait until hpc status {run.name} shows its step")
@@ -126,11 +122,7 @@ _RANK_FAULTS = {
 
 
 def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
-    """The command that causes the failure, and what it does. Pure.
-
-    Raises:
-        UserError: it needs Slurm, and the run is on this machine.
-    """
+    """The command that causes the failure, and what it does; a UserError if it needs Slurm, and the run has none."""
     if kind in _RANK_FAULTS:
         action, description = _RANK_FAULTS[kind]
         return on_nodes(target, target.nodes, action, str(target.rank)), description.format(target.rank)

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import tyro
 from hpc import cli
 from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
-from hpc.report.gather import RunRecord, csv_tables, gather
+from hpc.report.gather import csv_tables, gather
 from hpc.report.page import comparison_page, run_page
 from hpc.status.__main__ import summaries
 
@@ -36,16 +35,6 @@ def report(options: ReportOptions) -> int:
     records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
     directory = runs[0].report.parent if len(runs) == 1 else runs[0].path.parent / "report"
     path = (options.output.expanduser().resolve() if options.output else directory) / "index.html"
-    tables = write(path, records)
-    if options.json:
-        cli.print_json({"report": str(path), "tables": [str(table) for table in tables]})
-    else:
-        print(f"{path}\n  beside it: {', '.join(table.name for table in tables)}")
-    return 0
-
-
-def write(path: Path, records: Sequence[RunRecord]) -> list[Path]:
-    """Write the tables and the page, each whole or not at all; returns the tables. A UserError without a directory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -60,7 +49,11 @@ def write(path: Path, records: Sequence[RunRecord]) -> list[Path]:
     for name, table in tables.items():
         write_atomic(path.with_name(name), table.to_csv(index=False))
     write_atomic(path, page)
-    return [path.with_name(name) for name in tables]
+    if options.json:
+        cli.print_json({"report": str(path), "tables": [str(path.with_name(name)) for name in tables]})
+    else:
+        print(f"{path}\n  beside it: {', '.join(tables)}")
+    return 0
 
 
 main = partial(cli.run, report, ReportOptions, "report")

@@ -11,12 +11,9 @@ UNKNOWN = "–"  # noqa: RUF001 - a dash, as in any printed table
 
 def known(value: object) -> bool:
     """Whether there is a value: not None, NA, NaN, infinite or empty."""
-    return (
-        value is not None
-        and value is not pd.NA
-        and value != ""
-        and not (isinstance(value, float) and not isfinite(value))
-    )
+    if value is None or value is pd.NA:
+        return False
+    return isfinite(value) if isinstance(value, float) else value != ""
 
 
 def number(value: object, form: str = "{:,.0f}") -> str:

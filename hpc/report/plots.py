@@ -16,7 +16,7 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from hpc.core.causes import Cause
 from hpc.report.gather import RunRecord, labels_of
@@ -161,17 +161,17 @@ def _plot(chart: Chart, records: Sequence[RunRecord]) -> Plot:
         axes.set_xlim(-0.02 * last, 1.02 * last)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6 if size.width > 400 else 4, integer=True))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_locator(MaxNLocator(5))
         if _is_logarithmic(chart, records):
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_locator(NullLocator())
         if chart is ACCURACY:
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g}%"))
+            axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.4g}%")
         if chart is SPEED:
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            axes.yaxis.set_major_formatter("{x:,.0f}")
         if chart in {SPEED, RATE}:
             axes.set_ylim(bottom=0)
 

@@ -97,11 +97,7 @@ def _print(lines: list[Line], options: SuperviseOptions) -> None:
 
 
 def _check(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
-    """Decide about every run, and act; one line of --json for each.
-
-    Raises:
-        TorchrelayError: squeue does not answer.
-    """
+    """Decide about every run, and act; one line of --json for each. A TorchrelayError if squeue does not answer."""
     lines, started = list[Line](), 0
     for one, decided in _decisions(options):
         decision, problem = decided, None

@@ -115,15 +115,9 @@ class ObservedRun:
 
 
 def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:
-    """Read the state of a run.
+    """Read the state of a run; an OSError if its directory was deleted, or is closed to this user.
 
-    Args:
-        run: the run.
-        jobs: by script, as `hpc.slurm.squeue.jobs_by_script` returns them.
-        storage_now: `storage_time` of the directory of the runs.
-
-    Raises:
-        OSError: its directory was deleted, or is closed to this user.
+    `jobs` is from `jobs_by_script`, and `storage_now` the `storage_time` of the directory of the runs.
     """
     now, mtime, complete = time.time(), modified(run.alive), run.final_result.exists()
     listed = jobs.get(os.path.realpath(run.script), ())
@@ -133,7 +127,8 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
     queued = [event["time"] for event in own if event["event"] in {"requeued", "relaunched"}]
     released = [event["time"] for event in own if event["event"] == "released"]
     claims = [event for event in own if event["event"] == "relaunching"]
-    unfinished = bool(claims) and claims[-1]["time"] > max(queued, default=0.0)
+    claim = claims[-1] if claims and claims[-1]["time"] > max(queued, default=0.0) else None
+    died = claim and claim["host"] == socket.gethostname() and not is_alive(claim["pid"], claim["started"])
     excluded = [event["excluded"] for event in events if event["event"] in {"relaunched", "excluded"}]
     known = RunObservation(
         complete=complete,
@@ -145,18 +140,12 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         heartbeat_at=None if mtime is None else now - (storage_now - mtime),
         queued_jobs=len(queued),
         handed_over_at=max([*queued, *released], default=None),
-        handover_unfinished=unfinished,
-        handover_deadline=_handover_deadline(claims[-1]) if unfinished else 0.0,
+        handover_unfinished=claim is not None,
+        handover_deadline=claim["time"] + HANDOVER_SECONDS if claim and not died else 0.0,
         excluded=excluded[-1] if excluded else (),
         now=now,
     )
     return ObservedRun(run=run, events=events, known=known, heartbeat_mtime=mtime)
-
-
-def _handover_deadline(claim: Event) -> float:
-    """Deadline for the process that claimed the next job to submit it; 0 if it died."""
-    died = claim["host"] == socket.gethostname() and not is_alive(claim["pid"], claim["started"])
-    return 0.0 if died else float(claim["time"] + HANDOVER_SECONDS)
 
 
 def modified(path: Path) -> float | None:

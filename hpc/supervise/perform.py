@@ -1,7 +1,4 @@
-"""Performs a decision of the supervisor. Runs on the login node.
-
-Each action may be interrupted at any point and repeated by the next supervisor.
-"""
+"""Performs a decision of the supervisor; may be interrupted at any point and repeated. Runs on the login node."""
 
 import os
 import socket
@@ -26,11 +23,9 @@ _SOON = "now+2"
 
 
 def perform(observed: ObservedRun, decision: Decision) -> None:
-    """Do what was decided.
+    """Do what was decided; a TorchrelayError if Slurm refuses it or does not answer, or the run directory is a copy.
 
-    Raises:
-        TorchrelayError: Slurm refused it, or does not answer; or the run directory is a copy.
-        OSError: the run directory was deleted, or its storage is full.
+    An OSError if the run directory was deleted, or its storage is full.
     """
     run, job_id = observed.run, decision.job_id
     if decision.action in STARTS and str(run.path) not in run.script.read_text(encoding="utf-8"):
