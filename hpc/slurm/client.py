@@ -23,7 +23,6 @@ _KEPT_IN_A_JOB = frozenset({"SLURM_CONF"})
 # The commands take defaults from these variables: SQUEUE_PARTITION would hide the jobs of other partitions.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
-_FINAL_STATE_FIELDS = ("JobIDRaw", "State")
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
@@ -71,11 +70,7 @@ def running_slurm_conf() -> Path | None:
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command and return its output.
-
-    Raises:
-        TorchrelayError: it is not installed, failed, or timed out.
-    """
+    """Run a command and return its output. Raises TorchrelayError if it is not installed, fails, or times out."""
     # A requeue sends SIGTERM to all processes of the job, and must not kill the scontrol with which an agent excludes
     # nodes. A child inherits blocked signals; another thread of this process receives its own, or this one afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -95,7 +90,7 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def run_srun(command: Sequence[str]) -> str:
-    """Run an srun without a time limit, and return the output of its tasks, whether or not they succeeded.
+    """Run an srun without a time limit; return the output of its tasks, whether or not they succeeded.
 
     The user sees its messages, such as that it waits in the queue, and can end it with Ctrl-C.
     """
@@ -130,11 +125,7 @@ def is_available() -> bool:
 
 
 def partitions() -> list[Partition]:
-    """All partitions that are visible to the user, one entry per kind of node.
-
-    Raises:
-        UserError: the controller does not answer.
-    """
+    """All partitions that the user sees, an entry per kind of node. Raises UserError if Slurm does not answer."""
     try:
         # Without --noconvert 1024 nodes are "1K".
         return parse_partitions(run("sinfo", "--noconvert", "--noheader", "--format=%P|%a|%l|%s|%D|%c|%G"))
@@ -222,12 +213,11 @@ def is_preempted(fields: Fields) -> bool:
 def final_states(job_ids: Sequence[str]) -> dict[str, JobState]:
     """The final states, from the accounting, of jobs that squeue has forgotten; some may be missing.
 
-    Raises:
-        TorchrelayError: there is no accounting, or it does not answer.
+    Raises TorchrelayError if there is no accounting, or it does not answer.
     """
-    options = ("--allocations", "--noheader", "--parsable2", f"--format={','.join(_FINAL_STATE_FIELDS)}")
-    lines = [line.split("|") for line in run("sacct", *options, f"--jobs={','.join(job_ids)}").splitlines()]
-    return {line[0]: job_state(line[1]) for line in lines if len(line) == len(_FINAL_STATE_FIELDS)}
+    options = ("--allocations", "--noheader", "--parsable2", "--format=JobIDRaw,State", f"--jobs={','.join(job_ids)}")
+    rows = (line.split("|") for line in run("sacct", *options).splitlines())
+    return {row[0]: job_state(row[1]) for row in rows if len(row) == 2}
 
 
 def set_start_time(job_id: str, at: str) -> None:
@@ -336,11 +326,7 @@ def query_cluster(name: str | None) -> ClusterConfig:
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
-    """The partition with a name, or the default one.
-
-    Raises:
-        UserError: there is none; lists the names.
-    """
+    """The partition with a name, or the default one. Raises UserError with all names if there is none."""
     for partition in partitions:
         if partition.get("PartitionName") == name or (name is None and partition.get("Default") == "YES"):
             return partition

@@ -62,11 +62,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
         return self._make_submission_file_text(self._submitit_command_str, "")
 
     def start(self) -> str:
-        """Submit the script and return the job's id.
-
-        Raises:
-            UserError: sbatch refused it.
-        """
+        """Submit the script and return the job's id. Raises UserError if sbatch refuses it."""
         if self.spec.resources.account:
             os.environ.pop("SBATCH_ACCOUNT", None)  # it would override the script
         write_atomic(self.run.environment, json.dumps(dict(os.environ)), mode=0o600)
@@ -153,14 +149,10 @@ def start_local(run: RunDir) -> str:
     submitit's controller inherits the standard streams and the session of the process that starts it: it would keep
     the user's pipe open and end at Ctrl-C. So another process of ours starts it.
     """
+    command = [sys.executable, "-P", "-m", "hpc.slurm.executor", str(run.path)]
     with (run.logs / "controller.log").open("ab") as log:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "hpc.slurm.executor", str(run.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            check=False,
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=False
         )
     pid_file = run.logs / "controller.pid"
     if done.returncode != 0 or not pid_file.exists():

@@ -73,11 +73,7 @@ def unpack(archive: Path, target: Path, available: int, update: Callable[[int], 
 
 
 def check(archive: Path) -> None:
-    """Open an archive and read its first header.
-
-    Raises:
-        TorchrelayError: it is damaged, unreadable, or no archive.
-    """
+    """Open an archive and read its first header. Raises TorchrelayError if it is damaged, unreadable, or no archive."""
     with _damage_reported(archive), _members(archive) as members:
         next(members, None)
 

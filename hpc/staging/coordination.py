@@ -84,8 +84,7 @@ class StagingGroup:
 def choose_owners(caches: Iterable[tuple[str, NodeCache]]) -> tuple[Address, ...] | None:
     """Choose the nodes that have the data, or else those about to read them; None while that is unknown.
 
-    Args:
-        caches: host and report of each node that has reported.
+    `caches` are the host and the report of each node that has reported.
     """
     known = list(caches)
     for status in (CacheStatus.COMPLETE, CacheStatus.MISSING):

@@ -58,11 +58,7 @@ class CancellableWait:
         return self.update(None)
 
     def wait(self) -> None:
-        """Wait for one poll interval.
-
-        Raises:
-            StagingStopped: staging was asked to stop.
-        """
+        """Wait for one poll interval. Raises StagingStopped if staging was asked to stop."""
         stop_if(self.stopped())
         time.sleep(_POLL_SECONDS)
 

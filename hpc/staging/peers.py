@@ -57,11 +57,7 @@ class ChunkStore:
             self._changed.notify_all()
 
     def get(self, number: int) -> tuple[str, ...] | None:
-        """The checksums of a batch's chunks; None if this node does not have it within 5 s.
-
-        Raises:
-            PeerError: the batch will not come.
-        """
+        """The checksums of a batch's chunks; None if it has none within 5 s. Raises PeerError if it never will."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._checksums or self._failed, _WAITING_SECONDS)
             if number in self._checksums:
@@ -133,11 +129,7 @@ class Peer:
     """A connection to another node's server."""
 
     def __init__(self, address: Address, nonce: str, version: str) -> None:
-        """Connect to the server of another node, to ask for one version of a data set.
-
-        Raises:
-            PeerError: the node cannot be reached, or the server there is not its agent.
-        """
+        """Connect, to ask for one version of a data set. Raises PeerError if no agent of the job answers there."""
         self._name, self._version = address[0], version
         try:
             self._connection = connect(address, nonce, _PURPOSE, _CLIENT_LIMITS)
@@ -153,11 +145,7 @@ class Peer:
         self.close()
 
     def listing(self) -> SourceListing:
-        """The listing of the source.
-
-        Raises:
-            PeerError: it does not come.
-        """
+        """The listing of the source. Raises PeerError if it does not come."""
         try:
             answer = self._ask(None)
             content = bytearray(answer["bytes"])
@@ -166,13 +154,9 @@ class Peer:
             raise PeerError(f"{self._name} does not send the listing ({error!r})") from error
 
     def ask(self, number: int) -> tuple[str, ...]:
-        """Ask for a batch, and wait until the other node has it. Its chunks follow (`receive`).
+        """Wait until the other node has a batch, and return the checksums of its chunks, which follow (`receive`).
 
-        Returns:
-            The checksums of its chunks.
-
-        Raises:
-            PeerError: it does not come.
+        Raises PeerError if it does not come.
         """
         batches_read, deadline = -1, 0.0
         try:
@@ -186,11 +170,7 @@ class Peer:
             raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
 
     def receive(self, into: memoryview, expected: str) -> memoryview:
-        """Receive the next chunk of the batch into a buffer of its length; `expected` is its checksum.
-
-        Raises:
-            PeerError: it does not come, or its checksum is another one.
-        """
+        """Receive the next chunk into a buffer of its length. Raises PeerError if its checksum is not `expected`."""
         try:
             self._connection.receive_bytes(into)
         except OSError as error:

@@ -55,20 +55,13 @@ class PythonEnvironment:
 
     @cached_property
     def members(self) -> tuple[PackedFileEntry, ...]:
-        """The files and symlinks to pack, sorted by name.
-
-        Raises:
-            OSError: one of them cannot be read.
-        """
+        """The files and symlinks to pack, sorted by name. Raises OSError if one cannot be read."""
         names = frozenset(os.listdir(self.prefix))  # noqa: PTH208 - names, not paths
         return tuple(sorted(_walk(self.prefix, "", names & _VENV_NAMES if _VENV in names else names - _CONDA_EXCLUDED)))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of all names, sizes, modification times and symlink targets.
-
-        Byte code does not count: Python may write it at any time.
-        """
+        """Digest of names, sizes, times and symlink targets, without byte code, which Python may write at any time."""
         digest = hashlib.sha256(repr((_FORMAT, str(self.prefix), self.python)).encode())
         for member in self.members:
             if not member.name.endswith(_BYTE_CODE):
@@ -89,11 +82,7 @@ class EnvironmentDescription:
 
     @classmethod
     def load(cls, unpacked: Path) -> Self:
-        """Read the description of an unpacked archive.
-
-        Raises:
-            TorchrelayError: it is missing, or another version's.
-        """
+        """Read that of an unpacked archive. Raises TorchrelayError if it is missing or another version's."""
         try:
             return cls(**json.loads((unpacked / DESCRIPTION).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
@@ -101,11 +90,7 @@ class EnvironmentDescription:
 
 
 def this_environment() -> PythonEnvironment:
-    """The environment that this process runs in.
-
-    Raises:
-        UserError: it is the system's Python, or torch is not installed in it.
-    """
+    """The environment that this process runs in. Raises UserError if it is the system's Python, or lacks torch."""
     prefix = Path(sys.prefix)
     if sys.prefix == sys.base_prefix and not (prefix / _CONDA).is_dir():
         raise UserError(

@@ -148,11 +148,7 @@ def pack_records(head: Any, records: Sequence[Any]) -> bytes:
 
 
 def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
-    """The head and the records that `pack_records` packed.
-
-    Raises:
-        ValueError: the content is malformed.
-    """
+    """The head and the records that `pack_records` packed. Raises ValueError if the content is malformed."""
     try:
         head, *lines = zlib.decompress(content).splitlines()
     except zlib.error as error:
@@ -161,11 +157,7 @@ def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
 
 
 def inside_name(name: str) -> str:
-    """A path below a directory, normalized.
-
-    Raises:
-        TorchrelayError: it is absolute, contains `..`, or is empty.
-    """
+    """Normalize a path below a directory. Raises TorchrelayError if it is absolute, contains `..`, or is empty."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise TorchrelayError(f"{name!r} leads out of its directory: rename that file of the data set")
@@ -205,9 +197,8 @@ class _Walk:
     def __init__(self, source: Path) -> None:
         self._source = source
         self.files, self.directories = list[SourceFile](), list[str]()
-        self._queue: queue.SimpleQueue[_Directory] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._pending, self._error = 1, list[BaseException]()  # the top directory is pending
+        self._queue: queue.Queue[_Directory] = queue.Queue()
+        self._errors = list[BaseException]()
         self._ended = threading.Event()
 
     def run(self, stopped: Callable[[], bool]) -> None:
@@ -215,15 +206,16 @@ class _Walk:
         self._queue.put(_Directory("", ()))
         for _ in range(_LISTING_THREADS):
             threading.Thread(target=self._work, daemon=True, name="stage-list").start()
+        done = self._queue.all_tasks_done
         try:
-            with self._changed:
-                while self._pending and not self._error:
-                    self._changed.wait(_POLL_SECONDS)
-                    stop_if(stopped())
+            while self._queue.unfinished_tasks and not self._errors:
+                stop_if(stopped())
+                with done:
+                    done.wait_for(lambda: not self._queue.unfinished_tasks, _POLL_SECONDS)
         finally:
             self._ended.set()
-        if self._error:
-            raise self._error[0]
+        if self._errors:
+            raise self._errors[0]
 
     def _work(self) -> None:
         while not self._ended.is_set():
@@ -232,36 +224,28 @@ class _Walk:
             except queue.Empty:
                 continue
             try:
-                files, directories = self._list(directory)
+                self._list(directory)
             except BaseException as error:  # noqa: BLE001 - `run` raises it again
-                self._error.append(error)
-                files, directories = [], []
-            with self._changed:
-                self.files += files
-                self.directories += [found.name for found in directories]
-                self._pending += len(directories) - 1
-                for found in directories:
-                    self._queue.put(found)
-                self._changed.notify_all()
+                self._errors.append(error)
+            self._queue.task_done()
 
-    def _list(self, directory: _Directory) -> tuple[list[SourceFile], list[_Directory]]:
+    def _list(self, directory: _Directory) -> None:
         path = self._source / directory.name
         status = path.stat()
         identity = (status.st_dev, status.st_ino)
         if identity in directory.ancestors:
             raise TorchrelayError(f"{path} is a symlink to a directory above it: remove it")
         ancestors = (*directory.ancestors, identity)
-        files, directories = [], []
         with os.scandir(path) as entries:
             for entry in entries:
                 if self._ended.is_set():
                     break
                 name = os.path.join(directory.name, entry.name)  # noqa: PTH118 - a million of them
                 if entry.is_dir():
-                    directories.append(_Directory(name, ancestors))
+                    self.directories.append(name)
+                    self._queue.put(_Directory(name, ancestors))
                 else:
-                    files.append(_file(name, entry))
-        return files, directories
+                    self.files.append(_file(name, entry))
 
 
 def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:
@@ -294,11 +278,7 @@ def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cance
 
 
 def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threading.Event) -> _Result:
-    """Call `read` again after errors of shared storage.
-
-    Raises:
-        TorchrelayError: it failed every time.
-    """
+    """Call `read` again after errors of shared storage. Raises TorchrelayError if it failed every time."""
     for pause in (*_RETRY_SECONDS, None):
         try:
             return read()
@@ -312,11 +292,7 @@ def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threadi
 
 
 def check_unchanged(path: str, status: os.stat_result, listed: tuple[int, int]) -> None:
-    """Compare a file of the source with its size and its modification time (ns) when it was listed.
-
-    Raises:
-        TorchrelayError: it has changed.
-    """
+    """Raise TorchrelayError if a file of the source has not the listed size and modification time (ns) any more."""
     if (status.st_size, status.st_mtime_ns) != listed:
         raise TorchrelayError(
             f"{path} was changed while the data were being copied: submit again when nothing writes to them any more"

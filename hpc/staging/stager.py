@@ -220,11 +220,7 @@ class Stager:
         self._group.report(CacheStatus.COMPLETE, self._server.port)
 
     def _read_in_place(self, listing: SourceListing, reason: str) -> Staged:
-        """Read from shared storage.
-
-        Raises:
-            NoRoomError: the source is an archive.
-        """
+        """Read from shared storage. Raises NoRoomError if the source is an archive."""
         if listing.is_archive:
             raise NoRoomError(reason, listing.source)
         self._group.report(CacheStatus.UNAVAILABLE, 0)

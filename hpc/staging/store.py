@@ -355,11 +355,7 @@ class CacheStore:
         return [entry.name for entry in old if entry.delete()]
 
     def make_room(self, size: int, files: int) -> tuple[list[str], str | None]:
-        """Delete copies, least recently used first, if that makes room for a new one.
-
-        Args:
-            size: bytes of the new copy.
-            files: number of its files.
+        """Delete copies, least recently used first, if that makes room for `files` files of `size` bytes together.
 
         Returns:
             Names of the deleted copies, and why the new one does not fit all the same (None: it fits).
@@ -387,11 +383,7 @@ class CacheStore:
 
 
 def open_store(stage_dir: Path) -> CacheStore:
-    """Open this user's cache below a directory of this node, and create it if necessary.
-
-    Raises:
-        TorchrelayError: another user could have put something there.
-    """
+    """Open or make this user's cache on this node. Raises TorchrelayError if others could have put something there."""
     store = CacheStore(root=private_directory(stage_dir))
     store.locks.mkdir(mode=0o700, exist_ok=True)
     return store

@@ -117,9 +117,13 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
         print(f"hpc submit: warning: {warning}", file=sys.stderr)
     environment = this_environment() if options.stage_env else None
     on_slurm = spec.cluster == "slurm"
+    answer: dict[str, object] = {
+        "run": run.name, "run_dir": str(run.path), "job_id": None, "cluster": spec.cluster,
+        "script": str(run.script) if on_slurm else None,
+    }  # fmt: skip
     if options.dry_run:
         text = SlurmExecutor(run, spec).script() if on_slurm else agent_command(run) + "\n"
-        cli.print_json({**_answer(run, spec, None), "text": text}) if options.json else print(text, end="")
+        cli.print_json({**answer, "text": text}) if options.json else print(text, end="")
         return 0
     if environment is not None:
         watch = None if options.json else environment_archive.show_progress
@@ -129,9 +133,8 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
         run.events.mkdir()
         run.logs.mkdir()
         dataclasses.replace(spec, script=copy_code(run, Path.cwd(), spec.script)).save(run)
-        job_id = SlurmExecutor(run, spec).start() if on_slurm else start_local(run)
+        answer["job_id"] = job_id = SlurmExecutor(run, spec).start() if on_slurm else start_local(run)
     _record_submission(run, spec, job_id)
-    answer = _answer(run, spec, job_id)
     if options.wait:
         # Draws with rich: a mere submission need not load it.
         from hpc.status.__main__ import wait_for_end  # noqa: PLC0415
@@ -148,11 +151,7 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
 
 
 def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
-    """Check everything, and resolve the flags to a run.
-
-    Raises:
-        UserError: the first mistake.
-    """
+    """Check everything, and resolve the flags to a run. Raises UserError at the first mistake."""
     if options.name is not None:
         check_run_name(options.name)
     train, data = _resolve_work(options, script)
@@ -199,11 +198,7 @@ def _resolve_work(options: SubmitOptions, script: tuple[str, ...]) -> tuple[Trai
 
 
 def choose_cluster(asked: str) -> Cluster:
-    """The cluster to run on.
-
-    Raises:
-        UserError: `--cluster slurm` without Slurm.
-    """
+    """The cluster to run on. Raises UserError for `--cluster slurm` without Slurm."""
     available = asked != "local" and slurm.is_available()
     if asked == "slurm" and not available:
         raise UserError(
@@ -214,11 +209,7 @@ def choose_cluster(asked: str) -> Cluster:
 
 @contextmanager
 def new_run_directory(run: RunDir) -> Iterator[None]:
-    """Create the directory, exclusively and for the user alone; remove it if the submission fails.
-
-    Raises:
-        UserError: it exists, or cannot be written.
-    """
+    """Make the directory, the user's alone; removed if the submission fails. Raises UserError if it cannot be made."""
     created = next((path for path in reversed([run.path, *run.path.parents]) if not path.exists()), run.path)
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,15 +222,12 @@ def new_run_directory(run: RunDir) -> Iterator[None]:
         raise _cannot_write(run, error) from error
     try:
         yield
-    except (UserError, OSError) as error:
-        shutil.rmtree(created, ignore_errors=True)
+    except BaseException as error:
+        # After Ctrl-C, a job may have been queued once there is a script, and needs the directory.
+        if isinstance(error, (UserError, OSError)) or not run.script.exists():
+            shutil.rmtree(created, ignore_errors=True)
         if isinstance(error, OSError):
             raise _cannot_write(run, error) from error
-        raise
-    except BaseException:
-        # Ctrl-C. Once there is a script, a job may have been queued, and needs the directory.
-        if not run.script.exists():
-            shutil.rmtree(created, ignore_errors=True)
         raise
 
 
@@ -260,17 +248,6 @@ def _record_submission(run: RunDir, spec: RunSpec, job_id: str) -> None:
         stop_lead_seconds=spec.stop_lead_seconds,
         grace_seconds=grace_seconds,
     )
-
-
-def _answer(run: RunDir, spec: RunSpec, job_id: str | None) -> dict[str, object]:
-    """The JSON document."""
-    return {
-        "run": run.name,
-        "run_dir": str(run.path),
-        "job_id": job_id,
-        "cluster": spec.cluster,
-        "script": str(run.script) if spec.cluster == "slurm" else None,
-    }
 
 
 if __name__ == "__main__":

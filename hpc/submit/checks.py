@@ -1,6 +1,6 @@
 """The checks of a submission, before anything is queued. Runs on the login node.
 
-`resolve_resources` is pure: it compares the flags with what sinfo reported.
+All raise UserError with the flag, its value, and what to type. `resolve_resources` is pure.
 """
 
 import dataclasses
@@ -29,11 +29,7 @@ _LEAST_FREE_BYTES = 64 * 2**20
 
 
 def resolve_resources(asked: Resources, partitions: list[Partition], spares: int = 0) -> Resources:
-    """Fill in the cluster's defaults, and refuse what the partition cannot provide.
-
-    Raises:
-        UserError: with the flag, its value and the partition's limit.
-    """
+    """Fill in the cluster's defaults, and refuse what the partition cannot provide."""
     kinds = _chosen_partition(asked.partition, partitions)
     name = kinds[0].name
     fitting = [kind for kind in kinds if kind.gpus >= asked.gpus_per_node]
@@ -86,8 +82,7 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
 
 def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
     """The time limit: --time, if the partition allows it. Default: a day, or the partition's limit if that is less."""
-    limits = [kind.limit_minutes for kind in kinds if kind.limit_minutes is not None]
-    limit = min(limits) if limits else None
+    limit = min((kind.limit_minutes for kind in kinds if kind.limit_minutes is not None), default=None)
     if asked.time is None:
         return min(_DAY_MINUTES, limit or _DAY_MINUTES)
     minutes = walltime_minutes(asked.time)
@@ -101,11 +96,7 @@ def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
 
 
 def check_recovery(spec: RunSpec) -> None:
-    """Refuse --spares without Slurm, and a --stop-lead beyond the time limit.
-
-    Raises:
-        UserError: with the flag and its value.
-    """
+    """Refuse --spares without Slurm, and a --stop-lead beyond the time limit."""
     if spec.recovery.spares and spec.cluster == "local":
         raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
     limit = 60 * walltime_minutes(spec.resources.time or "1d")
@@ -124,11 +115,7 @@ def local_resources(asked: Resources) -> Resources:
 
 
 def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
-    """Refuse a runs directory that is not shared or not writable.
-
-    Raises:
-        UserError: with the reason.
-    """
+    """Refuse a runs directory that is not shared, not writable, or full."""
     if on_cluster:
         check_is_shared("--runs-dir", runs_dir.expanduser())
     real = runs_dir.expanduser().resolve()
@@ -147,11 +134,7 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
 
 
 def check_is_shared(flag: str, path: Path | None) -> None:
-    """Refuse a path that other nodes do not have.
-
-    Raises:
-        UserError: it is on this node's own disk.
-    """
+    """Refuse a path on this node's own disk, which other nodes do not have."""
     if path is not None and any(path.resolve().is_relative_to(local) for local in _NODE_LOCAL):
         raise UserError(f"{flag} {path} is on this node's own disk: use a directory that all nodes share")
 
@@ -165,17 +148,9 @@ def _check_archive(path: Path) -> Path:
 
 
 def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
-    """Side in pixels of the images that the nodes pack; None: they do not pack.
+    """Side in pixels of the images that the nodes pack, from --pack and --pack-size; None: they do not pack.
 
     Decided at submission, because all nodes and attempts of a run must train from the same pixels.
-
-    Args:
-        asked: `off`, `on` or `auto`.
-        size: --pack-size.
-        train: the trainer's flags.
-
-    Raises:
-        UserError: the data are no image folder.
     """
     data = Path(train.data)
     if asked == "off" or train.synthetic:
@@ -190,11 +165,7 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
 
 
 def check_data_on_device(train: TrainConfig) -> None:
-    """Refuse to keep an image folder or packed data on the device.
-
-    Raises:
-        UserError: --data-on-device is on.
-    """
+    """Refuse to keep an image folder or packed data on the device."""
     data = Path(train.data)
     if train.data_on_device != "on" or train.synthetic or is_archive(data):
         return
@@ -205,12 +176,9 @@ def check_data_on_device(train: TrainConfig) -> None:
 
 
 def training_data(train: TrainConfig) -> Path | None:
-    """The data to stage for the trainer: an archive, or the directory that holds the data set's files; None: synthetic.
+    """The data to stage for the trainer: an archive, or the directory of the data set's files; None: synthetic.
 
     The content of an archive is checked on the nodes, after it is unpacked.
-
-    Raises:
-        UserError: the trainer cannot read them, or a flag needs validation data and there are none.
     """
     if train.synthetic:
         check_validation(train, validates=False)
@@ -224,11 +192,7 @@ def training_data(train: TrainConfig) -> Path | None:
 
 
 def check_script(script: tuple[str, ...]) -> None:
-    """Refuse a user's script that does not exist.
-
-    Raises:
-        UserError: with similar names.
-    """
+    """Refuse a user's script that does not exist."""
     path = Path(script[0])
     if not path.is_file():
         close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3, cutoff=0.5)
@@ -237,11 +201,7 @@ def check_script(script: tuple[str, ...]) -> None:
 
 
 def script_data(path: Path) -> Path:
-    """The absolute path of the data to stage for a user's script.
-
-    Raises:
-        UserError: they are neither a directory nor a readable archive.
-    """
+    """The absolute path of the directory or archive to stage for a user's script."""
     if is_archive(path):
         return _check_archive(path)
     if not path.is_dir():

@@ -196,11 +196,10 @@ def _delete_unused(current: Path, runs_dir: Path) -> None:
 @contextmanager
 def show_progress(size: int) -> Iterator[Progress]:
     """A progress bar on stderr."""
+    from rich import progress  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415 - a submission that packs nothing need not load it
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-    from rich.progress import Progress as Bar  # noqa: PLC0415
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
+    columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TimeRemainingColumn())
+    with progress.Progress("{task.description}", *columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("packing the environment", total=size)
         yield lambda count: bar.advance(task, count)

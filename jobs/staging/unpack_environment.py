@@ -34,8 +34,7 @@ _TRY_SECONDS = 300.0
 def stage_environment(staging: NodeStaging) -> str:
     """Stage the Python environment on this node's disk, if the run asks for it. Returns the ranks' interpreter.
 
-    Raises:
-        StagingStopped: the agent was asked to stop, or the attempt is over.
+    Raises StagingStopped as `NodeStaging.stage_data` does.
     """
     node, python, fallback = staging.node, sys.executable, None
     if node.spec.stage_env is None:
