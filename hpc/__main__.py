@@ -3,7 +3,6 @@
 import difflib
 import importlib
 import sys
-from collections.abc import Callable
 
 # Only the verb's own module is imported: `hpc cancel` must not wait for what `hpc submit` needs.
 VERBS = {
@@ -35,8 +34,7 @@ def main() -> int:
         print(f"hpc: there is no verb {verb!r}: {hint}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"hpc.{verb}" if verb in _FILES else f"hpc.{verb}.__main__")
-    run: Callable[[list[str]], int] = module.main
-    return run(arguments[1:])
+    return int(module.main(arguments[1:]))
 
 
 if __name__ == "__main__":

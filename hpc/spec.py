@@ -1,7 +1,4 @@
-"""RunSpec: one run with everything resolved, as `spec.json` holds it; the flags of its resources and recovery.
-
-Made on the login node, read on compute nodes. Imports no torch.
-"""
+"""RunSpec: one run with everything resolved, as `spec.json` holds it; the flags of its resources and recovery."""
 
 import json
 import re

@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,8 +65,6 @@ def read_reports(printed: str) -> list[NodeInfo]:
     found = []
     for task in sorted(lines):
         text = "\n".join(lines[task])
-        try:
+        with suppress(ValueError, KeyError, TypeError):  # cut off: counts as a node that did not answer
             found.append(node_info.from_json(json.loads(text[text.index("{") :])))
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off: counts as a node that did not answer
     return found

@@ -1,7 +1,4 @@
-"""Reads everything of a run that its page and its CSV tables show; reports what is missing or damaged.
-
-Runs on the login node. Times are seconds since the epoch.
-"""
+"""Reads what the page and the CSV tables of a run show; times are seconds since the epoch. Runs on the login node."""
 
 import json
 import re

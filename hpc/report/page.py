@@ -65,14 +65,13 @@ def comparison_page(
     records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
 ) -> str:
     """The HTML of the page that compares runs; `links` lead to their own pages, for those that have one."""
-    labels = labels_of(records)
-    labelled = list(zip(labels, records, strict=True))
+    labelled = list(zip(labels_of(records), records, strict=True))
     specs = [(label, record.spec) for label, record in labelled if record.spec]
     return _render(
         "comparison.html",
         tables=tables,
         now=now,
-        runs=_runs(records, labels, links, now),
+        runs=_runs(labelled, links, now),
         plots=plots_of(records),
         lost_by_run=_lost_time({label: record.interruptions for label, record in labelled}),
         lost_by_cause=_lost_time(_by_cause(pd.concat([record.interruptions for record in records]))),
@@ -177,10 +176,7 @@ def _recovery_legend(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
 
 
 def _test(record: RunRecord) -> dict[str, Any]:
-    """The test result by class, the worst first, and the confusion matrix.
-
-    Of many classes only the worst ones, and the pairs that were confused most often.
-    """
+    """The worst classes first, and the confusion matrix or, of many classes, the pairs that were confused most."""
     classes, confusion = record.classes, record.confusion
     few = len(classes) <= _MOST_CLASSES
     rows = _records(classes.sort_values("accuracy").head(len(classes) if few else _MOST_LISTED))
@@ -190,11 +186,10 @@ def _test(record: RunRecord) -> dict[str, Any]:
     shown = confusion if few and confusion is not None else pd.DataFrame()
     pairs = None
     if not few and confusion is not None:
-        names = list(confusion.index)
         pairs = [
-            {"true": names[true], "predicted": names[predicted], "images": int(images)}
-            for true, counts in enumerate(confusion.to_numpy())
-            for predicted, images in enumerate(counts)
+            {"true": true, "predicted": predicted, "images": int(images)}
+            for true, counts in confusion.iterrows()
+            for predicted, images in counts.items()
             if true != predicted and images
         ]
         pairs = sorted(pairs, key=lambda pair: -pair["images"])[:_MOST_LISTED]
@@ -207,10 +202,8 @@ def _test(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _runs(
-    records: Sequence[RunRecord], labels: Sequence[str], links: Sequence[str | None], now: float
-) -> list[dict[str, Any]]:
-    accuracies = [record.summary["test_accuracy"] for record in records]
+def _runs(labelled: Sequence[tuple[str, RunRecord]], links: Sequence[str | None], now: float) -> list[dict[str, Any]]:
+    accuracies = [record.summary["test_accuracy"] for _, record in labelled]
     best = max((accuracy for accuracy in accuracies if accuracy is not None), default=None)
     return [
         {
@@ -224,7 +217,7 @@ def _runs(
             "interruptions": len(record.interruptions),
             "seconds": record.wall_seconds(now),
         }
-        for number, (record, label, link) in enumerate(zip(records, labels, links, strict=True))
+        for number, ((label, record), link) in enumerate(zip(labelled, links, strict=True))
     ]
 
 

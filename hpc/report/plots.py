@@ -6,7 +6,7 @@ mode. Text stays text, in the page's font.
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,19 +76,6 @@ SIZES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """A figure, drawn once for each size; the style sheet shows the one that fits."""
-
-    title: str
-    key: Sequence[tuple[str, str, str]]
-    """What is drawn how: a sign, its color's name, and what it stands for."""
-    description: str
-    """For those who cannot see it."""
-    drawings: Mapping[PlotSize, Markup]
-    """The content of an SVG element."""
-
-
 def decimate(table: pd.DataFrame, column: str, most: int) -> pd.DataFrame:
     """At most `most` rows, evenly spread: of each stretch the lowest and the highest, so that no extreme is lost."""
     known = table[table[column].notna()].reset_index(drop=True)
@@ -104,9 +91,8 @@ def smoothed(table: pd.DataFrame, column: str) -> pd.DataFrame:
     """The trend of a column: the centered moving average, which neither lags nor leads."""
     if len(table) <= _PLAIN_POINTS:
         return table
-    return table.assign(
-        **{column: table[column].rolling(len(table) // _SMOOTHED_PARTS + 1, center=True, min_periods=1).mean()}
-    )
+    window = table[column].rolling(len(table) // _SMOOTHED_PARTS + 1, center=True, min_periods=1)
+    return table.assign(**{column: window.mean()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +128,17 @@ _EVALUATIONS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
 )
 
 
-def plots_of(records: Sequence[RunRecord]) -> list[Plot]:
-    """The figures of one or more runs; none without data."""
+def plots_of(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """The figures of one or more runs; none without data.
+
+    A figure has a title, a key (of each sign its color and its meaning), a description for those who cannot see it, and
+    a drawing for each size, the content of an SVG element; the style sheet shows the one that fits.
+    """
     shown = [chart for chart in CHARTS if any(chart.table(record)[chart.column].notna().any() for record in records)]
     return [_plot(chart, records) for chart in shown]
 
 
-def _plot(chart: Chart, records: Sequence[RunRecord]) -> Plot:
+def _plot(chart: Chart, records: Sequence[RunRecord]) -> dict[str, Any]:
     steps = pd.concat([table["step"] for record in records for table in (record.train, record.evaluations)])
     last = max(1.0, float(steps.max()))
 
@@ -178,7 +168,7 @@ def _plot(chart: Chart, records: Sequence[RunRecord]) -> Plot:
     key = _key(chart, records[0]) if len(records) == 1 else []
     key += [("", "soft", "logarithmic scale")] if _is_logarithmic(chart, records) else []
     drawings = draw(chart.column, paint)
-    return Plot(title=chart.title, key=key, description=describe(chart, records), drawings=drawings)
+    return {"title": chart.title, "key": key, "description": describe(chart, records), "drawings": drawings}
 
 
 def _key(chart: Chart, record: RunRecord) -> list[tuple[str, str, str]]:

@@ -1,7 +1,4 @@
-"""`hpc status`: a table of runs; of a single run also its interruptions. `submit --wait`: one run until it ends.
-
-Runs on the login node.
-"""
+"""`hpc status`: a table of runs, of a single one also its interruptions; and the wait of `submit --wait`."""
 
 import shlex
 import sys

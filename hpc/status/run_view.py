@@ -101,10 +101,8 @@ def _summary(
 
 
 def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:
-    """The jobs in the queue of each run, by its directory, also those submitted by hand.
-
-    A running job comes first. A job in an unknown state may be alive.
-    """
+    """The jobs in the queue of each run, by its directory, the running ones first; also those submitted by hand."""
+    # A job in an unknown state may be alive.
     scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
     found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
     return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}

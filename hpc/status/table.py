@@ -28,7 +28,7 @@ _NUMBERS = frozenset({"step", "loss", "accuracy", "ETA", "attempt", "img/s", "ep
 
 def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
     """The table of runs; with `details`, of a single run also its warnings and interruptions, the latest first."""
-    parts: list[Table | str] = [table(console, rows)]
+    parts: list[Table | str] = [_fitting_table(console, [_cells(row) for row in rows], _COLUMNS)]
     if details and len(rows) == 1:
         parts += [f"[yellow]warning:[/] {escape(warning)}" for warning in rows[0]["warnings"]]
         parts += ["", interruption_table(console, rows[0]["interruptions"][::-1])] if rows[0]["interruptions"] else []
@@ -41,11 +41,6 @@ def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, prob
     ranked = sorted(newest_first, key=lambda row: row["state"] in TERMINAL)
     drawn = view(console, ranked[: console.height], details=details)
     return Group(f"[yellow]warning:[/] {escape(problem)}", drawn) if problem else drawn
-
-
-def table(console: Console, rows: Sequence[Summary]) -> Table:
-    """The runs, one a line."""
-    return _fitting_table(console, [_cells(row) for row in rows], _COLUMNS)
 
 
 def _fitting_table(console: Console, rows: Sequence[Mapping[str, Text]], titles: Sequence[str]) -> Table:

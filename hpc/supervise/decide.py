@@ -1,7 +1,4 @@
-"""What the supervisor does about a run: from what is known of it to one action and its reason. Pure.
-
-The rules stand in `_RULES`, at the end: the first that returns a decision wins.
-"""
+"""What the supervisor does about a run: from what is known of it to one action and its reason. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +61,7 @@ class Decision:
 
 
 def decide(run: RunObservation) -> Decision:
-    """What to do about a run now."""
+    """What to do about a run now: the first of `_RULES`, at the end, that returns a decision wins."""
     return next(decision for rule in _RULES if (decision := rule(run)))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
@@ -64,7 +65,8 @@ def test_run_that_is_named_shows_its_interruptions(run: RunDir, capsys: pytest.C
      (30, "run state step loss accuracy"), (1, "run state")],
 )  # fmt: skip
 def test_narrow_table_has_the_most_important_columns(run: RunDir, width: int, titles: str) -> None:
-    drawn = table.table(Console(width=width), [summarize(run, None)])
+    (drawn,) = table.view(Console(width=width), [summarize(run, None)], details=False).renderables
+    assert isinstance(drawn, Table)
     assert [column.header for column in drawn.columns] == titles.split()
 
 
