@@ -19,7 +19,7 @@ from hpc.core.node_info import NodeInfoInJob, inspect_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAllocation, find_allocation
-from jobs.ranks.rendezvous import LOWEST_PORT, Rendezvous, interface_of, local_address, program_argv, torchrun_argv
+from jobs.ranks.rendezvous import LOWEST_PORT, Rendezvous, interface_of, local_address, torchrun_argv
 from jobs.ranks.round import preflight_command, rank_environment
 from jobs.ranks.torchrun import ENVIRONMENT
 
@@ -78,11 +78,10 @@ def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, 
         run="doctor", attempt=1, nonce=allocation.job_id, round=1, members=allocation.hostnames,
         port=LOWEST_PORT + int(allocation.job_id) % 20_000, is_host=allocation.is_head,
     )  # fmt: skip
-    argv = torchrun_argv(rendezvous, ranks, address, sys.executable)
-    program = program_argv(preflight_command(RunDir(own), 1, sys.executable))
-    limit = ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS)]
+    program = preflight_command(RunDir(own), 1, sys.executable)
+    argv = torchrun_argv(rendezvous, ranks, address, sys.executable, program, max_restarts=0)
     done = subprocess.run(
-        [*limit, *argv, "--max-restarts=0", *program],
+        ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS), *argv],
         env={**rank_environment(os.environ, allocation, ranks, address, threads=1), **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,10 +12,8 @@ from pathlib import Path
 _STATE, _START_TIME = 3 - 3, 22 - 3
 # Share of a node's memory that is left to other processes.
 _RESERVE = 0.05
-_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 # The files with the limit and the usage of memory, in both versions of control groups.
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-_MOUNTS = Path("/proc/mounts")
 _SIOCGIFADDR = 0x8915
 
 
@@ -63,7 +61,7 @@ def available_memory_bytes() -> int:
     """
     node = _read_numbers(Path("/proc/meminfo"))
     available = (node["MemAvailable:"] - int(node["MemTotal:"] * _RESERVE)) * 1024
-    return min([available, *cgroup_available_bytes(Path("/proc/self/cgroup").read_text(), _CONTROL_GROUPS)])
+    return min([available, *cgroup_available_bytes(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))])
 
 
 def resident_memory_bytes() -> int:
@@ -104,7 +102,7 @@ def _read_numbers(path: Path) -> dict[str, int]:
 def file_system_type(path: Path) -> str | None:
     """The type of the file system of a path, which need not exist yet; None if unknown."""
     try:
-        mounts = _MOUNTS.read_text(errors="replace")
+        mounts = Path("/proc/mounts").read_text(errors="replace")
     except OSError:
         return None
     return mounted_type(mounts, path.expanduser().resolve())

@@ -13,6 +13,7 @@ from hpc import cli
 from hpc.cli import Common
 from hpc.testbed import lifecycle
 from hpc.testbed.layout import TestbedShape
+from hpc.testbed.system import require_root
 
 NodeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
 
@@ -61,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(options: Verb) -> int:
+    if not isinstance(options, Status):
+        require_root()
     match options:
         case Up():
             lifecycle.up(options.shape)

@@ -54,10 +54,7 @@ def controller_answers(paths: TestbedPaths) -> bool:
 
 
 def node_states(paths: TestbedPaths) -> dict[str, str]:
-    """Each node's state in sinfo's long words, `unresponsive` for one that Slurm has not yet marked down.
-
-    Empty if slurmctld does not answer.
-    """
+    """Each node's state, as `parse_states` returns it; empty if slurmctld does not answer."""
     if running_slurm_conf() is None:
         return {}
     # Always all nodes: asked for one (-n), Slurm 22.05 goes on reporting `mixed*` for a node that it has marked down,
@@ -71,7 +68,10 @@ def node_states(paths: TestbedPaths) -> dict[str, str]:
 
 
 def parse_states(text: str) -> dict[str, str]:
-    """Parse sinfo's lines, such as `gpu01 idle*`, to states by node."""
+    """States by node in sinfo's long words, from lines such as `gpu01 idle`.
+
+    `unresponsive` is a node that Slurm has not yet marked down: `gpu01 idle*`.
+    """
     words = dict(line.split() for line in text.splitlines())
     states = {name: word.rstrip(_STATE_FLAGS) for name, word in words.items()}
     silent = {name for name, word in words.items() if "*" in word and states[name] in USABLE_STATES}

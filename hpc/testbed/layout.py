@@ -56,11 +56,7 @@ class TestbedShape:
         )
 
     def node(self, name: str) -> TestbedNode:
-        """The node of this name.
-
-        Raises:
-            UserError: there is none; the message lists the names.
-        """
+        """The node of this name; without one, a UserError that lists the names."""
         nodes = {node.name: node for node in self.all_nodes}
         if name not in nodes:
             raise UserError(f"the testbed has no node {name!r}; its nodes are: {' '.join(nodes)}")

@@ -15,7 +15,7 @@ from hpc.core.files import write_atomic
 from hpc.slurm.client import TESTBED_DIRECTORY, running_slurm_conf
 from hpc.testbed import daemons, nodes, render
 from hpc.testbed.layout import LOGIN_NAME, TestbedNode, TestbedPaths, TestbedShape
-from hpc.testbed.system import locked, require_packages, require_root, run, wait_until
+from hpc.testbed.system import locked, require_packages, run, wait_until
 
 PATHS = TestbedPaths(TESTBED_DIRECTORY)
 
@@ -49,7 +49,6 @@ def status() -> TestbedStatus:
 
 def up(shape: TestbedShape) -> None:
     """Start a testbed of this shape, or repair it, and wait until all nodes are idle."""
-    require_root()
     require_packages()
     with locked(PATHS.lock):
         if not _is_healthy(shape):
@@ -59,21 +58,18 @@ def up(shape: TestbedShape) -> None:
 
 def down() -> None:
     """End the testbed and remove all that belongs to it."""
-    require_root()
     with locked(PATHS.lock):
         _tear_down()
 
 
 def kill_node(name: str) -> None:
     """Cut a node's power. Slurm marks it down by itself, 13 to 30 s later."""
-    require_root()
     with locked(PATHS.lock):
         nodes.power_off(_running_shape().node(name).name, PATHS)
 
 
 def revive_node(name: str) -> None:
     """Boot a killed node and wait until Slurm can use it. A node that works is left alone."""
-    require_root()
     with locked(PATHS.lock):
         node = _running_shape().node(name)
         if nodes.processes(PATHS.node_net(name)) and _is_usable(name):

@@ -117,7 +117,8 @@ class Coordinator:
 
     def _find_failed_ranks(self) -> None:
         statuses = self._server.statuses().values()
-        root = self._root_failure.find({each for status in statuses for each in status.failures}, self._all_heard)
+        reported = {each for status in statuses for each in status.failures}
+        root = self._root_failure.find(reported, all_heard=self._all_heard())
         if root is None:
             return
         if root.cause == Cause.BAD_NODE:

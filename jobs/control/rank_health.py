@@ -37,11 +37,7 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
 
 
 def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
-    """The hang, if every rank has been still for too long.
-
-    It is a hang only if every rank has exceeded its limit. While one rank saves (long limit), the others wait in a step
-    and exceed theirs; that is no hang.
-    """
+    """The hang, if every rank has exceeded its limit: others that wait in a step for one that saves are no hang."""
     if not heartbeats or any(each.still_seconds <= timeout_seconds(each, setting) for each in heartbeats.values()):
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())

@@ -19,7 +19,6 @@ reported in any order. This module finds the one that failed:
 """
 
 import time
-from collections.abc import Callable
 
 from hpc.core.causes import Cause, is_consequence
 from jobs.control.messages import RankFailure
@@ -37,11 +36,10 @@ class RootFailure:
         self._handled: set[RankFailure] = set()
         self._settling_since: float | None = None
 
-    def find(self, reported: set[RankFailure], all_heard: Callable[[], bool]) -> RankFailure | None:
+    def find(self, reported: set[RankFailure], *, all_heard: bool) -> RankFailure | None:
         """The failure to act on now, of those reported by all agents; None if there is none, or while nodes are silent.
 
-        `all_heard` tells whether all members have just reported: a silent one may be the dead node that made the others
-        fail.
+        `all_heard`: all members have just reported; a silent one may be the dead node that made the others fail.
         """
         unhandled = reported - self._handled
         roots = {each for each in unhandled if each.started_at > self.explained_until and each.signal != "SIGABRT"}
@@ -50,7 +48,7 @@ class RootFailure:
             self._settling_since = None
             return None
         self._settling_since = self._settling_since or time.monotonic()
-        if time.monotonic() - self._settling_since < _SETTLE_SECONDS or not all_heard():
+        if time.monotonic() - self._settling_since < _SETTLE_SECONDS or not all_heard:
             return None
         self._settling_since = None
         self._handled |= unhandled

@@ -22,7 +22,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from hpc.core.parent_death import set_parent_death_signal
 
 _TAIL_BYTES, _LONGEST_DETAIL = 65536, 500
-_VMSTAT = "/proc/vmstat"
 
 
 def become_torchrun(*program: str) -> None:
@@ -92,7 +91,7 @@ def _run(program: tuple[str, ...]) -> tuple[int, int]:
 def _out_of_memory_kills() -> int:
     """How many processes of this node the kernel has killed because memory ran out, in any cgroup."""
     try:
-        with open(_VMSTAT) as file:
+        with open("/proc/vmstat") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
     except OSError:
         return 0

@@ -41,8 +41,10 @@ class Rendezvous:
         return f"{self.run}-{self.attempt}-{digest}-{self.round}"
 
 
-def torchrun_argv(rendezvous: Rendezvous, ranks: int, address: str, python: str) -> list[str]:
-    """The command line of this node's torchrun, up to the program that it runs (`program_argv`). Pure."""
+def torchrun_argv(
+    rendezvous: Rendezvous, ranks: int, address: str, python: str, program: list[str], max_restarts: int = 1_000_000
+) -> list[str]:
+    """The command line of this node's torchrun with the program that it runs as each rank. Pure."""
     keep_alive = f"keep_alive_interval={_KEEP_ALIVE_SECONDS},keep_alive_max_attempt={_KEEP_ALIVE_ATTEMPTS}"
     return [
         python, "-P", str(_TORCHRUN),
@@ -51,7 +53,7 @@ def torchrun_argv(rendezvous: Rendezvous, ranks: int, address: str, python: str)
         f"--nnodes={len(rendezvous.members)}",
         f"--nproc-per-node={ranks}",
         # The coordinator, which knows all ranks and their steps, decides how often (jobs.control.root_failure).
-        "--max-restarts=1000000",
+        f"--max-restarts={max_restarts}",
         # SIGTERM stays ignored, as inherited; SIGINT stays the agent's way to end torchrun in good order.
         "--signals-to-handle=SIGINT",
         "--rdzv-backend=c10d",
@@ -62,12 +64,9 @@ def torchrun_argv(rendezvous: Rendezvous, ranks: int, address: str, python: str)
         f"--rdzv-conf=is_host={int(rendezvous.is_host)},{keep_alive}",
         f"--local-addr={address}",
         "--no-python",
+        # For torchrun, `$$` stands for `$`.
+        program[0], *(argument.replace("$", "$$") for argument in program[1:]),
     ]  # fmt: skip
-
-
-def program_argv(program: list[str]) -> list[str]:
-    """A program and its arguments for torchrun's command line, where `$$` stands for `$`. Pure."""
-    return [program[0], *(argument.replace("$", "$$") for argument in program[1:])]
 
 
 def is_free(port: int) -> bool:

@@ -19,7 +19,7 @@ from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.rendezvous import Rendezvous, interface_of, local_address, program_argv, torchrun_argv
+from jobs.ranks.rendezvous import Rendezvous, interface_of, local_address, torchrun_argv
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 from jobs.stop_request import StopRequest
 from training.config.dataset_layout import check_data
@@ -91,9 +91,16 @@ def _command(node: NodeAttempt, directive: Directive, setup: RankSetup) -> tuple
         program = preflight_command(run, number, python)
     else:
         program = [python, "-u", str(run.code / spec.script[0]), *spec.script[1:]]
-        environment = script_environment(environment, run, number, setup.data)
+        # The user's modules on the path, ours not.
+        path = [entry for entry in environment.get("PYTHONPATH", "").split(":") if entry not in {"", str(run.packages)}]
+        environment |= {
+            "PYTHONPATH": ":".join([str(run.code), *path]),
+            "TORCHRELAY_RUN_DIR": str(run.path),
+            "TORCHRELAY_ATTEMPT": str(number),
+            **({"TORCHRELAY_DATA": str(setup.data)} if setup.data else {}),
+        }
     wrapper = [python, "-S", str(PROCESS_WRAPPER), "rank", str(logs), str(node.node_dir.path)]
-    return [*torchrun_argv(rendezvous, num_ranks, address, python), *program_argv([*wrapper, *program])], environment
+    return torchrun_argv(rendezvous, num_ranks, address, python, [*wrapper, *program]), environment
 
 
 def trainer_command(run: RunDir, attempt: int, data: Path | None, memory: NodeDir, python: str) -> list[str]:
@@ -116,19 +123,6 @@ def find_data(staged: Path) -> Path:
 def preflight_command(run: RunDir, attempt: int, python: str) -> list[str]:
     """Checks that the nodes can train, before a user's script runs on them for the first time."""
     return [python, "-u", "-P", "-m", "training.engine.preflight", str(run.path), str(attempt)]
-
-
-def script_environment(base: Mapping[str, str], run: RunDir, attempt: int, data: Path | None) -> dict[str, str]:
-    """The environment of the script's ranks: the user's modules on the path, ours not."""
-    own = str(run.packages)
-    path = [entry for entry in base.get("PYTHONPATH", "").split(":") if entry and entry != own]
-    return {
-        **base,
-        "PYTHONPATH": ":".join([str(run.code), *path]),
-        "TORCHRELAY_RUN_DIR": str(run.path),
-        "TORCHRELAY_ATTEMPT": str(attempt),
-        **({"TORCHRELAY_DATA": str(data)} if data else {}),
-    }
 
 
 def rank_environment(

@@ -23,31 +23,31 @@ def root(monkeypatch: pytest.MonkeyPatch) -> RootFailure:
 
 def test_first_to_fail_is_found_once(root: RootFailure) -> None:
     reported = {failure(1, 5.2), failure(0, 5.1)}
-    assert root.find(reported, lambda: True) == failure(0, 5.1)
-    assert root.find(reported, lambda: True) is None
+    assert root.find(reported, all_heard=True) == failure(0, 5.1)
+    assert root.find(reported, all_heard=True) is None
 
 
 def test_rank_that_lost_its_peer_did_not_fail_first(root: RootFailure) -> None:
     consequence = failure(0, 5.0, detail="RuntimeError: Connection closed by peer [10.0.0.2]:123")
-    assert root.find({consequence, failure(1, 5.3)}, lambda: True) == failure(1, 5.3)
+    assert root.find({consequence, failure(1, 5.3)}, all_heard=True) == failure(1, 5.3)
 
 
 def test_unfit_node_comes_before_ranks_that_left_because_of_it(root: RootFailure) -> None:
     unfit = failure(1, 5.3, cause="bad_node")
-    assert root.find({failure(0, 5.0), unfit}, lambda: True) == unfit
+    assert root.find({failure(0, 5.0), unfit}, all_heard=True) == unfit
 
 
 def test_failure_waits_for_all_nodes_to_report(root: RootFailure, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert root.find({failure(0, 5.1)}, lambda: False) is None
-    assert root.find({failure(0, 5.1), failure(1, 5.0)}, lambda: True) == failure(1, 5.0)
+    assert root.find({failure(0, 5.1)}, all_heard=False) is None
+    assert root.find({failure(0, 5.1), failure(1, 5.0)}, all_heard=True) == failure(1, 5.0)
     monkeypatch.setattr(root_failure, "_SETTLE_SECONDS", 60.0)
-    assert root.find({failure(2, 9.0)}, lambda: True) is None, "others may have ended with it"
+    assert root.find({failure(2, 9.0)}, all_heard=True) is None, "others may have ended with it"
 
 
 def test_victims_of_a_known_interruption_are_no_failures(root: RootFailure) -> None:
     root.explained_until = 4.0
-    assert root.find({failure(0, 5.0)}, lambda: True) is None, "it was started before the interruption"
+    assert root.find({failure(0, 5.0)}, all_heard=True) is None, "it was started before the interruption"
     aborted = failure(1, 9.0, started_at=8.0, signal="SIGABRT")
-    assert root.find({aborted}, lambda: True) is None, "the directive to abort came late"
+    assert root.find({aborted}, all_heard=True) is None, "the directive to abort came late"
     restarted = failure(1, 9.5, started_at=8.0)
-    assert root.find({aborted, restarted}, lambda: True) == restarted
+    assert root.find({aborted, restarted}, all_heard=True) == restarted

@@ -89,7 +89,8 @@ def test_rendezvous_id_does_not_show_the_secret() -> None:
 
 def test_the_first_member_hosts_the_store() -> None:
     host, other = (
-        " ".join(torchrun_argv(replace(MEETING, is_host=is_host), 4, "10.0.0.1", "python")) for is_host in (True, False)
+        " ".join(torchrun_argv(replace(MEETING, is_host=is_host), 4, "10.0.0.1", "python", ["echo", "$HOME"]))
+        for is_host in (True, False)
     )
     assert "is_host=1" in host
     assert "is_host=0" in other
@@ -97,6 +98,7 @@ def test_the_first_member_hosts_the_store() -> None:
         assert "--rdzv-endpoint=gpu02:12345" in argv
         assert "--nnodes=2" in argv
         assert "--nproc-per-node=4" in argv
+        assert argv.endswith(" --no-python echo $$HOME")
 
 
 def test_loopback_is_an_interface() -> None:
