@@ -257,11 +257,8 @@ def _sees_runs(node: NodeInfo) -> Verdict | None:
         return None
     if node.job.sees_runs:
         return ok("the runs directory is the login node's")
-    return costs(
-        "the login node's runs directory does not exist here",
-        "no run can start",
-        "use --runs-dir on storage that all nodes share",
-    )
+    value = "the login node's runs directory does not exist here"
+    return costs(value, "no run can start", "use --runs-dir on storage that all nodes share")
 
 
 def _commands(node: NodeInfo) -> Verdict | None:

@@ -54,7 +54,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         time_spent=_time_spent(record, now),
         lost_by_cause=_lost_time(_by_cause(record.interruptions)),
         interruptions=_interruption_rows(record),
-        attempts=_records(record.attempts),
+        attempts=record.attempts.to_dict("records"),
         command=shell_text(submit_command(spec)) if spec else "",
         settings=[pair for pair in flat_settings(spec).items() if pair[1]] if spec else (),
         **_test(record),
@@ -106,10 +106,6 @@ def _with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]
     return [column for column in columns if any(_formatted(row[column[1]], column[2]) != UNKNOWN for row in rows)]
 
 
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [dict(zip(table.columns, row, strict=True)) for row in table.itertuples(index=False)]
-
-
 def _headline(spec: RunSpec) -> list[str]:
     """What was trained, and on how many GPUs."""
     nodes, gpus = spec.resources.nodes, spec.resources.gpus_per_node
@@ -122,7 +118,7 @@ def _headline(spec: RunSpec) -> list[str]:
 
 
 def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:
-    rows = _records(record.interruptions)
+    rows: list[dict[str, Any]] = record.interruptions.to_dict("records")
     for row in rows:
         rank = [f"rank {row['rank']:.0f}"] if known(row["rank"]) else []
         node = [row["node"]] if known(row["node"]) else []
@@ -179,7 +175,7 @@ def _test(record: RunRecord) -> dict[str, Any]:
     """The worst classes first, and the confusion matrix or, of many classes, the pairs that were confused most."""
     classes, confusion = record.classes, record.confusion
     few = len(classes) <= _MOST_CLASSES
-    rows = _records(classes.sort_values("accuracy").head(len(classes) if few else _MOST_LISTED))
+    rows = classes.sort_values("accuracy").head(len(classes) if few else _MOST_LISTED).to_dict("records")
     for row in rows:
         images = row["confused_images"]
         row["confused"] = f"{row['most_often_confused_with']} ({formats.number(images)})" if images else None
