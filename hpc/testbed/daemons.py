@@ -1,4 +1,4 @@
-"""The login host's daemons, munged and slurmctld. Runs as root on its machine."""
+"""The login host's daemons: munged, slurmctld, with accounting slurmdbd and MariaDB. Runs as root on its machine."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,7 @@ from hpc.core.files import write_atomic
 from hpc.slurm.client import running_slurm_conf
 from hpc.testbed import nodes
 from hpc.testbed.layout import TestbedPaths
+from hpc.testbed.render import CLUSTER_NAME
 from hpc.testbed.system import run, start, succeeds, wait_until
 
 # Suffixes of sinfo's node states; `*` marks a node that does not respond.
@@ -15,9 +16,10 @@ _STATE_FLAGS = "*~#!%$@^-+"
 USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
 
 
-def _start_on_login_host(*command: str | Path, paths: TestbedPaths, log: Path) -> None:
+def _start_on_login_host(*command: str | Path, paths: TestbedPaths, log: Path, **environment: str) -> None:
     """Start a daemon of the login host; `log` receives its output until it opens its own log."""
-    start(*nodes.inside_fresh(paths.controller_uts, "mount"), "/bin/sh", paths.login_script, *command, log=log)
+    host = nodes.inside_fresh(paths.controller_uts, "mount")
+    start(*host, "/bin/sh", paths.login_script, *command, log=log, **environment)
 
 
 def start_munged(paths: TestbedPaths) -> None:
@@ -53,6 +55,9 @@ def controller_answers(paths: TestbedPaths) -> bool:
     return running_slurm_conf() is not None and succeeds("scontrol", "ping", SLURM_CONF=str(paths.slurm_conf))
 
 
+# --- nodes, as slurmctld sees them ---
+
+
 def node_states(paths: TestbedPaths) -> dict[str, str]:
     """Each node's state, as `parse_states` returns it; empty if slurmctld does not answer."""
     if running_slurm_conf() is None:
@@ -76,3 +81,39 @@ def parse_states(text: str) -> dict[str, str]:
     states = {name: word.rstrip(_STATE_FLAGS) for name, word in words.items()}
     silent = {name for name, word in words.items() if "*" in word and states[name] in USABLE_STATES}
     return states | dict.fromkeys(silent, "unresponsive")
+
+
+# --- accounting: sacct works ---
+
+
+def start_accounting(paths: TestbedPaths) -> None:
+    """Start MariaDB and slurmdbd, and register the cluster.
+
+    MariaDB listens only on a Unix socket, which only root can reach.
+    """
+    data, user = f"--datadir={paths.database}", "--user=root"
+    install = ("mariadb-install-db", "--no-defaults", data, user)
+    run(*install, "--auth-root-authentication-method=socket", "--skip-test-db", timeout_seconds=120)
+    _start_on_login_host(
+        *("setsid", "--fork", "mariadbd", "--no-defaults", data, user),
+        f"--socket={paths.database_socket}",
+        f"--pid-file={paths.run}/mariadbd.pid",
+        "--skip-networking",
+        # A temporary database: small, and not durable.
+        *("--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M", "--innodb-flush-log-at-trx-commit=0"),
+        paths=paths,
+        log=paths.log("mariadbd"),
+    )
+    ping = ("mariadb-admin", "--no-defaults", f"--socket={paths.database_socket}", "ping")
+    wait_until(lambda: succeeds(*ping), seconds=60, what=f"mariadbd to answer (log: {paths.log('mariadbd')})")
+    # slurmdbd creates its tables at the first start.
+    environment = {"SLURM_CONF": str(paths.slurm_conf), "MYSQL_UNIX_PORT": str(paths.database_socket)}
+    _start_on_login_host("slurmdbd", paths=paths, log=paths.log("slurmdbd.out"), **environment)
+    log = paths.log("slurmdbd")
+    wait_until(lambda: accounting_answers(paths), seconds=60, what=f"slurmdbd to answer (log: {log})")
+    run("sacctmgr", "--immediate", "add", "cluster", CLUSTER_NAME, SLURM_CONF=str(paths.slurm_conf))
+
+
+def accounting_answers(paths: TestbedPaths) -> bool:
+    """Whether slurmdbd answers from its database."""
+    return succeeds("sacctmgr", "--noheader", "list", "cluster", SLURM_CONF=str(paths.slurm_conf))

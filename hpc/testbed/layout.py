@@ -35,6 +35,8 @@ class TestbedShape:
     """Memory, in MiB, that each node declares."""
     slurmd_timeout: int = 20
     """Seconds after which Slurm marks a dead node down (SlurmdTimeout; 300 by default on a cluster)."""
+    accounting: bool = False
+    """Also run slurmdbd on a private MariaDB, so that sacct works."""
 
     def __post_init__(self) -> None:
         """Refuse a shape that Slurm or the address range cannot hold."""
@@ -75,15 +77,18 @@ class TestbedPaths:
         # SLURM_CONF. Slurm looks for its other configuration files beside it.
         self.slurm_conf = root / "slurm.conf"
         self.gres_conf = root / "gres.conf"
+        self.slurmdbd_conf = root / "slurmdbd.conf"
         # Every node's /etc/hosts.
         self.hosts = root / "hosts"
         self.munge = root / "munge"
         self.munge_socket = self.munge / "munge.socket"
-        # Readable by root only: munge's key and the controller's state.
+        # Readable by root only: munge's key, the controller's state, the database.
         self.secret = root / "secret"
         self.munge_key = self.secret / "munge.key"
         # slurmctld's StateSaveLocation: job scripts and environments of all users.
         self.controller_state = self.secret / "slurmctld"
+        self.database = self.secret / "mariadb"
+        self.database_socket = self.secret / "mariadb.socket"
         # The pretended GPUs' device files, the same for every node.
         self.devices = root / "dev"
         # The nodes' SlurmdSpoolDir.

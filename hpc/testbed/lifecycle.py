@@ -49,7 +49,7 @@ def status() -> TestbedStatus:
 
 def up(shape: TestbedShape) -> None:
     """Start a testbed of this shape, or repair it, and wait until all nodes are idle."""
-    require_packages()
+    require_packages(accounting=shape.accounting)
     with locked(PATHS.lock):
         if not _is_healthy(shape):
             _tear_down()
@@ -110,6 +110,8 @@ def _is_healthy(shape: TestbedShape) -> bool:
         return False
     if not (daemons.munge_answers(PATHS) and daemons.controller_answers(PATHS)):
         return False
+    if shape.accounting and not daemons.accounting_answers(PATHS):
+        return False
     states = daemons.node_states(PATHS)
     return all(
         states.get(node.name) in daemons.USABLE_STATES and nodes.processes(PATHS.node_net(node.name))
@@ -128,7 +130,8 @@ def _build(shape: TestbedShape) -> None:
     texts = {PATHS.state: json.dumps(asdict(shape)), **render.files(shape, PATHS, socket.gethostname())}
     for path, text in texts.items():
         write_atomic(path, text)
-        path.chmod(0o644)
+        # slurmdbd refuses to start if others can read its configuration.
+        path.chmod(0o600 if path == PATHS.slurmdbd_conf else 0o644)
     for index in range(shape.gpus_per_node):
         # A null device: Slurm counts device files and does not open them.
         device = PATHS.devices / f"nvidia{index}"
@@ -138,6 +141,8 @@ def _build(shape: TestbedShape) -> None:
     # The namespace of the login host's daemons, with the host name that slurm.conf gives.
     nodes.pin(PATHS.controller_uts, "hostname", LOGIN_NAME)
     daemons.start_munged(PATHS)
+    if shape.accounting:
+        daemons.start_accounting(PATHS)
     daemons.start_slurmctld(PATHS)
     for node in shape.all_nodes:
         nodes.power_on(node, PATHS)

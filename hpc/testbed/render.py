@@ -5,10 +5,13 @@ from pathlib import Path
 
 from hpc.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, TestbedPaths, TestbedShape
 
+CLUSTER_NAME = "torchrelay"
+_NAMES = {"cluster": CLUSTER_NAME, "login": LOGIN_NAME, "address": LOGIN_ADDRESS}
+
 # Port 7817, not Slurm's 6817: a real slurmctld may live on this machine.
 _CONTROLLER = """\
 # Written by python -m hpc.testbed up, which overwrites changes.
-ClusterName=torchrelay
+ClusterName={cluster}
 SlurmctldHost={login}({address})
 SlurmctldPort=7817
 # Listen on the bridge's address only, not on the machine's real interfaces.
@@ -42,12 +45,38 @@ PreemptMode=REQUEUE
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=5
 """
 
+_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={address}
+AccountingStoragePort=7819
+# Not a password: with munge this names the socket; without it slurmctld uses the system's munged.
+AccountingStoragePass={paths.munge_socket}
+AccountingStorageTRES=gres/gpu
+JobAcctGatherType=jobacct_gather/linux
+"""
+
 # GraceTime: on preemption SIGTERM comes at once, SIGKILL this many seconds later. Requested time limits are checked
 # against MaxTime and DefaultTime.
 _PARTITIONS = """\
 PartitionName=gpu Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20 \
 MaxTime=1-00:00:00 DefaultTime=01:00:00
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=04:00:00 DefaultTime=00:30:00
+"""
+
+_SLURMDBD = """\
+AuthType=auth/munge
+AuthInfo=socket={paths.munge_socket}
+DbdHost={login}
+DbdAddr={address}
+DbdPort=7819
+SlurmUser=root
+PidFile={paths.run}/slurmdbd.pid
+LogFile={paths.logs}/slurmdbd.log
+StorageType=accounting_storage/mysql
+# "localhost" means the Unix socket in MYSQL_UNIX_PORT: the database has no port and needs no password.
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm_acct_db
 """
 
 _LOGIN = """\
@@ -81,7 +110,9 @@ exec slurmd -b -N {name} -f {slurm_conf}
 
 def slurm_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
     """The text of slurm.conf."""
-    text = _CONTROLLER.format(shape=shape, paths=paths, login=LOGIN_NAME, address=LOGIN_ADDRESS)
+    text = _CONTROLLER.format(shape=shape, paths=paths, **_NAMES)
+    if shape.accounting:
+        text += _ACCOUNTING.format(paths=paths, **_NAMES)
     text += "GresTypes=gpu\n" if shape.gpus_per_node else ""
     gres = f" Gres=gpu:{shape.gpus_per_node}" if shape.gpus_per_node else ""
     for node in shape.all_nodes:
@@ -119,4 +150,6 @@ def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path
     }
     for node in shape.all_nodes:
         found[paths.boot_script(node)] = _BOOT.format(name=node.name, address=node.address, **quoted)
+    if shape.accounting:
+        found[paths.slurmdbd_conf] = _SLURMDBD.format(paths=paths, **_NAMES)
     return found

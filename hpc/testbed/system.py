@@ -19,7 +19,11 @@ _BINARIES_OF_PACKAGE = {
     "slurm-wlm": ("slurmctld", "slurmd", "scontrol", "sinfo"),
     "munge": ("munged", "munge"),
     "iproute2": ("ip",),
-    "util-linux": ("unshare", "nsenter"),
+    "util-linux": ("unshare", "nsenter", "setsid"),
+}
+_ACCOUNTING_BINARIES_OF_PACKAGE = {
+    "slurmdbd": ("slurmdbd",),
+    "mariadb-server": ("mariadbd", "mariadb-install-db", "mariadb-admin"),
 }
 
 
@@ -29,11 +33,13 @@ def require_root() -> None:
         raise UserError(f"the testbed needs root, and you are uid {os.geteuid()}; type: sudo python -m hpc.testbed ...")
 
 
-def require_packages() -> None:
+def require_packages(*, accounting: bool) -> None:
     """Raise UserError if packages are missing; the message has the command that installs them."""
-    path, found = _CLEAN_ENVIRONMENT["PATH"], _BINARIES_OF_PACKAGE.items()
-    names = " ".join(name for name, binaries in found if not all(shutil.which(b, path=path) for b in binaries))
-    if names:
+    packages = _BINARIES_OF_PACKAGE | (_ACCOUNTING_BINARIES_OF_PACKAGE if accounting else {})
+    path = _CLEAN_ENVIRONMENT["PATH"]
+    missing = [name for name, binaries in packages.items() if not all(shutil.which(b, path=path) for b in binaries)]
+    if missing:
+        names = " ".join(missing)
         raise UserError(f"the testbed needs packages that are not installed: {names}; type: apt-get install -y {names}")
 
 
@@ -63,8 +69,8 @@ def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -
     return done.stdout
 
 
-def start(*command: str | Path, log: Path) -> None:
-    """Start a program that daemonizes itself, and wait until it has.
+def start(*command: str | Path, log: Path, **environment: str) -> None:
+    """Start a program that daemonizes itself, or by `setsid --fork`, and wait until it has.
 
     Its output goes to the log, and its input is empty: a caller's pipe must not stay open until the daemons end.
 
@@ -76,7 +82,7 @@ def start(*command: str | Path, log: Path) -> None:
         done = subprocess.run(
             words,
             check=False,
-            env=_CLEAN_ENVIRONMENT,
+            env=_CLEAN_ENVIRONMENT | environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

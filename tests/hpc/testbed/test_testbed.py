@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import need
 
 from hpc.slurm import client
 from hpc.testbed import daemons, layout
@@ -284,3 +285,13 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
     assert "needs root" in fails(*box, sys.executable, "-c", as_nobody)
     type_testbed("down", prefix=box)
     assert "hpc.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
+
+
+def test_accounting_remembers_how_a_job_ended(box: Box) -> None:
+    need("slurmdbd", "mariadbd")
+    type_testbed("up", *SMALL, "--accounting", prefix=box)
+    slurm = Slurm(str(PATHS.slurm_conf), ROOT, (*box, *AS_NOBODY))
+    job = slurm("sbatch", "--parsable", "--output=/dev/null", "--gpus-per-node=1", "--wrap=exit 3")
+    ask = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=user,state,exitcode")
+    wait_for(lambda: slurm(*ask) == "nobody|FAILED|3:0")
+    type_testbed("down", prefix=box)

@@ -33,6 +33,13 @@ def test_nodes_without_gpus_mention_none() -> None:
     assert "gpu:" not in render.slurm_conf(shape, PATHS) + render.gres_conf(shape, PATHS)
 
 
+@pytest.mark.parametrize("accounting", [True, False])
+def test_accounting_is_configured_when_asked_for(accounting: bool) -> None:
+    shape = layout.TestbedShape(accounting=accounting)
+    assert ("accounting_storage/slurmdbd" in render.slurm_conf(shape, PATHS)) is accounting
+    assert (PATHS.slurmdbd_conf in render.files(shape, PATHS, "here")) is accounting
+
+
 def test_hosts_name_the_nodes_and_the_machine() -> None:
     text = render.hosts(layout.TestbedShape(nodes=2), "workstation")
     assert "10.77.0.2 gpu02\n" in text
