@@ -122,8 +122,8 @@ class Stager:
         listing = self._find_listing(absolute(source))
         try:
             staged = self._find_or_copy(listing, read_all=read_all)
-        except StalledError:
-            staged = self._read_in_place(listing, "another job on this node is making the same copy and has stalled")
+        except StalledError as error:
+            staged = self._read_in_place(listing, str(error))
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from hpc.core.errors import TorchrelayError
 from hpc.core.files import fsync_directory, remove_abandoned, write_atomic
 from hpc.core.kernel import available_memory_bytes, file_system_type
 from hpc.core.nodedir import open_lock, private_directory, try_lock
@@ -42,8 +43,11 @@ _READ_BYTES = 4 * 2**20
 _DESCRIBED_BYTES = 256 * 2**20
 
 
-class StalledError(Exception):
+class StalledError(TorchrelayError):
     """Another process is making the same copy and has stalled."""
+
+    def __init__(self) -> None:
+        super().__init__("another job on this node is making the same copy and has stalled: is it suspended?")
 
 
 # --- the manifest of a copy ---
