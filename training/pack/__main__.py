@@ -64,7 +64,7 @@ class PackOptions:
 
 
 def main() -> int:
-    """From the command line to the exit code of a success."""
+    """From the command line to the exit code, unless an error is raised."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     options = program.parse(PackOptions, sys.argv[1:], "python -m training.pack")
     for name, least in (("size", 8), ("num_workers", 1)):
@@ -84,11 +84,7 @@ def _identity(index: PackIndex) -> dict[str, Any]:
 
 
 def _check_resumable(directory: Path, index: PackIndex) -> None:
-    """Make sure that the images packed in a directory are the same, in the same size; without any, record which.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Make sure that the images packed in a directory are the same, in the same size; without any, record which."""
     path, identity = directory / _PLAN, _identity(index)
     if not has_records(directory):
         write_json(path, identity)
@@ -109,10 +105,7 @@ def _npy(array: np.ndarray) -> bytes:
 
 
 def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, np.ndarray]]:
-    """List the images.
-
-    Returns:
-        The index, in which the pixels are missing, and the labels and names by their files.
+    """The index of the images, in which the pixels are missing, and the labels and names by their files.
 
     Raises:
         UserError: SRC is no image folder, a directory in it cannot be read, or DST is inside SRC.
@@ -194,11 +187,7 @@ def pack(options: PackOptions, workers: int) -> None:
 
 
 def _is_packed(dst: Path, index: PackIndex) -> bool:
-    """Whether DST is complete.
-
-    Raises:
-        UserError: DST exists, but is something else.
-    """
+    """Whether DST is complete; an error if it exists, but is something else."""
     if not (dst / INDEX).exists():
         if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
             raise UserError(f"{dst} exists and is no packed data set: give a new directory")
