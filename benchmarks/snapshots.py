@@ -104,7 +104,7 @@ def run(case: dict[str, object], group: ProcessGroup, directory: Path) -> None:
         destination = SnapshotDestination(own, group, trainer.logger, sharded=False)
         turns[setting] = Turn(StateWriter(destination, trainer.state, group))
     images = measure(trainer, turns) * trainer.schedule.batch_size
-    size = capture(trainer.state, group).size_bytes / 1e6
+    size = sum(tensor.nbytes for tensor in capture(trainer.state, group)[0].values()) / 1e6
     if group.is_rank_zero:
         for setting, turn in turns.items():
             print(f"| {case['model']} | {size:.1f} | {setting} | {row(turn, turns['off'], images)} |", flush=True)

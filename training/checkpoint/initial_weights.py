@@ -15,7 +15,7 @@ from hpc.core.errors import UserError
 from training.checkpoint.state import TrainState
 from training.config.model_names import resolve_weights
 from training.config.train_config import TrainConfig
-from training.models.factory import head_name
+from training.models.factory import first_line, head_name
 from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 
@@ -27,10 +27,7 @@ _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 
 
 def load_initial_weights(config: TrainConfig, state: TrainState, group: ProcessGroup) -> str:
-    """Load `--weights` into the model, and into its moving average. All ranks must call this.
-
-    Returns:
-        A line that says what was loaded.
+    """Load `--weights` into the model and its moving average, and return what was. All ranks must call this.
 
     Raises:
         SharedError: the file cannot be read, or holds another model's weights.
@@ -57,9 +54,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         is_safe = path.suffix == ".safetensors"
         content: Any = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, KeyError, UnpicklingError) as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        if isinstance(error, UnpicklingError):
-            reason = "it holds more than tensors"
+        reason = "it holds more than tensors" if isinstance(error, UnpicklingError) else first_line(error)
         raise UserError(f"--weights is {path}, which cannot be read ({reason}): give another file") from error
     content = next((content[name] for name in _KEYS if isinstance(content, Mapping) and name in content), content)
     if not isinstance(content, Mapping) or not all(torch.is_tensor(value) for value in content.values()):

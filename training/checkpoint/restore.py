@@ -35,8 +35,6 @@ from training.monitoring.run_logger import RunLogger
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
-CHECKPOINT, SNAPSHOT = "checkpoint", "snapshot"
-
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class StateOffer:
@@ -50,7 +48,7 @@ class StateOffer:
     @property
     def source(self) -> str:
         """The kind of state."""
-        return CHECKPOINT if self.durable else SNAPSHOT
+        return "checkpoint" if self.durable else "snapshot"
 
 
 @dataclass(frozen=True)
@@ -65,10 +63,7 @@ class Restorer:
     def restore(self) -> StateOffer | None:
         """Load the newest valid state of this run whose history is in the run directory. All ranks must call this.
 
-        Removes snapshots that are not usable or newer than the restored step.
-
-        Returns:
-            The state that was loaded; None: there is none.
+        Removes snapshots that are not usable or newer than the restored step. Returns None if there is no state.
 
         Raises:
             SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpc.core.files import fsync_file
@@ -40,16 +41,19 @@ class ShardLayout:
     offsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Where in the full tensors the rank's shards begin, in each dimension, by name. Other tensors are replicated."""
 
-    def select(self, tensors: Mapping[str, Tensor], *, replicated: bool) -> dict[str, Tensor]:
-        """The tensors to write: the shards, and the replicated ones if they are wanted."""
-        return {name: value for name, value in tensors.items() if replicated or name in self.offsets}
+    def write(self, tensors: Mapping[str, Tensor], directory: Path, *, replicated: bool) -> None:
+        """Write the shards, and the replicated tensors if they are wanted.
 
-    def header(self, tensors: Mapping[str, Tensor]) -> dict[str, str] | None:
-        """The metadata of a file of shards; None for a file of full tensors."""
-        if self.file == STATE_TENSORS:
-            return None
-        offsets = {name: {_OFFSETS: self.offsets.get(name, [0] * value.dim())} for name, value in tensors.items()}
-        return {_SHARDS: json.dumps(offsets)}
+        Raises:
+            OSError: the disk is full, for example.
+        """
+        wanted = {name: value for name, value in tensors.items() if replicated or name in self.offsets}
+        offsets = {name: {_OFFSETS: self.offsets.get(name, [0] * value.dim())} for name, value in wanted.items()}
+        header = None if self.file == STATE_TENSORS else {_SHARDS: json.dumps(offsets)}
+        try:
+            save_file(wanted, directory / self.file, header)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[dict[str, Tensor], ShardLayout]:
@@ -59,8 +63,8 @@ def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[di
     sharded: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
     # As DCP finds them out.
     offsets = {name: tuple(value.__create_chunk_list__()[0].offsets) for name, value in sharded.items()}
-    layout = ShardLayout(file=shard_file(group), offsets=offsets)
-    return {name: _local(value) for name, value in tensors.items()}, layout
+    shards = {name: _local(value) for name, value in tensors.items()}
+    return shards, ShardLayout(file=shard_file(group), offsets=offsets)
 
 
 def _local(tensor: Any) -> Tensor:
@@ -73,10 +77,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
-    """The tensors of a state as this rank holds them, from this rank's file.
-
-    That is the file which this rank number wrote when there were equally many ranks.
-    """
+    """The tensors of a state as this rank holds them, from the file that this rank number of equally many wrote."""
     saved = load_file(directory / shard_file(group))
     tensors = _allocate(state, saved, lambda parameter: _local(parameter).shape)
     for name, value in saved.items():

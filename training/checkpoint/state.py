@@ -39,11 +39,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive an interruption. Tensors may be those that the training goes on changing."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Restore what `state_dict` returned."""
-        ...
 
 
 _Part = TypeVar("_Part", bound=Stateful)
@@ -65,7 +63,8 @@ class TrainState:
     """Whether each rank holds a shard of every parameter and of its optimizer state (FSDP)."""
     progress: Progress = field(default_factory=Progress)
     _parts: dict[str, Stateful] = field(default_factory=dict, init=False)
-    _copies: list[torch.cuda.Event] = field(default_factory=list, init=False)
+    copies: list[torch.cuda.Event] = field(default_factory=list, init=False)
+    """The ends of copies from the GPU, for which `wait_for_copies` waits."""
 
     def __post_init__(self) -> None:
         """Register what every training has."""
@@ -80,17 +79,6 @@ class TrainState:
         """Save and restore this part too."""
         self._parts[name] = part
         return part
-
-    @property
-    def evaluated_model(self) -> nn.Module:
-        """The model that is evaluated and kept: the moving average, if there is one."""
-        return self.ema.model if self.ema else self.model
-
-    @property
-    def batch_statistics(self) -> list[str]:
-        """The names of the tensors that the forward pass changes."""
-        models = {"model/": self.model} | ({"ema/": self.ema.model} if self.ema else {})
-        return [prefix + name for prefix, model in models.items() for name, _ in model.named_buffers()]
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of all parts, on their devices, and all else. All ranks must call this.
@@ -135,18 +123,10 @@ class TrainState:
                 label = name.replace("_", " ")
                 raise UserError(f"--data has {label} {value}, but {before}: use the same data, or another --run-dir")
 
-    def defer_update_until(self, copied: torch.cuda.Event | None) -> None:
-        """Let the next `wait_for_copies` wait for the end of a copy from the GPU; None: it has ended."""
-        if copied:
-            self._copies.append(copied)
-
     def wait_for_copies(self) -> None:
-        """Let the GPU finish the copies under way before it does what comes next. The host does not wait.
-
-        Call it before the state is changed.
-        """
-        while self._copies:
-            torch.cuda.current_stream().wait_event(self._copies.pop())
+        """Before the state is changed, let the GPU finish the copies under way. The host does not wait."""
+        while self.copies:
+            torch.cuda.current_stream().wait_event(self.copies.pop())
 
 
 class _OptimizerState:

@@ -42,15 +42,10 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def save_checkpoint(directory: Path, step: int, fill: Fill, keep: int | None, mode: int | None = None) -> Path:
-    """Write a checkpoint and, once it is on the disk, delete all but the newest `keep`.
+    """Write a checkpoint and, once it is on the disk, delete all but the newest `keep`; None: delete nothing.
 
-    Args:
-        directory: of the checkpoints.
-        step: the optimizer steps done.
-        fill: writes the checkpoint's files into the directory that it gets; may return the manifest's entries for
-            files that others have written and checked.
-        keep: checkpoints to keep; None: all, rejected ones too.
-        mode: of the checkpoint's directory; None: the process's default.
+    `fill` writes the files into the checkpoint's directory, which gets the mode `mode`. It may return the manifest's
+    entries for files that others have written and checked.
 
     Raises:
         OSError: it could not be written; the older ones are all there.

@@ -13,14 +13,11 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
@@ -37,37 +34,27 @@ from training.runtime.run_context import RunContext
 _SNAPSHOT_MODE = 0o700
 
 
-@dataclass(frozen=True, kw_only=True)
-class CapturedState:
-    """A state at one step: the same on every rank, or this rank's shards of it."""
-
-    tensors: Mapping[str, Tensor]
-    """By name, on the device. Not copies, except the loss and batch statistics (see `capture`)."""
-    values: dict[str, Any]
-    """All else, as JSON holds it."""
-    layout: ShardLayout
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def capture(state: TrainState, group: ProcessGroup) -> CapturedState:
+def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any], ShardLayout]:
     """The state as it is. All ranks must call this; on a GPU the host does not wait for it.
 
     Between steps batch statistics differ by rank. Every rank gets a copy of rank 0's, which the next forward pass would
     start from and change.
 
+    Returns:
+        The tensors, or this rank's shards of them, on the device; only the loss and batch statistics are copies. All
+        else, as JSON holds it.
+
     Raises:
         SharedError: there are more unreadable images than are allowed.
     """
     tensors, values = state.state_dict()
-    tensors |= group.broadcast_copies({name: tensors[name] for name in state.batch_statistics})
-    layout = ShardLayout()
+    models = {"model/": state.model} | ({"ema/": state.ema.model} if state.ema else {})
+    statistics = [prefix + name for prefix, model in models.items() for name, _ in model.named_buffers()]
+    tensors |= group.broadcast_copies({name: tensors[name] for name in statistics})
     if state.sharded:
         tensors, layout = local_shards(tensors, group)
-    return CapturedState(tensors=tensors, values=values, layout=layout)
+        return tensors, values, layout
+    return tensors, values, ShardLayout()
 
 
 class HostCopy:
@@ -75,7 +62,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._captured: CapturedState | None = None
+        self._captured: list[Tensor] = []
         self._layout, self._values = ShardLayout(), dict[str, Any]()
         self._stream: torch.cuda.Stream | None = None
 
@@ -84,31 +71,32 @@ class HostCopy:
         """Whether there has been a copy, so that the next one need not allocate memory."""
         return bool(self._tensors)
 
-    def start(self, captured: CapturedState) -> torch.cuda.Event | None:
-        """Start to copy a state. The copy before must have been written.
+    def start(
+        self, tensors: Mapping[str, Tensor], values: dict[str, Any], layout: ShardLayout
+    ) -> torch.cuda.Event | None:
+        """Start to copy a captured state. The copy before must have been written.
 
-        Returns:
-            What the device must wait for before it changes the state; None: the copy is complete.
+        Returns what the device must wait for before it changes the state; None: the copy is complete.
         """
-        for name, value in captured.tensors.items():
+        for name, value in tensors.items():
             if name not in self._tensors:
                 # A GPU copies to pinned memory at full speed and without the host.
                 self._tensors[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
         # Referenced until the copy is complete, or the device could reuse the memory of the captured tensors.
-        self._captured, self._layout, self._values = captured, captured.layout, captured.values
-        if captured.tensors[LOSS].is_cuda:
+        self._captured, self._layout, self._values = list(tensors.values()), layout, values
+        if tensors[LOSS].is_cuda:
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own
             self._stream.wait_stream(torch.cuda.current_stream())
-        hosts = [self._tensors[name] for name in captured.tensors]
+        hosts = [self._tensors[name] for name in tensors]
         with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            torch._foreach_copy_(hosts, list(captured.tensors.values()), non_blocking=True)
+            torch._foreach_copy_(hosts, self._captured, non_blocking=True)
         return self._stream.record_event() if self._stream else None
 
     def wait(self) -> None:
         """Wait until the copy is complete. Runs in the thread that writes."""
         if self._stream:
             self._stream.synchronize()
-        self._captured = None
+        self._captured = []
 
     @property
     def is_finite(self) -> bool:
@@ -116,18 +104,12 @@ class HostCopy:
         return math.isfinite(float(self._tensors[LOSS]))
 
     def write(self, directory: Path, *, replicated: bool = True) -> None:
-        """Write the files of the copy, which is complete, into a directory.
-
-        Of a sharded state, `replicated` says whether to write what all ranks hold too.
+        """Write the files of the copy, which is complete; what all ranks hold only if `replicated`.
 
         Raises:
             OSError: the disk is full, for example.
         """
-        tensors = self._layout.select(self._tensors, replicated=replicated)
-        try:
-            save_file(tensors, directory / self._layout.file, self._layout.header(tensors))
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+        self._layout.write(self._tensors, directory, replicated=replicated)
         if replicated:
             (directory / STATE_VALUES).write_text(json.dumps(self._values, indent=2))
 
@@ -259,17 +241,9 @@ class StateWriter:
         self.restart_interval()
 
     def restart_interval(self, *, due: bool = False) -> None:
-        """Start the interval anew at this step; with `due`, request a save at the next check of an interval in seconds.
-
-        Without `due`, this step's state counts as saved.
-        """
+        """Start the interval anew, with this step as saved; with `due`, an interval in seconds is over at once."""
         self._saved_step = None if due else self._state.progress.step
         self._saved_at = -math.inf if due else time.monotonic()
-
-    @property
-    def cost_seconds(self) -> float:
-        """What the last save took from the training."""
-        return self._stall_seconds + self._thread_seconds
 
     @property
     def is_saved(self) -> bool:
@@ -281,7 +255,8 @@ class StateWriter:
         interval = self._destination.interval
         if interval.seconds is None:
             return False
-        bearable = self.cost_seconds / interval.largest_share if interval.largest_share else 0.0
+        cost_seconds = self._stall_seconds + self._thread_seconds  # of the last save
+        bearable = cost_seconds / interval.largest_share if interval.largest_share else 0.0
         return time.monotonic() - self._saved_at >= max(interval.seconds, bearable)
 
     def due_by_step(self) -> bool:
@@ -290,10 +265,7 @@ class StateWriter:
         return steps is not None and self._state.progress.step % steps == 0
 
     def due_after_next_step(self) -> bool:
-        """Whether the next step completes the interval, or its seconds have passed; an agreed save is one step later.
-
-        False while the last state is still being written.
-        """
+        """Whether the last state is written and the interval ends with the next step: an agreed save is later."""
         if self._background.busy:
             return False
         steps = self._destination.interval.steps
@@ -302,13 +274,10 @@ class StateWriter:
         return self.due_by_time()
 
     def save(self) -> float:
-        """Start to save the state, unless it `is_saved`.
+        """Start to save the state, unless it `is_saved`. All ranks must call this.
 
-        All ranks must call this.
-        While the last state is still being written, a destination with `skips_while_busy` gets none.
-
-        Returns:
-            The seconds that the training waited for the copy.
+        While the last state is still being written, a destination with `skips_while_busy` gets none. Returns the
+        seconds that the training waited for the copy.
 
         Raises:
             SharedError: there are more unreadable images than are allowed.
@@ -317,14 +286,15 @@ class StateWriter:
         if self.is_saved:
             return copy_seconds
         self._saved_step, self._saved_at = step, began
-        captured = capture(self._state, self._group)
+        tensors, values, layout = capture(self._state, self._group)
         if self._destination.skips_while_busy and self._background.busy:
             return copy_seconds
         self.wait()
         was_allocated = self._copy.is_allocated
-        if self._destination.prepare(captured.size_bytes):
+        if self._destination.prepare(sum(tensor.nbytes for tensor in tensors.values())):
             copying_since = time.monotonic()
-            self._state.defer_update_until(self._copy.start(captured))
+            if copied := self._copy.start(tensors, values, layout):
+                self._state.copies.append(copied)
             copy_seconds = time.monotonic() - copying_since
             self._background.submit(partial(self._write, step, copy_seconds))
         # The first copy allocates memory, which takes longer than any other.

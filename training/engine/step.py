@@ -70,7 +70,7 @@ class Stepper:
                 raise
             reason = str(error).partition(".")[0]
             raise SharedError(f"--deterministic does not work with {self.config.model} here: {reason}") from error
-        self.wrapped.zero_grad()
+        model.zero_grad()
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpc.core.errors import TorchrelayError
 from training.checkpoint.initial_weights import load_initial_weights
-from training.checkpoint.restore import SNAPSHOT, Restorer
+from training.checkpoint.restore import Restorer
 from training.checkpoint.state import TrainState, identity
 from training.checkpoint.writer import CheckpointDestination, SnapshotDestination, StateWriter
 from training.config.rules import without_effect
@@ -52,7 +52,6 @@ class Trainer:
     ) -> None:
         config = context.config
         self.config, self.context, self.group, self.data, self.workers = config, context, group, data, workers
-        self.preprocess = preprocess
         self.schedule = make_schedule(
             len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config)
         )
@@ -82,24 +81,21 @@ class Trainer:
         self.checkpoint_writer = StateWriter(checkpoints, self.state, group)
         self.snapshots = SnapshotDestination(context, group, self.logger, sharded=self.state.sharded)
         self.snapshot_writer = StateWriter(self.snapshots, self.state, group)
-        self.validator = self._make_validator()
-
-    def _make_validator(self) -> Validator:
         evaluator = Evaluator(
-            config=self.config,
-            model=self.state.evaluated_model,
-            preprocess=replace(self.preprocess, size=self.config.eval_image_size or self.preprocess.size),
-            group=self.group,
-            classes=len(self.data.classes),
+            config=config,
+            model=self.state.ema.model if self.state.ema else model,
+            preprocess=replace(preprocess, size=config.eval_image_size or preprocess.size),
+            group=group,
+            classes=len(data.classes),
             # Images in memory are not augmented in an evaluation: indexing them is faster than starting workers.
-            workers=0 if self.data.in_memory else self.workers,
+            workers=0 if data.in_memory else workers,
         )
-        return Validator(
-            context=self.context,
+        self.validator = Validator(
+            context=context,
             evaluator=evaluator,
-            data=self.data,
+            data=data,
             state=self.state,
-            corrupt_images=self.corrupt_images.indices,
+            corrupt_images=corrupt_images.indices,
             logger=self.logger,
         )
 
@@ -138,7 +134,7 @@ class Trainer:
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.config, self.state, self.group))
         # What was only in a node's memory should soon be durable: what has failed may fail again.
-        self.checkpoint_writer.restart_interval(due=restored is not None and restored.source == SNAPSHOT)
+        self.checkpoint_writer.restart_interval(due=restored is not None and not restored.durable)
         self.snapshot_writer.restart_interval()
         self.early_stopping.start_clock()
         restore_seconds = time.monotonic() - began
@@ -166,11 +162,7 @@ class Trainer:
     # --- steps ---
 
     def fit(self) -> str | None:
-        """Make all remaining steps, with a checkpoint and a validation after each epoch.
-
-        Returns:
-            Why the training ends before the last epoch's end; None: it does not.
-        """
+        """Make all remaining steps; return why the training ends before the last epoch's end, None if it does not."""
         progress, group = self.state.progress, self.group
         self.validate_if_due()
         if reason := self.early_stopping.reason(progress, group):
@@ -277,7 +269,7 @@ class Trainer:
         epoch, lr = (step - 1) // self.schedule.steps_per_epoch + 1, float(self.state.optimizer.param_groups[0]["lr"])
         data_wait_share, memory_bytes = meter.data_wait_share, self.group.used_memory
         self.state.progress.logged_step = step
-        self.logger.log_train(
+        self.logger.log_metrics(
             {
                 "step": step,
                 "epoch": epoch,

@@ -96,10 +96,6 @@ class FsdpModel:
         finally:
             self._last_part = True
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self._model.zero_grad()
-
 
 def gather_tensors(model: nn.Module, *, is_rank_zero: bool) -> Iterator[tuple[str, Tensor]]:
     """The unsharded tensors of a model, one after the other, on rank 0 alone. All ranks must call this."""
