@@ -22,8 +22,9 @@ from training.data.batch_schedule import BatchRequest
 from training.data.build import load_data
 from training.data.loader import ImageSource
 from training.inference.classifier import Classifier, find_model, load_classifier
-from training.inference.exported_model import FORMATS, Classify, first_line, require_packages
+from training.inference.exported_model import FORMATS, Classify, require_packages
 from training.inference.model_card import ModelCard
+from training.models.factory import first_line
 
 _IMAGES = 64
 # Another order of summation changes a probability by about 1e-6; another computation by more.
@@ -50,20 +51,13 @@ class ExportOptions:
 
 
 def main() -> int:
-    """Parse, export and print; return the exit code."""
-    return program.run(_main)
-
-
-def _main() -> int:
+    """Parse, export and print; return the exit code, unless an error is raised."""
     print(export(program.parse(ExportOptions, sys.argv[1:], "python -m training.export")))
     return 0
 
 
 def export(options: ExportOptions) -> str:
-    """Write the file.
-
-    Returns:
-        A description for people.
+    """Write the file, and return a description for people.
 
     Raises:
         UserError: an option cannot work.
@@ -103,10 +97,7 @@ def export(options: ExportOptions) -> str:
 
 
 def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
-    """Images of the model's data set, prepared for the model.
-
-    Returns:
-        The name of their split, and uint8 [n, *card.image_shape].
+    """The name of a split of the model's data set, and images of it (uint8 [n, *card.image_shape]).
 
     Raises:
         UserError: the data set is missing, or another one.
@@ -135,4 +126,4 @@ def largest_difference(exported: Classify, classifier: Classifier, images: Tenso
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main))

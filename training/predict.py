@@ -28,7 +28,7 @@ from training.config.dataset_layout import is_image
 from training.data.image_folder import JpegDecoder, as_rgb, decode_image, jpeg_decoder, with_image
 from training.data.transforms.crop import center_crop
 from training.inference.classifier import find_model, load_classifier
-from training.inference.exported_model import FORMATS, Classify, format_of, load_exported
+from training.inference.exported_model import FORMATS, Classify, load_exported
 from training.inference.model_card import ModelCard
 
 _BATCH = 256
@@ -66,11 +66,7 @@ class Prediction:
 
 
 def main() -> int:
-    """Parse, predict and print; return the exit code."""
-    return program.run(_main)
-
-
-def _main() -> int:
+    """Parse, predict and print; return the exit code, unless an error is raised."""
     options = program.parse(PredictOptions, sys.argv[1:], "python -m training.predict")
     predictions = predict(options)
     if options.json:
@@ -149,11 +145,11 @@ def load(model: str) -> tuple[ModelCard, Classify]:
         classifier = load_classifier(find_model(model))
         classifier.to("cuda" if torch.cuda.is_available() else "cpu")
         return classifier.card, classifier.classify
-    kind = format_of(path)
-    if kind is None:
-        suffixes = " or ".join(kind.suffix for kind in FORMATS.values())
+    by_suffix = {kind.suffix: kind for kind in FORMATS.values()}
+    if path.suffix not in by_suffix:
+        suffixes = " or ".join(by_suffix)
         raise UserError(f"{path} is no exported model: give a run, its final/ or best/ directory, or a {suffixes} file")
-    return load_exported(path, kind)
+    return load_exported(path, by_suffix[path.suffix])
 
 
 def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tensor | str:
@@ -217,4 +213,4 @@ def _print_table(predictions: Sequence[Prediction]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main))

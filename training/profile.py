@@ -16,15 +16,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.program import INTERRUPTED
 from hpc.core.rundir import RunDir
-from training.config.command_line import RecipeName, parse_flags
-from training.config.train_config import TrainConfig
+from training.config.command_line import TrainFlags, parse_flags
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import ImageDataset
 from training.data.loader import Batch, load_batches, load_device_batches, to_device
@@ -78,7 +76,7 @@ _ROWS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
+class ProfileOptions(TrainFlags):
     """Find the bottleneck of a training, and the flag that changes it.
 
     Takes the flags of the training; runs under its torchrun, or alone. Measures the parts separately: the loader, steps
@@ -86,10 +84,6 @@ class ProfileOptions:
     codes: 0 done, 1 failed, 2 your mistake (one line says what to type).
     """
 
-    train: tyro.conf.OmitArgPrefixes[TrainConfig]
-    recipe: RecipeName = None
-    config: Path | None = None
-    """YAML file of flags. It overrides --recipe; the command line overrides both."""
     seconds: float = 5.0
     """Seconds for each measurement, of which there are at most seven."""
     json: bool = False
@@ -139,7 +133,6 @@ class Costs:
     """Milliseconds per step of the slowest rank; None: the training has no such part."""
 
     step: float
-    """A complete step."""
     loading: float
     """A batch from all loader workers together, without training."""
     decode: float | None
@@ -147,7 +140,6 @@ class Costs:
     augment: float | None
     """Cropping, scaling and augmenting them, likewise."""
     copy: float | None
-    """Copying a batch to the GPU."""
     compute: float
     """Forward and backward passes and the optimizer, on images that are already on the device."""
     all_reduce: float | None

@@ -22,7 +22,6 @@ from training.config.model_names import check_model
 from training.config.train_config import RankOptions, TrainConfig
 
 _RECIPES = Path(__file__).with_name("recipes")
-Options = TypeVar("Options")
 
 
 # --- flags of other trainers ---
@@ -76,11 +75,7 @@ ADVICE: dict[str, str] = {name: advice for advice, names in _OTHER_NAMES.items()
 
 
 def check_names(arguments: Sequence[str], known: Collection[str]) -> None:
-    """Refuse flags that have another name here.
-
-    Args:
-        arguments: the command line.
-        known: flags that exist, without dashes.
+    """Refuse flags that have another name here; `known` are those that exist, without dashes.
 
     Raises:
         UserError: names the flag to type.
@@ -129,11 +124,8 @@ def flag_names(*owners: Any) -> dict[str, bool]:
 def with_config(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
     """Put the flags of `--recipe` and of `--config` before those of the command line, so that the latter win.
 
-    A file may name its recipe. `--no-NAME` on the command line takes back a switch that a file has turned on.
-
-    Args:
-        arguments: the command line.
-        known: the flags that may stand in a file, without dashes; True for switches, which take no value.
+    A file may name its recipe. `--no-NAME` on the command line takes back a switch that a file has turned on. `known`
+    are the flags that may stand in a file, without dashes; True for switches, which take no value.
 
     Raises:
         UserError: a file cannot be read or has an unknown flag, the recipe does not exist, or a flag of the command
@@ -207,11 +199,8 @@ RecipeName = Annotated[str | None, listed("The flags of a training that is known
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(RankOptions):
-    """Train an image classifier with all ranks that torchrun started, or alone.
-
-    Resumes from the newest checkpoint in the run directory. On SIGTERM and SIGUSR2 it saves and stops.
-    """
+class TrainFlags:
+    """The training flags, from the command line and files."""
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
     recipe: RecipeName = None
@@ -219,18 +208,23 @@ class TrainOptions(RankOptions):
     """YAML file of flags. It overrides --recipe; the command line overrides both."""
 
 
-def parse_flags(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
-    """Parse a command line that holds training flags.
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(TrainFlags, RankOptions):
+    """Train an image classifier with all ranks that torchrun started, or alone.
 
-    Args:
-        options: a dataclass with a TrainConfig as its field `train`.
-        argv: the arguments.
-        prog: what to call the program in its help.
-        prints: False on ranks other than 0, which print no help.
+    Resumes from the newest checkpoint in the run directory. On SIGTERM and SIGUSR2 it saves and stops.
+    """
+
+
+Options = TypeVar("Options", bound=TrainFlags)
+
+
+def parse_flags(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
+    """Parse a command line that holds training flags; ranks other than 0 print no help (`prints`).
 
     Raises:
         UserError: a flag is wrong, or no model has the given name.
     """
     parsed = program.parse(options, with_config(list(argv), flag_names(TrainConfig)), prog, prints=prints)
-    check_model(parsed.train.model)  # type: ignore[attr-defined]  # the field that every caller's dataclass has
+    check_model(parsed.train.model)
     return parsed

@@ -28,16 +28,14 @@ Kind = Literal["idx", "cifar10", "cifar100", "image-folder", "packed"]
 
 @dataclass(frozen=True, kw_only=True)
 class CifarFiles:
-    """The published names of the Python files of a CIFAR data set, and the keys in them."""
+    """The published names of the Python files of a CIFAR data set, and the keys of labels and class names in them."""
 
     directory: str
     train: tuple[str, ...]
     test: str
     meta: str
     label_key: str
-    """Key of the labels in the files of images."""
     names_key: str
-    """Key of the class names in `meta`."""
 
 
 CIFAR: dict[Kind, CifarFiles] = {

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -101,17 +100,14 @@ def torchvision_weights(model: str) -> dict[str, str]:
     for source in _torchvision_sources():
         text = source.read_text(encoding="utf-8")
         if f"def {model}(" in text:
-            return dict(_weights(ast.parse(text), model))
+            return _weights(ast.parse(text), model)
     return {}
 
 
-def _weights(tree: ast.Module, model: str) -> Iterator[tuple[str, str]]:
+def _weights(tree: ast.Module, model: str) -> dict[str, str]:
     """The members of the enumeration in the signature of a model's function, with their URLs."""
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == model)
-    hint = next(
-        (ast.dump(each.annotation) for each in function.args.kwonlyargs if each.arg == "weights" and each.annotation),
-        "",
-    )
+    hint = "".join(ast.dump(each) for each in function.args.kwonlyargs if each.arg == "weights")
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and f"id='{node.name}'" in hint]
     found: dict[str, str] = {}
     for member in (item for node in classes for item in node.body if isinstance(item, ast.Assign)):
@@ -120,4 +116,4 @@ def _weights(tree: ast.Module, model: str) -> Iterator[tuple[str, str]]:
             found[name] = next(str(ast.literal_eval(word.value)) for word in value.keywords if word.arg == "url")
         elif name == "DEFAULT":
             found[name] = found[ast.unparse(value)]
-    yield from found.items()
+    return found

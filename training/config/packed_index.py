@@ -57,7 +57,6 @@ class PackIndex:
     size: int
     """Side of the images in pixels."""
     classes: tuple[str, ...]
-    """The names of the classes, by label."""
     parts: tuple[PackedPart, ...]
     source: str
     """The directory that was packed."""

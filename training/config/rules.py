@@ -130,10 +130,10 @@ class Interval:
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
 # Half of the 1 % that is promised, because a snapshot has costs that cannot be measured while it is taken.
 _AUTO = Interval(seconds=1.0, largest_share=0.005)
-# field: (words that it takes beside steps and durations, the words for an error message)
-INTERVAL_WORDS: dict[str, tuple[dict[str, Interval], str]] = {
-    "checkpoint_every": ({}, ""),
-    "snapshot_every": ({"auto": _AUTO, "off": Interval()}, "auto, off, "),
+# field: words that it takes beside steps and durations
+INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
+    "checkpoint_every": {},
+    "snapshot_every": {"auto": _AUTO, "off": Interval()},
 }
 
 
@@ -143,16 +143,16 @@ def parse_interval(field: str, text: str) -> Interval:
     Raises:
         UserError: the text is none of these, or zero.
     """
-    words, names = INTERVAL_WORDS[field]
+    words = INTERVAL_WORDS[field]
     if text.strip() in words:
         return words[text.strip()]
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|(\d+)", text.strip())
-    if match:
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|(\d+)", text.strip()):
         amount, unit, steps = match.groups()
         if steps and int(steps) > 0:
             return Interval(steps=int(steps))
         if amount and float(amount) > 0:
             return Interval(seconds=float(amount) * _SECONDS_OF_UNIT[unit])
+    names = "".join(f"{word}, " for word in words)
     raise UserError(f"{flag(field)} is {text!r}: use {names}steps such as 500, or a duration such as 30s, 10m or 2h")
 
 

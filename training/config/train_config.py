@@ -161,13 +161,8 @@ def samples_per_group(config: TrainConfig) -> int:
 def check_world(config: TrainConfig, world_size: int, samples: int | None = None) -> None:
     """Make sure that every rank has work in every part of a step.
 
-    Args:
-        config: says how large a batch is, and how it is parted.
-        world_size: the number of ranks.
-        samples: images in the training set, if that is known: a batch is no larger.
-
     Raises:
-        UserError: there are too few images in a batch.
+        UserError: there are too few images in a batch, which is no larger than the training set (`samples`, if known).
     """
     least = world_size * config.grad_accum_steps * samples_per_group(config)
     among = f"the {world_size} ranks that share it"
@@ -211,10 +206,7 @@ def is_from_spec(argv: Sequence[str]) -> bool:
 
 
 def read_spec(argv: Sequence[str]) -> RankOptions:
-    """The options of a rank that a node agent starts.
-
-    Args:
-        argv: as `spec_argv` made them.
+    """The options of a rank that a node agent starts, from the arguments that `spec_argv` made.
 
     Raises:
         OSError: the storage does not answer: another start may find it well.

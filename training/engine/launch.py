@@ -3,7 +3,7 @@
 import gc
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 
@@ -92,8 +92,9 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     with group.raise_on_all_ranks():
         check_world(config, group.world_size, len(data.train))
         check_validation(config, validates=data.val is not None)
-    preprocess = Preprocess.make(data.mean, data.std, channels, size, group.device)
-    preprocess = replace(preprocess, memory_format=FORMATS[config.memory_format])
+    mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (data.mean, data.std))
+    memory_format = FORMATS[config.memory_format]
+    preprocess = Preprocess(mean=mean, std=std, channels=channels, size=size, memory_format=memory_format)
     workers = config.num_workers
     if workers is None:
         # The rank's share of the node's cores.

@@ -3,7 +3,6 @@
 Runs wherever a model is exported or used; needs neither ranks nor a run directory.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from hpc.core.errors import UserError
 from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from training.inference.model_card import ModelCard, read_card
-from training.models.factory import Preprocess, autocast, build_model
+from training.models.factory import Preprocess, autocast, build_model, first_line
 
 
 class Classifier(nn.Module):
@@ -26,15 +25,13 @@ class Classifier(nn.Module):
     def __init__(self, model: nn.Module, card: ModelCard) -> None:
         super().__init__()
         self.card, self.model = card, model
-        preprocess = Preprocess.make(card.mean, card.std, card.channels, card.size, torch.device("cpu"))
-        # Cloned, because an exported file would hold the whole storage of a view.
-        self.register_buffer("mean", preprocess.mean.clone())
-        self.register_buffer("std", preprocess.std.clone())
-        self._preprocess = replace(preprocess, mean=self.mean, std=self.std)
+        for name, values in (("mean", card.mean), ("std", card.std)):
+            # Cloned, because an exported file would hold the whole storage of a view.
+            self.register_buffer(name, torch.tensor(values)[:, None, None].clone())
 
     def forward(self, images: Tensor) -> Tensor:
         """Probabilities (float32 [n, classes]) of images (uint8 [n, *card.image_shape])."""
-        preprocess = replace(self._preprocess, mean=self.mean, std=self.std)
+        preprocess = Preprocess(mean=self.mean, std=self.std, channels=self.card.channels, size=self.card.size)
         return self.model(preprocess(images)).float().softmax(1)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
@@ -73,6 +70,5 @@ def load_classifier(directory: Path) -> Classifier:
         model = build_model(card.config(), classes=len(card.classes), channels=card.channels, size=card.size)
         model.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{path} cannot be loaded ({reason}): copy all of {directory} again") from error
+        raise UserError(f"{path} cannot be loaded ({first_line(error)}): copy all of {directory} again") from error
     return Classifier(model, card).eval()

@@ -21,6 +21,7 @@ from hpc.core.errors import UserError
 from hpc.core.rundir import MODEL_CARD
 from training.inference.classifier import Classifier
 from training.inference.model_card import ModelCard, read_card
+from training.models.factory import first_line
 
 Classify = Callable[[Tensor], Tensor]
 """Images (uint8 [n, channels, height, width]) to probabilities (float32 [n, classes]), both on the CPU."""
@@ -117,11 +118,6 @@ FORMATS = {
 }
 
 
-def format_of(path: Path) -> Format | None:
-    """The format that a file's suffix names, if any."""
-    return next((kind for kind in FORMATS.values() if kind.suffix == path.suffix), None)
-
-
 def require_packages(kind: Format) -> None:
     """Check that the packages of a format are installed.
 
@@ -146,8 +142,3 @@ def load_exported(path: Path, kind: Format) -> tuple[ModelCard, Classify]:
         # torch and ONNX Runtime document no exceptions for damaged files.
         raise UserError(f"{path} cannot be loaded ({first_line(error)}): export the model again") from error
     return read_card(text, str(path)), classify
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [repr(error)])[0]

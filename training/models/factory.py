@@ -54,7 +54,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
             _try_forward(model, channels, size)
     except _SIZE_ERRORS as error:
         raise UserError(
-            f"--image-size is {size}, which {config.model} does not take ({_first_line(error)}): use another"
+            f"--image-size is {size}, which {config.model} does not take ({first_line(error)}): use another"
         ) from error
     if config.eval_image_size not in {None, size}:
         try:
@@ -62,7 +62,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
         except _SIZE_ERRORS as error:
             raise UserError(
                 f"--eval-image-size is {config.eval_image_size}, which {config.model} for {size} pixels does not take "
-                f"({_first_line(error)}): leave it out"
+                f"({first_line(error)}): leave it out"
             ) from error
     if config.head_hidden:
         add_hidden_layer(model, config.head_hidden)
@@ -100,8 +100,9 @@ def _try_forward(model: nn.Module, channels: int, size: int) -> None:
     model.eval()(torch.zeros(1, channels, size, size))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
 def last_layer_name(model: nn.Module) -> str:
@@ -145,18 +146,11 @@ class Preprocess:
     """Turns the data's bytes into the model's floats, on the model's device."""
 
     mean: Tensor
+    """Float [c, 1, 1], of values from 0 to 1."""
     std: Tensor
     channels: int
     size: int
     memory_format: torch.memory_format = torch.channels_last
-
-    @classmethod
-    def make(
-        cls, mean: tuple[float, ...], std: tuple[float, ...], channels: int, size: int, device: torch.device
-    ) -> "Preprocess":
-        """For images with these statistics of each channel (of values from 0 to 1)."""
-        scale = torch.tensor(std, device=device)[:, None, None]
-        return cls(mean=torch.tensor(mean, device=device)[:, None, None], std=scale, channels=channels, size=size)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Uint8 [n, c, h, w] to float [n, channels, size, size]; a single channel is repeated."""

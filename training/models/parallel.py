@@ -100,10 +100,7 @@ def compiler_error(error: RuntimeError) -> str:
 
 
 def convert_sync_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace the model's batch normalization by one over the global batch (`--sync-bn`).
-
-    On GPUs it is torch's SyncBatchNorm, which refuses tensors on a CPU.
-    """
+    """Replace the model's batch normalization by one over the global batch; torch's own refuses tensors on a CPU."""
     if device.type != "cpu":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted

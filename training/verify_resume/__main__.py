@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +21,7 @@ from hpc.core import ledger, program
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import read_json_lines, write_json
 from hpc.core.rundir import RunDir
-from training.config.command_line import RecipeName, parse_flags
+from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world, spec_argv
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
@@ -41,17 +40,13 @@ _GRACE_SECONDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(TrainFlags):
     """Train once without interruption, once cut at random steps and resumed, and compare the two bit by bit.
 
     With several numbers of ranks, such as 4,3,2, each resumption has the next number; then the samples of all steps
     are compared, and the losses. Exit codes: 0 the trainings are equal, 1 they differ or one failed, 2 your mistake.
     """
 
-    train: tyro.conf.OmitArgPrefixes[TrainConfig]
-    recipe: RecipeName = None
-    config: Path | None = None
-    """YAML file of flags. It overrides --recipe; the command line overrides both."""
     cuts: int = 3
     """Interruptions of the second training."""
     ranks: str = "2"
@@ -61,13 +56,9 @@ class VerifyOptions:
 
 
 def main() -> int:
-    """Parse, train, compare and print; return the exit code."""
+    """Parse, train, compare and print; return the exit code, unless an error is raised."""
     # On SIGTERM the ranks must end, too.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    return program.run(_main)
-
-
-def _main() -> int:
     options = parse_flags(VerifyOptions, sys.argv[1:], "python -m training.verify_resume")
     try:
         sizes = [int(part) for part in options.ranks.split(",")]
@@ -84,10 +75,9 @@ def _main() -> int:
     try:
         if keep:
             keep.mkdir(parents=True)
-    except FileExistsError as error:
-        raise UserError(f"--keep is {keep}, which exists: give a new directory") from error
     except OSError as error:
-        raise UserError(f"--keep is {keep}, which cannot be made ({error.strerror}): give another directory") from error
+        reason = "exists" if isinstance(error, FileExistsError) else f"cannot be made ({error.strerror})"
+        raise UserError(f"--keep is {keep}, which {reason}: give a new directory") from error
     directory = keep.absolute() if keep else Path(tempfile.mkdtemp(prefix="verify-resume-"))
     same = verify(options.train, sizes, options.cuts, directory)
     if same and keep is None:
@@ -195,4 +185,4 @@ def report(parts: list[ComparedPart], console: Console, verdict: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main))

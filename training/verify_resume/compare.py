@@ -1,7 +1,7 @@
 """Compares two finished trainings, and names the first difference of each part. Needs no ranks."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ class ComparedPart:
 
     name: str
     compared: str
-    """How much was compared."""
     difference: str
     """The first difference; empty if there is none."""
 
@@ -55,13 +54,15 @@ def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
 def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
     """The newest checkpoints."""
     tensors = [read_full(path) for path in (one, other)]
-    for name, part in (
-        ("weights", _select(tensors, "model/", statistics=False)),
-        ("batch statistics", _select(tensors, "model/", statistics=True)),
-        ("moving average", _select(tensors, "ema/", statistics=None)),
-        ("optimizer", _select(tensors, "optimizer/", statistics=None)),
-    ):
-        yield compare_tensors(name, *part)
+    parts: dict[str, Callable[[str], bool]] = {
+        "weights": lambda key: key.startswith("model/") and not key.endswith(_STATISTICS),
+        "batch statistics": lambda key: key.startswith("model/") and key.endswith(_STATISTICS),
+        "moving average": lambda key: key.startswith("ema/"),
+        "optimizer": lambda key: key.startswith("optimizer/"),
+    }
+    for name, belongs in parts.items():
+        chosen = [{key: value for key, value in full.items() if belongs(key)} for full in tensors]
+        yield compare_tensors(name, *chosen)
     values = [json.loads((path / STATE_VALUES).read_text()) for path in (one, other)]
     for part, full in zip(values, tensors, strict=True):
         part["loss_meter"] = _timeless(part["loss_meter"]) | {"loss": full[LOSS].item()}
@@ -73,13 +74,6 @@ def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
         ("corrupt images", "corrupt_images"),
     ):
         yield compare_values(name, [values[0][key]], [values[1][key]])
-
-
-def _select(both: list[dict[str, Tensor]], prefix: str, *, statistics: bool | None) -> list[dict[str, Tensor]]:
-    def belongs(name: str) -> bool:
-        return name.startswith(prefix) and statistics in {None, name.endswith(_STATISTICS)}
-
-    return [{name: value for name, value in tensors.items() if belongs(name)} for tensors in both]
 
 
 def _results(run: RunDir) -> list[Any]:

@@ -29,13 +29,7 @@ def prepare_server() -> None:
 def start_ranks(
     argvs: Sequence[Sequence[str]], log: Path, prepare: Callable[[], None] | None = None
 ) -> list[BaseProcess]:
-    """Start the ranks of a training.
-
-    Args:
-        argvs: the arguments of `python -m training` by rank.
-        log: file for the output of all ranks.
-        prepare: called in each rank before it begins.
-    """
+    """Start ranks with these arguments, whose output goes to the file `log`; each calls `prepare` before it begins."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))  # a free port
         port = listener.getsockname()[1]
@@ -51,11 +45,10 @@ def start_ranks(
 
 
 def wait_for_ranks(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:
-    """Wait until all ranks have ended or one has failed; then end the others.
+    """Wait until all ranks have ended or one has failed; then end the others, and return the exit codes by rank.
 
-    Returns:
-        The exit codes by rank. None: it was ended here, because another rank was killed, or had failed
-        `grace_seconds` before, which is time for error messages. It would wait minutes for that rank.
+    None: it was ended here, because another rank was killed, or had failed `grace_seconds` before, which is time for
+    error messages. It would wait minutes for that rank.
     """
     try:
         while (running := [rank for rank in ranks if rank.exitcode is None]) and not any(r.exitcode for r in ranks):

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from trainer_rig import Starter, make_folder, make_idx
 
+from hpc.core import program
 from hpc.core.rundir import RunDir
 from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig
@@ -239,7 +240,7 @@ def test_a_mistake_is_reported_in_one_line(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert main() == code
+        assert program.run(main) == code
     finally:
         signal.signal(signal.SIGTERM, before)
     printed = capfd.readouterr().err
