@@ -72,12 +72,7 @@ class Evaluator:
     workers: int
 
     def evaluate(self, source: ImageSource, before_batch: Callable[[], object]) -> Evaluation:
-        """Evaluate on all of `source`.
-
-        Args:
-            source: the samples.
-            before_batch: called before every batch, equally often on every rank; its exceptions end the evaluation.
-        """
+        """Evaluate on all of `source`; call `before_batch` before every batch, equally often on every rank."""
         # All ranks evaluate rank 0's batch statistics: between steps each rank has its own.
         for buffer in self.model.buffers():
             torch.distributed.broadcast(buffer, 0)
@@ -102,7 +97,19 @@ class Evaluator:
                     # Other ranks need this rank's shard of the model for their forward pass.
                     with torch.inference_mode():
                         self.model(self.preprocess(batch.images.new_zeros(1, *batch.images.shape[1:])))
-        return self._reduce(losses, confusion, corrupt, (predicted, probability, top5_correct))
+        all_reduce = self.group.all_reduce
+        result = Evaluation(
+            confusion=all_reduce(confusion).reshape(self.classes, self.classes),
+            # Of each batch's loss and each image's prediction one rank has the value and the others zero: no rounding.
+            loss=math.fsum(all_reduce(losses).tolist()) / len(source),
+            corrupt=tuple(sorted(set().union(*self.group.all_gather_object(corrupt)))),
+            predicted=all_reduce(predicted),
+            probability=all_reduce(probability),
+            top5_correct=int(all_reduce(top5_correct)),
+        )
+        if result.total != len(source):
+            raise AssertionError(f"{result.total} of {len(source)} samples were counted")
+        return result
 
     def evaluate_weights(
         self, weights: Mapping[str, Tensor], source: ImageSource, before_batch: Callable[[], object]
@@ -126,24 +133,3 @@ class Evaluator:
         more_likely = (logits > logits.gather(1, labels[:, None])).sum(1)
         top5_correct += (more_likely < _TOP_K).sum()
         return functional.cross_entropy(logits, labels, reduction="sum"), predicted, logits.softmax(1).amax(1)
-
-    def _reduce(
-        self, losses: Tensor, confusion: Tensor, corrupt: set[int], predictions: tuple[Tensor, Tensor, Tensor]
-    ) -> Evaluation:
-        samples = len(predictions[0])
-        counts = self.group.all_reduce(confusion).reshape(self.classes, self.classes)
-        # Of each batch's loss and each image's prediction one rank has the value and the others zero: no rounding.
-        loss = math.fsum(self.group.all_reduce(losses).tolist()) / samples
-        all_corrupt = set().union(*self.group.all_gather_object(corrupt))
-        predicted, probability, top5_correct = map(self.group.all_reduce, predictions)
-        result = Evaluation(
-            loss=loss,
-            confusion=counts,
-            corrupt=tuple(sorted(all_corrupt)),
-            predicted=predicted,
-            probability=probability,
-            top5_correct=int(top5_correct),
-        )
-        if result.total != samples:
-            raise AssertionError(f"{result.total} of {samples} samples were counted")
-        return result

@@ -49,12 +49,7 @@ def classes_csv(confusion: Tensor, classes: tuple[str, ...]) -> str:
 
 
 def history_csv(train: Iterable[Record], evaluations: Iterable[Record]) -> str:
-    """A row for each epoch.
-
-    Args:
-        train: the lines of `metrics/train.jsonl`; the last of each epoch is at its end.
-        evaluations: the lines of `metrics/eval.jsonl`.
-    """
+    """A row for each epoch, from the lines of `metrics/train.jsonl` and `metrics/eval.jsonl`."""
     epochs: dict[int, list[Record]] = {}
     for record in train:
         epochs.setdefault(record["epoch"], []).append(record)
@@ -62,7 +57,7 @@ def history_csv(train: Iterable[Record], evaluations: Iterable[Record]) -> str:
     rows = []
     last: Record = {"step": 0, "train_seconds": 0.0}
     for epoch, records in epochs.items():
-        # Each line is the mean over the steps since the line before it.
+        # Each line is the mean over the steps since the line before it. The last of an epoch is at its end.
         pairs = list(zip([last, *records], records, strict=False))
         steps = [record["step"] - before["step"] for before, record in pairs]
         # Without saves and validations, which train_seconds leaves out.

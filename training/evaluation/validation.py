@@ -51,7 +51,7 @@ class Validator:
             check_corrupt_limit(source, result.corrupt, self.context.config.max_corrupt_images)
             names = ", ".join(map(source.name, result.corrupt))
             console.warn(f"{split}: other images replace {len(result.corrupt)} that cannot be read: {names}")
-        self.logger.log_evaluation(
+        self.logger.log_metrics(
             {
                 "step": progress.step,
                 "epoch": progress.epoch,
@@ -85,12 +85,7 @@ class Validator:
         progress.evaluated_epochs = progress.epoch
 
     def complete(self, before_batch: Callable[[], object], ended: str | None) -> None:
-        """Test the model after the last step, and write `final/`.
-
-        Args:
-            before_batch: called before every batch.
-            ended: why the training ended before its last epoch; None: it did not.
-        """
+        """Test the model after the last step, and write `final/`; `ended`: why the training ended early, if it did."""
         progress = self.state.progress
         test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
         best = self._test_best(test, before_batch)

@@ -8,7 +8,6 @@ import errno
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,58 +71,6 @@ class JsonLines:
             self._console.warn(f"{self._path} cannot be written ({error}): free some space; its lines wait in memory")
 
 
-class Metrics:
-    """All metrics of a run, written from the restored step on."""
-
-    def __init__(self, run_dir: RunDir, attempt: int, progress: Progress, console: Console) -> None:
-        keep_only(run_dir.train_metrics, lambda record: record["step"] <= progress.step)
-        # Validations that the restored state includes; a test is repeated until `final/` exists.
-        keep_only(
-            run_dir.eval_metrics,
-            lambda record: bool(record["split"] == "val" and record["epoch"] <= progress.evaluated_epochs),
-        )
-        self._attempt = attempt
-        self._console = console
-        self._train = JsonLines(run_dir.train_metrics, console)
-        self._evaluations = JsonLines(run_dir.eval_metrics, console)
-        self._directory, self._first_step = run_dir.tensorboard, progress.step + 1
-        self._tensorboard: SummaryWriter | None = None
-        self._tensorboard_works = True
-
-    def log_train(self, record: Record) -> None:
-        """Write the metrics of a logged step."""
-        self._train.append({**record, "attempt": self._attempt, "time": time.time()})
-        self._add_scalars("train", record, ("loss", "lr", "images_per_second"))
-
-    def log_evaluation(self, record: Record) -> None:
-        """Write the metrics of an evaluation."""
-        self._evaluations.append({**record, "attempt": self._attempt, "time": time.time()})
-        self._add_scalars(record["split"], record, ("loss", "accuracy"))
-
-    def _add_scalars(self, group: str, record: Record, names: tuple[str, ...]) -> None:
-        if not self._tensorboard_works:
-            return
-        try:
-            if self._tensorboard is None:
-                # At the first metrics: all ranks would wait half a second for the import before their first step.
-                from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-
-                # TensorBoard hides what an earlier attempt wrote from this step on.
-                self._tensorboard = SummaryWriter(str(self._directory), purge_step=self._first_step)
-            for name in names:
-                self._tensorboard.add_scalar(f"{group}/{name}", record[name], record["step"])
-            self._tensorboard.flush()
-        except OSError as error:
-            self._console.warn(f"TensorBoard's file cannot be written ({error}): the training continues without it")
-            self._tensorboard_works = False
-
-    def close(self) -> None:
-        """Flush buffers."""
-        if self._tensorboard and self._tensorboard_works:
-            with suppress(OSError):
-                self._tensorboard.close()
-
-
 class NoSpaceError(TorchrelayError):
     """The disk has no space for the result of the run."""
 
@@ -143,7 +90,11 @@ class RunLogger:
         self._best = BackgroundWriter()
         self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
         self._ledger = EventWriter(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
-        self._metrics: Metrics | None = None
+        self._train = JsonLines(run_dir.train_metrics, console)
+        self._evaluations = JsonLines(run_dir.eval_metrics, console)
+        self._tensorboard: SummaryWriter | None = None
+        self._tensorboard_works = True
+        self._first_step = 1
         if writes:
             try:
                 run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -151,14 +102,19 @@ class RunLogger:
                 remove_temporaries(run_dir.path, run_dir.best.name)
                 remove_temporaries(run_dir.path, run_dir.final.name)
             except OSError as error:
-                raise UserError(
-                    f"--run-dir is {run_dir.path}, which cannot be made ({error}): use another directory"
-                ) from error
+                reason = f"which cannot be made ({error})"
+                raise UserError(f"--run-dir is {run_dir.path}, {reason}: use another directory") from error
 
     def resume(self, progress: Progress) -> None:
         """Remove the metrics of steps after the restored one, and append from there."""
+        self._first_step = progress.step + 1
         if self._writes:
-            self._metrics = Metrics(self._run_dir, self._attempt, progress, self.console)
+            keep_only(self._run_dir.train_metrics, lambda record: record["step"] <= progress.step)
+            # Validations that the restored state includes; a test is repeated until `final/` exists.
+            keep_only(
+                self._run_dir.eval_metrics,
+                lambda record: bool(record["split"] == "val" and record["epoch"] <= progress.evaluated_epochs),
+            )
 
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to the ledger."""
@@ -169,15 +125,29 @@ class RunLogger:
         except OSError as error:
             self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {name!r} is lost")
 
-    def log_train(self, record: Record) -> None:
-        """Write the metrics of a logged step."""
-        if self._metrics:
-            self._metrics.log_train(record)
+    def log_metrics(self, record: Record) -> None:
+        """Write the metrics of a logged step, or of an evaluation, which names its split."""
+        if not self._writes:
+            return
+        lines, scalars = self._train, ["loss", "lr", "images_per_second"]
+        if "split" in record:
+            lines, scalars = self._evaluations, ["loss", "accuracy"]
+        lines.append({**record, "attempt": self._attempt, "time": time.time()})
+        if not self._tensorboard_works:
+            return
+        try:
+            if self._tensorboard is None:
+                # At the first metrics: all ranks would wait half a second for the import before their first step.
+                from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
-    def log_evaluation(self, record: Record) -> None:
-        """Write the metrics of an evaluation."""
-        if self._metrics:
-            self._metrics.log_evaluation(record)
+                # TensorBoard hides what an earlier attempt wrote from this step on.
+                self._tensorboard = SummaryWriter(str(self._run_dir.tensorboard), purge_step=self._first_step)
+            for name in scalars:
+                self._tensorboard.add_scalar(f"{record.get('split', 'train')}/{name}", record[name], record["step"])
+            self._tensorboard.flush()
+        except OSError as error:
+            self.console.warn(f"TensorBoard's file cannot be written ({error}): the training continues without it")
+            self._tensorboard_works = False
 
     def record_divergence(self, step: int, loss: float, indices: list[int], source: ImageSource) -> None:
         """Write the first step whose loss is not finite, and its images, to `diverged.json`."""
@@ -195,10 +165,7 @@ class RunLogger:
     def save_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Start replacing `best/` in the background. If the disk is full, `close` tries again.
 
-        Args:
-            weights: by name, in memory that nobody changes.
-            result: the content of `result.json`.
-            files: the content of more files, by name.
+        Writes the weights, which nobody may change meanwhile, the result, and files of this content, by name.
         """
         if self._writes:
             self._best.submit(partial(self._publish_best, weights, result, files))
@@ -235,9 +202,7 @@ class RunLogger:
             else:
                 write_json(self._best_result, json.loads(self._best_result.read_bytes()) | test)
         except OSError as error:
-            self.console.warn(
-                f"{self._best_result} cannot be written ({error}): the test of the best model is missing there"
-            )
+            self.console.warn(f"{self._best_result} cannot be written ({error}): it lacks the test of the best model")
 
     @property
     def _best_result(self) -> Path:
@@ -275,8 +240,6 @@ class RunLogger:
         self.wait()
         if self._unpublished:
             self._publish_best(*self._unpublished)
-        if self._metrics:
-            self._metrics.close()
 
 
 def _write_model(weights: Weights, result: dict[str, Any], files: Files, directory: Path) -> None:

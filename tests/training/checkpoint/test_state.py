@@ -27,7 +27,8 @@ NOT_STATE = {
     "console",
     "logger._attempt",
     "logger._ledger",
-    "logger._metrics",  # open files
+    "logger._first_step",  # of this process, for TensorBoard
+    "logger._tensorboard",  # an open file
     "logger._best",  # a thread
     "state._parts[loss_meter]._started",  # a clock
     "state._parts[loss_meter]._steps",  # the saved steps were finite
