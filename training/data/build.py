@@ -37,12 +37,8 @@ _Pair = tuple[Tensor, Tensor]
 def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_index: bytes = b"") -> Data:
     """Open the data; without a validation set, hold out a part of the training set, chosen by seed.
 
-    Args:
-        config: how much to hold out, and how to augment.
-        layout: where the data are.
-        folder_size: side in pixels that the images of a folder or packed ones are resized to; in evaluations it is
-            --eval-image-size, if given.
-        file_index: of an image folder, as rank 0's `load_or_build_index` returned it; empty: it is built here.
+    The images of a folder and packed ones are resized to `folder_size` pixels, in evaluations to --eval-image-size. Of
+    an image folder, `file_index` is what rank 0's `load_or_build_index` returned; empty: it is built here.
 
     Raises:
         UserError: files are missing, torn, or do not fit together.
@@ -55,12 +51,10 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_in
             parts[name] = ImageDataset(store=store, labels=torch.from_numpy(labels), size=folder_size)
         return _split(config, layout, parts, files.classes)
     if layout.kind == "packed":
-        index = read_index(layout.path)
-        opened = {part.name: open_part(layout.path, index, part) for part in index.parts}
-        parts = {
-            name: ImageDataset(store=packed, labels=labels, size=folder_size)
-            for name, (packed, labels) in opened.items()
-        }
+        index, parts = read_index(layout.path), {}
+        for part in index.parts:
+            packed, of_part = open_part(layout.path, index, part)
+            parts[part.name] = ImageDataset(store=packed, labels=of_part, size=folder_size)
         return _split(config, layout, parts, index.classes)
     if layout.kind == "idx":
         train = read_idx_pair(layout.train, "train")

@@ -83,9 +83,6 @@ class SyntheticImages:
 class ImageStore(Protocol):
     """Images by index, of an image folder or packed."""
 
-    def __len__(self) -> int:
-        """Number of images."""
-
     def read(self, index: int) -> Tensor | None:
         """The image (uint8 [h, w, 3]), or None if it is corrupt.
 

@@ -42,16 +42,12 @@ class FileIndex:
     classes: tuple[str, ...]
     """The names of the training set's class directories, sorted: a class's number is its position."""
     parts: dict[str, SplitIndex]
-    """`train`, and `val` and `test` if they exist."""
 
 
 def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
     """The serialized index, from the file `cache` if the class directories have not changed since.
 
-    Args:
-        layout: of an image folder.
-        cache: is replaced if it is outdated, torn, or another file.
-        now_ns: the time, in nanoseconds since 1970.
+    It is replaced if it is outdated, torn, or another file. `now_ns` is the time in nanoseconds since 1970.
 
     Raises:
         UserError: as `build_index`, or a directory cannot be read.

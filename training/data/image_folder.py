@@ -90,9 +90,6 @@ class FolderImages:
     decode_jpeg: JpegDecoder | None = field(default_factory=jpeg_decoder)
     """Found once, before loader workers are forked; None: Pillow decodes all."""
 
-    def __len__(self) -> int:
-        return len(self.names)
-
     def read(self, index: int) -> "Tensor | None":
         """The image (uint8 [h, w, 3]), or None if the file holds no whole image.
 

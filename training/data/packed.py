@@ -24,19 +24,15 @@ class PackedImages:
 
     directory: Path
     source: Path
-    """The directory that was packed."""
     pixels: Tensor
     """uint8 [images of the part, size, size, 3]: a mapped file, read-only."""
     names: np.ndarray
-    """Paths below `source`, as bytes, of all the part's images: a mapped file too."""
+    """Paths below `source`, which was packed, as bytes, of all the part's images: a mapped file too."""
     corrupt: frozenset[int]
     """Indices in the part of images that could not be decoded."""
     fingerprint: str
     indices: Tensor
     """int64 [n]: the indices in the part of these images."""
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
     def read(self, index: int) -> Tensor | None:
         """The image (uint8 [size, size, 3]), or None if it is corrupt."""

@@ -16,10 +16,7 @@ _MESSAGES = {
 
 
 class EarlyStopping:
-    """Counts the hours of all attempts: each goes on from the state that it resumes. A part of the training's state.
-
-    Clocks differ: rank 0's counts.
-    """
+    """Counts the hours of all attempts, by rank 0's clock. A part of the training's state."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config

@@ -31,9 +31,7 @@ class LossMeter:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self.loss = torch.zeros((), dtype=torch.float64, device=group.device)
-        """The sum of the losses of this rank's images."""
         self.images = 0
-        """Images of all ranks whose losses are in the sum."""
         self._steps = 0
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=group.device)
         """Steps with a finite sum: once it is not finite, it stays so."""

@@ -5,8 +5,7 @@ What a schedule remembers is in `Progress`, which is saved.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -55,8 +54,7 @@ _THRESHOLD = 1e-4
 _ONE_CYCLE_FIRST, _ONE_CYCLE_LAST = 1 / 25, 1e-4
 
 
-@dataclass(frozen=True, kw_only=True)
-class LrPosition:
+class LrPosition(NamedTuple):
     """A step's position in a training."""
 
     step: int
@@ -115,17 +113,12 @@ def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int)
     highest = highest_learning_rate(config) * progress.lr_factor
     if step < warmup_steps and config.lr_scheduler != "one-cycle":
         return highest * (step + 1) / warmup_steps
-    position = LrPosition(
-        step=step, warmup_steps=warmup_steps, steps_per_epoch=steps_per_epoch, total_steps=total_steps
-    )
+    position = LrPosition(step, warmup_steps, steps_per_epoch, total_steps)
     return highest * SCHEDULES[config.lr_scheduler](config, position)
 
 
 def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> None:
-    """After a validation, lower the learning rate if the loss has not improved for too long.
-
-    Like torch's ReduceLROnPlateau with its defaults.
-    """
+    """After a validation without improvement for too long, lower the learning rate, as torch's ReduceLROnPlateau."""
     if config.lr_scheduler != "plateau":
         return
     if progress.plateau_loss is None or val_loss < progress.plateau_loss * (1 - _THRESHOLD):

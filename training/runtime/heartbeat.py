@@ -34,12 +34,7 @@ class Heartbeat:
         """Mean time of this rank's own work in recent steps."""
 
     def beat(self, phase: Phase, step: int | None = None) -> None:
-        """Write the record.
-
-        Args:
-            phase: what begins now.
-            step: optimizer steps done; by default as in the previous beat.
-        """
+        """Write what begins now and the optimizer steps done, by default as in the previous beat."""
         if self._descriptor is None:
             return
         self._count += 1

@@ -151,11 +151,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     """Connect to the other ranks: NCCL with a GPU per rank, gloo without GPUs.
 
     gloo binds to the address that the host name resolves to, which other nodes can reach: do not point it at the
-    loopback interface.
-
-    Args:
-        rank_info: this rank.
-        watched: a node agent ends ranks that hang, so waits need no short timeout.
+    loopback interface. If the rank is `watched`, a node agent ends ranks that hang, and waits need no short timeout.
 
     Raises:
         UnfitNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
@@ -192,11 +188,8 @@ def _control_group(timeout: timedelta) -> distributed.ProcessGroup:
 def choose_device(rank_info: RankInfo, store: Store, usable: int, given: str) -> torch.device:
     """This rank's GPU, or the CPU if no rank has one: ranks with and without a GPU could not connect.
 
-    Args:
-        rank_info: this rank.
-        store: shared by all ranks.
-        usable: number of GPUs that torch can use on this node.
-        given: the job's CUDA_VISIBLE_DEVICES where NVIDIA's driver is loaded, else empty.
+    On this node torch can use `usable` GPUs; `given` is the job's CUDA_VISIBLE_DEVICES where NVIDIA's driver is loaded,
+    else empty. All ranks share the store.
 
     Raises:
         UnfitNodeError: this node has fewer GPUs than ranks, or torch cannot use them.

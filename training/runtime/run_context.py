@@ -52,4 +52,3 @@ class RunContext:
     fault: Fault = NO_FAULT
     heartbeat: Heartbeat = NO_HEARTBEAT
     recipe: str | None = None
-    """--recipe."""

@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_the_mixed_images_and_the_smoothed_labels(
     with watched(trainer.state.model) as seen:
         batch, loss = make_step(trainer, group)
     [(images, logits)] = seen
-    plain, labels = trainer.preprocess(batch.images), nn.functional.one_hot(batch.labels, 3).float()
+    plain, labels = trainer.stepper.preprocess(batch.images), nn.functional.one_hot(batch.labels, 3).float()
     mix = draw_mix(trainer.config, 0, 12)
     assert (mix is not None) == ("mixup" in settings or "cutmix" in settings)
     assert torch.equal(images, mix_images(mix, plain) if mix else plain)

@@ -35,7 +35,7 @@ def test_images_and_weights_lie_in_memory_as_they_should(
 ) -> None:
     trainer = trainer_with(group, cifar_data, tmp_path / "run", model="resnet20", memory_format=memory_format)
     weight = next(module.weight for module in trainer.state.model.modules() if getattr(module, "in_channels", 1) > 1)
-    images = trainer.preprocess(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
+    images = trainer.stepper.preprocess(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
     for values in (weight, images):
         assert values.is_contiguous(memory_format=torch.channels_last) == (memory_format == "channels-last")
         assert values.is_contiguous() == (memory_format == "contiguous")

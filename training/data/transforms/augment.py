@@ -79,7 +79,7 @@ class Augmentation:
 
     def crop_one(self, epoch: int, index: int, image: Tensor, size: tuple[int, int]) -> Tensor:
         """Crop, resize and perhaps mirror an image (uint8 [h, w, c]): uint8 [c, *size]."""
-        key, (height, width) = self._key(epoch), image.shape[:2]
+        key, (height, width) = derive_key(self.seed, Purpose.AUGMENTATION, epoch), image.shape[:2]
         if self.random_box:
             draws = (rand_float(key, index * _DRAWS + draw) for draw in range(_BOX, _DRAWS))
             box = random_box(draws, height, width, _AREA)
@@ -89,11 +89,8 @@ class Augmentation:
         return resized.flip(2) if self.flip and rand_float(key, index * _DRAWS + _FLIP) < 1 / 2 else resized
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-        """Augment images of one size (uint8 [n, C, H, W], on any device), which may be overwritten.
-
-        Their indices (int64 [n]) are on the CPU.
-        """
-        key = self._key(epoch)
+        """Augment, and perhaps overwrite, images of one size (uint8 [n, C, H, W]); indices (int64 [n]) on the CPU."""
+        key = derive_key(self.seed, Purpose.AUGMENTATION, epoch)
         if self.padding:
             images = _shift(images, self.padding, key, indices)
         if self.flip and not self.resizes:
@@ -106,9 +103,6 @@ class Augmentation:
                 with _seeded(derive_key(self.seed, Purpose.AUGMENTATION, epoch, index)):
                     images[place] = self.policy(images[place])
         return self.erasing.batch(epoch, indices, images) if self.erasing else images
-
-    def _key(self, epoch: int) -> int:
-        return derive_key(self.seed, Purpose.AUGMENTATION, epoch)
 
 
 @contextmanager
@@ -142,13 +136,10 @@ def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:
 def make_augmentation(
     config: TrainConfig, kind: Kind, shape: tuple[int, int, int], mean: tuple[float, ...]
 ) -> Augmentation:
-    """The augmentation that the flags ask for.
+    """The augmentation that the flags ask for; the kind of the data decides what `auto` means.
 
-    Args:
-        config: the flags.
-        kind: of the data, which decides what `auto` means.
-        shape: [C, H, W] of the images in memory, which keep it, or to which those of a folder are resized.
-        mean: of each channel, from 0 to 1: random erasing fills with it.
+    `shape` is the [C, H, W] that images in memory have, or that those of a folder are resized to; `mean` the mean of
+    each channel, from 0 to 1, with which random erasing fills.
 
     Raises:
         UserError: the policy does not take images with this number of channels.

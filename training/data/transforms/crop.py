@@ -32,11 +32,8 @@ def center_box(height: int, width: int, crop_pct: float = 1.0) -> CropBox:
 def random_box(numbers: Iterator[float], height: int, width: int, area: tuple[float, float]) -> CropBox:
     """A box of random place, area and shape, as torchvision's RandomResizedCrop draws it.
 
-    Args:
-        numbers: random numbers from [0, 1), of which this takes RANDOM_NUMBERS at most.
-        height: of the image.
-        width: of the image.
-        area: the least and the greatest area of the box, as parts of the image's.
+    It takes at most RANDOM_NUMBERS of the numbers, which are from [0, 1). `area` has the least and the greatest area of
+    the box, as parts of the image's.
     """
     down, across = next(numbers), next(numbers)
     shortest, longest = map(math.log, _RATIOS)
@@ -67,8 +64,5 @@ def crop_and_resize(image: "Tensor", box: CropBox, size: tuple[int, int]) -> "Te
 
 
 def center_crop(image: "Tensor", size: tuple[int, int], crop_pct: float = EVALUATION_CROP) -> "Tensor":
-    """The middle of an image (uint8 [h, w, c]) as evaluations crop it, resized to uint8 [c, *size].
-
-    `crop_pct` is the side of the square as a part of the image's shorter side.
-    """
+    """The middle of an image (uint8 [h, w, c]), `crop_pct` of its shorter side, resized to uint8 [c, *size]."""
     return crop_and_resize(image, center_box(image.shape[0], image.shape[1], crop_pct), size)
