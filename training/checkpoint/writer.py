@@ -246,6 +246,11 @@ class StateWriter:
         self._saved_at = -math.inf if due else time.monotonic()
 
     @property
+    def cost_seconds(self) -> float:
+        """What the last save took from the training."""
+        return self._stall_seconds + self._thread_seconds
+
+    @property
     def is_saved(self) -> bool:
         """Whether this step's state counts as saved, or `save` was called for it. The same on all ranks."""
         return self._state.progress.step == self._saved_step
@@ -255,8 +260,7 @@ class StateWriter:
         interval = self._destination.interval
         if interval.seconds is None:
             return False
-        cost_seconds = self._stall_seconds + self._thread_seconds  # of the last save
-        bearable = cost_seconds / interval.largest_share if interval.largest_share else 0.0
+        bearable = self.cost_seconds / interval.largest_share if interval.largest_share else 0.0
         return time.monotonic() - self._saved_at >= max(interval.seconds, bearable)
 
     def due_by_step(self) -> bool:
