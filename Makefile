@@ -32,8 +32,8 @@ drill: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python benchmarks/recovery.py
 
-# The tests of the trainer compute, those on the Slurm mostly wait, and have to go first where both want a core. (The shell
-# has a process in the background ignore Ctrl-C, which some tests are about.)
+# The tests on the Slurm mostly wait, and have to go first where the others, which compute, want the same core. (The shell has
+# a process in the background ignore Ctrl-C, which some tests are about.)
 ifneq ($(HIDDEN),)
 test:
 	@copy=$$(mktemp -d /var/tmp/torchrelay-test.XXXXXX) && trap 'rm -rf "$$copy"' EXIT HUP INT TERM && chmod 755 "$$copy" && \
@@ -49,9 +49,9 @@ else
 	@$(call INSTALL,$(TEST_PACKAGES))
 endif
 	@log=$$(mktemp); \
-	nice env --default-signal=INT $(BIN)/python -m pytest tests/training >"$$log" 2>&1 & trainer=$$!; \
-	$(BIN)/python -m pytest --ignore=tests/training; others=$$?; \
-	wait $$trainer; trainer=$$?; cat "$$log"; rm "$$log"; [ $$others = 0 ] && [ $$trainer = 0 ]
+	nice env --default-signal=INT $(BIN)/python -m pytest -m 'not slurm' >"$$log" 2>&1 & others=$$!; \
+	$(BIN)/python -m pytest -m slurm; slurm=$$?; \
+	wait $$others; others=$$?; cat "$$log"; rm "$$log"; [ $$others = 0 ] && [ $$slurm = 0 ]
 endif
 
 check: $(READY)

@@ -20,6 +20,14 @@ USER = "torchrelay-test"
 LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what uses the testbed, so that `-m slurm` selects all of it, before pytest selects."""
+    for item in items:
+        if "testbed" in getattr(item, "fixturenames", ()):
+            item.add_marker("slurm")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(LEAKS)]:
