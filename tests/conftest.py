@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,32 @@ def shared() -> Iterator[Path]:
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Slurm's commands, of which squeue is a shell script with the given text."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+
+    def write(script: str) -> None:
+        for name in ("sbatch", "squeue"):
+            new = programs / f"{name}.new"
+            new.write_text(f"#!/bin/sh\n{script}\n")
+            new.chmod(0o755)
+            new.replace(programs / name)
+
+    return write
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A node-local disk."""
+    path = tmp_path / "local"
+    path.mkdir()
+    return path
 
 
 @pytest.fixture

@@ -56,13 +56,6 @@ def make(archive: Path, tree: Path) -> Path:
     return archive
 
 
-@pytest.fixture
-def local(tmp_path: Path) -> Path:
-    path = tmp_path / "local"
-    path.mkdir()
-    return path
-
-
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tgz", "tar.xz", "tar.zst", "zip"])
 def test_what_is_unpacked_equals_what_was_packed(tree: Path, tmp_path: Path, local: Path, suffix: str) -> None:
     archive = make(tmp_path / f"photos.{suffix}", tree)

@@ -38,13 +38,6 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Path:
-    path = tmp_path / "local"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def store(local: Path) -> CacheStore:
     return open_store(local)
 

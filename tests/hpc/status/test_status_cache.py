@@ -1,7 +1,6 @@
 """States from squeue and from the run directory: a real executable prints what Slurm printed, or fails like it."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -25,22 +24,6 @@ Squeue = Callable[[str], None]
 CLAIMED = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["gpu01"]}
 ENDED = {"event": "attempt_ended", "attempt": 1, "step": 5}
 ALIVE = "7|{state}|{reason}|gpu01|0|N/A|{start}|{script}|"
-
-
-@pytest.fixture
-def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Squeue:
-    """Slurm's commands, of which squeue is a shell script with the given text."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-
-    def write(script: str) -> None:
-        for name in ("sbatch", "squeue"):
-            (programs / name).write_text(f"#!/bin/sh\n{script}\n")
-            (programs / name).chmod(0o755)
-
-    return write
 
 
 def printing(tmp_path: Path, *lines: str) -> str:

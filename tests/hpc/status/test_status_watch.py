@@ -106,23 +106,6 @@ def make_run(runs: Path, name: str, *, claimed: bool = True) -> RunDir:
     return run
 
 
-@pytest.fixture
-def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-
-    def write(script: str) -> None:
-        for name in ("sbatch", "squeue"):
-            new = programs / f"{name}.new"
-            new.write_text(f"#!/bin/sh\n{script}\n")
-            new.chmod(0o755)
-            new.replace(programs / name)
-
-    return write
-
-
 def test_table_is_drawn_over_itself_until_ctrl_c(tmp_path: Path, squeue: Callable[[str], None]) -> None:
     run = make_run(tmp_path, "r")
     squeue(f"echo '1|RUNNING|None|gpu01|0|N/A|N/A|{run.script}|'")
