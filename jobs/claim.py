@@ -9,19 +9,20 @@ from collections.abc import Callable
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
-from hpc.core.causes import Cause, JobState
+from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import json_line, refresh_nfs_cache, write_exclusive
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
-from hpc.spec import RunSpec
-from jobs.node_attempt import NodeAllocation
+from jobs.node_attempt import NodeAllocation, ask_slurm
 
 _POLL_SECONDS = 0.5
 # KillWait, which an ending job may take to save, is seldom more than a minute.
 _ENDING_SECONDS = 120.0
+# Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), shorter than the other agents wait to join.
+_CONTROLLER_SECONDS = 480.0
 
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
@@ -43,23 +44,17 @@ def claim_next(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -
     if last is not None and last.ended is None:
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
-        try:
-            dead = slurm.dead_nodes(list(last.nodes)) if allocation.cluster == "slurm" else []
-            cause = Cause.NODE_FAILURE if dead else Cause.LOST
-            detail = f"down: {', '.join(dead)}" if dead else "ended without reporting (node lost?)"
-        except TorchrelayError as error:
-            cause = Cause.LOST
-            detail = f"ended without reporting (node lost?), and Slurm does not answer: {error}"
-        last_heard = max(event["time"] for event in events if event.get("attempt") == last.attempt)
-        step = relaunch.last_step(run) or (0 if RunSpec.load(run).train else None)
-        relaunch.record_end(run, last.attempt, cause=cause, step=step, detail=detail, last_heard=last_heard)
+        relaunch.record_missing_end(run, last, "ended without reporting (node lost?)")
     return claim(run, allocation, port, nonce)
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
     """Wait while another job of the run is ending and saves its state; an error if it runs, or does not end."""
     deadline = time.monotonic() + _ENDING_SECONDS
-    while allocation.cluster == "slurm" and (job := slurm.jobs().get(job_id)) and job.state is not JobState.PENDING:
+    while allocation.cluster == "slurm":
+        job = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS).get(job_id)
+        if job is None or job.state is JobState.PENDING:
+            return
         if not job.state.alive and job.state is not JobState.UNKNOWN:
             return
         if job.state is JobState.RUNNING or time.monotonic() > deadline:

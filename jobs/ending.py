@@ -8,7 +8,6 @@ Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the 
 """
 
 import time
-from collections.abc import Callable
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
@@ -21,11 +20,11 @@ from hpc.slurm import relaunch
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
-from jobs.node_attempt import NodeAllocation, NodeAttempt, log
+from jobs.node_attempt import NodeAllocation, NodeAttempt, ask_slurm, log
 from jobs.ranks.monitor import NodeMonitor
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
-_POLL_SECONDS, _RETRY_SECONDS = 0.2, 3.0
+_POLL_SECONDS = 0.2
 # The others kill their ranks within seconds; one that does not report it is stuck.
 _OTHERS_SECONDS = 60.0
 # Longer than Slurm takes to notice a dead node, unless the administrators have changed that (SlurmdTimeout, 300 s), and
@@ -241,7 +240,7 @@ def hand_over(node: NodeAttempt, lost: list[str], unfit: list[str]) -> None:
             log(f"this job has nothing left to do, and could not be ended: type scancel {job_id} ({error})")
 
     if relaunch.claim_next_job(node.run, node.attempt.attempt, node.run_events()):
-        _retry(leave)
+        ask_slurm(leave, _SLURM_SECONDS)
 
 
 def requeue(node: NodeAttempt, unfit: list[str]) -> None:
@@ -251,22 +250,10 @@ def requeue(node: NodeAttempt, unfit: list[str]) -> None:
         TorchrelayError: Slurm refused.
     """
     job_id = node.allocation.job_id
-    _retry(lambda: slurm.requeue(job_id))
+    ask_slurm(lambda: slurm.requeue(job_id), _SLURM_SECONDS)
     node.record_event("requeued", job_id=job_id)
     if unfit:
         excluded = relaunch.nodes_to_exclude(node.spec, node.run_events(), unfit)
-        _retry(lambda: slurm.set_excluded_nodes(job_id, excluded))  # nothing can be changed before the requeue
+        # Nothing can be changed before the requeue.
+        ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), _SLURM_SECONDS)
         node.record_event("excluded", job_id=job_id, excluded=excluded)
-
-
-def _retry(ask: Callable[[], None]) -> None:
-    """Ask Slurm again until it complies: its controller does not answer for minutes while it fails over."""
-    deadline = time.monotonic() + _SLURM_SECONDS
-    while True:
-        try:
-            return ask()
-        except TorchrelayError as error:
-            if time.monotonic() > deadline:
-                raise
-            log(f"the run cannot continue yet, trying again: {error}")
-            time.sleep(_RETRY_SECONDS)

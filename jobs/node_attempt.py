@@ -4,18 +4,24 @@ Runs on compute nodes.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from threading import Event
+from typing import TypeVar
 
 import submitit
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt
+from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
+
+_RETRY_SECONDS = 3.0
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +131,20 @@ def log(text: str) -> None:
     """Print a line to the job's log. A full disk does not interrupt the run."""
     with contextlib.suppress(OSError):
         print(f"torchrelay: {text}", flush=True)
+
+
+def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
+    """Ask Slurm again until it answers: its controller is away for minutes while it fails over.
+
+    Raises:
+        TorchrelayError: it still did not after this time.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return ask()
+        except TorchrelayError as error:
+            if time.monotonic() > deadline:
+                raise
+            log(f"the run cannot continue yet, trying again: {error}")
+            time.sleep(_RETRY_SECONDS)

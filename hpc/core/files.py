@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +52,26 @@ def refresh_nfs_cache(directory: Path) -> None:
     what it already is, makes the client ask the server again.
     """
     directory.chmod(0o700)
+
+
+def modified(path: Path) -> float | None:
+    """A file's modification time, by its storage's clock; NFS is sure of it only after an open. None if missing."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def storage_time(directory: Path) -> float:
+    """The time by the clock of a directory's storage, which may differ from this machine's."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b".")
+            file.flush()
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 @contextlib.contextmanager

@@ -11,9 +11,17 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from hpc.core import ledger
+from hpc.core.attempts import Attempt
 from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import json_line, last_json_line, refresh_nfs_cache, write_exclusive
+from hpc.core.files import (
+    json_line,
+    last_json_line,
+    modified,
+    refresh_nfs_cache,
+    storage_time,
+    write_exclusive,
+)
 from hpc.core.kernel import start_time
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
@@ -35,6 +43,30 @@ def record_end(run: RunDir, attempt: int, **fields: object) -> bool:
     """
     event = ledger.record("attempt_ended", attempt=attempt, **fields)
     return write_exclusive(_end_file(run, attempt), json_line(event))
+
+
+def record_missing_end(
+    run: RunDir, last: Attempt, detail: str, *, cause: Cause = Cause.LOST, suspect: str | None = None
+) -> bool:
+    """Record the end of an attempt whose agents did not: it lasted until their last heartbeat. False as `record_end`.
+
+    If Slurm has marked nodes of it down, they are its cause; otherwise the node `suspect`, if any, is recorded.
+    """
+    spec = RunSpec.load(run)
+    if spec.cluster == "slurm" and cause in {Cause.LOST, Cause.NODE_FAILURE}:
+        try:
+            if dead := slurm.dead_nodes(list(last.nodes)):
+                cause, suspect, detail = Cause.NODE_FAILURE, dead[0], f"{detail}; down: {', '.join(dead)}"
+        except TorchrelayError as error:
+            detail = f"{detail}; Slurm does not report its nodes: {error}"
+    heartbeat = modified(run.alive) or 0.0
+    return record_end(
+        run, last.attempt, cause=cause, detail=detail,
+        step=last_step(run) or (0 if spec.train else None),
+        # The file `alive` may be older than the attempt; its storage may have another clock.
+        last_heard=max(last.started, heartbeat + time.time() - storage_time(run.path)),
+        **({"node": suspect} if suspect else {}),
+    )  # fmt: skip
 
 
 def has_ended(run: RunDir, attempt: int) -> bool:

@@ -19,7 +19,7 @@ from hpc import cli
 from hpc.core.attempts import last_job_id
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import json_line, write_exclusive
+from hpc.core.files import json_line, modified, storage_time, write_exclusive
 from hpc.core.ledger import record
 from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds
@@ -28,7 +28,7 @@ from hpc.slurm import relaunch
 from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
 from hpc.supervise.decide import STARTS, Action, Decision, decide
-from hpc.supervise.observe import ObservedRun, modified, observe, storage_time
+from hpc.supervise.observe import ObservedRun, observe
 from hpc.supervise.perform import perform
 
 _MOST_POLL_SECONDS = 300.0

@@ -2,15 +2,14 @@
 
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id, may_restart_after
 from hpc.core.causes import JobState
+from hpc.core.files import modified
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
@@ -146,23 +145,3 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         now=now,
     )
     return ObservedRun(run=run, events=events, known=known, heartbeat_mtime=mtime)
-
-
-def modified(path: Path) -> float | None:
-    """A file's modification time, by its storage's clock; NFS is sure of it only after an open. None if missing."""
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_mtime
-    except FileNotFoundError:
-        return None
-
-
-def storage_time(directory: Path) -> float:
-    """The time by the clock of a directory's storage, which may differ from this machine's."""
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(b".")
-            file.flush()
-            return os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return time.time()

@@ -60,15 +60,8 @@ def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
     last, run, cause = observed.known.last, observed.run, decision.cause
     if last is None or cause is None:
         return True
-    node: dict[str, str] = {}
-    if cause in {Cause.LOST, Cause.NODE_FAILURE}:
-        dead = slurm.dead_nodes(list(last.nodes))
-        cause, node = (Cause.NODE_FAILURE if dead else cause), {"node": [*dead, last.nodes[0]][0]}
-    step = relaunch.last_step(run) or (0 if RunSpec.load(run).train else None)
-    heard = max(last.started, observed.known.heartbeat_at or 0.0)
-    return relaunch.record_end(
-        run, last.attempt, cause=cause, step=step, detail=decision.reason, last_heard=heard, **node
-    )
+    suspect = last.nodes[0] if cause in {Cause.LOST, Cause.NODE_FAILURE} else None
+    return relaunch.record_missing_end(run, last, decision.reason, cause=cause, suspect=suspect)
 
 
 def _release(observed: ObservedRun, decision: Decision) -> None:
