@@ -94,7 +94,7 @@ def last_job_id(events: Iterable[Event]) -> str | None:
 
 
 def failures_in_a_row(attempts: Iterable[Attempt]) -> int:
-    """Failures in a row at the end of a history, of ranks that were restarted in place and of whole attempts."""
+    """How many failures in a row end the history. Restarts within an attempt and ended attempts both count."""
     return count_failures(interruption for attempt in attempts for interruption in attempt.all_interruptions)
 
 

@@ -152,9 +152,10 @@ def _budget(cause: str) -> tuple[frozenset[Cause], float]:
 def count_failures(interruptions: Iterable[tuple[str, int | None]]) -> int:
     """Failures of the last one's kind, itself included, since the run last reached a new highest step.
 
-    Each interruption or end, in order, has a cause and the last step done by then: None for a user's script, whose
-    progress is unknown, though one that was ended from outside made some. A time limit counts only if its attempt
-    reached no new step, for example when staging takes longer than the limit.
+    Each interruption or end, in order, has a cause and the last step done by then. The step is None for a user's
+    script. A script's attempt that ended from outside (preemption, requeue, time limit) counts as progress. A
+    training's time limit counts only if its attempt reached no new step, for example when staging takes longer than
+    the limit.
     """
     best, row = 0, list[str]()
     for cause, step in interruptions:

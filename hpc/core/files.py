@@ -114,8 +114,8 @@ def write_exclusive(path: Path, data: str) -> bool:
 def publish_directory(path: Path, fill: Callable[[Path], None], mode: int | None = None) -> None:
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
-    `fill` writes the files into the empty directory that it receives; it need not flush them. `mode` is the directory's
-    and, without the execute bits, that of its files; by default the process's.
+    `fill` writes the files into the empty directory that it receives; it need not flush them. The directory gets
+    `mode`, its files get it without the execute bits. None: the umask decides.
 
     Raises:
         OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
@@ -148,7 +148,7 @@ def _temporary_name(path: Path, ending: str) -> Path:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a published directory, under a temporary name: a kill leaves no part of it under its own.
+    """Remove a published directory. It is renamed first, so a kill leaves no incomplete directory under its name.
 
     Ignores errors. After a kill, `remove_temporaries` removes the rest.
     """

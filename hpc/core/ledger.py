@@ -11,7 +11,7 @@ that are known):
 | refused | head node's agent | job_id restart detail |
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
 | staging | an agent with a long copy | node source activity bytes_done bytes_total bytes_per_second eta_seconds |
-| staged | every agent | node source and the fields of hpc.staging.Staged |
+| staged | every agent | node source and the fields of hpc.staging.stager.Staged |
 | packed | every agent, with --pack | node path seconds |
 | environment | every agent, with --stage-env | node python seconds fallback (why the shared environment is used) |
 | node_failed | the agent that failed | node detail |
@@ -27,7 +27,7 @@ that are known):
 | snapshot_off | rank 0 | reason |
 | image_corrupt | rank 0 | path |
 | slow_rank | head node's agent | rank node busy_seconds median_seconds |
-| rank_failed | the agent of its node | round rank node exit_code signal cause detail failed_at |
+| rank_failed | the agent of its node | round rank node exit_code signal cause step detail started_at failed_at |
 | node_lost | head node's agent, or a surviving one | node last_heard detail |
 | interruption | head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
 | train_stopped | rank 0 | step signal seconds (from the signal to the saved state) |
@@ -43,9 +43,10 @@ that are known):
 | notified | supervisor, before it calls --on-end | state |
 | cancelled | cancel | by |
 
-`step` of a failure is the last that any rank had done; `failed_at` and `last_heard` are seconds since the epoch. Of
-train_started, `source` is "checkpoint", "snapshot" or null, `seconds` counts from the start of the process,
-`connect_seconds` are those until all ranks were connected, `restore_seconds` those of reading and sharing the state.
+`step` of a failure is the last that any rank had done, of rank_failed the last that this rank had done. `started_at`,
+`failed_at` and `last_heard` are seconds since the epoch. Of train_started, `source` is "checkpoint", "snapshot" or
+null, `seconds` counts from the start of the process, `connect_seconds` are those until all ranks were connected,
+`restore_seconds` those of reading and sharing the state.
 """
 
 import os

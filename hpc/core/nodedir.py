@@ -1,4 +1,4 @@
-"""Directories of ours on a node: private ones where everybody may write (/tmp, /dev/shm), and a run's in memory.
+"""Private directories on a node: one per user where everybody may write (/tmp, /dev/shm), and in it one per run.
 
 A run's directory lies in /dev/shm, so it outlives the processes that write into it and is lost with the node. The node
 agent makes it, holds its lock, and removes it; the ranks write into it. Runs on compute nodes.

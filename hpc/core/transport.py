@@ -12,8 +12,8 @@ A proof is an HMAC-SHA256 of purpose, role and both challenges, keyed with the s
 reflected one is valid, nor one for another purpose. Each direction then has a key of its own, made in the same way.
 
 A message is a JSON object: four bytes of length, an HMAC of its number and text, the text. Nothing is encrypted: an
-eavesdropper can read messages, but not alter, repeat, or add any. Bulk data may follow a message without an HMAC: the
-receiver checks them against checksums that came in a message, and is as safe as those.
+eavesdropper can read messages, but not alter, repeat, or add any. Bulk data that follow a message have no HMAC. The
+receiver checks them against checksums from an authenticated message, and they are as safe as these checksums.
 
 Until its proof is valid a client may send 64 bytes, none of which is parsed, within `HANDSHAKE_SECONDS`.
 """
@@ -54,8 +54,8 @@ class Limits:
     max_connections: int = 4096
     """Authenticated ones of a server at a time; more are closed."""
     max_strangers: int = 128
-    """A server's connections that are not yet authenticated. One more closes the oldest, not the newest: idle strangers
-    keep no agent out, which authenticates within milliseconds."""
+    """A server's connections that are not yet authenticated. Beyond this the server closes the oldest. Agents
+    authenticate within milliseconds, so idle connections cannot keep them out."""
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
@@ -199,7 +199,7 @@ class Server:
     ) -> None:
         """Listen, on a port that the kernel chooses unless one is given.
 
-        `MALFORMED` errors of `serve` end the connection alone that it was called with.
+        If `serve` raises one of `MALFORMED`, only its own connection is closed.
         """
         self._secret, self._purpose, self._serve, self._limits = secret, purpose, serve, limits
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -235,7 +235,7 @@ class Server:
                 # The next accept may block for long: no reference may keep a connection without a thread open.
                 del connection, oldest
             except (OSError, RuntimeError):
-                # No descriptor or thread is left. A stranger without a thread is closed when it is the oldest.
+                # No descriptor or thread is left. A connection without a thread is closed when it is the oldest.
                 self._closed.wait(_RETRY_SECONDS)
 
     def _converse(self, connection: Connection) -> None:

@@ -17,7 +17,8 @@ from hpc.staging.coordination import Address
 from hpc.staging.source import SourceListing
 from hpc.staging.store import checksum
 
-# While its storage keeps it waiting an owner answers this often; it is given up if it reads nothing for so long.
+# An owner that has not read a batch yet answers `waiting` every 5 s. After 60 s in which the owner read nothing, the
+# client gives up on it.
 _WAITING_SECONDS, _STALLED_SECONDS = 5.0, 60.0
 # A client that asks several owners in turn may come back late.
 _SERVER_LIMITS = Limits(timeout_seconds=3600.0, max_message_bytes=2**12)
@@ -57,7 +58,10 @@ class ChunkStore:
             self._changed.notify_all()
 
     def get(self, number: int) -> tuple[str, ...] | None:
-        """The checksums of a batch's chunks; None if it has none within 5 s. Raises PeerError if it never will."""
+        """Wait up to 5 s for a batch, and return its chunks' checksums; None: it has not come yet.
+
+        Raises PeerError if it never will.
+        """
         with self._changed:
             self._changed.wait_for(lambda: number in self._checksums or self._failed, _WAITING_SECONDS)
             if number in self._checksums:

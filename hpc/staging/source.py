@@ -35,7 +35,10 @@ _Result = TypeVar("_Result")
 
 
 def absolute(path: Path) -> Path:
-    """The absolute path of a source: two names would be two copies. Symlinks stay, as in `datasets/current`."""
+    """The absolute path of a source: one data set under two names would be copied twice.
+
+    Symlinks stay, as in `datasets/current`.
+    """
     return Path(os.path.abspath(path))  # noqa: PTH100 - pathlib leaves `..` in
 
 

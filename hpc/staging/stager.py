@@ -208,7 +208,10 @@ class Stager:
         return staged
 
     def _serve_copy(self, entry: CacheEntry, listing: SourceListing, files: tuple[CopiedFile, ...]) -> None:
-        """Serve an intact copy to peers; one of an archive is unpacked, and they need the archive itself."""
+        """Serve an intact copy to peers.
+
+        Not that of an archive: its peers need the archive, which this node no longer has.
+        """
         if self._server is None or listing.is_archive:
             self._group.report(CacheStatus.COMPLETE, 0)
             return

@@ -224,10 +224,10 @@ class CacheEntry:
             return None
 
     def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read_all: bool = False) -> list[str]:
-        """Names of the files that differ from the manifest.
+        """Names of the files that differ from the manifest. Creates directories that are missing.
 
-        Compares sizes only if this machine made the copy since it was booted; else, or with `read_all`, it reads
-        everything and calls `stopped` for every chunk.
+        If the copy was made or verified since the last boot, compares sizes alone. Otherwise, or with `read_all`, reads
+        every file, and calls `stopped` for every chunk.
 
         Raises:
             StagingStopped: `stopped` returned true.
@@ -330,7 +330,7 @@ class CacheStore:
 
     @property
     def locks(self) -> Path:
-        """The lock files. They are never deleted: two processes could then lock two files of the same name."""
+        """The lock files. Never deleted: if they were, two processes could lock two files of the same name."""
         return self.root / "locks"
 
     def entry(self, name: str) -> CacheEntry:

@@ -3,8 +3,8 @@
 Two controllers act when a rank dies:
 
 - torchrun, on each node, restarts the round's ranks at once, as often as necessary (--max-restarts=1000000). It knows
-  nothing of steps, budgets, or of nodes that are silent. It is not asked to wait: mostly the run is to go on, and the
-  ranks' imports take longer than the coordinator's decision.
+  nothing of steps, budgets, or of nodes that are silent. It does not wait for the coordinator. Most runs go on, and the
+  coordinator decides before the restarted ranks have finished their imports.
 - The coordinator (jobs.control.coordinator) decides whether the run goes on, and on which nodes. It never restarts
   ranks in a round: it ends the attempt, announces another round, or has hung ranks aborted, for torchrun to restart.
 

@@ -64,7 +64,8 @@ def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
     able = view.able
     if directive.round and set(directive.members) <= set(able):
         return _continue_round(directive, view)
-    # With fewer nodes than there might be: a training that was interrupted goes on at once.
+    # After the first round, go on at once with the nodes that are able. Before it,
+    # wait up to `_WAIT_SECONDS` for the others.
     need_not_wait = directive.round > 0 or not view.num_pending or view.waited_seconds > _WAIT_SECONDS
     if len(able) >= view.most or (len(able) >= view.least and need_not_wait):
         return RoundDecision(members=_choose(directive, view))

@@ -4,8 +4,9 @@ Rank 0 offers the checkpoints, and the first rank of each node its snapshots. Th
 reads it and broadcasts it to the others. If it is not usable, it is discarded and the next newest is tried. So one rank
 at a time reads, and no rank needs the storage of another one.
 
-Of a sharded state every rank reads what it needs of a checkpoint, which all ranks must see, and its own shards of a
-snapshot: rank 0 offers those that all ranks have.
+If the state is sharded, rank 0 makes all offers. From a checkpoint, which must be on storage that all ranks see, each
+rank reads the parts that it needs. From a snapshot each rank reads its own shards; only snapshots that every rank has
+are offered.
 """
 
 import json
@@ -61,7 +62,9 @@ class Restorer:
     logger: RunLogger
 
     def restore(self) -> StateOffer | None:
-        """Load the newest valid state of this run whose history is in the run directory. All ranks must call this.
+        """Load the newest valid state whose metrics, validation and best model are in the run directory.
+
+        All ranks must call this.
 
         Removes snapshots that are not usable or newer than the restored step. Returns None if there is no state.
 

@@ -61,7 +61,7 @@ def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[di
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # takes a second, and DDP does without
 
     sharded: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
-    # As DCP finds them out.
+    # DCP itself finds the offsets in this way.
     offsets = {name: tuple(value.__create_chunk_list__()[0].offsets) for name, value in sharded.items()}
     shards = {name: _local(value) for name, value in tensors.items()}
     return shards, ShardLayout(file=shard_file(group), offsets=offsets)
@@ -77,7 +77,10 @@ def _local(tensor: Any) -> Tensor:
 
 
 def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
-    """The tensors of a state as this rank holds them, from the file that this rank number of equally many wrote."""
+    """The tensors of a state as this rank holds them, from the file that the same rank wrote.
+
+    The world size must be the same as then.
+    """
     saved = load_file(directory / shard_file(group))
     tensors = _allocate(state, saved, lambda parameter: _local(parameter).shape)
     for name, value in saved.items():

@@ -99,7 +99,7 @@ class TrainState:
         for name, part in self._parts.items():
             prefix = f"{name}/"
             saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            # A GradScaler that was disabled has no state, and refuses to load that.
+            # A disabled GradScaler saves an empty state, which an enabled one refuses to load.
             if saved := saved | values[name]:
                 part.load_state_dict(saved)
 

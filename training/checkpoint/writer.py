@@ -4,8 +4,8 @@ A StateWriter captures the state and starts a copy of it to the host's memory; a
 destination. Rank 0 writes checkpoints, and the first rank of each node that node's snapshots. Of a sharded state every
 rank writes its shards.
 
-A copy from a GPU runs on a stream of its own, up to the next change of what is copied: there the GPU waits for the copy
-(`TrainState.wait_for_copies`), and the host does not.
+A copy from a GPU runs on its own CUDA stream. Before the state changes again, the GPU waits for the copy
+(`TrainState.wait_for_copies`); the thread that trains does not.
 """
 
 import json
@@ -37,8 +37,8 @@ _SNAPSHOT_MODE = 0o700
 def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any], ShardLayout]:
     """The state as it is. All ranks must call this; on a GPU the host does not wait for it.
 
-    Between steps batch statistics differ by rank. Every rank gets a copy of rank 0's, which the next forward pass would
-    start from and change.
+    Batch statistics differ by rank between steps. Rank 0's are saved, because the next forward pass starts from them;
+    a copy of them, because it changes them.
 
     Returns:
         The tensors, or this rank's shards of them, on the device; only the loss and batch statistics are copies. All
@@ -269,7 +269,10 @@ class StateWriter:
         return steps is not None and self._state.progress.step % steps == 0
 
     def due_after_next_step(self) -> bool:
-        """Whether the last state is written and the interval ends with the next step: an agreed save is later."""
+        """Whether to request a save now: the last one is written, and one is due by the next step.
+
+        The ranks agree one step after the request.
+        """
         if self._background.busy:
             return False
         steps = self._destination.interval.steps

@@ -1,4 +1,4 @@
-"""The process group: connecting, collectives, errors that all ranks raise, stops at one step. Runs on every rank."""
+"""The process group: connecting, collectives, and errors that all ranks raise. Runs on every rank."""
 
 import os
 import platform
