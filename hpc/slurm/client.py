@@ -19,10 +19,12 @@ from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
 
 # Without an answer from the controller, each of Slurm's commands retries for tens of seconds.
 _TIMEOUT_SECONDS = 30
-_KEPT_IN_A_JOB = frozenset({"SLURM_CONF"})
-# The commands take defaults from these variables: SQUEUE_PARTITION would hide the jobs of other partitions.
+_KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
+# The commands take defaults from these variables: SQUEUE_PARTITION would hide the jobs of other partitions, and
+# SLURM_TIME_FORMAT=relative makes times of squeue that cannot be read. A script that is submitted by hand gives the
+# agents those of its user.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
-_KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
+_KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
@@ -44,7 +46,7 @@ class Partition:
 
 
 def adopt_environment(environment: MutableMapping[str, str]) -> None:
-    """Prepare an environment for Slurm's commands, in place: once per process, at its start.
+    """Prepare an environment for Slurm's commands, in place.
 
     Inside a job, its SLURM_* and SBATCH_* would pass to the new job (SLURM_CPU_BIND would pin every rank to the wrong
     cores); outside of one they would override our flags. The variables that choose the cluster and the account stay.
@@ -70,14 +72,19 @@ def running_slurm_conf() -> Path | None:
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command and return its output. Raises TorchrelayError if it is not installed, fails, or times out."""
+    """Run a command and return its output. Raises TorchrelayError if it is not installed, fails, or times out.
+
+    Args:
+        command: its words.
+        environment: by default this process's.
+    """
+    own = dict(os.environ if environment is None else environment)
+    adopt_environment(own)
     # A requeue sends SIGTERM to all processes of the job, and must not kill the scontrol with which an agent excludes
     # nodes. A child inherits blocked signals; another thread of this process receives its own, or this one afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS
-        )
+        done = subprocess.run(command, env=own, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
     except FileNotFoundError as error:
         raise TorchrelayError(f"{command[0]} is not on the PATH: is this a node of a Slurm cluster?") from error
     except subprocess.TimeoutExpired as error:
@@ -256,12 +263,10 @@ def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None
     Raises:
         TorchrelayError: sbatch refused it.
     """
-    environment = dict(os.environ if given is None else given)
-    adopt_environment(environment)
     options = ["--parsable", "--begin=now", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
     # The given environment's PATH may lack sbatch; subprocess would search that one.
     command = [shutil.which("sbatch") or "sbatch", *options, str(script)]
-    return run(*command, environment=environment).strip().partition(";")[0]
+    return run(*command, environment=given).strip().partition(";")[0]
 
 
 def hostnames(nodes: str) -> list[str]:

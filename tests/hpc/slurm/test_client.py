@@ -124,6 +124,21 @@ def test_submission_inside_a_job_inherits_only_its_cluster() -> None:
     assert environment == {"SLURM_CONF": "/x", "PATH": "/bin"}
 
 
+@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": "1"}], ids=["on the login node", "in a job"])
+def test_commands_do_not_see_the_users_formats_and_filters(
+    job: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that is submitted by hand passes them on to the agents."""
+    user = {"SQUEUE_PARTITION": "debug", "SLURM_TIME_FORMAT": "relative", "SINFO_FORMAT": "%n", "SLURM_CONF": "/x"}
+    for name, value in (user | job).items():
+        monkeypatch.setenv(name, value)
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\nenv | grep -E '^(SLURM|S[A-Z]+_FORMAT|SQUEUE)'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert slurm.run("squeue") == "SLURM_CONF=/x\n"
+
+
 def test_error_is_the_line_that_names_it() -> None:
     stderr = "sbatch: lua: hello\nsbatch: error: Batch job submission failed: Invalid account\n"
     assert slurm.first_error(stderr) == "sbatch: error: Batch job submission failed: Invalid account"
