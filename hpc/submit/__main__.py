@@ -18,7 +18,7 @@ from typing import Literal
 import tyro
 
 from hpc import cli
-from hpc.core.code_snapshot import copy_code
+from hpc.core.code_copy import copy_code
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core import code_snapshot
+from hpc.core import code_copy
 from hpc.core.errors import UserError
 from hpc.core.program import parse
 from hpc.core.rundir import RunDir
@@ -134,6 +134,6 @@ def test_the_help_describes_each_recipe() -> None:
 
 def test_recipes_are_in_the_copy_of_the_code(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    code_snapshot.copy_code(run, tmp_path)
+    code_copy.copy_code(run, tmp_path)
     copied = run.packages / "training" / "config" / "recipes"
     assert {path.stem for path in copied.glob("*.yaml")} == recipes().keys()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_rig import Starter, lines
 
-from hpc.core import code_snapshot
+from hpc.core import code_copy
 from hpc.core.rundir import RunDir
 from training.checkpoint.storage import STATE_TENSORS, STATE_VALUES, list_checkpoints
 from training.config.command_line import flag_names, with_config
@@ -52,7 +52,7 @@ def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
     numbers = json.loads((run / "checkpoints" / "step-00000027" / STATE_VALUES).read_text())
     assert made["data"]["fingerprint"] == numbers["identity"]["fingerprint"]
     assert made["versions"]["torch"] == version("torch")
-    assert made["code"]["revision"] == code_snapshot.git_revision(Path.cwd())
+    assert made["code"]["revision"] == code_copy.git_revision(Path.cwd())
     assert (run / "best" / "model.json").exists()
 
 
@@ -124,10 +124,10 @@ def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:
     for number, ending in enumerate(("", "+changes")):
         run = RunDir(tmp_path / str(number))
         run.path.mkdir()
-        code_snapshot.copy_code(run, tmp_path / "own")
+        code_copy.copy_code(run, tmp_path / "own")
         assert run.revision.read_text() == f"{git('rev-parse', 'HEAD')}{ending}\n"
         (tmp_path / "own" / "notes").write_text("two")
-    assert code_snapshot.git_revision(Path("/")) is None
+    assert code_copy.git_revision(Path("/")) is None
 
 
 # --- the best model ---
