@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,24 @@ from jobs.stop_request import StopRequest
 # A head node's agent that is busy for a moment misses none; the ledger has all of them.
 _KEPT_FAILURES = 16
 _INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
+_LONGEST_VALUE = 50
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_seconds(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and 0 <= value < inf)
+
+
+# A user's script writes its own heartbeats: what each of their fields must be, if it is there.
+_HEARTBEAT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("pid", "rank", "step"), (_is_whole, "a whole number")),
+    **dict.fromkeys(("step_seconds", "busy_seconds"), (_is_seconds, "a number of seconds, or null")),
+    "phase": (lambda value: isinstance(value, str), "a text"),
+}
 
 
 class LocalRanks:
@@ -27,6 +46,7 @@ class LocalRanks:
         self._node_dir, self._num_ranks, self._host = node_dir, num_ranks, host
         self._last_signs: dict[int, tuple[Any, float]] = {}
         self._round, self._ours = 0, True
+        self._mentioned = set[tuple[int, str]]()
         self.failures: tuple[RankFailure, ...] = ()
         """The last few, the newest last."""
 
@@ -41,7 +61,7 @@ class LocalRanks:
         """The last heartbeat of each rank that is alive."""
         found = []
         for local_rank in range(self._num_ranks):
-            fields = _read(self._node_dir.heartbeat(local_rank))
+            fields = self._heartbeat(local_rank)
             state = process_state(fields["pid"]) if fields and "pid" in fields else None
             if fields is None or state in {None, "Z"}:
                 continue
@@ -59,6 +79,18 @@ class LocalRanks:
             )
             found.append(heartbeat)
         return tuple(found)
+
+    def _heartbeat(self, local_rank: int) -> dict[str, Any] | None:
+        """The fields of a heartbeat; None if there is none, or one that cannot be used, which is printed once."""
+        fields = _read(self._node_dir.heartbeat(local_rank))
+        for name, (is_right, wanted) in _HEARTBEAT.items():
+            if fields and name in fields and not is_right(fields[name]):
+                if (local_rank, name) not in self._mentioned:
+                    self._mentioned.add((local_rank, name))
+                    value = json.dumps(fields[name])[:_LONGEST_VALUE]
+                    log(f"the heartbeat of local rank {local_rank} is not used: its {name} is {value}, not {wanted}")
+                return None
+        return fields
 
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
         """Ranks that have failed since the last call, in the order of their ends, by the clock of the head node."""
@@ -81,7 +113,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """A JSON object; None if there is none, or none yet."""
     try:
         fields = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
 

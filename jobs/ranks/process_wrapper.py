@@ -102,9 +102,10 @@ def _last_step(heartbeat: str, pid: int) -> int | None:
     try:
         with open(heartbeat) as file:
             fields = json.load(file)
-        return fields.get("step") if fields["pid"] == pid else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        step = fields["step"] if fields["pid"] == pid else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # a program without heartbeats, or with its own format
+    return step if type(step) is int and 0 <= step < 2**63 else None
 
 
 def _last_line(log: str, size_before: int, *, killed: bool) -> str:

@@ -192,3 +192,31 @@ def test_heartbeats_of_living_ranks_only(tmp_path: Path, ranks: LocalRanks) -> N
     assert ranks.heartbeats()[0].still_seconds == 0.0
     ranks.begin(2, ours=True)
     assert ranks.heartbeats() == ()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": None}, {"step": "12"}, {"step": True}, {"step": -1}, {"step": 1e400}, {"rank": [1]}, {"pid": "7"},
+        {"pid": 10**30}, {"phase": {}}, {"step_seconds": "0.1"}, {"busy_seconds": float("nan")},
+    ],
+)  # fmt: skip
+def test_heartbeat_that_is_none_is_mentioned_once_and_not_used(
+    wrong: dict[str, object], tmp_path: Path, ranks: LocalRanks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beat = {"rank": 5, "pid": os.getpid(), "step": 3, "phase": "step", "step_seconds": 1, "count": 1}
+    NodeDir(tmp_path).heartbeat(0).write_text(json.dumps(beat))
+    NodeDir(tmp_path).heartbeat(1).write_text(json.dumps({**beat, **wrong}))
+    for _ in range(2):
+        assert [seen.rank for seen in ranks.heartbeats()] == [5]
+    [[field, _]] = wrong.items()
+    assert capsys.readouterr().out.count(f"the heartbeat of local rank 1 is not used: its {field} is ") == 1
+
+
+def test_failure_of_a_rank_whose_heartbeat_has_no_step(tmp_path: Path, ranks: LocalRanks) -> None:
+    code = (
+        "import json, os; json.dump({'pid': os.getpid(), 'step': '12'}, open(os.environ['TORCHRELAY_HEARTBEAT'], 'w'))"
+    )
+    assert wrap(tmp_path, sys.executable, "-c", f"{code}; exit(1)") == 1
+    [failure] = ranks.new_failures()
+    assert failure.step is None
