@@ -53,7 +53,7 @@ class Limits:
     """A longer message ends its connection."""
     max_connections: int = 4096
     """Authenticated ones of a server at a time; more are closed."""
-    max_strangers: int = 128
+    max_unauthenticated: int = 128
     """A server's connections that are not yet authenticated. Beyond this the server closes the oldest. Agents
     authenticate within milliseconds, so idle connections cannot keep them out."""
 
@@ -203,7 +203,7 @@ class Server:
         """
         self._secret, self._purpose, self._serve, self._limits = secret, purpose, serve, limits
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._strangers, self._authenticated = dict[Connection, None](), set[Connection]()
+        self._unauthenticated, self._authenticated = dict[Connection, None](), set[Connection]()
         self._listener = socket.create_server(("", port), backlog=_BACKLOG)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True, name=f"{purpose}-server").start()
@@ -215,7 +215,7 @@ class Server:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
-            connections = [*self._strangers, *self._authenticated]
+            connections = [*self._unauthenticated, *self._authenticated]
         for connection in connections:
             _shut_down(connection)
 
@@ -224,11 +224,11 @@ class Server:
             try:
                 connection = Connection(self._listener.accept()[0], self._limits)
                 with self._lock:
-                    full = len(self._strangers) >= self._limits.max_strangers
-                    oldest = next(iter(self._strangers)) if full else None
+                    full = len(self._unauthenticated) >= self._limits.max_unauthenticated
+                    oldest = next(iter(self._unauthenticated)) if full else None
                     if oldest:
-                        del self._strangers[oldest]
-                    self._strangers[connection] = None
+                        del self._unauthenticated[oldest]
+                    self._unauthenticated[connection] = None
                 if oldest:
                     _shut_down(oldest)
                 threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
@@ -242,7 +242,7 @@ class Server:
         try:
             connection.handshake(self._secret, self._purpose, is_server=True)
             with self._lock:
-                self._strangers.pop(connection, None)
+                self._unauthenticated.pop(connection, None)
                 if len(self._authenticated) >= self._limits.max_connections or self._closed.is_set():
                     return
                 self._authenticated.add(connection)
@@ -251,7 +251,7 @@ class Server:
             pass
         finally:
             with self._lock:
-                self._strangers.pop(connection, None)
+                self._unauthenticated.pop(connection, None)
                 self._authenticated.discard(connection)
             connection.close()
 

@@ -1,5 +1,5 @@
-"""The authenticated transport, over real sockets, with strangers of every kind."""
-# ruff: noqa: SLF001  # a stranger does what the public methods do not
+"""The authenticated transport, over real sockets, with clients and servers that lack the secret."""
+# ruff: noqa: SLF001  # a client without the secret does what the public methods do not
 
 import socket
 import threading
@@ -52,9 +52,9 @@ def works(server: Server) -> bool:
         return connection.receive() == {"echo": {"text": "ä"}}
 
 
-def is_closed(stranger: socket.socket) -> bool:
+def is_closed(unauthenticated: socket.socket) -> bool:
     try:
-        return stranger.recv(1000) == b""
+        return unauthenticated.recv(1000) == b""
     except ConnectionResetError:
         return True
 
@@ -74,34 +74,34 @@ def test_client_without_the_secret_or_for_another_purpose_is_refused(server: Ser
 
 
 def test_server_does_not_serve_a_client_that_ignores_its_wrong_proof(server: Server) -> None:
-    with raw(server.port) as stranger:
-        stranger.sendall(bytes(32))
-        assert len(stranger.recv(64, socket.MSG_WAITALL)) == 64
-        stranger.sendall(bytes(32))
-        assert is_closed(stranger)
+    with raw(server.port) as unauthenticated:
+        unauthenticated.sendall(bytes(32))
+        assert len(unauthenticated.recv(64, socket.MSG_WAITALL)) == 64
+        unauthenticated.sendall(bytes(32))
+        assert is_closed(unauthenticated)
 
 
 def test_the_secret_is_never_on_the_wire(server: Server) -> None:
-    with raw(server.port) as stranger:
-        stranger.sendall(bytes(32))
-        first = stranger.recv(64, socket.MSG_WAITALL)
-    with raw(server.port) as stranger:
-        stranger.sendall(bytes(32))
-        second = stranger.recv(64, socket.MSG_WAITALL)
+    with raw(server.port) as unauthenticated:
+        unauthenticated.sendall(bytes(32))
+        first = unauthenticated.recv(64, socket.MSG_WAITALL)
+    with raw(server.port) as unauthenticated:
+        unauthenticated.sendall(bytes(32))
+        second = unauthenticated.recv(64, socket.MSG_WAITALL)
     assert first[:32] != second[:32], "each challenge is a new one"
     assert first[32:] != second[32:]
     assert SECRET.encode() not in first + second
 
 
 def test_reflected_proof_is_refused(server: Server) -> None:
-    with raw(server.port) as stranger:
-        stranger.sendall(bytes(32))
-        stranger.sendall(stranger.recv(64, socket.MSG_WAITALL)[32:])
-        assert is_closed(stranger)
+    with raw(server.port) as unauthenticated:
+        unauthenticated.sendall(bytes(32))
+        unauthenticated.sendall(unauthenticated.recv(64, socket.MSG_WAITALL)[32:])
+        assert is_closed(unauthenticated)
 
 
 def test_reflected_challenge_is_no_proof() -> None:
-    """A stranger on a server's former port sends back what it gets."""
+    """Another program on a server's former port sends back what it gets."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def reflect() -> None:
@@ -115,7 +115,7 @@ def test_reflected_challenge_is_no_proof() -> None:
             client(listener.getsockname()[1])
 
 
-def test_stranger_who_replays_a_session_is_refused(server: Server) -> None:
+def test_client_that_replays_a_session_is_refused(server: Server) -> None:
     recorded = list[bytes]()
 
     class Recorder(Connection):
@@ -127,12 +127,12 @@ def test_stranger_who_replays_a_session_is_refused(server: Server) -> None:
         connection.handshake(SECRET, PURPOSE, is_server=False)
         connection.send({"text": "again"})
         assert connection.receive() == {"echo": {"text": "again"}}
-    with raw(server.port) as stranger:
+    with raw(server.port) as unauthenticated:
         for content in recorded:
-            stranger.sendall(content)
-        answer = stranger.recv(64, socket.MSG_WAITALL)
+            unauthenticated.sendall(content)
+        answer = unauthenticated.recv(64, socket.MSG_WAITALL)
         assert len(answer) == 64, "a challenge and a proof for it, as everybody gets"
-        assert is_closed(stranger)
+        assert is_closed(unauthenticated)
 
 
 def test_message_that_was_altered_or_repeated_ends_the_connection(server: Server) -> None:
@@ -180,15 +180,15 @@ def test_silent_server_does_not_hold_up_a_client(monkeypatch: pytest.MonkeyPatch
         client(listener.getsockname()[1])
 
 
-def test_idle_strangers_keep_no_agent_out(server: Server) -> None:
-    strangers = [raw(server.port) for _ in range(200)]
+def test_idle_unauthenticated_connections_keep_no_agent_out(server: Server) -> None:
+    idle = [raw(server.port) for _ in range(200)]
     try:
         assert works(server)
-        assert is_closed(strangers[0]), "the oldest made room"
+        assert is_closed(idle[0]), "the oldest made room"
         assert works(server)
     finally:
-        for stranger in strangers:
-            stranger.close()
+        for connection in idle:
+            connection.close()
 
 
 def test_authenticated_connections_are_limited_and_none_is_cut(serve: Callable[..., Server]) -> None:
@@ -246,12 +246,12 @@ def test_deeply_nested_json_is_an_error_of_the_transport() -> None:
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.0\r\n\r\n", b"\x16\x03\x01" * 100, b"x" * 100_000])
 def test_noise_is_not_answered(server: Server, noise: bytes) -> None:
-    with raw(server.port) as stranger:
+    with raw(server.port) as unauthenticated:
         received = b""
         try:
-            stranger.sendall(noise)
-            stranger.shutdown(socket.SHUT_WR)
-            while data := stranger.recv(1000):
+            unauthenticated.sendall(noise)
+            unauthenticated.shutdown(socket.SHUT_WR)
+            while data := unauthenticated.recv(1000):
                 received += data
         except OSError:
             pass  # the server has closed the connection already

@@ -215,18 +215,18 @@ def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source
 
 
 @pytest.mark.parametrize("reply", [b"[" * 200_000, b"null", b"[1]", b"", b"\xff\xfe"])
-def test_stranger_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Path, reply: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
+def test_impostor_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Path, reply: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
 
         def talk() -> None:
-            connection, _ = stranger.accept()
+            connection, _ = impostor.accept()
             with connection:
                 connection.recv(4096)
                 connection.sendall(len(reply).to_bytes(4, "big") + reply)
 
         threading.Thread(target=talk, daemon=True).start()
         version = list_source(source).version
-        with pytest.raises(PeerError), Peer(stranger.getsockname()[:2], "nonce", version) as peer:
+        with pytest.raises(PeerError), Peer(impostor.getsockname()[:2], "nonce", version) as peer:
             peer.ask(0)
 
 

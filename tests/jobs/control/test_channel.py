@@ -57,7 +57,7 @@ def test_statuses_and_directives_arrive_whole(server: ControlServer) -> None:
     assert server.statuses()[1].phase is Phase.LEFT
 
 
-def test_strangers_are_not_heard(server: ControlServer) -> None:
+def test_unauthenticated_agents_are_not_heard(server: ControlServer) -> None:
     client = ControlClient("127.0.0.1", server.port, "guess", NodeStatus(node_rank=1))
     with socket.create_connection(("127.0.0.1", server.port)) as noise:
         noise.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -67,16 +67,16 @@ def test_strangers_are_not_heard(server: ControlServer) -> None:
     client.close()
 
 
-def test_stranger_on_the_heads_former_port_directs_nobody() -> None:
-    stranger = ControlServer("guess")
-    stranger.directive = Directive(round=1, members=(1,), over=True)
-    client = ControlClient("127.0.0.1", stranger.port, "secret", NodeStatus(node_rank=1))
+def test_impostor_on_the_heads_former_port_directs_nobody() -> None:
+    impostor = ControlServer("guess")
+    impostor.directive = Directive(round=1, members=(1,), over=True)
+    client = ControlClient("127.0.0.1", impostor.port, "secret", NodeStatus(node_rank=1))
     time.sleep(1)
     assert not client.met.is_set()
     assert client.directive == Directive()
-    assert not stranger.statuses()
+    assert not impostor.statuses()
     client.close()
-    stranger.close()
+    impostor.close()
 
 
 def test_agent_that_has_left_falls_silent(server: ControlServer) -> None:
