@@ -55,8 +55,8 @@ def duration(seconds: object) -> str:
     return " ".join(f"{count} {unit}" for count, unit in counts[largest : largest + 2] if count)
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: 1 step, 2 steps."""
+def plural(count: int | None, noun: str) -> str:
+    """A count with its noun: 1 step, 2 steps; also one that is not known."""
     return f"{number(count)} {noun}{'s' * (count != 1)}"
 
 

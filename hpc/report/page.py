@@ -156,7 +156,7 @@ def _lost_time(groups: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
             "count": len(rows),
             "seconds": float(rows["total_seconds"].sum()),
             "unknown": int(rows["total_seconds"].isna().sum()),
-            "steps": int(rows["steps_lost"].sum()),
+            "steps": int(rows["steps_lost"].sum()) if rows["steps_lost"].notna().any() else None,
             "parts": [(part, float(rows[f"{part}_seconds"].sum()), _RECOVERY_COLORS[part]) for part in PARTS],
             "measured": sum(float(rows[f"{part}_seconds"].sum()) for part in PARTS),
         }

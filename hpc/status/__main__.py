@@ -114,7 +114,7 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
         hpc, path = cli.own_command(), shlex.quote(str(run.path))
         if row["detail"]:
             print(f"{row['state']}: {row['detail']}", file=sys.stderr)
-        result = f"\nresult   {run.final}" if row["state"] == "completed" else ""
+        result = f"\nresult   {run.final}" if run.final.exists() else ""
         print(f"logs     {run.logs}{result}\nnext     {hpc} status {path}\n         {hpc} logs {path}")
     return 0 if row["state"] == "completed" else 1
 

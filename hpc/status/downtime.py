@@ -45,8 +45,9 @@ class Interruption:
     detail: str | None
     seconds: Mapping[str, float | None]
     """By part, and `total`: from the failure to the first step, or to `train_started` where that is not recorded."""
-    steps_lost: int
-    """Steps that had to be recomputed."""
+    steps_lost: int | None
+    """Steps that had to be recomputed; unknown before the training has started again, and of a user's script. Of two
+    interruptions without a start in between, the later one has those of both."""
 
 
 def interruptions_of(events: Sequence[Event]) -> list[Interruption]:
@@ -56,16 +57,15 @@ def interruptions_of(events: Sequence[Event]) -> list[Interruption]:
         end = _last(before, "interruption", "attempt_ended")
         if end is None or (before is spans[-1] and not may_restart_after(attempts_of(events))):
             continue
-        # Of two interruptions without a start of the ranks in between, the later one has the lost steps of both.
         last_step = max(last_step, end.get("step") or 0)
         # An interruption that the attempt did not survive after all, and the attempt's end, are one.
         next_end, failed_at = _last(after, "interruption", "attempt_ended") or {}, end.get("failed_at")
         if failed_at is not None and (next_end.get("event"), next_end.get("failed_at")) == ("attempt_ended", failed_at):
             continue
         started = _first(after, "train_started")
-        lost = max(0, last_step - started["step"]) if started else 0
+        lost = max(0, last_step - started["step"]) if started else None
         last_step = 0 if started else last_step
-        found.append(_interruption(before, end, after, steps_lost=lost))
+        found.append(_interruption(before, end, after, lost))
     return found
 
 
@@ -95,7 +95,7 @@ def _time(event: Event | None) -> float | None:
     return event["time"] if event else None
 
 
-def _interruption(before: Sequence[Event], end: Event, after: Sequence[Event], *, steps_lost: int) -> Interruption:
+def _interruption(before: Sequence[Event], end: Event, after: Sequence[Event], steps_lost: int | None) -> Interruption:
     """The interruption at the end of a span of events, and its cost until the training started in the next one."""
     lost, stopped = _last(before, "node_lost") or {}, _last(before, "train_stopped") or {}
     signalled = stopped["time"] - stopped["seconds"] if "seconds" in stopped else None
@@ -151,9 +151,16 @@ def recovery_by_cause(interruptions: Sequence[Interruption]) -> dict[str, dict[s
         found[cause] = {
             "count": len(same),
             "median_seconds": round(median(known), 3) if known else None,
-            "steps_lost": sum(one.steps_lost for one in same),
+            "steps_lost": steps_lost(same),
         }
     return found
+
+
+def steps_lost(interruptions: Iterable[Interruption]) -> int | None:
+    """The steps that interruptions cost, as far as they are known; None if there are some, and of none it is known."""
+    costs = [one.steps_lost for one in interruptions]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if known or not costs else None
 
 
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:

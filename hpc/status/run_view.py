@@ -21,7 +21,7 @@ from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
-from hpc.status.downtime import goodput, interruptions_of, recovery_by_cause
+from hpc.status.downtime import goodput, interruptions_of, recovery_by_cause, steps_lost
 from hpc.status.warnings import warnings_of
 
 Summary = dict[str, Any]
@@ -87,7 +87,7 @@ def _summary(
         "val_accuracy": validation.get("accuracy"),
         "test_accuracy": final.get("test_accuracy"),
         "best_test_accuracy": best.get("test_accuracy") if isinstance(best, dict) else None,
-        "steps_lost": sum(interruption.steps_lost for interruption in interruptions) if attempts else None,
+        "steps_lost": steps_lost(interruptions) if attempts else None,
         "goodput": productive,
         "interruptions": [dict(vars(interruption)) for interruption in interruptions],
         "recovery": recovery_by_cause(interruptions),

@@ -90,7 +90,7 @@ def interruption_table(console: Console, interruptions: Sequence[dict[str, Any]]
             time.strftime("%m-%d %H:%M:%S", time.localtime(one["failed_at"] or one["recorded_at"])),
             one["cause"],
             ", ".join(filter(None, [rank, one["node"]])) or "-",
-            str(one["steps_lost"]),
+            _or_dash(one["steps_lost"]),
             _or_dash(one["seconds"]["total"], "{:.1f}"),
             one["detail"] or "-",
             largest_parts(one["seconds"]) or "-",

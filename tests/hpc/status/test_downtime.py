@@ -127,7 +127,7 @@ def test_second_failure_before_the_ranks_are_back_has_the_steps_of_both(tmp_path
         happened(35.0, "interruption", cause="bad_node", step=None, failed_at=35.0, round=1),
         started(45.0, step=50),
     )
-    assert (first.steps_lost, first.seconds["total"]) == (0, None)
+    assert (first.steps_lost, first.seconds["total"]) == (None, None)
     assert (second.steps_lost, second.seconds["total"]) == (7, 10.0)
 
 
@@ -177,13 +177,36 @@ def test_recovery_by_cause(tmp_path: Path) -> None:
     )
     assert recovery_by_cause(found) == {
         "crashed": {"count": 2, "median_seconds": 15.0, "steps_lost": 6},
-        "hang": {"count": 1, "median_seconds": None, "steps_lost": 0},
+        "hang": {"count": 1, "median_seconds": None, "steps_lost": None},
     }
 
 
 def test_goodput_is_unknown_where_the_time_is_not_recorded() -> None:
     assert goodput(None, 0.0, 10.0) is None
     assert goodput(6.0, 2.0, 10.0) == 0.75
+
+
+def test_steps_that_a_script_lost_are_unknown(tmp_path: Path) -> None:
+    """It reports none; how many it repeats is its own affair."""
+    run = RunDir(tmp_path)
+    run.events.mkdir()
+    for event in (
+        claimed(1.0),
+        happened(31.0, "interruption", cause="crashed", step=None, failed_at=30.0),
+        happened(40.0, "attempt_ended", cause="preempted", step=None),
+        claimed(50.0, attempt=2),
+        happened(90.0, "attempt_ended", 2, cause="completed", step=None),
+    ):
+        append_json_line(run.events / "x.jsonl", event)
+    summary = summarize(run, None)
+    assert (len(summary["interruptions"]), summary["steps_lost"]) == (2, None)
+    assert [cost["steps_lost"] for cost in summary["recovery"].values()] == [None, None]
+
+
+def test_run_without_interruption_lost_no_step(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    append_json_line(tmp_path / "events" / "x.jsonl", claimed(1.0))
+    assert summarize(RunDir(tmp_path), None)["steps_lost"] == 0
 
 
 def test_summary_has_the_interruptions(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_run_that_is_named_shows_its_interruptions(run: RunDir, capsys: pytest.C
     cells = ["crashed", "rank", "3,", "gpu02", "2", "9.0", "KeyError:", "'[x]'", "notice", "1.0"]
     assert first.split()[2:] == cells
     assert second.split()[6:8] == ["1", "13.5"]
-    assert third.split()[2:] == ["preempted", "-", "0", "-", "-", "notice", "29.0"], "it waits for its next attempt"
+    assert third.split()[2:] == ["preempted", "-", "-", "-", "-", "notice", "29.0"], "it waits for its next attempt"
     assert warning.startswith("warning: saving took 28.0 s")
 
 
@@ -79,6 +79,19 @@ def test_json_has_what_people_see(run: RunDir, capsys: pytest.CaptureFixture[str
     assert [interruption["seconds"]["total"] for interruption in row["interruptions"]] == [9.0, 13.5, None]
     assert (row["steps_lost"], row["goodput"]) == (3, None)
     assert len(row["warnings"]) == 1
+
+
+@pytest.mark.parametrize("final", [True, False], ids=["a training", "a script"])
+def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    ended = {"time": 90.0, "event": "attempt_ended", "attempt": 2, "cause": "completed", "step": None}
+    claimed = {**EVENTS[1], "time": 70.0, "attempt": 2}
+    for event in (claimed, ended):
+        append_json_line(run.events / "y.jsonl", event)
+    if final:
+        run.final.mkdir()
+        run.final_result.write_text("{}")
+    assert status.wait_for_end(run, None) == 0
+    assert (f"result   {run.final}" in capsys.readouterr().out) is final
 
 
 def test_largest_parts_come_first() -> None:

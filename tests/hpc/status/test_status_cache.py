@@ -242,7 +242,8 @@ def test_run_that_is_deleted_while_it_is_read_is_left_out(tmp_path: Path) -> Non
     assert [row["run"] for row in StatusCache().summaries([run, sound])] == ["s"]
 
 
-def test_later_summary_has_what_changed(tmp_path: Path) -> None:
+def test_later_summary_has_what_changed(tmp_path: Path, squeue: Squeue) -> None:
+    squeue(AWAY["fails"])
     run, failed = make_run(tmp_path, CLAIMED), make_run(tmp_path, name="failed")
     cache = StatusCache()
     assert [row["step"] for row in cache.summaries([run, failed])] == [None, None]
