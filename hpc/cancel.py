@@ -29,7 +29,7 @@ class CancelOptions(cli.RunOptions):
 
 def cancel(options: CancelOptions) -> int:
     """Record it, then end the job, or raise a TorchrelayError. A run that has ended stays as it is."""
-    run = cli.find_run(options.run, options.runs_dir)
+    run = cli.find_own_run(options.run, options.runs_dir)
     before = str(StatusCache().summary(run)["state"])
     # A failed run may be about to continue: the supervisor submits its next job.
     if before not in _OVER:

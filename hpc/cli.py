@@ -15,6 +15,7 @@ import tyro
 
 from hpc.core import program
 from hpc.core.errors import UserError
+from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 
@@ -85,6 +86,13 @@ def find_run(run: str, runs_dir: Path) -> RunDir:
     close = difflib.get_close_matches(run, names, n=3, cutoff=0.5) or sorted(names)[-3:]
     hint = f"existing runs: {', '.join(close)}" if close else f"{runs_dir} contains no runs (see --runs-dir)"
     raise UserError(f"there is no run {run!r}: {hint}")
+
+
+def find_own_run(run: str, runs_dir: Path) -> RunDir:
+    """`find_run` for a verb that acts on the run; a UserError too if others made it or can change it."""
+    found = find_run(run, runs_dir)
+    check_is_own(found)
+    return found
 
 
 def all_runs(runs_dir: Path) -> list[RunDir]:

@@ -19,6 +19,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.nodedir import DEV_SHM, open_node_dir
+from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.staging.copy_progress import StagingStopped
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
     stop.install()
     allocation = find_allocation(os.environ)
     try:
+        check_is_own(run)
         exit_code = _run_attempt(run, RunSpec.load(run), allocation, stop)
     except (TorchrelayError, OSError) as error:
         log(str(error))

@@ -5,6 +5,7 @@ three packages. So neither an edit nor an upgrade changes a run that waits or re
 """
 
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 
@@ -61,4 +62,7 @@ def copy_code(run: RunDir, working_directory: Path, script: tuple[str, ...] = ()
     source = Path(__file__).parents[2]
     for package in ("hpc", "jobs", "training"):
         shutil.copytree(source / package, run.packages / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in run.code.rglob("*"):
+        # Where a group shares files, its members could otherwise change what the run executes as its user.
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     return script

@@ -7,7 +7,6 @@ agent makes it, holds its lock, and removes it; the ranks write into it. Runs on
 import fcntl
 import hashlib
 import os
-import pwd
 import shutil
 import stat
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
+from hpc.core.ownership import user_name, who_may_rename
 from hpc.core.rundir import Below, RunDir
 
 DEV_SHM, _TMP = Path("/dev/shm"), Path("/tmp")  # noqa: S108 - the directories below them are private
@@ -44,43 +44,14 @@ def private_directory(parent: Path) -> Path:
 
 
 def _check_path(path: Path, links: int = 0) -> None:
-    """Refuse a path on which another user could replace a directory.
-
-    The owner of `/` administers the machine; inside a user namespace that need not be user 0.
-    """
-    trusted = {0, os.getuid(), Path("/").stat().st_uid}
+    """Refuse a path on which another user could replace a directory."""
     for part in (*reversed(path.parents), path):
-        status = part.lstat()
-        if status.st_uid not in trusted:
-            raise TorchrelayError(
-                f"{part} on the path to {path} belongs to {user_name(status.st_uid)}, who could replace what is in it: "
-                "use another --stage-dir"
-            )
-        if stat.S_ISLNK(status.st_mode):
+        if problem := who_may_rename(part):
+            raise TorchrelayError(f"{problem}: use another --stage-dir")
+        if part.is_symlink():
             if links > _MOST_LINKS:
                 raise TorchrelayError(f"{path} has more than {_MOST_LINKS} symbolic links: use another --stage-dir")
             _check_path(Path(os.path.normpath(part.parent / part.readlink())), links + 1)
-        elif _others_may_rename(status):
-            raise TorchrelayError(
-                f"{part} is {stat.filemode(status.st_mode)}, so other users may rename what is in it: "
-                "use another --stage-dir, or set its sticky bit (chmod +t)"
-            )
-
-
-def _others_may_rename(status: os.stat_result) -> bool:
-    if status.st_mode & stat.S_ISVTX:
-        return False
-    # A group with the user's own name and number has no other members.
-    own_group = status.st_gid == os.getgid() == os.getuid()
-    return bool(status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not own_group))
-
-
-def user_name(uid: int) -> str:
-    """The name of a user, or the number of one without a name."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 def open_lock(path: Path) -> int:

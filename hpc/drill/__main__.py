@@ -61,7 +61,7 @@ class DrillTarget:
 
 def drill(options: DrillOptions) -> int:
     """Confirm, cause the failure, wait, print the interruptions."""
-    run = cli.find_run(options.run, options.runs_dir)
+    run = cli.find_own_run(options.run, options.runs_dir)
     target = target_of(options, run, summaries([run])[0])
     command, action = plan(options.kind, target)
     if not options.yes:

@@ -12,6 +12,7 @@ import tyro
 from hpc import cli
 from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
+from hpc.core.ownership import check_is_own
 from hpc.report.gather import csv_tables, gather
 from hpc.report.page import comparison_page, run_page
 from hpc.status.__main__ import summaries
@@ -33,6 +34,11 @@ def report(options: ReportOptions) -> int:
         raise UserError("no run: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in (cli.find_run(name, options.runs_dir) for name in options.run)}.values())
     records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
+    if options.output is None and len(runs) == 1:
+        try:
+            check_is_own(runs[0])  # another user's report/ may be a link to anywhere
+        except UserError as error:
+            raise UserError(f"{error}: use --output DIR") from error
     directory = runs[0].report.parent if len(runs) == 1 else runs[0].path.parent / "report"
     path = (options.output.expanduser().resolve() if options.output else directory) / "index.html"
     try:

@@ -112,6 +112,8 @@ def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
 
 def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     """Check, make the run directory, submit; with --wait, wait for the end."""
+    # What the run is made of must be writable by its user alone (hpc.core.ownership). The job inherits this.
+    os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
     for warning in without_effect(spec.train) if spec.train else []:
         print(f"hpc submit: warning: {warning}", file=sys.stderr)

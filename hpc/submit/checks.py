@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.ownership import who_may_rename
 from hpc.core.units import format_minutes, walltime_minutes
 from hpc.slurm.client import Partition
 from hpc.spec import Resources, RunSpec
@@ -115,7 +116,7 @@ def local_resources(asked: Resources) -> Resources:
 
 
 def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
-    """Refuse a runs directory that is not shared, not writable, or full."""
+    """Refuse a runs directory that is not shared, not writable, or full, or in which others may replace a run."""
     if on_cluster:
         check_is_shared("--runs-dir", runs_dir.expanduser())
     real = runs_dir.expanduser().resolve()
@@ -126,6 +127,8 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         raise UserError(f"--runs-dir {runs_dir}: {existing} is no directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--runs-dir {runs_dir}: {existing} is not writable; use a directory of your own")
+    if existing == real and (problem := who_may_rename(real)):
+        raise UserError(f"--runs-dir {runs_dir}: {problem}; use a directory of your own")
     free = shutil.disk_usage(existing).free
     if free < _LEAST_FREE_BYTES:
         raise UserError(

@@ -22,7 +22,7 @@ from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import fsync_directory, remove_abandoned
 from hpc.core.kernel import is_alive, start_time
-from hpc.core.nodedir import user_name
+from hpc.core.ownership import user_name
 from hpc.staging.python_environment import DESCRIPTION, EnvironmentDescription, PackedFileEntry, PythonEnvironment
 
 DIRECTORY = ".environments"

@@ -5,6 +5,7 @@ does it. It may be killed at any moment and restarted. Two supervisors do no har
 the next job.
 """
 
+import functools
 import json
 import os
 import shlex
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from hpc import cli
@@ -21,6 +21,7 @@ from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import json_line, modified, storage_time, write_exclusive
 from hpc.core.ledger import record
+from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
@@ -136,8 +137,11 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
     found = list[ObservedRun]()
     for run in cli.all_runs(runs_dir):
         try:
+            check_is_own(run)
             if run.script.exists():  # a run without a script is not Slurm's
                 found.append(observe(run, jobs, storage_now))
+        except UserError as error:
+            _skip(str(error))
         except Exception as error:  # noqa: BLE001 - a damaged run, in whatever way, must not stop the others
             print(f"hpc supervise: {run.path}: {error!r}", file=sys.stderr, flush=True)
     found = _with_final_states(found)
@@ -147,6 +151,12 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
             excludable = relaunch.nodes_to_exclude(RunSpec.load(one.run), one.events)
             found[number] = replace(one, known=replace(one.known, excludable=excludable))
     return found
+
+
+@functools.cache
+def _skip(reason: str) -> None:
+    """Say why a run is left alone: once, not at every check."""
+    print(f"hpc supervise: skipped: {reason}", file=sys.stderr, flush=True)
 
 
 def _with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
@@ -194,7 +204,7 @@ def _notify(one: ObservedRun, state: str, reason: str, command: list[str]) -> No
             raise
 
 
-main = partial(cli.run, supervise, SuperviseOptions, "supervise")
+main = functools.partial(cli.run, supervise, SuperviseOptions, "supervise")
 
 if __name__ == "__main__":
     sys.exit(main())
