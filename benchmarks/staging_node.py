@@ -6,6 +6,7 @@ The nodes are 127.0.0.1, 127.0.0.2 and so on; node 0 listens on the port. Waits 
 prints a JSON object, and serves the others until all have what they need.
 """
 
+import atexit
 import json
 import sys
 import time
@@ -18,7 +19,7 @@ import tyro
 
 from hpc.core.attempts import Attempt
 from hpc.core.ledger import EventWriter
-from hpc.core.nodedir import NodeDir
+from hpc.core.nodedir import HeldNodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
@@ -102,9 +103,9 @@ def _stage(staging: NodeStaging, source: Path) -> dict[str, object]:
 def make_node(options: Options) -> Node:
     """Start the parts of an agent."""
     hosts = tuple(f"127.0.0.{number + 1}" for number in range(options.nodes))
-    run, node_dir = RunDir(options.run), NodeDir(options.run / f"memory-{options.rank}")
+    run, held = RunDir(options.run), HeldNodeDir(options.run, options.rank)
+    atexit.register(held.close, remove=True)
     run.events.mkdir(parents=True, exist_ok=True)
-    node_dir.make()
     attempt = NodeAttempt(
         run=run,
         spec=RunSpec(
@@ -118,7 +119,6 @@ def make_node(options: Options) -> Node:
         attempt=Attempt(
             attempt=1, job_id="1", restart=0, nonce=NONCE, port=options.port, nodes=hosts, started=time.time()
         ),
-        node_dir=node_dir,
         writer=EventWriter(run.events / f"node-{options.rank}.jsonl"),
     )  # fmt: skip
     stop = StopRequest()
@@ -129,7 +129,7 @@ def make_node(options: Options) -> Node:
     else:
         channel = ControlClient(hosts[0], options.port, NONCE, NodeStatus(node_rank=options.rank))
     channel.report()
-    return Node(attempt, channel, NodeMonitor(attempt, channel, stop))
+    return Node(attempt, channel, NodeMonitor(attempt, held, channel, stop))
 
 
 def has_left(server: ControlServer, rank: int) -> bool:

@@ -12,13 +12,16 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
+from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError
-from hpc.core.nodedir import DEV_SHM, open_node_dir
+from hpc.core.nodedir import DEV_SHM, HeldNodeDir
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
@@ -27,7 +30,7 @@ from jobs import claim
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase
-from jobs.ending import conclude, save_snapshot, take_over
+from jobs.ending import conclude, conclude_failed_agent, save_snapshot, take_over
 from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import pick_port
@@ -53,8 +56,8 @@ def main(argv: list[str]) -> int:
     try:
         check_is_own(run)
         exit_code = _run_attempt(run, RunSpec.load(run), allocation, stop)
-    except (TorchrelayError, OSError) as error:
-        log(str(error))
+    except Exception as error:  # noqa: BLE001 - the last resort
+        log(_describe(error))
         exit_code = 1
     # Slurm: only the head's exit code may fail the job, because srun exits with the highest exit code of its tasks.
     # Local: submitit requeues if any task exits with LOCAL_REQUEUE_RETURN_CODE.
@@ -71,7 +74,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         channel = ControlServer(nonce)
         try:
             attempt = claim.claim_next(run, allocation, channel.port, nonce)
-        except (TorchrelayError, OSError) as error:
+        except Exception as error:
             claim.refuse(run, allocation, str(error))
             raise
     else:
@@ -80,20 +83,49 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
             return 0
         attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
         channel = ControlClient(allocation.head, attempt.port, attempt.nonce, status)
-    # With --cluster local all agents run on this machine, so each needs its own directory.
-    node_dir, lock = open_node_dir(run.path, allocation.node_rank if allocation.cluster == "local" else 0)
+    writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
+    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
     try:
-        writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
-        node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, node_dir=node_dir, writer=writer)
-        if allocation.is_head:
-            threading.Thread(target=_keep_alive, args=(run,), daemon=True, name="alive").start()
+        return _take_part(node, channel, stop)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the attempt must not stay claimed for ever
+        return _fail(node, channel, _describe(error))
+
+
+def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) -> int:
+    # With --cluster local all agents run on this machine, so each needs its own directory.
+    held = HeldNodeDir(node.run.path, 0 if node.on_slurm else node.allocation.node_rank)
+    if held.problem:
+        log(f"snapshots go to {held.files.path}: {held.problem}")
+    finished = False
+    try:
+        if node.allocation.is_head:
+            threading.Thread(target=_keep_alive, args=(node.run,), daemon=True, name="alive").start()
         with ExitStack() as resources:
-            exit_code = _Agent(node, channel, stop, resources).run()
-        if not node.has_unsaved_snapshot.is_set():
-            shutil.rmtree(node_dir.path, ignore_errors=True)
+            exit_code = _Agent(node, held, channel, stop, resources).run()
+        finished = True
         return exit_code
     finally:
-        os.close(lock)
+        held.close(remove=finished and not node.has_unsaved_snapshot.is_set())
+
+
+def _describe(error: Exception) -> str:
+    """One line for people. Other errors than these are defects: their traceback is printed."""
+    if isinstance(error, TorchrelayError | OSError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _fail(node: NodeAttempt, channel: ControlChannel, detail: str) -> int:
+    """End this node's part after an error; that of the head node ends the attempt. Returns the exit code."""
+    log(detail)
+    node.record_event("node_failed", node=node.host, detail=detail)
+    channel.report(phase=Phase.FAILED, detail=detail)
+    if isinstance(channel, ControlServer):
+        channel.directive = replace(channel.directive, over=True)
+        return conclude_failed_agent(node, Cause.BAD_NODE, detail)
+    channel.close()
+    return 0
 
 
 def _keep_alive(run: RunDir) -> None:
@@ -108,9 +140,11 @@ def _keep_alive(run: RunDir) -> None:
 class _Agent:
     """One node's part in an attempt, from staging to its end."""
 
-    def __init__(self, node: NodeAttempt, channel: ControlChannel, stop: StopRequest, resources: ExitStack) -> None:
+    def __init__(
+        self, node: NodeAttempt, held: HeldNodeDir, channel: ControlChannel, stop: StopRequest, resources: ExitStack
+    ) -> None:
         self._node, self._channel, self._stop = node, channel, stop
-        self._monitor = NodeMonitor(node, channel, stop)
+        self._monitor = NodeMonitor(node, held, channel, stop)
         self._staging = NodeStaging(node, channel, self._monitor, resources)
 
     def run(self) -> int:
@@ -178,10 +212,11 @@ class _Agent:
     def _leave(self, channel: ControlClient) -> int:
         """On another node than the head: end this node's part, or take over if the head is lost."""
         if channel.head_is_lost and not channel.directive.over:
-            return take_over(self._node, channel, self._monitor.last_step)
+            return take_over(self._node, channel, self._monitor)
         is_first_member = channel.directive.members[:1] == (self._node.allocation.node_rank,)
         if is_first_member and not self._node.run.final_result.exists():
-            save_snapshot(self._node)  # the head node, which takes no part in the round, has none
+            # The head node, which takes no part in the round, has none.
+            save_snapshot(self._node, self._monitor.node_dir)
         failed = channel.status.phase is Phase.FAILED
         channel.report(phase=Phase.FAILED if failed else Phase.LEFT, heartbeats=())
         channel.close()

@@ -15,6 +15,7 @@ from hpc.core.attempts import attempts_of, failures_in_a_row, may_restart_after
 from hpc.core.causes import Cause, Ending, JobState, cause_of, may_restart, must_requeue
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import refresh_nfs_cache
+from hpc.core.nodedir import NodeDir, node_dirs
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from jobs.control.channel import ControlClient, ControlServer
@@ -46,10 +47,13 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     # Slurm has noticed by now what was lost long ago, or it has come back.
     recent = {rank for rank, last_heard in coordinator.lost.items() if time.time() - last_heard < _SLURM_SECONDS}
     lost = recent | _wait_for_others(node, server, monitor)
-    ending = _inspect_ending(node, coordinator)
-    cause, failure, fields = cause_of(ending), coordinator.failure, dict[str, object]()
+    failure, fields = coordinator.failure, dict[str, object]()
+    ending = _inspect_ending(
+        node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
+    )
+    cause = cause_of(ending)
     if cause is not Cause.COMPLETED:
-        save_snapshot(node)
+        save_snapshot(node, monitor.node_dir)
     if failure and cause is failure.cause:
         fields = {"detail": failure.detail, "failed_at": failure.failed_at, "node": failure.node, "rank": failure.rank}
     last_step = None
@@ -60,15 +64,45 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     if not record_end(node, cause=cause, step=last_step, **fields):
         return 1  # other agents, which have lost contact with this one, have ended it
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
+    names = node.allocation.names
+    return _continue_run(node, cause, ending.job_state, lost=names(lost), unfit=names(coordinator.unfit))
+
+
+def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal: str | None = None) -> int:
+    """Do the same in place of a head node's agent that has failed.
+
+    Args:
+        node: the head node's part.
+        failure: the cause, if nothing outside ended the attempt.
+        detail: what failed.
+        signal: the signal that the agent died of, if it asks the run to stop.
+
+    Returns:
+        The exit code.
+    """
+    ending = _inspect_ending(node, signal, failure)
+    cause = cause_of(ending)
+    step = (relaunch.last_step(node.run) or 0) if node.spec.train else None
+    if not record_end(node, cause=cause, step=step, detail=detail, node=node.host):
+        return 1
+    log(f"attempt {node.attempt.attempt} ended: {cause} ({detail})")
+    for node_dir in node_dirs(node.run.path) if cause is not Cause.COMPLETED else ():
+        save_snapshot(node, node_dir)
+    lost = [event["node"] for event in node.events("node_lost")]
+    unfit = [node.host] if cause is Cause.BAD_NODE else []
+    return _continue_run(node, cause, ending.job_state, lost=lost, unfit=unfit)
+
+
+def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], unfit: list[str]) -> int:
+    """Have the run continue after a recorded end, if it should. Returns the exit code of the head node's agent."""
     failures = failures_in_a_row(attempts_of(node.run_events()))
-    if not must_requeue(cause, ending.job_state, failures):
+    if not must_requeue(cause, job_state, failures):
         return 0 if cause is Cause.COMPLETED or may_restart(cause, failures) else 1
     if not node.on_slurm:
         node.record_event("requeued", job_id=node.allocation.job_id)
         return LOCAL_REQUEUE_RETURN_CODE
-    unfit = node.allocation.names(coordinator.unfit)
     if lost:
-        hand_over(node, node.allocation.names(lost), unfit)
+        hand_over(node, lost, unfit)
     else:
         requeue(node, unfit)
     return 0
@@ -88,31 +122,31 @@ def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMoni
     return set()
 
 
-def _inspect_ending(node: NodeAttempt, coordinator: Coordinator) -> Ending:
-    """What is known of the ending: from the coordinator, the run directory, and Slurm."""
+def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, done: bool = False) -> Ending:
+    """What is known of the ending: from the agents, the run directory, and Slurm."""
     refresh_nfs_cache(node.run.path)
-    signal, fields = coordinator.signal, dict[str, str]()
+    fields = dict[str, str]()
     try:
         fields = slurm.show_job(node.allocation.job_id) if node.on_slurm else fields
     except TorchrelayError as error:
         log(f"Slurm does not report the state of this job: {error}")
     return Ending(
-        finished=node.run.final_result.exists() if node.spec.train else coordinator.done and not signal,
+        finished=node.run.final_result.exists() if node.spec.train else done and not signal,
         cancelled=any(event["event"] == "cancelled" for event in node.run_events()),
         signal=signal,
         job_state=slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING,
         preempted=slurm.is_preempted(fields),
-        failure=coordinator.failure.cause if coordinator.failure else Cause.CRASHED,
+        failure=failure,
     )
 
 
 # --- another node's agent, after the head node is lost ---
 
 
-def take_over(node: NodeAttempt, channel: ControlClient, last_step: int) -> int:
+def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -> int:
     """End the attempt whose head node is lost, and start the next one, unless another agent does.
 
-    `last_step` is the last step that a rank of this node has done. Returns the exit code.
+    Returns the exit code.
     """
     failed_at, head = time.time() - channel.silent_seconds, node.allocation.head
     detail = f"lost contact with {head}"
@@ -122,13 +156,13 @@ def take_over(node: NodeAttempt, channel: ControlClient, last_step: int) -> int:
         time.sleep(_SPARE_SECONDS)
     if not _confirm_head_is_lost(node) or not _is_running(node):
         return 0
-    step = last_step if node.spec.train else None
+    step = monitor.last_step if node.spec.train else None
     first = record_end(node, cause=Cause.NODE_FAILURE, step=step, detail=detail, failed_at=failed_at, node=head)
     if not node.on_slurm:
         return LOCAL_REQUEUE_RETURN_CODE if first else 0
     if not first and not _is_left_undone(node):
         return 0
-    save_snapshot(node)
+    save_snapshot(node, monitor.node_dir)
     if may_restart_after(attempts_of(node.run_events())):
         hand_over(node, [head], [])
     else:
@@ -199,11 +233,11 @@ def record_end(node: NodeAttempt, /, **fields: object) -> bool:
         return node.allocation.node_rank <= 1
 
 
-def save_snapshot(node: NodeAttempt) -> None:
+def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
     """Make this node's newest snapshot a checkpoint, if it is newer than those; otherwise it stays in memory."""
     began = time.monotonic()
     try:
-        step = save_newest_as_checkpoint(node.node_dir, node.run)
+        step = save_newest_as_checkpoint(node_dir, node.run)
     except (OSError, TorchrelayError) as error:
         log(f"the newest snapshot could not be saved and stays in the memory of {node.host}: {error}")
         node.has_unsaved_snapshot.set()

@@ -16,7 +16,6 @@ from hpc.core import ledger
 from hpc.core.attempts import Attempt
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
-from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 
@@ -94,8 +93,6 @@ class NodeAttempt:
     spec: RunSpec
     allocation: NodeAllocation
     attempt: Attempt
-    node_dir: NodeDir
-    """The run's files in this node's memory."""
     writer: EventWriter
     has_unsaved_snapshot: Event = field(default_factory=Event)
     """Set if the newest snapshot could not be saved, and is in this node's memory alone."""

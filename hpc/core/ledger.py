@@ -15,6 +15,7 @@ that are known):
 | packed | every agent, with --pack | node path seconds |
 | environment | every agent, with --stage-env | node python seconds fallback (why the shared environment is used) |
 | node_failed | the agent that failed | node detail |
+| memory_emptied | an agent whose directory in memory was removed, and made again | node detail |
 | rendezvous | head node's agent | round port members (node ranks) |
 | checked | head node's agent: the preflight before a user's script passed | nodes (names) |
 | preflight | rank 0 | world_size allreduce_gb_per_second seconds |

@@ -4,6 +4,7 @@ A run's directory lies in /dev/shm, so it outlives the processes that write into
 agent makes it, holds its lock, and removes it; the ranks write into it. Runs on compute nodes.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -17,20 +18,25 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.ownership import user_name, who_may_rename
 from hpc.core.rundir import Below, RunDir
 
-DEV_SHM, _TMP = Path("/dev/shm"), Path("/tmp")  # noqa: S108 - the directories below them are private
+DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
+# In the order of preference. /tmp may be a disk: snapshots take longer there, and all else works.
+_PARENTS = DEV_SHM, Path("/tmp")  # noqa: S108
+_OTHERWISE = "ask an administrator to mend it"
 _MOST_LINKS = 10
 # An agent of the previous attempt may not have exited yet.
 _LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
 
 
-def private_directory(parent: Path) -> Path:
+def private_directory(parent: Path, otherwise: str = "use another --stage-dir") -> Path:
     """Our own directory `torchrelay-<uid>` in a directory that everybody can write to.
+
+    `otherwise` is what the user can do if it is refused.
 
     Raises:
         TorchrelayError: other users could have made it, could replace it, or can write to it.
     """
-    _check_path(parent.absolute())
-    root = parent / f"torchrelay-{os.getuid()}"
+    _check_path(parent.absolute(), otherwise)
+    root = _root(parent)
     try:
         root.mkdir(mode=0o700)
     except FileExistsError:
@@ -38,20 +44,24 @@ def private_directory(parent: Path) -> Path:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise TorchrelayError(
                 f"{root} belongs to {user_name(status.st_uid)} and is {stat.filemode(status.st_mode)}, not a directory "
-                "that only you can use, so another user may have made it: remove it, or use another --stage-dir"
+                f"that only you can use, so another user may have made it: remove it, or {otherwise}"
             ) from None
     return root
 
 
-def _check_path(path: Path, links: int = 0) -> None:
+def _root(parent: Path) -> Path:
+    return parent / f"torchrelay-{os.getuid()}"
+
+
+def _check_path(path: Path, otherwise: str, links: int = 0) -> None:
     """Refuse a path on which another user could replace a directory."""
     for part in (*reversed(path.parents), path):
         if problem := who_may_rename(part):
-            raise TorchrelayError(f"{problem}: use another --stage-dir")
+            raise TorchrelayError(f"{problem}: {otherwise}")
         if part.is_symlink():
             if links > _MOST_LINKS:
-                raise TorchrelayError(f"{path} has more than {_MOST_LINKS} symbolic links: use another --stage-dir")
-            _check_path(Path(os.path.normpath(part.parent / part.readlink())), links + 1)
+                raise TorchrelayError(f"{path} has more than {_MOST_LINKS} symbolic links: {otherwise}")
+            _check_path(Path(os.path.normpath(part.parent / part.readlink())), otherwise, links + 1)
 
 
 def open_lock(path: Path) -> int:
@@ -85,47 +95,90 @@ class NodeDir:
         """The newest progress of one rank, for the node agent."""
         return self.path / "heartbeats" / f"local-{local_rank}"
 
-    def make(self) -> None:
-        """Make the directories that are missing: systemd empties /dev/shm at the user's logout (RemoveIPC=yes)."""
-        for directory in (self.path, self.snapshots, self.exits, self.heartbeat(0).parent):
-            directory.mkdir(mode=0o700, exist_ok=True)
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Itself and what is in it, from the outside in."""
+        return self.path, self.snapshots, self.exits, self.heartbeat(0).parent
 
 
-def open_node_dir(run: Path, node_rank: int) -> tuple[NodeDir, int]:
-    """Make and lock the directory of a run on this node, or take over the one of its previous attempt.
+class HeldNodeDir:
+    """A run's directory on this node, which this process has made or taken over and holds until it closes it."""
 
-    Returns it with the descriptor that holds its lock until it is closed. Abandoned directories of this user's other
-    runs are removed to free their memory. `node_rank` distinguishes the pretended nodes of one machine.
+    def __init__(self, run: Path, node_rank: int) -> None:
+        """Make and lock the directory, or take over the one of the run's previous attempt.
 
-    Raises:
-        TorchrelayError: the directory is not ours alone, or another agent of this run is on this node.
-    """
-    root = _root()
-    own = NodeDir(root / f"{_key(run)}-{node_rank}")
-    _remove_abandoned(root, own)
-    deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
-    while (descriptor := _make_and_lock(own)) is None:
-        if time.monotonic() > deadline:
-            raise TorchrelayError(f"{own.path} is in use: another agent of this run is on this node")
-        time.sleep(_POLL_SECONDS)
-    return own, descriptor
+        Abandoned directories of this user's other runs are removed to free their memory. `node_rank` distinguishes the
+        pretended nodes of one machine.
 
+        Raises:
+            TorchrelayError: no directory can be used, or another agent of this run is on this node.
+        """
+        name, problems = f"{_key(run)}-{node_rank}", list[str]()
+        for parent in _PARENTS:
+            self.files = NodeDir(_root(parent) / name)
+            try:
+                _remove_abandoned(private_directory(parent, _OTHERWISE), self.files)
+                lock = self._wait_for_lock()
+            except (TorchrelayError, OSError) as error:
+                problems.append(str(error))
+                continue
+            if lock is None:
+                raise TorchrelayError(f"{self.files.path} is in use: another agent of this run is on this node")
+            self._lock, self.problem = lock, "; ".join(problems)
+            """Why it is not in memory; empty if it is."""
+            return
+        raise TorchrelayError("; ".join(problems))
 
-def _make_and_lock(own: NodeDir) -> int | None:
-    """Make the directory and take its lock; None if another agent holds it, or has just removed the directory."""
-    try:
-        own.make()
-        descriptor = open_lock(own.lock)
-    except FileNotFoundError:
+    def _wait_for_lock(self) -> int | None:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
+        while (lock := self._make_and_lock()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return lock
+
+    def _make_and_lock(self) -> int | None:
+        """Make the directory and take its lock; None if another agent holds it, or has just removed the directory."""
+        private_directory(self.files.path.parent.parent, _OTHERWISE)
+        try:
+            for directory in self.files.directories:
+                directory.mkdir(mode=0o700, exist_ok=True)
+            descriptor = open_lock(self.files.lock)
+        except FileNotFoundError:
+            return None
+        if try_lock(descriptor) and self._is_whole(descriptor):
+            return descriptor
+        os.close(descriptor)
         return None
-    if try_lock(descriptor) and own.lock.exists() and own.lock.stat().st_ino == os.fstat(descriptor).st_ino:
-        return descriptor
-    os.close(descriptor)
-    return None
 
+    def _is_whole(self, lock: int) -> bool:
+        """Whether nothing was removed, or replaced, since this process has taken the lock."""
+        try:
+            same = os.path.samestat(self.files.lock.stat(), os.fstat(lock))
+        except FileNotFoundError:
+            return False
+        return same and all(directory.is_dir() for directory in self.files.directories)
 
-def _root() -> Path:
-    return private_directory(DEV_SHM if os.access(DEV_SHM, os.W_OK) else _TMP)
+    def restore(self) -> bool:
+        """Make again what was removed, and return whether something was.
+
+        systemd (RemoveIPC=yes, at the user's logout) and some clusters' epilogs empty /dev/shm under a running job.
+
+        Raises:
+            TorchrelayError: somebody else has taken its place; an OSError, if it cannot be made.
+        """
+        if self._is_whole(self._lock):
+            return False
+        os.close(self._lock)
+        lock = self._wait_for_lock()
+        if lock is None:
+            raise TorchrelayError(f"{self.files.path} was removed, and another process has made it again")
+        self._lock = lock
+        return True
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of it; with `remove`, remove it first."""
+        if remove:
+            shutil.rmtree(self.files.path, ignore_errors=True)
+        os.close(self._lock)
 
 
 def _key(run: Path) -> str:
@@ -139,7 +192,11 @@ def _key(run: Path) -> str:
 
 def node_dirs(run: Path) -> list[NodeDir]:
     """A run's directories on this machine: one, or one for each pretended node."""
-    return [NodeDir(path) for path in sorted(_root().glob(f"{_key(run)}-*"))]
+    found = list[Path]()
+    for parent in _PARENTS:
+        with contextlib.suppress(TorchrelayError, OSError):
+            found += sorted(private_directory(parent).glob(f"{_key(run)}-*/lock"))
+    return [NodeDir(lock.parent) for lock in found]
 
 
 def _remove_abandoned(root: Path, own: NodeDir) -> None:

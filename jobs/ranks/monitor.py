@@ -10,7 +10,7 @@ from typing import Any
 
 from hpc.core.causes import cause_of_exit
 from hpc.core.kernel import process_state
-from hpc.core.nodedir import NodeDir
+from hpc.core.nodedir import HeldNodeDir, NodeDir
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import RankFailure, RankHeartbeat
 from jobs.node_attempt import NodeAttempt, log
@@ -53,7 +53,6 @@ class LocalRanks:
     def begin(self, number: int, *, ours: bool) -> None:
         """Begin a round: remove what the ranks of the last one left. `ours`: they run our code, with its exit codes."""
         self._round, self._ours, self._last_signs = number, ours, {}
-        self._node_dir.make()
         for path in (*self._node_dir.exits.iterdir(), *self._node_dir.heartbeat(0).parent.iterdir()):
             path.unlink(missing_ok=True)
 
@@ -121,9 +120,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 class NodeMonitor:
     """Polled from every loop of the agent that waits: reports this node's ranks, and runs callbacks."""
 
-    def __init__(self, node: NodeAttempt, channel: ControlChannel, stop: StopRequest) -> None:
-        self._node, self._channel, self._stop = node, channel, stop
-        self.ranks = LocalRanks(node.node_dir, node.spec.resources.gpus_per_node, node.host)
+    def __init__(self, node: NodeAttempt, held: HeldNodeDir, channel: ControlChannel, stop: StopRequest) -> None:
+        self._node, self._held, self._channel, self._stop = node, held, channel, stop
+        self.node_dir = held.files
+        """The run's files on this node."""
+        self.ranks = LocalRanks(self.node_dir, node.spec.resources.gpus_per_node, node.host)
         self.callbacks = list[Callable[[], None]]()
         """Called at every poll, on the head node."""
         self.last_step = 0
@@ -135,11 +136,24 @@ class NodeMonitor:
         """Whether to end what this node does: a stop request, the end of the attempt, or a lost head node."""
         return bool(self._stop) or self._channel.directive.over or self._channel.head_is_lost
 
+    def begin_round(self, number: int, *, ours: bool) -> None:
+        """As `LocalRanks.begin`."""
+        self._restore_node_dir()
+        self.ranks.begin(number, ours=ours)
+
+    def _restore_node_dir(self) -> None:
+        """Without it a rank could not report how it failed, nor that it hangs."""
+        if self._held.restore():
+            detail = f"{self.node_dir.path} was emptied, and its snapshots are lost"
+            self._node.record_event("memory_emptied", node=self._node.host, detail=detail)
+            log(detail)
+
     def poll(self) -> None:
         """Look at the ranks and report, a few times a second."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _INTERVAL_SECONDS
+        self._restore_node_dir()
         for failure in self.ranks.new_failures(self._channel.clock_skew_seconds):
             self._node.record_event("rank_failed", **asdict(failure))
         heartbeats = self.ranks.heartbeats()

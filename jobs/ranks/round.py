@@ -47,8 +47,8 @@ def run_round(
     setup: RankSetup,
 ) -> int | None:  # fmt: skip
     """Take part in a round. Returns torchrun's exit code; None if it was ended because of another directive."""
-    monitor.ranks.begin(directive.round, ours=directive.preflight or node.spec.train is not None)
-    argv, environment = _command(node, directive, setup)
+    monitor.begin_round(directive.round, ours=directive.preflight or node.spec.train is not None)
+    argv, environment = _command(node, directive, setup, monitor.node_dir)
     abort_count, timeout_seconds = directive.abort_count, 0.0
     with Torchrun(argv, environment, node.run.code) as torchrun:
         ranks_seen = time.monotonic()
@@ -71,7 +71,9 @@ def run_round(
         return 1 if torchrun.exit_code is None else torchrun.exit_code
 
 
-def _command(node: NodeAttempt, directive: Directive, setup: RankSetup) -> tuple[list[str], dict[str, str]]:
+def _command(
+    node: NodeAttempt, directive: Directive, setup: RankSetup, node_dir: NodeDir
+) -> tuple[list[str], dict[str, str]]:
     """The command line and environment of torchrun on this node."""
     spec, run, number, allocation = node.spec, node.run, node.attempt.attempt, node.allocation
     logs, num_ranks, python = run.attempt_logs(number), spec.resources.gpus_per_node, setup.python
@@ -86,7 +88,7 @@ def _command(node: NodeAttempt, directive: Directive, setup: RankSetup) -> tuple
         activated_environment(os.environ, python), allocation, num_ranks, address, setup.threads
     )
     if spec.train is not None:
-        program = trainer_command(run, number, setup.data, node.node_dir, python)
+        program = trainer_command(run, number, setup.data, node_dir, python)
     elif directive.preflight:
         program = preflight_command(run, number, python)
     else:
@@ -99,7 +101,7 @@ def _command(node: NodeAttempt, directive: Directive, setup: RankSetup) -> tuple
             "TORCHRELAY_ATTEMPT": str(number),
             **({"TORCHRELAY_DATA": str(setup.data)} if setup.data else {}),
         }
-    wrapper = [python, "-S", str(PROCESS_WRAPPER), "rank", str(logs), str(node.node_dir.path)]
+    wrapper = [python, "-S", str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
     return torchrun_argv(rendezvous, num_ranks, address, python, [*wrapper, *program]), environment
 
 

@@ -1,11 +1,21 @@
 """The parts of the node agent that need no cluster, against real processes."""
 
 import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from cluster import ROOT, need
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
+from hpc.core import ledger
+from hpc.core.attempts import attempts_of
 from hpc.core.errors import TorchrelayError
+from hpc.core.rundir import RunDir
+from hpc.spec import Resources, RunSpec
 from jobs.agent import threads_per_rank
 from jobs.node_attempt import NodeAllocation
 from jobs.ranks.round import rank_environment
@@ -54,3 +64,45 @@ def test_pretended_nodes_share_the_gpus() -> None:
     assert on_cluster["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert on_cluster["OMP_NUM_THREADS"] == "3"
     assert "GLOO_SOCKET_IFNAME" not in on_cluster
+
+
+LOCAL_JOB = {
+    "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "7", "SUBMITIT_LOCAL_NTASKS": "1",
+    "SUBMITIT_LOCAL_JOB_NUM_NODES": "1", "SUBMITIT_LOCAL_NODEID": "0", "SUBMITIT_LOCAL_GLOBALID": "0",
+    "SUBMITIT_LOCAL_LOCALID": "0",
+}  # fmt: skip
+NO_MEMORY = """
+mount -t tmpfs -o mode=1777,nr_inodes=2 none /dev/shm
+mount -t tmpfs -o mode=1777,nr_inodes=2 none /tmp
+"""
+DEFECT = "import jobs.agent as agent; agent.NodeMonitor.poll = lambda _: [][0]; raise SystemExit(agent.main({argv}))"
+
+
+def run_agent(run: RunDir, mounts: str = "", code: str = "") -> "subprocess.CompletedProcess[str]":
+    need("unshare", "mount")
+    run.events.mkdir(parents=True)
+    spec = RunSpec(name="r", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
+    spec.save(run)
+    argv = ["-c", code.format(argv=[str(run.path)])] if code else ["-m", "jobs.agent", str(run.path)]
+    script = f"{mounts}\nexec {shlex.join([sys.executable, *argv])}"
+    command = ["unshare", "--mount", "sh", "-ec", script]
+    environment = {**os.environ, **LOCAL_JOB}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [({"mounts": NO_MEMORY}, "No space left on device"), ({"code": DEFECT}, "IndexError: list index out of range")],
+    ids=["no memory", "defect"],
+)
+def test_agent_that_fails_after_its_claim_ends_the_attempt_and_has_the_run_continue(
+    shared: Path, broken: dict[str, str], reason: str
+) -> None:
+    run = RunDir(shared / "r")
+    done = run_agent(run, **broken)
+    [attempt] = attempts_of(ledger.read(run.events))
+    assert attempt.cause == "bad_node", done.stdout + done.stderr
+    assert reason in (attempt.detail or "")
+    assert done.returncode == LOCAL_REQUEUE_RETURN_CODE
+    [requeued] = [event for event in ledger.read(run.events) if event["event"] == "requeued"]
+    assert requeued["attempt"] == 1

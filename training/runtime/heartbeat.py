@@ -23,11 +23,8 @@ class Heartbeat:
         self._rank = rank
         self._count = 0
         self._step = 0
+        self._path = path
         self._descriptor: int | None = None
-        if path is not None:
-            with suppress(OSError):
-                # The file is new or an earlier process's.
-                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.step_seconds: float | None = None
         """Mean wall time of recent steps."""
         self.busy_seconds: float | None = None
@@ -35,7 +32,7 @@ class Heartbeat:
 
     def beat(self, phase: Phase, step: int | None = None) -> None:
         """Write what begins now and the optimizer steps done, by default as in the previous beat."""
-        if self._descriptor is None:
+        if self._path is None:
             return
         self._count += 1
         self._step = self._step if step is None else step
@@ -50,7 +47,19 @@ class Heartbeat:
             "busy_seconds": self.busy_seconds,
         }
         with suppress(OSError):
-            os.pwrite(self._descriptor, json.dumps(record).encode().ljust(_BYTES), 0)
+            os.pwrite(self._open(self._path), json.dumps(record).encode().ljust(_BYTES), 0)
+
+    def _open(self, path: Path) -> int:
+        """The descriptor of the file, which is new, an earlier process's, or already open.
+
+        Something may have emptied /dev/shm; the agent makes the directory again (hpc.core.nodedir).
+        """
+        if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if self._descriptor is None:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return self._descriptor
 
 
 NO_HEARTBEAT = Heartbeat(None, 0)

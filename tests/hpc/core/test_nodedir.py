@@ -1,7 +1,7 @@
 """The directory of a run in a node's memory."""
 
 import os
-import shutil
+import shlex
 import subprocess
 import sys
 import uuid
@@ -10,41 +10,35 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import ROOT
+from cluster import ROOT, need
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.nodedir import DEV_SHM, NodeDir, open_node_dir, private_directory
-
-
-def remove(memory: NodeDir, held: int) -> None:
-    shutil.rmtree(memory.path)
-    os.close(held)
+from hpc.core.nodedir import DEV_SHM, HeldNodeDir, private_directory
 
 
 @pytest.fixture
 def run() -> Iterator[Path]:
     path = Path(f"/runs/{uuid.uuid4().hex}")
     yield path
-    memory, held = open_node_dir(path, 0)
-    remove(memory, held)
+    HeldNodeDir(path, 0).close(remove=True)
 
 
 def test_only_the_owner_can_use_the_directory(run: Path) -> None:
-    memory, held = open_node_dir(run, 0)
-    assert memory.path.is_relative_to(DEV_SHM)
-    for path in (memory.path.parent, memory.path, memory.snapshots, memory.exits):
+    held = HeldNodeDir(run, 0)
+    assert held.files.path.is_relative_to(DEV_SHM)
+    for path in (held.files.path.parent, *held.files.directories):
         assert path.stat().st_mode & 0o777 == 0o700
-    remove(memory, held)
-    assert not memory.path.exists()
+    held.close(remove=True)
+    assert not held.files.path.exists()
 
 
 @contextmanager
 def agent_of(run: Path) -> Iterator["subprocess.Popen[str]"]:
     """Another process that holds the directory of a run; killed in the end."""
     code = (
-        "import sys, time; from pathlib import Path; from hpc.core.nodedir import open_node_dir\n"
-        "memory, held = open_node_dir(Path(sys.argv[1]), 0); (memory.snapshots / 'x').touch()\n"
-        "print(memory.path, flush=True); time.sleep(300)"
+        "import sys, time; from pathlib import Path; from hpc.core.nodedir import HeldNodeDir\n"
+        "held = HeldNodeDir(Path(sys.argv[1]), 0); (held.files.snapshots / 'x').touch()\n"
+        "print(held.files.path, flush=True); time.sleep(300)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(run)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as agent:
         yield agent
@@ -55,18 +49,17 @@ def test_directory_of_a_killed_agent_is_reused_by_its_run_and_removed_by_others(
     with agent_of(run) as agent:
         assert agent.stdout is not None
         left = Path(agent.stdout.readline().strip())
-        _, held = open_node_dir(Path("/runs/other"), 0)
+        HeldNodeDir(Path("/runs/other"), 0).close(remove=False)
         assert left.exists(), "its agent lives"
-        os.close(held)
 
-    memory, held = open_node_dir(run, 0)
-    assert memory.path == left
-    assert (memory.snapshots / "x").exists()
-    os.close(held)
+    held = HeldNodeDir(run, 0)
+    assert held.files.path == left
+    assert (held.files.snapshots / "x").exists()
+    held.close(remove=False)
 
-    other, held = open_node_dir(Path("/runs/other"), 0)
+    other = HeldNodeDir(Path("/runs/other"), 0)
     assert not left.exists()
-    remove(other, held)
+    other.close(remove=True)
 
 
 def test_second_agent_of_a_run_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +68,7 @@ def test_second_agent_of_a_run_is_refused(run: Path, monkeypatch: pytest.MonkeyP
         assert agent.stdout is not None
         agent.stdout.readline()
         with pytest.raises(TorchrelayError, match="another agent of this run is on this node"):
-            open_node_dir(run, 0)
+            HeldNodeDir(run, 0)
 
 
 def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
@@ -83,3 +76,58 @@ def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     root.chmod(0o777)
     with pytest.raises(TorchrelayError, match="not a directory that only you can use"):
         private_directory(tmp_path)
+
+
+def on_a_node_with(mounts: str, code: str) -> "subprocess.CompletedProcess[str]":
+    """Run code as root where these commands have mounted a /dev/shm of its own."""
+    need("unshare", "mount")
+    script = f"{mounts}\nexec {shlex.join([sys.executable, '-c', code])}"
+    return subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+OPEN = """
+from pathlib import Path
+from hpc.core.nodedir import HeldNodeDir, node_dirs
+run = Path("/runs/unusable")
+held = HeldNodeDir(run, 0)
+assert node_dirs(run) == [held.files]
+print(held.files.path.parent, held.problem)
+held.close(remove=True)
+"""
+UNUSABLE = {
+    "planted": (
+        "mount -t tmpfs -o mode=1777 none /dev/shm; mkdir /dev/shm/torchrelay-0; chown 65534 /dev/shm/torchrelay-0",
+        "belongs to nobody",
+    ),
+    "no inodes": ("mount -t tmpfs -o mode=1777,nr_inodes=3 none /dev/shm", "No space left on device"),
+    "read-only": ("mount -t tmpfs -o mode=1777,ro none /dev/shm", "Read-only file system"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_memory_that_cannot_be_used_is_replaced_by_tmp(kind: str) -> None:
+    mounts, reason = UNUSABLE[kind]
+    done = on_a_node_with(mounts, OPEN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("/tmp/torchrelay-0 ")
+    assert reason in done.stdout
+    assert "--stage-dir" not in done.stdout, "that flag changes nothing here"
+
+
+def empty_memory_of(held: HeldNodeDir) -> None:
+    """What systemd does at the user's logout with RemoveIPC=yes, and some clusters' epilogs; here for one run."""
+    subprocess.run(["find", str(held.files.path), "-user", str(os.getuid()), "-delete"], check=True)
+
+
+def test_directory_that_was_emptied_under_its_agent_is_made_again(run: Path) -> None:
+    held = HeldNodeDir(run, 0)
+    assert not held.restore()
+    empty_memory_of(held)
+    assert held.restore()
+    assert not held.restore()
+    assert all(path.is_dir() for path in held.files.directories)
+    HeldNodeDir(Path("/runs/other"), 0).close(remove=True)
+    assert held.files.path.exists(), "its lock is held again"
+    held.close(remove=True)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from hpc.core.errors import UserError
 from hpc.core.files import append_json_line, write_json
 from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
-from hpc.core.nodedir import NodeDir, open_node_dir
+from hpc.core.nodedir import HeldNodeDir, NodeDir
 from hpc.core.rundir import RunDir
 from hpc.drill import __main__ as drill
 from hpc.drill import node_faults
@@ -124,10 +123,9 @@ def spawn() -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture
 def memory(run: RunDir) -> Iterator[NodeDir]:
-    own, held = open_node_dir(run.path, 0)
-    yield own
-    shutil.rmtree(own.path)
-    os.close(held)
+    held = HeldNodeDir(run.path, 0)
+    yield held.files
+    held.close(remove=True)
 
 
 def beat(memory: NodeDir, local_rank: int, rank: int, pid: int, at: float = 1.0) -> None:

@@ -1,6 +1,7 @@
 """Heartbeats: what a node agent reads about a rank, and that a failing heartbeat never hurts it."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,18 @@ def test_a_new_process_takes_over_the_file_of_an_earlier_one(tmp_path: Path) -> 
     for rank in (1, 2):
         Heartbeat(tmp_path / "beat", rank).beat("start")
     assert (read(tmp_path / "beat")["rank"], read(tmp_path / "beat")["count"]) == (2, 1)
+
+
+def test_a_file_that_was_removed_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "node" / "beat"
+    path.parent.mkdir()
+    heartbeat = Heartbeat(path, 3)
+    heartbeat.beat("start")
+    shutil.rmtree(path.parent)
+    heartbeat.beat("load", 7)
+    path.parent.mkdir()
+    heartbeat.beat("step", 8)
+    assert (read(path)["phase"], read(path)["step"]) == ("step", 8)
 
 
 def phases_in(training: Training, path: Path) -> Iterator[str]:
