@@ -1,12 +1,12 @@
 """Finds the newest usable state, and loads it on all ranks. Runs on every rank.
 
-Rank 0 offers the checkpoints, and the first rank of each node its snapshots. The rank that offers the newest state
-reads it and broadcasts it to the others. If it is not usable, it is discarded and the next newest is tried. So one rank
-at a time reads, and no rank needs the storage of another one.
+The candidates are rank 0's checkpoints, and the snapshots of the first rank of each node. The rank that has the newest
+one reads it and broadcasts it to the others. If it is not usable, it is discarded and the next newest is tried. So one
+rank at a time reads, and no rank needs the storage of another one.
 
-If the state is sharded, rank 0 makes all offers. From a checkpoint, which must be on storage that all ranks see, each
-rank reads the parts that it needs. From a snapshot each rank reads its own shards; only snapshots that every rank has
-are offered.
+If the state is sharded, all candidates are rank 0's. From a checkpoint, which must be on storage that all ranks see,
+each rank reads the parts that it needs. From a snapshot each rank reads its own shards; only snapshots that every rank
+has are candidates.
 """
 
 import json
@@ -38,7 +38,7 @@ from training.runtime.run_context import RunContext
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class StateOffer:
+class Candidate:
     """A saved state that a rank can read. Tried first: the newest, and a checkpoint before a snapshot."""
 
     step: int
@@ -61,7 +61,7 @@ class Restorer:
     group: ProcessGroup
     logger: RunLogger
 
-    def restore(self) -> StateOffer | None:
+    def restore(self) -> Candidate | None:
         """Load the newest valid state whose metrics, validation and best model are in the run directory.
 
         All ranks must call this.
@@ -72,15 +72,15 @@ class Restorer:
             SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
             TorchrelayError: the storage cannot be read.
         """
-        directory, offers = snapshot_directory(self.context, self.group), self.offers()
+        directory, candidates = snapshot_directory(self.context, self.group), self.candidates()
         restored = None
         while not restored:
-            newest = self.group.all_gather_object(offers[-1] if offers else None)
-            best: StateOffer | None = max(filter(None, newest), default=None)
+            newest = self.group.all_gather_object(candidates[-1] if candidates else None)
+            best: Candidate | None = max(filter(None, newest), default=None)
             if best is None:
                 break
             if best.rank == self.group.rank:
-                offers.pop()
+                candidates.pop()
             restored = best if self.load(best) else None
         if directory:
             remove_newer(directory, self.state.progress.step)
@@ -93,89 +93,89 @@ class Restorer:
             remove_others(node.snapshots, own if self.state.sharded else full)
         return restored
 
-    def offers(self) -> list[StateOffer]:
-        """What this rank can read, the newest last."""
-        rank, found = self.group.rank, list[StateOffer]()
+    def candidates(self) -> list[Candidate]:
+        """This rank's candidates, the newest last."""
+        rank, found = self.group.rank, list[Candidate]()
         checkpoints = self.context.run_dir.checkpoints if self.group.is_rank_zero else None
         for durable, directory in ((True, checkpoints), (False, snapshot_directory(self.context, self.group))):
             if directory:
                 remove_temporaries(directory, "step-*")
                 paths = list_checkpoints(directory)
-                found += [StateOffer(step=step_of(path), durable=durable, rank=rank, path=path) for path in paths]
+                found += [Candidate(step=step_of(path), durable=durable, rank=rank, path=path) for path in paths]
         if self.state.sharded:
             # Combine only shards of one attempt: two attempts may have had different flags, and then their states of
             # the same step differ.
-            origins = {offer: _step_and_attempt(offer) for offer in found if not offer.durable}
+            origins = {candidate: _step_and_attempt(candidate) for candidate in found if not candidate.durable}
             common = set.intersection(*self.group.all_gather_object(set(origins.values())))
-            usable = [offer for offer in found if offer.durable or origins[offer] in common]
+            usable = [candidate for candidate in found if candidate.durable or origins[candidate] in common]
             found = usable if self.group.is_rank_zero else []
         return sorted(found)
 
-    def is_sharded_snapshot(self, offer: StateOffer) -> bool:
+    def is_sharded_snapshot(self, candidate: Candidate) -> bool:
         """Whether each rank has its shards of the state in its own place."""
-        return self.state.sharded and not offer.durable
+        return self.state.sharded and not candidate.durable
 
-    def load(self, offer: StateOffer) -> bool:
+    def load(self, candidate: Candidate) -> bool:
         """Load a state on all ranks, or discard it if it is not usable."""
-        path, directory = offer.path, snapshot_directory(self.context, self.group)
-        if self.is_sharded_snapshot(offer) and directory:
-            path = checkpoint_path(directory, offer.step)
+        path, directory = candidate.path, snapshot_directory(self.context, self.group)
+        if self.is_sharded_snapshot(candidate) and directory:
+            path = checkpoint_path(directory, candidate.step)
         with self.group.raise_on_all_ranks():
-            files, problem = self.examine(offer, path)
+            files, problem = self.examine(candidate, path)
         problem = next(filter(None, self.group.all_gather_object(problem)), "")
-        values = {} if problem else json.loads(self.group.broadcast_bytes(files.get(STATE_VALUES), offer.rank))
-        if not problem and not offer.durable:
+        values = {} if problem else json.loads(self.group.broadcast_bytes(files.get(STATE_VALUES), candidate.rank))
+        if not problem and not candidate.durable:
             missing = missing_results(values, self.context.run_dir) if self.group.is_rank_zero else ""
             problem = self.group.all_gather_object(missing)[0]
         if problem:
-            self.discard(offer, path, problem)
+            self.discard(candidate, path, problem)
             return False
         if not self.state.sharded:
-            tensors = load(self.group.broadcast_bytes(files.get(STATE_TENSORS), offer.rank))
-        elif offer.durable:
+            tensors = load(self.group.broadcast_bytes(files.get(STATE_TENSORS), candidate.rank))
+        elif candidate.durable:
             tensors = read_shards(path, self.state)
         else:
             tensors = read_own_shards(path, self.state, self.group)
         self.state.load_state_dict(tensors, values)
         return True
 
-    def examine(self, offer: StateOffer, path: Path) -> tuple[dict[str, bytes], str]:
-        """The files of a state, on the rank that offers it, or why it is not usable."""
-        offered_here = offer.rank == self.group.rank
+    def examine(self, candidate: Candidate, path: Path) -> tuple[dict[str, bytes], str]:
+        """The files of a state, on the rank whose candidate it is, or why it is not usable."""
+        is_own = candidate.rank == self.group.rank
         try:
             if self.state.sharded:
                 # Ranks share the check of a checkpoint's files, and read the tensors later.
-                share = (self.group.rank, self.group.world_size) if offer.durable else (0, 1)
+                share = (self.group.rank, self.group.world_size) if candidate.durable else (0, 1)
                 problem = find_damage(path, *share)
-                files = {STATE_VALUES: read_file(path / STATE_VALUES)} if offered_here and not problem else {}
+                files = {STATE_VALUES: read_file(path / STATE_VALUES)} if is_own and not problem else {}
             else:
-                files, problem = _read(path) if offered_here else ({}, "")
+                files, problem = _read(path) if is_own else ({}, "")
             if files:
                 self.state.check_compatible(json.loads(files[STATE_VALUES]), path.name)
         except TorchrelayError as error:
             # If the flags do not fit a checkpoint, stop and tell the user; if they do not fit a snapshot, skip it and
             # try the next state.
-            if offer.durable:
+            if candidate.durable:
                 raise
             return {}, str(error)
         return files, problem
 
-    def discard(self, offer: StateOffer, path: Path, reason: str) -> None:
+    def discard(self, candidate: Candidate, path: Path, reason: str) -> None:
         """Warn, and see to it that no attempt tries this state again."""
-        self.logger.console.warn(f"{offer.source} {path} is not used: {reason}")
+        self.logger.console.warn(f"{candidate.source} {path} is not used: {reason}")
         self.logger.event("checkpoint_rejected", path=str(path), reason=reason)
-        if offer.durable and offer.rank == self.group.rank:
+        if candidate.durable and candidate.rank == self.group.rank:
             reject(path)
-        elif not offer.durable and (offer.rank == self.group.rank or self.is_sharded_snapshot(offer)):
+        elif not candidate.durable and (candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate)):
             remove_directory(path)
 
 
-def _step_and_attempt(offer: StateOffer) -> tuple[int, int]:
+def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
     """Of a snapshot; attempt -1 if it is unreadable."""
     try:
-        return offer.step, json.loads((offer.path / STATE_VALUES).read_bytes())["attempt"]
+        return candidate.step, json.loads((candidate.path / STATE_VALUES).read_bytes())["attempt"]
     except (OSError, ValueError, KeyError):
-        return offer.step, -1
+        return candidate.step, -1
 
 
 def _read(path: Path) -> tuple[dict[str, bytes], str]:
