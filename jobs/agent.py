@@ -5,12 +5,10 @@ Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The he
 to a new job (jobs.ending).
 """
 
-import contextlib
 import os
 import secrets
 import shutil
 import sys
-import threading
 import time
 import traceback
 from contextlib import ExitStack
@@ -31,7 +29,7 @@ from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase
 from jobs.ending import conclude, conclude_failed_agent, save_snapshot, take_over
-from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log
+from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import pick_port
 from jobs.ranks.round import RankSetup, run_round
@@ -41,7 +39,6 @@ from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 600.0
-_ALIVE_SECONDS = 5.0
 _MEET_SECONDS = 30.0
 # A larger clock difference makes the times in events/ misleading.
 _MOST_SKEW_SECONDS = 5.0
@@ -99,7 +96,7 @@ def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) ->
     finished = False
     try:
         if node.allocation.is_head:
-            threading.Thread(target=_keep_alive, args=(node.run,), daemon=True, name="alive").start()
+            send_heartbeats(node.run)
         with ExitStack() as resources:
             exit_code = _Agent(node, held, channel, stop, resources).run()
         finished = True
@@ -126,15 +123,6 @@ def _fail(node: NodeAttempt, channel: ControlChannel, detail: str) -> int:
         return conclude_failed_agent(node, Cause.BAD_NODE, detail)
     channel.close()
     return 0
-
-
-def _keep_alive(run: RunDir) -> None:
-    """Touch the file by which the supervisor knows that the run is alive, as long as this process runs."""
-    while True:
-        # Storage that is full, or not reachable, must not end this process.
-        with contextlib.suppress(OSError):
-            run.alive.touch()
-        time.sleep(_ALIVE_SECONDS)
 
 
 class _Agent:

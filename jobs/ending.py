@@ -14,14 +14,14 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hpc.core.attempts import attempts_of, failures_in_a_row, may_restart_after
 from hpc.core.causes import Cause, Ending, JobState, cause_of, may_restart, must_requeue
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import refresh_nfs_cache
+from hpc.core.files import modified, refresh_nfs_cache
 from hpc.core.nodedir import NodeDir, node_dirs
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
-from jobs.node_attempt import NodeAllocation, NodeAttempt, ask_slurm, log
+from jobs.node_attempt import NodeAllocation, NodeAttempt, ask_slurm, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
@@ -35,8 +35,6 @@ _SLURM_SECONDS = 900.0
 _SPARE_SECONDS = 5.0
 # A single agent that has lost contact may be cut off itself: if there are others, it waits for one to confirm the loss.
 _CONFIRM_SECONDS = 15.0
-# Three calls of Slurm's clients take no longer, each with its timeout.
-_SUCCESSOR_SECONDS = 100.0
 
 
 # --- the head node's agent ---
@@ -162,6 +160,8 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
         return LOCAL_REQUEUE_RETURN_CODE if first else 0
     if not first and not _is_left_undone(node):
         return 0
+    # A large snapshot takes minutes to save; without a heartbeat the supervisor would end this job meanwhile.
+    send_heartbeats(node.run)
     save_snapshot(node, monitor.node_dir)
     if may_restart_after(attempts_of(node.run_events())):
         hand_over(node, [head], [])
@@ -196,12 +196,14 @@ def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
 
 
 def _is_left_undone(node: NodeAttempt) -> bool:
-    """Whether the agent that ended the attempt has died before it started the next one."""
-    deadline = time.monotonic() + _SUCCESSOR_SECONDS
+    """Whether the agent that ended the attempt has died before it started the next one: it sends no heartbeat."""
+    heartbeat, deadline = None, time.monotonic() + relaunch.HANDOVER_SECONDS
     while time.monotonic() < deadline:
         continued = node.events("relaunched") or node.events("requeued")
         if continued or not may_restart_after(attempts_of(node.run_events())):
             return False
+        if (newest := modified(node.run.alive)) != heartbeat:
+            heartbeat, deadline = newest, time.monotonic() + relaunch.HANDOVER_SECONDS
         time.sleep(_POLL_SECONDS)
     return _is_running(node)
 

@@ -4,10 +4,10 @@ Runs on compute nodes.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from threading import Event
 from typing import TypeVar
 
 import submitit
@@ -19,7 +19,7 @@ from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 
-_RETRY_SECONDS = 3.0
+_RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
 _Answer = TypeVar("_Answer")
 
 
@@ -94,7 +94,7 @@ class NodeAttempt:
     allocation: NodeAllocation
     attempt: Attempt
     writer: EventWriter
-    has_unsaved_snapshot: Event = field(default_factory=Event)
+    has_unsaved_snapshot: threading.Event = field(default_factory=threading.Event)
     """Set if the newest snapshot could not be saved, and is in this node's memory alone."""
 
     @property
@@ -128,6 +128,19 @@ def log(text: str) -> None:
     """Print a line to the job's log. A full disk does not interrupt the run."""
     with contextlib.suppress(OSError):
         print(f"torchrelay: {text}", flush=True)
+
+
+def send_heartbeats(run: RunDir) -> None:
+    """Touch, as long as this process runs, the file by which the supervisor knows that the run is alive."""
+
+    def touch() -> None:
+        while True:
+            # Storage that is full, or not reachable, must not end this process.
+            with contextlib.suppress(OSError):
+                run.alive.touch()
+            time.sleep(_ALIVE_SECONDS)
+
+    threading.Thread(target=touch, daemon=True, name="alive").start()
 
 
 def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:

@@ -34,6 +34,9 @@ SMALL_BATCH = ("--batch-size=64", "--lr=0.05")
 # Small steps, each of them logged, far more than any test lets happen.
 LONG = (*PAIR, *SMALL_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
 
+Command = Callable[[str, str], None]
+"""Replaces one of Slurm's commands, by its name, by a shell script with a text."""
+
 
 def need(*programs: str) -> None:
     """Skip a test that cannot run here; where the Slurm tests are required, fail it."""

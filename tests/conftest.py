@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Site, need, tiny_data, what_slurm_holds
+from cluster import Command, Site, need, tiny_data, what_slurm_holds
 
 ROOT = Path(__file__).parents[1]
 USER = "torchrelay-test"
@@ -83,19 +83,29 @@ def shared() -> Iterator[Path]:
 
 
 @pytest.fixture
-def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Slurm's commands, of which squeue is a shell script with the given text."""
+def slurm_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Replaces one of Slurm's commands by a shell script with the given text."""
     programs = tmp_path / "bin"
     programs.mkdir()
     monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
 
+    def write(name: str, script: str) -> None:
+        new = programs / f"{name}.new"
+        new.write_text(f"#!/bin/sh\n{script}\n")
+        new.chmod(0o755)
+        new.replace(programs / name)
+
+    return write
+
+
+@pytest.fixture
+def squeue(slurm_command: Command) -> Callable[[str], None]:
+    """Slurm's commands, of which squeue is a shell script with the given text."""
+
     def write(script: str) -> None:
         for name in ("sbatch", "squeue"):
-            new = programs / f"{name}.new"
-            new.write_text(f"#!/bin/sh\n{script}\n")
-            new.chmod(0o755)
-            new.replace(programs / name)
+            slurm_command(name, script)
 
     return write
 

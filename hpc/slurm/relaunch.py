@@ -22,7 +22,7 @@ from hpc.core.files import (
     storage_time,
     write_exclusive,
 )
-from hpc.core.kernel import start_time
+from hpc.core.kernel import is_alive, start_time
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
@@ -31,6 +31,8 @@ from hpc.spec import RunSpec
 
 # By then a failed node has probably been rebooted or repaired.
 _EXCLUDE_SECONDS = 6 * 3600.0
+HANDOVER_SECONDS = 100.0
+"""A handover, by an agent or a supervisor, takes at most three calls of Slurm's commands, with their timeouts."""
 
 
 def record_end(run: RunDir, attempt: int, **fields: object) -> bool:
@@ -85,11 +87,27 @@ def last_step(run: RunDir) -> int | None:
     return None if record is None else record.get("step")
 
 
-def claim_next_job(run: RunDir, attempt: int, seen: Iterable[Event]) -> bool:
-    """Claim the submission of the job after an attempt; False if another agent or supervisor has it.
+def unfinished_handover(events: Iterable[Event], attempt: int) -> Event | None:
+    """The newest claim of the job after an attempt, if that job has not been recorded."""
+    kinds = {"relaunching", "relaunched", "requeued"}
+    own = [event for event in events if event["event"] in kinds and event.get("attempt") == attempt]
+    return own[-1] if own and own[-1]["event"] == "relaunching" else None
+
+
+def handover_deadline(claim: Event | None) -> float:
+    """Until then the process that made a claim should be left to finish; 0 if it died."""
+    if claim is None or (claim["host"] == socket.gethostname() and not is_alive(claim["pid"], claim["started"])):
+        return 0.0
+    return float(claim["time"]) + HANDOVER_SECONDS
+
+
+def claim_next_job(run: RunDir, attempt: int, seen: Sequence[Event]) -> bool:
+    """Claim the submission of the job after an attempt; False if another agent or supervisor is at it.
 
     Of the processes that have seen the same events, on which their decision rests, one creates the file.
     """
+    if time.time() < handover_deadline(unfinished_handover(seen, attempt)):
+        return False
     number = sum(event["event"] == "relaunching" for event in seen) + 1
     pid = os.getpid()
     event = ledger.record("relaunching", attempt=attempt, host=socket.gethostname(), pid=pid, started=start_time(pid))

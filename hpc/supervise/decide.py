@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpc.core.causes import Cause, JobState
+from hpc.slurm.relaunch import HANDOVER_SECONDS
 from hpc.slurm.squeue import SlurmJob
-from hpc.supervise.observe import HANDOVER_SECONDS, RunObservation
+from hpc.supervise.observe import RunObservation
 
 # The head node's agent sends a heartbeat every few seconds; storage that fails over is silent for a minute.
 STALE_SECONDS = 60.0

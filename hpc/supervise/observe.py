@@ -1,7 +1,6 @@
 """What the supervisor knows of each run: its directory, its jobs, the heartbeats of its agents. On the login node."""
 
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +9,10 @@ from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id, may_restart_after
 from hpc.core.causes import JobState
 from hpc.core.files import modified
-from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
+from hpc.slurm import relaunch
 from hpc.slurm.squeue import SlurmJob
-
-# A handover, by an agent or a supervisor, takes at most three calls of Slurm's commands, with their timeouts.
-HANDOVER_SECONDS = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +90,10 @@ class RunObservation:
     @property
     def silent_seconds(self) -> float:
         """Time since the last heartbeat of the last attempt's agents."""
-        started = self.last.started if self.last else self.now
-        return self.now - (started if self.heartbeat_at is None else self.heartbeat_at)
+        # Just after a claim, the heartbeat is that of the attempt before. A clock that is ahead claims in the future.
+        started = self.last.started if self.last and self.last.started <= self.now else None
+        known = [at for at in (started, self.heartbeat_at) if at is not None]
+        return self.now - max(known, default=self.now)
 
     def made_last_attempt(self, job: SlurmJob) -> bool:
         """Whether this start of a job, by its number of restarts, made the last attempt."""
@@ -125,9 +123,7 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
     own = [event for event in events if event.get("attempt") == (attempts[-1].attempt if attempts else 0)]
     queued = [event["time"] for event in own if event["event"] in {"requeued", "relaunched"}]
     released = [event["time"] for event in own if event["event"] == "released"]
-    claims = [event for event in own if event["event"] == "relaunching"]
-    claim = claims[-1] if claims and claims[-1]["time"] > max(queued, default=0.0) else None
-    died = claim and claim["host"] == socket.gethostname() and not is_alive(claim["pid"], claim["started"])
+    claim = relaunch.unfinished_handover(events, attempts[-1].attempt if attempts else 0)
     excluded = [event["excluded"] for event in events if event["event"] in {"relaunched", "excluded"}]
     known = RunObservation(
         complete=complete,
@@ -140,7 +136,7 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         queued_jobs=len(queued),
         handed_over_at=max([*queued, *released], default=None),
         handover_unfinished=claim is not None,
-        handover_deadline=claim["time"] + HANDOVER_SECONDS if claim and not died else 0.0,
+        handover_deadline=relaunch.handover_deadline(claim),
         excluded=excluded[-1] if excluded else (),
         now=now,
     )

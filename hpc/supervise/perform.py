@@ -1,9 +1,12 @@
 """Performs a decision of the supervisor; may be interrupted at any point and repeated. Runs on the login node."""
 
+import contextlib
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpc.core import ledger
@@ -28,7 +31,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
     An OSError if the run directory was deleted, or its storage is full.
     """
     run, job_id = observed.run, decision.job_id
-    if decision.action in STARTS and str(run.path) not in run.script.read_text(encoding="utf-8"):
+    if decision.action in STARTS and not _names(run.script, run.path):
         # Its jobs would train the run that it was copied from.
         raise TorchrelayError(f"{run.script} belongs to another run directory: is this one a copy, or was it moved?")
     match decision.action:
@@ -48,6 +51,15 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
             _record_missing_end(observed, decision)
         case Action.RECORD:
             _record_event(observed, "scancelled", job_id=last_job_id(observed.events))
+
+
+def _names(script: Path, path: Path) -> bool:
+    """Whether a path is a word of a script: quotes and blanks in it are quoted there."""
+    for line in script.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # a comment may have half a quotation
+            if str(path) in shlex.split(line):
+                return True
+    return False
 
 
 def _record_event(observed: ObservedRun, event: str, **fields: Any) -> None:

@@ -2,10 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cluster import Command
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of
@@ -17,22 +17,6 @@ from jobs import claim, node_attempt
 from jobs.node_attempt import NodeAllocation
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
-Command = Callable[[str, str], None]
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Defines one of Slurm's commands by the text of a shell script."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
-
-    def write(name: str, script: str) -> None:
-        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
-        (programs / name).chmod(0o755)
-
-    write("sinfo", "echo 'gpu01|idle'")
-    return write
 
 
 def run_with_a_lost_attempt(tmp_path: Path, cluster: Cluster, began: float) -> RunDir:
@@ -70,11 +54,11 @@ def test_heartbeat_of_the_attempt_before_is_none_of_a_lost_one(tmp_path: Path) -
 
 
 def test_controller_that_is_away_is_waited_for(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
-    command("squeue", f"test -e {tmp_path}/back && exit 0; touch {tmp_path}/back; {AWAY}")
-    command("sinfo", "echo 'gpu01|down'")
+    slurm_command("sinfo", "echo 'gpu01|down'")
+    slurm_command("squeue", f"test -e {tmp_path}/back && exit 0; touch {tmp_path}/back; {AWAY}")
     monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.1)
     assert claim.claim_next(run, allocation("slurm"), 1, "m").attempt == 2
     lost = attempts_of(ledger.read(run.events))[0]
@@ -82,17 +66,17 @@ def test_controller_that_is_away_is_waited_for(
 
 
 def test_controller_that_stays_away_is_an_error(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
-    command("squeue", AWAY)
+    slurm_command("squeue", AWAY)
     monkeypatch.setattr(claim, "_CONTROLLER_SECONDS", 0.0)
     with pytest.raises(TorchrelayError, match="Unable to contact"):
         claim.claim_next(run, allocation("slurm"), 1, "m")
 
 
-def test_job_of_the_run_that_runs_is_not_waited_for(tmp_path: Path, command: Command) -> None:
+def test_job_of_the_run_that_runs_is_not_waited_for(tmp_path: Path, slurm_command: Command) -> None:
     run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
-    command("squeue", f"echo '7|RUNNING|None|gpu01|0|N/A|N/A|{run.script}|'")
+    slurm_command("squeue", f"echo '7|RUNNING|None|gpu01|0|N/A|N/A|{run.script}|'")
     with pytest.raises(TorchrelayError, match="is running in job 7"):
         claim.claim_next(run, allocation("slurm"), 1, "m")

@@ -1,7 +1,26 @@
-"""Which agent may take over from a head node that is lost to it."""
+"""Which agent may take over from a head node that is lost to it, and that it is left to finish."""
 
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cluster import Command
+
+from hpc.core import ledger
+from hpc.core.attempts import attempts_of
+from hpc.core.files import append_json_line
+from hpc.core.nodedir import NodeDir
+from hpc.core.rundir import RunDir
+from hpc.slurm import relaunch
+from hpc.spec import Resources, RunSpec
+from jobs import ending, node_attempt
+from jobs.claim import event_file
 from jobs.ending import head_is_lost
-from jobs.node_attempt import NodeAllocation
+from jobs.node_attempt import NodeAllocation, NodeAttempt
 
 
 def allocation(node_rank: int, nodes: int) -> NodeAllocation:
@@ -22,3 +41,73 @@ def test_one_of_several_waits_for_a_second_report() -> None:
 def test_agent_that_is_cut_off_leaves() -> None:
     assert head_is_lost(["gpu01", "gpu03"], allocation(2, 3)) is False
     assert head_is_lost(["gpu02", "gpu01"], allocation(1, 2)) is False
+
+
+@pytest.fixture
+def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
+    """The only agent that is left of two; the head node's has sent no heartbeat for minutes."""
+    run = RunDir(tmp_path / "r")
+    run.events.mkdir(parents=True)
+    spec = RunSpec(
+        name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(nodes="2"), script=("a",)
+    )
+    spec.save(run)
+    run.script.touch()
+    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01", "gpu02"]}
+    append_json_line(event_file(run, 1, 0).path, ledger.record("claimed", **claimed))
+    run.alive.touch()
+    os.utime(run.alive, (time.time() - 200,) * 2)
+    slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-02]|0|N/A|N/A|{run.script}|'")
+    slurm_command("sinfo", "exit 0")
+    slurm_command("scancel", f'echo "$@" >> {tmp_path}/cancelled')
+    monkeypatch.setattr(node_attempt, "_ALIVE_SECONDS", 0.05)
+    return NodeAttempt(
+        run=run, spec=spec, allocation=allocation(1, 2), attempt=attempts_of(ledger.read(run.events))[0],
+        writer=event_file(run, 1, 1),
+    )  # fmt: skip
+
+
+def take_over(node: NodeAttempt) -> int:
+    """What an agent does that has lost contact with its head node, and has no snapshot."""
+    channel: Any = SimpleNamespace(silent_seconds=6.0, directive=SimpleNamespace(members=(0, 1)))
+    monitor: Any = SimpleNamespace(last_step=5, node_dir=NodeDir(node.run.path / "memory"))
+    return ending.take_over(node, channel, monitor)
+
+
+def test_agent_that_takes_over_sends_heartbeats(survivor: NodeAttempt, tmp_path: Path, slurm_command: Command) -> None:
+    """Whatever takes it long: here it is sbatch, which answers once it has seen a heartbeat."""
+    alive, asked = survivor.run.alive, tmp_path / "asked"
+    slurm_command("sbatch", f"touch {asked}; until [ {alive} -nt {asked} ]; do sleep 0.1; done; echo 8")
+    assert take_over(survivor) == 0
+    assert [event["job_id"] for event in survivor.events("relaunched")] == ["8"]
+    assert (tmp_path / "cancelled").read_text() == "7\n"
+
+
+def test_agent_that_takes_over_is_left_to_finish_while_it_lives(
+    survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relaunch, "HANDOVER_SECONDS", 0.5)
+    assert ending.record_end(survivor, cause="node_failure", step=None)
+
+    def other() -> None:
+        for _ in range(20):
+            time.sleep(0.1)
+            survivor.run.alive.touch()
+        survivor.record_event("relaunched", job_id="8", old_job_id="7", excluded=[])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert take_over(survivor) == 0
+    assert not survivor.events("relaunching"), "it leaves the next job to the other one"
+    thread.join()
+    assert survivor.events("relaunched")
+
+
+def test_agent_that_died_while_it_took_over_has_a_successor(
+    survivor: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relaunch, "HANDOVER_SECONDS", 0.3)
+    slurm_command("sbatch", "echo 8")
+    assert ending.record_end(survivor, cause="node_failure", step=None)
+    assert take_over(survivor) == 0
+    assert [event["job_id"] for event in survivor.events("relaunched")] == ["8"]

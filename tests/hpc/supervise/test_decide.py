@@ -55,6 +55,9 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("starts", {"jobs": [job(JobState.RUNNING, started=NOW - 5)]}, Action.KEEP, "is starting"),
     ("runs", {"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW - 4}, Action.KEEP, "is running"),
     ("began a moment ago", {"jobs": [RUNNING], "attempts": [attempt(started=NOW - 3)]}, Action.KEEP, "is running"),
+    ("has just claimed; the last heartbeat is that of the attempt before",
+     {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST), attempt(attempt=2, started=NOW - 3)],
+      "heartbeat_at": NOW - 300}, Action.KEEP, "is running"),
     ("hands over", {"jobs": [RUNNING], "attempts": [attempt(Cause.NODE_FAILURE)]}, Action.KEEP, "ending"),
     ("ends", {"jobs": [ENDING], "attempts": [attempt(Cause.PREEMPTED)]}, Action.KEEP, "ending"),
     ("in no known state", {"jobs": [job(JobState.UNKNOWN)]}, Action.KEEP, "unknown state"),
@@ -81,6 +84,8 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     # Nothing works in the job's nodes.
     ("silent", {"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW - 75}, Action.RELAUNCH, "75 s"),
     ("silent from the first moment", {"jobs": [RUNNING], "attempts": [attempt()]}, Action.RELAUNCH, "900 s"),
+    ("silent, and its node's clock was ahead", {"jobs": [RUNNING], "attempts": [attempt(started=NOW + 500)],
+      "heartbeat_at": NOW - 75}, Action.RELAUNCH, "75 s"),
     ("its agents never came", {"jobs": [RUNNING]}, Action.RELAUNCH, "not started within 900 s"),
     ("a restart whose agents never came", {"jobs": [replace(RUNNING, restarts=1)], "attempts": [attempt(Cause.LOST)]},
      Action.RELAUNCH, "not started"),
