@@ -199,7 +199,7 @@ class _Agent:
 
     def _leave(self, channel: ControlClient) -> int:
         """On another node than the head: end this node's part, or take over if the head is lost."""
-        if channel.head_is_lost and not channel.directive.over:
+        if channel.head_is_silent and not channel.directive.over:
             return take_over(self._node, channel, self._monitor)
         is_first_member = channel.directive.members[:1] == (self._node.allocation.node_rank,)
         if is_first_member and not self._node.run.final_result.exists():

@@ -69,7 +69,7 @@ def _start(target: Callable[..., None], name: str, *arguments: object) -> thread
 class ControlServer:
     """The head node's end: the last status of every node, and the directive for all."""
 
-    head_is_lost = False
+    head_is_silent = False
     clock_skew_seconds = 0.0
 
     def __init__(self, nonce: str, port: int = 0) -> None:
@@ -151,7 +151,7 @@ class ControlClient:
         return self._clock.seconds
 
     @property
-    def head_is_lost(self) -> bool:
+    def head_is_silent(self) -> bool:
         """Whether the head node's agent has been silent for too long."""
         return self.met.is_set() and self.silent_seconds > LOST_SECONDS
 

@@ -134,7 +134,7 @@ class NodeMonitor:
     @property
     def must_leave(self) -> bool:
         """Whether to end what this node does: a stop request, the end of the attempt, or a lost head node."""
-        return bool(self._stop) or self._channel.directive.over or self._channel.head_is_lost
+        return bool(self._stop) or self._channel.directive.over or self._channel.head_is_silent
 
     def begin_round(self, number: int, *, ours: bool) -> None:
         """As `LocalRanks.begin`."""

@@ -55,7 +55,7 @@ def run_round(
         while torchrun.exit_code is None:
             monitor.poll()
             now = channel.directive
-            if now.over or now.round != directive.round or channel.head_is_lost:
+            if now.over or now.round != directive.round or channel.head_is_silent:
                 return None
             if now.abort_count > abort_count:
                 abort_count = now.abort_count
