@@ -138,6 +138,8 @@ class RunSpec:
     """A directory on each node's own disk."""
     stage_keep: str = "7d"
     """How long an unused copy there is kept."""
+    stage_timeout: str = "5m"
+    """How long a node may get nothing of the data before it is left out."""
     pack: int | None = None
     """Side in pixels of the packed images that the nodes train from; None: they do not pack."""
     stage_env: str | None = None
@@ -162,6 +164,11 @@ class RunSpec:
         if self.recovery.stop_lead is not None:
             return duration_seconds("--stop-lead", self.recovery.stop_lead)
         return stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
+
+    @property
+    def stage_timeout_seconds(self) -> int:
+        """`stage_timeout` in seconds."""
+        return duration_seconds("--stage-timeout", self.stage_timeout)
 
     def save(self, run: RunDir) -> None:
         """Write `spec.json`."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core.causes import Cause
-from hpc.core.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError, UnfitNodeError
 from hpc.core.nodedir import DEV_SHM, HeldNodeDir
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
@@ -27,7 +27,7 @@ from hpc.staging.copy_progress import StagingStopped
 from jobs import claim
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
-from jobs.control.messages import Directive, NodeStatus, Phase
+from jobs.control.messages import OVER, Directive, NodeStatus, Phase
 from jobs.ending import conclude, conclude_failed_agent, save_snapshot, take_over
 from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
@@ -68,7 +68,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     channel: ControlChannel
     if allocation.is_head:
         nonce = secrets.token_hex(16)
-        channel = ControlServer(nonce)
+        channel = ControlServer(nonce, timeout_seconds=spec.stage_timeout_seconds)
         try:
             attempt = claim.claim_next(run, allocation, channel.port, nonce)
         except Exception as error:
@@ -79,7 +79,8 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         if joined is None:
             return 0
         attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
-        channel = ControlClient(allocation.head, attempt.port, attempt.nonce, status)
+        address = allocation.head, attempt.port
+        channel = ControlClient(*address, attempt.nonce, status, timeout_seconds=spec.stage_timeout_seconds)
     writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
     try:
@@ -165,9 +166,12 @@ class _Agent:
         except StagingStopped:
             return
         except (TorchrelayError, OSError) as error:
-            self._node.record_event("node_failed", node=self._node.host, detail=str(error))
+            # First: the mount that hangs may be that of the run directory, too.
+            unfit = isinstance(error, UnfitNodeError)
+            self._channel.report(phase=Phase.UNFIT if unfit else Phase.FAILED, detail=str(error))
+            cause = Cause.BAD_NODE if unfit else Cause.CRASHED
+            self._node.record_event("node_failed", node=self._node.host, cause=cause, detail=str(error))
             log(str(error))
-            self._channel.report(phase=Phase.FAILED, detail=str(error))
 
     def _record_joined(self) -> None:
         """Meet the head node's agent, and record what this node has."""
@@ -205,8 +209,8 @@ class _Agent:
         if is_first_member and not self._node.run.final_result.exists():
             # The head node, which takes no part in the round, has none.
             save_snapshot(self._node, self._monitor.node_dir)
-        failed = channel.status.phase is Phase.FAILED
-        channel.report(phase=Phase.FAILED if failed else Phase.LEFT, heartbeats=())
+        phase = channel.status.phase
+        channel.report(phase=phase if phase in OVER else Phase.LEFT, heartbeats=())
         channel.close()
         return 0
 

@@ -4,12 +4,39 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpc.staging.stager import Staged, Stager
 
 ROOT = Path(__file__).parents[1]
+# A file system of FUSE whose server never answers: whoever asks it waits in the kernel (state D), as behind a dead NFS
+# server. It ends with the process.
+HANG = """
+import ctypes, os, sys
+device = os.open("/dev/fuse", os.O_RDWR)
+options = f"fd={device},rootmode=40000,user_id=0,group_id=0".encode()
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.mount(b"hangs", os.fsencode(sys.argv[1]), b"fuse", 0, options):
+    raise OSError(ctypes.get_errno(), "mount")
+print("mounted", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def hanging(path: Path, *inside: str) -> Iterator[None]:
+    """A directory whose mount hangs; `inside`: the words before a command that run it where it is mounted."""
+    command = [*inside, sys.executable, "-S", "-c", HANG, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "mounted\n"
+        try:
+            yield
+        finally:
+            subprocess.run([*inside, "umount", "--lazy", str(path)], check=True)
+            server.kill()
 
 
 def stage(source: Path, stage_dir: Path) -> Staged:

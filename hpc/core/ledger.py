@@ -14,7 +14,7 @@ that are known):
 | staged | every agent | node source and the fields of hpc.staging.stager.Staged |
 | packed | every agent, with --pack | node path seconds |
 | environment | every agent, with --stage-env | node python seconds fallback (why the shared environment is used) |
-| node_failed | the agent that failed | node detail |
+| node_failed | the agent that failed | node cause detail |
 | memory_emptied | an agent whose directory in memory was removed, and made again | node detail |
 | rendezvous | head node's agent | round port members (node ranks) |
 | checked | head node's agent: the preflight before a user's script passed | nodes (names) |

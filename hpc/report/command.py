@@ -14,6 +14,7 @@ def submit_command(spec: RunSpec) -> list[str]:
     flags += [*(_changed(spec.train) if spec.train else []), *_changed(spec.resources), *_changed(spec.recovery)]
     flags += [f"--stage-dir={spec.stage_dir}"] if spec.stage_dir != "/tmp" else []  # noqa: S108 - submit's default
     flags += [f"--stage-keep={spec.stage_keep}"] if spec.stage_keep != "7d" else []
+    flags += [f"--stage-timeout={spec.stage_timeout}"] if spec.stage_timeout != "5m" else []
     flags += [] if spec.pack is None else ["--pack=on", f"--pack-size={spec.pack}"]
     flags += ["--stage-env"] if spec.stage_env else []
     script = ["--", *spec.script] if spec.script else []

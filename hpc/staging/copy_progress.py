@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 _POLL_SECONDS, _JOIN_SECONDS = 0.05, 5.0
+# Who has not asked for this long did not run: the job was suspended, and its storage with it.
+_SUSPENDED_SECONDS = 2.0
 # Processes that wait for this one's copy see a heartbeat this often.
 _HEARTBEAT_SECONDS = 5.0
 _Result = TypeVar("_Result")
@@ -15,6 +17,10 @@ _Result = TypeVar("_Result")
 
 class StagingStopped(Exception):  # noqa: N818 - a request, not an error
     """Staging was asked to stop. Its partial copy is never used; the next staging removes it."""
+
+
+class NoProgressError(Exception):
+    """Storage has answered nothing for too long. A thread that waits for it in the kernel cannot be ended."""
 
 
 def stop_if(stop: bool) -> None:
@@ -41,17 +47,35 @@ Watch = Callable[[CopyProgress | None], bool]
 class CancellableWait:
     """Waits of one staging: for other nodes, other processes, or storage that may hang."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, timeout_seconds: float = float("inf")) -> None:
+        """`timeout_seconds`: how long the storage may make no progress."""
         self._watch, self._heartbeat_at = watch, 0.0
+        self._timeout_seconds = timeout_seconds
+        self._done: int | None = None
+        self._asked_at = self._advanced_at = time.monotonic()
         self.heartbeat: Callable[[], None] | None = None
         """Called every few seconds while this process makes a copy that others may wait for."""
 
-    def update(self, progress: CopyProgress | None) -> bool:
-        """Report the progress and send the heartbeat. Returns whether to stop."""
+    def update(self, progress: CopyProgress | None, done: int | None = None) -> bool:
+        """Report the progress and send the heartbeat. Returns whether to stop.
+
+        `done` is what the storage has done, by default the bytes of the progress; None: nothing is asked of it.
+
+        Raises:
+            NoProgressError: it has been the same for too long.
+        """
+        self._check_progress(progress.bytes_done if progress else done)
         if self.heartbeat is not None and time.monotonic() - self._heartbeat_at > _HEARTBEAT_SECONDS:
             self._heartbeat_at = time.monotonic()
             self.heartbeat()
         return self._watch(progress)
+
+    def _check_progress(self, done: int | None) -> None:
+        before, self._asked_at = self._asked_at, time.monotonic()
+        if done is None or done != self._done or self._asked_at - before > _SUSPENDED_SECONDS:
+            self._done, self._advanced_at = done, self._asked_at
+        elif self._asked_at - self._advanced_at > self._timeout_seconds:
+            raise NoProgressError
 
     def stopped(self) -> bool:
         """Whether to stop."""
@@ -67,6 +91,7 @@ class CancellableWait:
         work: Callable[[], _Result],
         progress: Callable[[], CopyProgress | None] = lambda: None,
         cancel: threading.Event | None = None,
+        done: Callable[[], int | None] = lambda: None,
     ) -> _Result:
         """Run a blocking call in a thread, because storage or the network may hang, and wait for it.
 
@@ -74,9 +99,11 @@ class CancellableWait:
             work: the call.
             progress: its progress.
             cancel: set when staging is asked to stop; the thread then has some seconds to end before it is abandoned.
+            done: what the storage has done, as in `update`.
 
         Raises:
             StagingStopped: staging was asked to stop.
+            NoProgressError: the storage hangs.
         """
         future = Future[_Result]()
 
@@ -90,7 +117,7 @@ class CancellableWait:
         thread.start()
         try:
             while thread.is_alive():
-                stop_if(self.update(progress()))
+                stop_if(self.update(progress(), done()))
                 thread.join(_POLL_SECONDS)
         except BaseException:
             if cancel is not None:

@@ -167,25 +167,9 @@ def inside_name(name: str) -> str:
     return str(path)
 
 
-def list_source(source: Path, stopped: Callable[[], bool] = lambda: False) -> SourceListing:
-    """List every file of a directory, following symlinks, or one archive.
-
-    Raises:
-        StagingStopped: `stopped` returned true.
-        TorchrelayError: the source does not exist, or contains what cannot be copied.
-    """
-    try:
-        if is_archive(source):
-            return SourceListing(source=source, files=(_file(source.name, source),))
-        if not source.is_dir():
-            raise TorchrelayError(f"{source} does not exist on this node: put the data on shared storage")
-        walk = _Walk(source)
-        walk.run(stopped)
-    except OSError as error:
-        raise TorchrelayError(
-            f"{error.filename} cannot be listed ({error.strerror}): restore it, remove it, or give data without it"
-        ) from error
-    return SourceListing(source=source, files=tuple(sorted(walk.files)), directories=tuple(sorted(walk.directories)))
+def list_source(source: Path) -> SourceListing:
+    """List every file of a directory, following symlinks, or one archive. Raises TorchrelayError as `SourceWalk`."""
+    return SourceWalk(source).run()
 
 
 class _Directory(NamedTuple):
@@ -194,25 +178,51 @@ class _Directory(NamedTuple):
     """Device and inode of each directory above it."""
 
 
-class _Walk:
-    """Lists several directories at a time, in threads that can be abandoned: storage may hang."""
+class SourceWalk:
+    """Lists a source, several directories at a time."""
 
     def __init__(self, source: Path) -> None:
         self._source = source
-        self.files, self.directories = list[SourceFile](), list[str]()
+        self._files, self._directories = list[SourceFile](), list[str]()
         self._queue: queue.Queue[_Directory] = queue.Queue()
         self._errors = list[BaseException]()
         self._ended = threading.Event()
+        self.cancelled = threading.Event()
+        """Set it to end the walk."""
 
-    def run(self, stopped: Callable[[], bool]) -> None:
-        """List everything."""
+    def count(self) -> int:
+        """How many files and directories it has found so far."""
+        return len(self._files) + len(self._directories)
+
+    def run(self) -> SourceListing:
+        """List everything. It waits for storage that hangs: call it in a thread that can be abandoned.
+
+        Raises:
+            StagingStopped: it was cancelled.
+            TorchrelayError: the source does not exist, or contains what cannot be copied.
+        """
+        source = self._source
+        try:
+            if is_archive(source):
+                return SourceListing(source=source, files=(_file(source.name, source),))
+            if not source.is_dir():
+                raise TorchrelayError(f"{source} does not exist on this node: put the data on shared storage")
+            self._walk()
+        except OSError as error:
+            raise TorchrelayError(
+                f"{error.filename} cannot be listed ({error.strerror}): restore it, remove it, or give data without it"
+            ) from error
+        files, directories = tuple(sorted(self._files)), tuple(sorted(self._directories))
+        return SourceListing(source=source, files=files, directories=directories)
+
+    def _walk(self) -> None:
         self._queue.put(_Directory("", ()))
         for _ in range(_LISTING_THREADS):
             threading.Thread(target=self._work, daemon=True, name="stage-list").start()
         done = self._queue.all_tasks_done
         try:
             while self._queue.unfinished_tasks and not self._errors:
-                stop_if(stopped())
+                stop_if(self.cancelled.is_set())
                 with done:
                     done.wait_for(lambda: not self._queue.unfinished_tasks, _POLL_SECONDS)
         finally:
@@ -245,10 +255,10 @@ class _Walk:
                     break
                 name = os.path.join(directory.name, entry.name)  # noqa: PTH118 - a million of them
                 if entry.is_dir():
-                    self.directories.append(name)
+                    self._directories.append(name)
                     self._queue.put(_Directory(name, ancestors))
                 else:
-                    self.files.append(_file(name, entry))
+                    self._files.append(_file(name, entry))
 
 
 def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:

@@ -5,18 +5,19 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from hpc.core.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError, UnfitNodeError
 from hpc.staging.archive import unpack
 from hpc.staging.coordination import Address, CacheStatus, StagingGroup
 from hpc.staging.copy import Copy, CopyStats, checksums_by_batch, copied_files
-from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
+from hpc.staging.copy_progress import CancellableWait, CopyProgress, NoProgressError, Watch
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
-from hpc.staging.source import SourceListing, absolute, check_unchanged, list_source
+from hpc.staging.source import SourceListing, SourceWalk, absolute, check_unchanged
 from hpc.staging.store import (
     CacheEntry,
     CopiedFile,
@@ -81,6 +82,7 @@ class Stager:
         group: StagingGroup | None = None,
         watch: Watch = lambda _: False,
         keep_seconds: float = float("inf"),
+        timeout_seconds: float = float("inf"),
     ) -> None:
         """Prepare.
 
@@ -89,9 +91,11 @@ class Stager:
             group: the nodes of the job; by default this one alone.
             watch: receives the progress several times a second, and returns whether to stop.
             keep_seconds: copies that were not used for this long are deleted; with 0, this one too when it is closed.
+            timeout_seconds: how long reading the source may make no progress.
         """
         self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
-        self._group, self._wait = group or StagingGroup(), CancellableWait(watch)
+        self._group, self._wait = group or StagingGroup(), CancellableWait(watch, timeout_seconds)
+        self._timeout_seconds = timeout_seconds
         self._held = ExitStack()
         self._server: PeerServer | None = None
         self._archive: Path | None = None
@@ -113,21 +117,21 @@ class Stager:
 
         Raises:
             StagingStopped: `watch` returned true.
+            UnfitNodeError: this node reads nothing from the source: its mount hangs.
             TorchrelayError: the source cannot be read, or the cache directory is not safe to use.
         """
         began = time.monotonic()
         if self._group.nonce:
             self._server = PeerServer(self._group.nonce)
             self._held.callback(self._server.close)
-        listing = self._find_listing(absolute(source))
         try:
-            staged = self._find_or_copy(listing, read_all=read_all)
-        except StalledError as error:
-            staged = self._read_in_place(listing, str(error))
-        except OSError as error:
-            if error.errno not in _DISK_FULL:
-                raise
-            staged = self._read_in_place(listing, f"the disk of {self._stage_dir} filled up during the copy")
+            staged = self._list_and_copy(absolute(source), read_all=read_all)
+        except NoProgressError:
+            raise UnfitNodeError(
+                f"{os.uname().nodename} has got nothing of {source} for {self._timeout_seconds:.0f} s: its mount there "
+                f"or the disk of {self._stage_dir} hangs; leave that node out with --exclude, or wait longer with "
+                "--stage-timeout"
+            ) from None
         return replace(
             staged,
             seconds=time.monotonic() - began,
@@ -135,6 +139,17 @@ class Stager:
             evicted=tuple(self._evicted),
             in_memory=is_memory(self._stage_dir) and staged.in_place is None,
         )
+
+    def _list_and_copy(self, source: Path, *, read_all: bool) -> Staged:
+        listing = self._find_listing(source)
+        try:
+            return self._find_or_copy(listing, read_all=read_all)
+        except StalledError as error:
+            return self._read_in_place(listing, str(error))
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            return self._read_in_place(listing, f"the disk of {self._stage_dir} filled up during the copy")
 
     @property
     def _port(self) -> int:
@@ -149,7 +164,8 @@ class Stager:
                 return self._fetch_listing(source)
             except PeerError as error:
                 self._notes.append(str(error))
-        listing = list_source(source, self._wait.stopped)
+        walk = SourceWalk(source)
+        listing = self._wait.run_in_thread(walk.run, cancel=walk.cancelled, done=walk.count)
         if self._group.is_head:
             if self._server:
                 self._server.listings[listing.version] = listing.pack()
@@ -233,10 +249,17 @@ class Stager:
         self, entry: CacheEntry, listing: SourceListing, manifest: Manifest | None, damaged: list[str] | None
     ) -> Staged:
         """Make a copy, or repair the damaged files of one (None: everything)."""
-        entry.store.remove_partials(entry.name)
-        self._evicted += entry.store.delete_unused(self._keep_seconds)
-        evicted, shortage = entry.store.make_room(*_needed(listing, damaged, copies_archive=self._group.has_peers))
-        self._evicted += evicted
+
+        def make_room() -> str | None:
+            entry.store.remove_partials(entry.name)
+            self._evicted += entry.store.delete_unused(self._keep_seconds)
+            needed = _needed(listing, damaged, copies_archive=self._group.has_peers)
+            evicted, shortage = entry.store.make_room(*needed)
+            self._evicted += evicted
+            return shortage
+
+        # Deleting a million files takes minutes.
+        shortage = self._wait.run_in_thread(make_room)
         if shortage:
             return self._read_in_place(listing, shortage)
         partial = entry.new_partial()
@@ -308,15 +331,10 @@ class Stager:
         def check() -> None:
             check_unchanged(str(listing.source), listing.source.stat(), (file.size, file.modified_ns))
 
-        try:
-            files = self._unpack(listing.source, partial / "data")
-        except TorchrelayError:
-            check()  # a change explains the damage
-            raise
-        check()
-        return CopyStats(from_source=file.size), files
+        return CopyStats(from_source=file.size), self._unpack(listing.source, partial / "data", check)
 
-    def _unpack(self, archive: Path, target: Path) -> tuple[CopiedFile, ...]:
+    def _unpack(self, archive: Path, target: Path, check: Callable[[], None] = lambda: None) -> tuple[CopiedFile, ...]:
+        """Unpack, and `check` the archive afterwards."""
         began, cancel, bytes_done = time.monotonic(), threading.Event(), 0
 
         def update(count: int) -> bool:
@@ -324,8 +342,14 @@ class Stager:
             bytes_done = count
             return cancel.is_set()
 
+        def work() -> tuple[CopiedFile, ...]:
+            try:
+                return unpack(archive, target, available_bytes(target), update)
+            finally:
+                check()  # a change explains the damage
+
         return self._wait.run_in_thread(
-            lambda: unpack(archive, target, available_bytes(target), update),
+            work,
             lambda: CopyProgress(activity="unpacking", bytes_done=bytes_done, seconds=time.monotonic() - began),
             cancel,
         )

@@ -227,7 +227,7 @@ class CacheEntry:
         """Names of the files that differ from the manifest. Creates directories that are missing.
 
         If the copy was made or verified since the last boot, compares sizes alone. Otherwise, or with `read_all`, reads
-        every file, and calls `stopped` for every chunk.
+        every file. Calls `stopped` for every file and every chunk.
 
         Raises:
             StagingStopped: `stopped` returned true.
@@ -236,11 +236,15 @@ class CacheEntry:
             with contextlib.suppress(FileExistsError):
                 (self.data / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         if not read_all and manifest.boot == boot_id():
-            return [file.name for file in manifest.files if size_of(self.data / file.name) != file.size]
+            return [file.name for file in manifest.files if self._has_other_size(file, stopped)]
         damaged = [file.name for file in manifest.files if not is_intact(self.data / file.name, file, stopped)]
         if not damaged and manifest.boot != boot_id():
             write_manifest(self.path, replace(manifest, boot=boot_id()))
         return damaged
+
+    def _has_other_size(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
+        stop_if(stopped())
+        return size_of(self.data / file.name) != file.size
 
     def lock_for_use(self) -> int | None:
         """Prevent its deletion until the returned descriptor is closed; None while another process deletes it."""

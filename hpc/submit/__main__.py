@@ -35,6 +35,9 @@ from training.config.model_names import check_model, resolve_weights
 from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, check_world
 
+# Deleting old copies and moving files may keep an agent busy for a moment.
+_LEAST_STAGE_SECONDS = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOptions(cli.Common):
@@ -55,6 +58,8 @@ class SubmitOptions(cli.Common):
     stage_keep: str = "7d"
     """How long to keep unused copies there for later attempts: 0s, 12h, 30d.
     If the disk is full, the least recently used are removed earlier."""
+    stage_timeout: str = "5m"
+    """Leave out a node that gets nothing of the data for this long: its mount hangs. 90s, 10m."""
     stage_env: bool = False
     """Pack this Python environment once, and start the ranks of every node from a copy on its own disk."""
     dry_run: bool = False
@@ -179,10 +184,13 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=str(options.stage_dir.absolute()),
-        stage_keep=options.stage_keep, recovery=options.recovery, recipe=getattr(options, "recipe", None),
+        stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
+        recipe=getattr(options, "recipe", None),
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)
+    if spec.stage_timeout_seconds < _LEAST_STAGE_SECONDS:
+        raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_LEAST_STAGE_SECONDS}s or more")
     return run, spec
 
 

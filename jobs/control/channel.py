@@ -29,6 +29,14 @@ _TICK_SECONDS, _SUSPENDED_SECONDS = 0.1, 2.0
 _PURPOSE = "control"
 
 
+def _hangs(status: NodeStatus, reported_at: float, timeout_seconds: float) -> bool:
+    """Whether an agent's main thread waits in the kernel, for a mount that hangs: it reports several times a second.
+
+    Only before the training, which goes on without the shared storage as long as it needs none.
+    """
+    return status.phase is Phase.STARTING and time.monotonic() - reported_at > timeout_seconds
+
+
 class _SilenceClock:
     """How long another agent has been silent, not counting the time in which this one was suspended."""
 
@@ -72,12 +80,17 @@ class ControlServer:
     head_is_silent = False
     clock_skew_seconds = 0.0
 
-    def __init__(self, nonce: str, port: int = 0) -> None:
-        """Listen, on a port that the kernel chooses unless one is given; `nonce` is the attempt's secret."""
+    def __init__(self, nonce: str, port: int = 0, *, timeout_seconds: float = float("inf")) -> None:
+        """Listen, on a port that the kernel chooses unless one is given.
+
+        `nonce` is the attempt's secret. If this agent hangs for `timeout_seconds` before the training, the others get
+        no answer any more: they take it for lost.
+        """
         self.directive = Directive()
         """Assigned as a whole, so that no lock is needed."""
         self.status = NodeStatus(node_rank=0)
         """This node's own."""
+        self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
         self._statuses: dict[int, NodeStatus] = {}
         self._clocks: dict[int, _SilenceClock] = {}
         self._server = Server(nonce, _PURPOSE, self._serve, _SERVER_LIMITS, port)
@@ -86,6 +99,7 @@ class ControlServer:
 
     def report(self, **changes: Any) -> None:
         """Change this node's own status."""
+        self._reported_at = time.monotonic()
         self.status = replace(self.status, **changes)
         self._take(self.status)
 
@@ -113,6 +127,8 @@ class ControlServer:
                 status = NodeStatus.from_json(connection.receive())
                 self._take(status)
                 node_rank = status.node_rank
+                if _hangs(self.status, self._reported_at, self._timeout_seconds):
+                    return
                 connection.send({"time": time.time(), "directive": asdict(self.directive)})
         finally:
             if node_rank is not None:
@@ -126,8 +142,14 @@ class ControlServer:
 class ControlClient:
     """Another node's end: reports its status to the head node, and has the head's directive."""
 
-    def __init__(self, host: str, port: int, nonce: str, status: NodeStatus) -> None:
-        """Connect in a thread, again and again until `close`, to the head node's agent, and send it a first status."""
+    def __init__(
+        self, host: str, port: int, nonce: str, status: NodeStatus, *, timeout_seconds: float = float("inf")
+    ) -> None:
+        """Connect in a thread, again and again until `close`, to the head node's agent, and send it a first status.
+
+        If this agent hangs for `timeout_seconds` before the training, the head hears nothing of it any more.
+        """
+        self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
         self.directive, self.status = Directive(), status
         self.clock_skew_seconds = 0.0
         """The head's clock minus ours, as of the first answer."""
@@ -140,6 +162,7 @@ class ControlClient:
 
     def report(self, **changes: Any) -> None:
         """Change this node's status; sent at once if the others wait for the change."""
+        self._reported_at = time.monotonic()
         before, self.status = self.status, replace(self.status, **changes)
         keys = ("phase", "round", "caches")
         if any(getattr(before, key) != getattr(self.status, key) for key in keys):
@@ -177,6 +200,8 @@ class ControlClient:
         while True:
             closing = self._closed.is_set()
             self._changed.clear()
+            if _hangs(self.status, self._reported_at, self._timeout_seconds):
+                raise TimeoutError
             sent_at = time.time()
             connection.send(asdict(self.status))
             answer = connection.receive()

@@ -59,7 +59,7 @@ class Coordinator:
         self.lost: dict[int, float] = {}
         """Node ranks that fell silent, and when, in seconds since the epoch."""
         self.unfit: set[int] = set()
-        """Node ranks that failed the preflight."""
+        """Node ranks that failed the preflight, or whose mount of the data hangs."""
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
         self._began = self._announced = self._end_checked = time.monotonic()
@@ -82,6 +82,7 @@ class Coordinator:
             return
         self._find_lost_nodes()
         directive, statuses = self._server.directive, self._server.statuses()
+        self.unfit |= {node_rank for node_rank, status in statuses.items() if status.phase is Phase.UNFIT}
         present = statuses.keys() - self.lost.keys()
         members = [statuses[node_rank] for node_rank in directive.members if node_rank in present]
         current = [status for status in members if status.round == directive.round]
@@ -246,13 +247,14 @@ class Coordinator:
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
         """The failure that left too few nodes; or there never were enough."""
-        out = {node_rank: status for node_rank, status in statuses.items() if status.phase is Phase.FAILED}
+        out = {rank: status for rank, status in statuses.items() if status.phase in {Phase.FAILED, Phase.UNFIT}}
         failed = [f"{self._name(node_rank)}: {status.detail}" for node_rank, status in out.items()]
         last = self._last_failure
         if last and time.time() - last.noticed_at < _RECENT_SECONDS and not failed:
             return replace(last, detail=f"{last.detail}; {reason}")
-        cause = Cause.NODE_FAILURE if self.lost else Cause.CRASHED
-        return self._failure(cause, time.time(), "; ".join([*failed, reason]))
+        unfit = [self._name(rank) for rank, status in out.items() if status.phase is Phase.UNFIT]
+        cause = Cause.NODE_FAILURE if self.lost else Cause.BAD_NODE if unfit else Cause.CRASHED
+        return self._failure(cause, time.time(), "; ".join([*failed, reason]), node=next(iter(unfit), None))
 
     def _direct(self, **changes: Any) -> None:
         self._server.directive = replace(self._server.directive, **changes)

@@ -111,6 +111,7 @@ class NodeStaging:
 
         Raises:
             StagingStopped: the agent was asked to stop, or the attempt is over.
+            UnfitNodeError: the source's mount on this node hangs.
             TorchrelayError: the data can be read neither from the disk nor in place.
         """
         spec = self.node.spec
@@ -140,6 +141,7 @@ class NodeStaging:
             group=group,
             watch=self.watch(source),
             keep_seconds=duration_seconds("--stage-keep", node.spec.stage_keep),
+            timeout_seconds=node.spec.stage_timeout_seconds,
         )
         self._resources.enter_context(stager)
         try:

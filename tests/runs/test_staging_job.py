@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import SMALL_BATCH, Run, Site
+from cluster import SMALL_BATCH, Run, Site, commands, is_on
+from staging_rig import hanging
 
 pytestmark = pytest.mark.slurm
 
@@ -85,6 +86,25 @@ def test_nodes_stage_once_each_and_shared_storage_is_read_once(site: Site) -> No
     assert [node for node, event in third.items() if not event["reused"]] == ["gpu03"]
     assert third["gpu03"]["bytes_from_peers"] == size(data)
     end(run)
+
+
+def inside(node: str) -> tuple[str, ...]:
+    """The words before a command that run it where a node has its mounts."""
+    daemon = next(at.name for at, words in commands() if words[0].endswith(b"slurmd") and is_on(at, node))
+    return "nsenter", f"--target={daemon}", "--mount", "--"
+
+
+def test_node_whose_mount_of_the_data_hangs_is_left_out_of_the_next_attempt(site: Site) -> None:
+    data = photos(site)
+    with hanging(data, *inside("gpu02")):
+        run = submit(site, data, "--nodes=2", "--stage-timeout=10s")
+        run.wait("the exclusion", lambda: run.events("excluded"))
+        [ended], [excluded] = run.events("attempt_ended"), run.events("excluded")
+        assert (ended["cause"], ended["node"], excluded["excluded"]) == ("bad_node", "gpu02", ["gpu02"])
+        assert f"gpu02 has got nothing of {data} for 10 s: its mount there" in ended["detail"]
+        run.wait_for_release()
+        assert sorted(wait_until_looked_at(run, 2, attempt=2)) == ["gpu01", "gpu03"]
+    end(run, 2)
 
 
 def test_two_jobs_that_start_together_on_the_same_nodes_copy_once(site: Site) -> None:

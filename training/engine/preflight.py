@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from hpc.core.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError, UnfitNodeError
 from hpc.core.rundir import RunDir
 from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
 from training.runtime.fault_injection import NO_FAULT, Fault
-from training.runtime.process_group import ProcessGroup, UnfitNodeError, connect, disconnect
+from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import rank_info_from
 
 _SIDE = 256

@@ -15,8 +15,7 @@ from torch import Tensor, distributed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.distributed.rendezvous import rendezvous
 
-from hpc.core.causes import EXIT_BAD_NODE
-from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.errors import TorchrelayError, UnfitNodeError, UserError
 from hpc.core.kernel import resident_memory_bytes
 from training.runtime.run_context import RankInfo
 
@@ -29,12 +28,6 @@ _DRIVER = Path("/dev/nvidiactl")
 
 class SharedError(UserError):
     """A user's mistake that every rank raises; rank 0 alone prints it."""
-
-
-class UnfitNodeError(TorchrelayError):
-    """This node cannot train; another one might."""
-
-    exit_code = EXIT_BAD_NODE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,7 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--runs-dir=/tmp/runs"], r"--runs-dir /tmp/runs is on this node's own disk"),
         (["--runs-dir=file"], r"--runs-dir file: .* is no directory"),
         (["--runs-dir=file/x"], r"--runs-dir file/x: .* is no directory"),
+        (["--stage-timeout=1s"], r"--stage-timeout is 1s: use 10s or more"),
         (["--runs-dir=a%j"], r"Slurm replaces %"),
         (["--config=unknown.yaml"], r"--config unknown.yaml: there is no flag 'batch_sise': did you mean batch-size"),
         (["--config=nested.yaml"], r"--config nested.yaml: there is no flag 'train'"),

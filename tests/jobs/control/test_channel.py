@@ -88,6 +88,26 @@ def test_agent_that_has_left_falls_silent(server: ControlServer) -> None:
     wait_for(lambda: (server.silent_seconds(1) or 0.0) > LOST_SECONDS)
 
 
+def test_agent_that_hangs_before_the_training_falls_silent(server: ControlServer) -> None:
+    client = ControlClient("127.0.0.1", server.port, "secret", NodeStatus(node_rank=1), timeout_seconds=1)
+    wait_for(client.met.is_set)
+    wait_for(lambda: server.is_silent(1))
+    client.report(phase=Phase.READY)
+    wait_for(lambda: not server.is_silent(1))
+    client.close()
+
+
+def test_head_that_hangs_before_the_training_falls_silent() -> None:
+    server = ControlServer("secret", timeout_seconds=1)
+    client = ControlClient("127.0.0.1", server.port, "secret", NodeStatus(node_rank=1))
+    wait_for(client.met.is_set)
+    wait_for(lambda: client.head_is_silent)
+    server.report(phase=Phase.RUNNING)
+    wait_for(lambda: not client.head_is_silent)
+    client.close()
+    server.close()
+
+
 HEAD = """
 import time
 from jobs.control.channel import ControlServer

@@ -11,10 +11,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # exporte
 from trainer_rig import Starter, events
 
 from hpc.core.causes import EXIT_BAD_NODE
-from hpc.core.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError, UnfitNodeError
 from training.engine.preflight import run_preflight
 from training.runtime.fault_injection import parse_fault
-from training.runtime.process_group import ProcessGroup, UnfitNodeError, choose_device
+from training.runtime.process_group import ProcessGroup, choose_device
 from training.runtime.run_context import RankInfo
 
 SHORT = ("--epochs=1", "--batch-size=64")
