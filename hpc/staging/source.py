@@ -71,7 +71,7 @@ Batch = tuple[FileChunk, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceListing:
-    """All files of a source, in a fixed order."""
+    """All files of a source, directory by directory, each in the order of the names."""
 
     source: Path
     files: tuple[SourceFile, ...]
@@ -183,16 +183,15 @@ class SourceWalk:
 
     def __init__(self, source: Path) -> None:
         self._source = source
-        self._files, self._directories = list[SourceFile](), list[str]()
+        self._files: dict[str, list[SourceFile]] = {}
+        """By directory, whose name is empty for the source."""
         self._queue: queue.Queue[_Directory] = queue.Queue()
         self._errors = list[BaseException]()
         self._ended = threading.Event()
         self.cancelled = threading.Event()
         """Set it to end the walk."""
-
-    def count(self) -> int:
-        """How many files and directories it has found so far."""
-        return len(self._files) + len(self._directories)
+        self.found = 0
+        """Files and directories so far, about: it shows that there is progress."""
 
     def run(self) -> SourceListing:
         """List everything. It waits for storage that hangs: call it in a thread that can be abandoned.
@@ -212,8 +211,10 @@ class SourceWalk:
             raise TorchrelayError(
                 f"{error.filename} cannot be listed ({error.strerror}): restore it, remove it, or give data without it"
             ) from error
-        files, directories = tuple(sorted(self._files)), tuple(sorted(self._directories))
-        return SourceListing(source=source, files=files, directories=directories)
+        # One call that sorts ten million names holds the GIL for half a minute: this node would count as lost.
+        directories = sorted(self._files)
+        files = tuple(file for name in directories for file in self._files[name])
+        return SourceListing(source=source, files=files, directories=tuple(directories[1:]))
 
     def _walk(self) -> None:
         self._queue.put(_Directory("", ()))
@@ -249,16 +250,18 @@ class SourceWalk:
         if identity in directory.ancestors:
             raise TorchrelayError(f"{path} is a symlink to a directory above it: remove it")
         ancestors = (*directory.ancestors, identity)
+        files = list[SourceFile]()
         with os.scandir(path) as entries:
             for entry in entries:
                 if self._ended.is_set():
                     break
+                self.found += 1
                 name = os.path.join(directory.name, entry.name)  # noqa: PTH118 - a million of them
                 if entry.is_dir():
-                    self._directories.append(name)
                     self._queue.put(_Directory(name, ancestors))
                 else:
-                    self._files.append(_file(name, entry))
+                    files.append(_file(name, entry))
+        self._files[directory.name] = sorted(files)
 
 
 def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:

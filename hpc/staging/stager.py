@@ -165,7 +165,7 @@ class Stager:
             except PeerError as error:
                 self._notes.append(str(error))
         walk = SourceWalk(source)
-        listing = self._wait.run_in_thread(walk.run, cancel=walk.cancelled, done=walk.count)
+        listing = self._wait.run_in_thread(walk.run, cancel=walk.cancelled, done=lambda: walk.found)
         if self._group.is_head:
             if self._server:
                 self._server.listings[listing.version] = listing.pack()
