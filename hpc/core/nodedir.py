@@ -10,10 +10,12 @@ import hashlib
 import os
 import shutil
 import stat
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.core import ledger
 from hpc.core.errors import TorchrelayError
 from hpc.core.ownership import user_name, who_may_rename
 from hpc.core.rundir import Below, RunDir
@@ -25,6 +27,8 @@ _OTHERWISE = "ask an administrator to mend it"
 _MOST_LINKS = 10
 # An agent of the previous attempt may not have exited yet.
 _LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
+# The storage of another run may hang.
+_REMOVE_SECONDS = 5.0
 
 
 def private_directory(parent: Path, otherwise: str = "use another --stage-dir") -> Path:
@@ -89,7 +93,9 @@ class NodeDir:
     exits = Below("exits")
     """One file for each rank that failed."""
     lock = Below("lock")
-    """Held by the run's agent on this node; if nobody holds it, the directory is abandoned."""
+    """Held by the run's agent on this node."""
+    run = Below("run")
+    """A link to the run directory."""
 
     def heartbeat(self, local_rank: int) -> Path:
         """The newest progress of one rank, for the node agent."""
@@ -100,6 +106,21 @@ class NodeDir:
         """Itself and what is in it, from the outside in."""
         return self.path, self.snapshots, self.exits, self.heartbeat(0).parent
 
+    def is_needed(self) -> bool:
+        """Whether its run is not over, and has no checkpoint as new as the newest snapshot.
+
+        The agent was killed before it could save that one, or the disk was full.
+        """
+        try:
+            run = RunDir(self.run.readlink())
+        except OSError:
+            return False
+        if _key(run.path) != self.path.name.rpartition("-")[0] or run.final_result.exists():
+            return False
+        if any(event["event"] == "cancelled" for event in ledger.read(run.events)):
+            return False
+        return _newest_step(self.snapshots) > _newest_step(run.checkpoints)
+
 
 class HeldNodeDir:
     """A run's directory on this node, which this process has made or taken over and holds until it closes it."""
@@ -107,17 +128,21 @@ class HeldNodeDir:
     def __init__(self, run: Path, node_rank: int) -> None:
         """Make and lock the directory, or take over the one of the run's previous attempt.
 
-        Abandoned directories of this user's other runs are removed to free their memory. `node_rank` distinguishes the
-        pretended nodes of one machine.
+        Directories of this user's other runs that nobody holds or needs are removed to free their memory. `node_rank`
+        distinguishes the pretended nodes of one machine.
 
         Raises:
             TorchrelayError: no directory can be used, or another agent of this run is on this node.
         """
+        self._run = run
         name, problems = f"{_key(run)}-{node_rank}", list[str]()
         for parent in _PARENTS:
             self.files = NodeDir(_root(parent) / name)
             try:
-                _remove_abandoned(private_directory(parent, _OTHERWISE), self.files)
+                root = private_directory(parent, _OTHERWISE)
+                remover = threading.Thread(target=_remove_abandoned, args=(root, self.files), daemon=True)
+                remover.start()
+                remover.join(_REMOVE_SECONDS)
                 lock = self._wait_for_lock()
             except (TorchrelayError, OSError) as error:
                 problems.append(str(error))
@@ -141,6 +166,8 @@ class HeldNodeDir:
         try:
             for directory in self.files.directories:
                 directory.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.files.run.symlink_to(self._run)
             descriptor = open_lock(self.files.lock)
         except FileNotFoundError:
             return None
@@ -190,6 +217,12 @@ def _key(run: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def _newest_step(directory: Path) -> int:
+    """The step of the newest checkpoint or snapshot in a directory; -1 if there is none."""
+    steps = (path.name.removeprefix("step-") for path in directory.glob("step-*"))
+    return max((int(step) for step in steps if step.isdecimal()), default=-1)
+
+
 def node_dirs(run: Path) -> list[NodeDir]:
     """A run's directories on this machine: one, or one for each pretended node."""
     found = list[Path]()
@@ -209,6 +242,8 @@ def _remove_abandoned(root: Path, own: NodeDir) -> None:
             descriptor = open_lock(other.lock)
         except FileNotFoundError:
             continue  # another agent has just removed it
-        if try_lock(descriptor):
-            shutil.rmtree(found, ignore_errors=True)
+        # The storage of another run may not answer: then its directory stays.
+        with contextlib.suppress(OSError):
+            if try_lock(descriptor) and not other.is_needed():
+                shutil.rmtree(found, ignore_errors=True)
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import uuid
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 from cluster import ROOT, need
+from staging_rig import hanging
 
 from hpc.core.errors import TorchrelayError
+from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import DEV_SHM, HeldNodeDir, private_directory
+from hpc.core.rundir import RunDir
 
 
 @pytest.fixture
@@ -60,6 +64,67 @@ def test_directory_of_a_killed_agent_is_reused_by_its_run_and_removed_by_others(
     other = HeldNodeDir(Path("/runs/other"), 0)
     assert not left.exists()
     other.close(remove=True)
+
+
+def left_by(run: Path, *snapshots: str) -> Path:
+    """What the killed agent of a run has left."""
+    held = HeldNodeDir(run, 0)
+    for name in snapshots:
+        (held.files.snapshots / name).mkdir()
+    held.close(remove=False)
+    return held.files.path
+
+
+def start_another(tmp_path: Path) -> None:
+    """Start an agent of another run on this node."""
+    HeldNodeDir(tmp_path / "another", 0).close(remove=True)
+
+
+def test_snapshot_that_is_newer_than_the_checkpoints_of_its_run_is_kept(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    (run.checkpoints / "step-00000040").mkdir(parents=True)
+    left = left_by(run.path, "step-00000030", "step-00000050")
+    start_another(tmp_path)
+    assert (left / "snapshots" / "step-00000050").exists()
+    (run.checkpoints / "step-00000050").mkdir()
+    start_another(tmp_path)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("over", ["completed", "cancelled", "deleted", "replaced"])
+def test_snapshot_of_a_run_that_is_over_is_removed(tmp_path: Path, over: str) -> None:
+    run = RunDir(tmp_path / "run")
+    run.events.mkdir(parents=True)
+    run.spec.write_text("{}")
+    left = left_by(run.path, "step-00000050")
+    start_another(tmp_path)
+    assert left.exists()
+    if over == "completed":
+        run.final.mkdir()
+        run.final_result.write_text("{}")
+    elif over == "cancelled":
+        EventWriter(run.events / "cancel.jsonl").append("cancelled", by="me")
+    else:
+        shutil.rmtree(run.path)
+        if over == "replaced":
+            run.path.mkdir()
+            run.spec.write_text('{"name": "another"}')
+    start_another(tmp_path)
+    assert not left.exists()
+
+
+@pytest.mark.timeout(60)
+def test_run_on_storage_that_hangs_keeps_no_other_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpc.core.nodedir._REMOVE_SECONDS", 0.3)
+    run = tmp_path / "storage" / "run"
+    run.mkdir(parents=True)
+    left = left_by(run, "step-00000050")
+    with hanging(run.parent):
+        start_another(tmp_path)
+    assert left.exists()
+    shutil.rmtree(left)
 
 
 def test_second_agent_of_a_run_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
