@@ -18,7 +18,7 @@ from pathlib import Path
 from hpc.core import ledger
 from hpc.core.errors import TorchrelayError
 from hpc.core.ownership import user_name, who_may_rename
-from hpc.core.rundir import Below, RunDir
+from hpc.core.rundir import RunDir, SubPath
 
 DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
 # In the order of preference. /tmp may be a disk: snapshots take longer there, and all else works.
@@ -88,13 +88,13 @@ class NodeDir:
 
     path: Path
 
-    snapshots = Below("snapshots")
+    snapshots = SubPath("snapshots")
     """The newest snapshots, each a directory like a checkpoint's."""
-    exits = Below("exits")
+    exits = SubPath("exits")
     """One file for each rank that failed."""
-    lock = Below("lock")
+    lock = SubPath("lock")
     """Held by the run's agent on this node."""
-    run = Below("run")
+    run = SubPath("run")
     """A link to the run directory."""
 
     def heartbeat(self, local_rank: int) -> Path:

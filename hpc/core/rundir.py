@@ -11,7 +11,7 @@ MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 
 
 @dataclass(frozen=True)
-class Below:
+class SubPath:
     """A path below the directory `path` of the object that has it."""
 
     name: str
@@ -26,47 +26,47 @@ class RunDir:
 
     path: Path
 
-    spec = Below("spec.json")
+    spec = SubPath("spec.json")
     """The resolved RunSpec, immutable."""
-    script = Below("submit.sbatch")
+    script = SubPath("submit.sbatch")
     """The sbatch script; submitting it by hand starts or resumes the run."""
-    environment = Below("environment.json")
+    environment = SubPath("environment.json")
     """The environment variables at submission, for the run's later jobs."""
-    code = Below("code")
+    code = SubPath("code")
     """The copy of the code that the run executes."""
-    packages = Below("code/.torchrelay")
+    packages = SubPath("code/.torchrelay")
     """Our three packages in that copy."""
-    revision = Below("code/.torchrelay/revision")
+    revision = SubPath("code/.torchrelay/revision")
     """The git revision of the code; absent if it was in no repository."""
-    events = Below("events")
+    events = SubPath("events")
     """What happened: one file of JSON lines per writer."""
-    alive = Below("alive")
+    alive = SubPath("alive")
     """Its modification time is the newest heartbeat of the head node's agent."""
-    train_metrics = Below("metrics/train.jsonl")
+    train_metrics = SubPath("metrics/train.jsonl")
     """One JSON line per logged step."""
-    eval_metrics = Below("metrics/eval.jsonl")
+    eval_metrics = SubPath("metrics/eval.jsonl")
     """One JSON line per evaluation."""
-    tensorboard = Below("tensorboard")
+    tensorboard = SubPath("tensorboard")
     """TensorBoard's event files."""
-    checkpoints = Below("checkpoints")
+    checkpoints = SubPath("checkpoints")
     """Durable checkpoints, one directory per step, visible only when complete."""
-    index = Below("index.npz")
+    index = SubPath("index.npz")
     """The list of the files of an image folder, so that later attempts need not list them again."""
-    diverged = Below("diverged.json")
+    diverged = SubPath("diverged.json")
     """The first step whose loss is not finite, and its images."""
-    best = Below("best")
+    best = SubPath("best")
     """The model with the best validation metric."""
-    final = Below("final")
+    final = SubPath("final")
     """The final model and its test result: the run is complete when this exists."""
-    final_result = Below("final/result.json")
+    final_result = SubPath("final/result.json")
     """The test result."""
-    confusion = Below(f"final/{CONFUSION}")
+    confusion = SubPath(f"final/{CONFUSION}")
     """The confusion matrix of the test."""
-    samples = Below(f"final/{SAMPLES}")
+    samples = SubPath(f"final/{SAMPLES}")
     """Some test images with their predictions."""
-    logs = Below("logs")
+    logs = SubPath("logs")
     """All output."""
-    report = Below("report/index.html")
+    report = SubPath("report/index.html")
     """The report page."""
 
     @property
