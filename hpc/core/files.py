@@ -111,11 +111,11 @@ def write_exclusive(path: Path, data: str) -> bool:
     return True
 
 
-def publish_directory(path: Path, fill: Callable[[Path], None], mode: int | None = None) -> None:
+def publish_directory(path: Path, write_files: Callable[[Path], None], mode: int | None = None) -> None:
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
-    `fill` writes the files into the empty directory that it receives; it need not flush them. The directory gets
-    `mode`, its files get it without the execute bits. None: the umask decides.
+    `write_files` receives the empty directory, and need not flush what it writes. The directory gets `mode`, its files
+    get it without the execute bits. None: the umask decides.
 
     Raises:
         OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
@@ -124,7 +124,7 @@ def publish_directory(path: Path, fill: Callable[[Path], None], mode: int | None
     temporary = _temporary_name(path, _UNFINISHED)
     try:
         temporary.mkdir(mode=0o777 if mode is None else mode)
-        fill(temporary)
+        write_files(temporary)
         for file in temporary.iterdir():
             if mode is not None:
                 file.chmod(mode & 0o666)

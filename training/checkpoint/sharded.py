@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpc.core.files import fsync_file
 from training.checkpoint.state import TrainState
-from training.checkpoint.storage import STATE_TENSORS, Fill, describe_file, save_checkpoint
+from training.checkpoint.storage import STATE_TENSORS, WriteFiles, describe_file, save_checkpoint
 from training.runtime.process_group import ProcessGroup
 
 # torch.distributed.checkpoint.HuggingFaceStorageReader looks for these.
@@ -141,11 +141,11 @@ def _load(directory: Path, allocate: Callable[[Mapping[str, Tensor]], dict[str, 
 # --- writing ---
 
 
-def save_sharded(group: ProcessGroup, directory: Path, step: int, fill: Fill, keep: int | None) -> None:
+def save_sharded(group: ProcessGroup, directory: Path, step: int, write_files: WriteFiles, keep: int | None) -> None:
     """Write a checkpoint as `save_checkpoint` does, with a file of each rank. All ranks must call this.
 
-    Rank 0 makes the directory and publishes it; `fill` writes the file of a rank's shards, and on rank 0 all other
-    files. All ranks must see the same storage. `group` needs a control group that nothing else uses meanwhile.
+    Rank 0 makes the directory and publishes it; `write_files` writes the file of a rank's shards, on rank 0 the other
+    files too. All ranks must see the same storage. `group` needs a control group that nothing else uses meanwhile.
 
     Raises:
         OSError: on all ranks, if some rank could not write; the older checkpoints are all there.
@@ -153,34 +153,34 @@ def save_sharded(group: ProcessGroup, directory: Path, step: int, fill: Fill, ke
     problem = ""
     if group.is_rank_zero:
         try:
-            save_checkpoint(directory, step, partial(_fill_on_all_ranks, group, fill), keep)
+            save_checkpoint(directory, step, partial(_write_on_all_ranks, group, write_files), keep)
         except OSError as error:
             problem = str(error) or repr(error)
         # An empty path ends the loop below, on the other ranks. Send it even if rank 0 failed before it sent any path.
         group.broadcast_bytes(b"")
     else:
         while temporary := group.broadcast_bytes(None):
-            group.all_gather_object(_fill_own(group, fill, Path(os.fsdecode(temporary))))
+            group.all_gather_object(_write_own(group, write_files, Path(os.fsdecode(temporary))))
     problem = group.all_gather_object(problem)[0]
     if problem:
         raise OSError(problem)
 
 
-def _fill_on_all_ranks(group: ProcessGroup, fill: Fill, temporary: Path) -> dict[str, Any]:
+def _write_on_all_ranks(group: ProcessGroup, write_files: WriteFiles, temporary: Path) -> dict[str, Any]:
     """Let all ranks write into a directory, and return the manifest's entries for their files."""
     group.broadcast_bytes(os.fsencode(temporary))
-    results = group.all_gather_object(_fill_own(group, fill, temporary))
+    results = group.all_gather_object(_write_own(group, write_files, temporary))
     problem = next((problem for _, problem in results if problem), "")
     if problem:
         raise OSError(problem)
     return {name: entry for entries, _ in results for name, entry in entries.items()}
 
 
-def _fill_own(group: ProcessGroup, fill: Fill, temporary: Path) -> tuple[dict[str, Any], str]:
+def _write_own(group: ProcessGroup, write_files: WriteFiles, temporary: Path) -> tuple[dict[str, Any], str]:
     """Write this rank's shards durably; return the manifest's entry for them, and what went wrong."""
     name = shard_file(group)
     try:
-        fill(temporary)
+        write_files(temporary)
         fsync_file(temporary / name)
         return {name: describe_file(temporary / name)}, ""
     except OSError as error:

@@ -21,7 +21,7 @@ _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _REJECTED = "rejected-"
 
-Fill = Callable[[Path], dict[str, Any] | None]
+WriteFiles = Callable[[Path], dict[str, Any] | None]
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -41,18 +41,20 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def save_checkpoint(directory: Path, step: int, fill: Fill, keep: int | None, mode: int | None = None) -> Path:
+def save_checkpoint(
+    directory: Path, step: int, write_files: WriteFiles, keep: int | None, mode: int | None = None
+) -> Path:
     """Write a checkpoint and, once it is on the disk, delete all but the newest `keep`; None: delete nothing.
 
-    `fill` writes the files into the checkpoint's directory, which gets the mode `mode`. It may return the manifest's
-    entries for files that others have written and checked.
+    `write_files` receives the checkpoint's directory, which gets the mode `mode`. It may return the manifest's entries
+    for files that others have written and checked.
 
     Raises:
         OSError: it could not be written; the older ones are all there.
     """
 
     def complete(temporary: Path) -> None:
-        files = fill(temporary) or {}
+        files = write_files(temporary) or {}
         files |= {file.name: describe_file(file) for file in sorted(temporary.iterdir()) if file.name not in files}
         (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 

@@ -143,11 +143,11 @@ class CheckpointDestination:
             OSError: it could not be written; the older ones are all there.
         """
 
-        def fill(directory: Path) -> None:
+        def write_files(directory: Path) -> None:
             copy.write(directory, replicated=self._group.is_rank_zero)
             self._fault.inject("save", step, self._group.rank)
 
-        self._save(self._directory, step, fill, self._keep)
+        self._save(self._directory, step, write_files, self._keep)
 
     def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
         """Record the event; warn of a failure."""

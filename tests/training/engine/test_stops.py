@@ -224,11 +224,11 @@ def fail_to_save_after(step: int) -> None:
     save = writer.save_checkpoint
     failed: list[int] = []
 
-    def save_or_fail(directory: Path, at: int, fill: Callable[[Path], None], keep: int) -> Path:
+    def save_or_fail(directory: Path, at: int, write_files: Callable[[Path], None], keep: int) -> Path:
         if at > step and not failed:
             failed.append(at)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(directory, at, fill, keep)
+        return save(directory, at, write_files, keep)
 
     writer.save_checkpoint = save_or_fail
 
@@ -251,11 +251,11 @@ def fail_to_publish_once() -> None:
     publish = run_logger.publish_directory
     failed: list[Path] = []
 
-    def publish_or_fail(path: Path, fill: Callable[[Path], None]) -> None:
+    def publish_or_fail(path: Path, write_files: Callable[[Path], None]) -> None:
         if not failed:
             failed.append(path)
             raise OSError(errno.ENOSPC, "No space left on device")
-        publish(path, fill)
+        publish(path, write_files)
 
     run_logger.publish_directory = publish_or_fail
 
