@@ -260,8 +260,8 @@ class StateWriter:
         interval = self._destination.interval
         if interval.seconds is None:
             return False
-        bearable = self.cost_seconds / interval.largest_share if interval.largest_share else 0.0
-        return time.monotonic() - self._saved_at >= max(interval.seconds, bearable)
+        min_interval = self.cost_seconds / interval.max_overhead if interval.max_overhead else 0.0
+        return time.monotonic() - self._saved_at >= max(interval.seconds, min_interval)
 
     def due_by_step(self) -> bool:
         """Whether the step is a multiple of the interval."""

@@ -123,13 +123,13 @@ class Interval:
 
     steps: int | None = None
     seconds: float | None = None
-    largest_share: float | None = None
+    max_overhead: float | None = None
     """The largest part of the training's time that saving may take: where it takes more, `seconds` grow."""
 
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
 # Half of the 1 % that is promised, because a snapshot has costs that cannot be measured while it is taken.
-_AUTO = Interval(seconds=1.0, largest_share=0.005)
+_AUTO = Interval(seconds=1.0, max_overhead=0.005)
 # field: words that it takes beside steps and durations
 INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
     "checkpoint_every": {},

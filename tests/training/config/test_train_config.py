@@ -154,8 +154,8 @@ def test_snapshots_alone_may_be_automatic_or_off() -> None:
     assert parse_interval("snapshot_every", "off") == Interval()
     auto = parse_interval("snapshot_every", "auto")
     assert (auto.steps, auto.seconds) == (None, 1.0)
-    assert auto.largest_share is not None
-    assert auto.largest_share <= 0.01
+    assert auto.max_overhead is not None
+    assert auto.max_overhead <= 0.01
     for word in ("auto", "off"):
         with pytest.raises(UserError, match=f"--checkpoint-every is '{word}': use steps such as 500"):
             TrainConfig(data="x", checkpoint_every=word)
