@@ -7,11 +7,11 @@ authenticated with the attempt's nonce, which stands in the run directory (hpc.c
 
 import threading
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
 from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
+from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import Directive, NodeStatus, Phase
 
 # Five seconds of silence are a dead node; a busy machine or a switch that reboots a port may be silent for two.
@@ -24,54 +24,20 @@ _ANSWER_SECONDS = 2.0
 _RECONNECT_SECONDS = 1.5
 _SERVER_LIMITS = Limits(timeout_seconds=2 * LOST_SECONDS, max_message_bytes=2**20)
 _CLIENT_LIMITS = Limits(timeout_seconds=_ANSWER_SECONDS, max_message_bytes=2**20)
-# An agent that did not run for so long, because its job or its machine was suspended, could not listen either.
-_TICK_SECONDS, _SUSPENDED_SECONDS = 0.1, 2.0
 _PURPOSE = "control"
 
 
-def _hangs(status: NodeStatus, reported_at: float, timeout_seconds: float) -> bool:
+def _hangs(status: NodeStatus, unreported_seconds: float, timeout_seconds: float) -> bool:
     """Whether an agent's main thread waits in the kernel, for a mount that hangs: it reports several times a second.
 
     Only before the training, which goes on without the shared storage as long as it needs none.
     """
-    return status.phase is Phase.STARTING and time.monotonic() - reported_at > timeout_seconds
+    return status.phase is Phase.STARTING and unreported_seconds > timeout_seconds
 
 
-class _SilenceClock:
-    """How long another agent has been silent, not counting the time in which this one was suspended."""
-
-    def __init__(self) -> None:
-        self._heard = self._listened = time.monotonic()
-
-    def tick(self) -> None:
-        """This agent is running."""
-        before, self._listened = self._listened, time.monotonic()
-        if self._listened - before > _SUSPENDED_SECONDS:
-            self._heard = self._listened
-
-    def heard(self) -> None:
-        self._heard = time.monotonic()
-
-    def connection_broke(self) -> None:
-        """The connection has ended, or nobody listens at the other end any more."""
-        self._heard = min(self._heard, time.monotonic() - (LOST_SECONDS - _RECONNECT_SECONDS))
-
-    @property
-    def seconds(self) -> float:
-        return max(0.0, self._listened - self._heard)
-
-
-def _keep_ticking(clocks: Callable[[], Iterable[_SilenceClock]]) -> None:
-    while True:
-        time.sleep(_TICK_SECONDS)
-        for clock in clocks():
-            clock.tick()
-
-
-def _start(target: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=target, args=arguments, daemon=True, name=name)
-    thread.start()
-    return thread
+def _after_break(heard: float) -> float:
+    """When an agent was heard last, if its connection has just ended, or nobody listens there any more."""
+    return min(heard, time.monotonic() - (LOST_SECONDS - _RECONNECT_SECONDS))
 
 
 class ControlServer:
@@ -92,10 +58,10 @@ class ControlServer:
         """This node's own."""
         self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
         self._statuses: dict[int, NodeStatus] = {}
-        self._clocks: dict[int, _SilenceClock] = {}
+        self.clock = AgentClock()
+        self._heard: dict[int, float] = {}
         self._server = Server(nonce, _PURPOSE, self._serve, _SERVER_LIMITS, port)
         self.port = self._server.port
-        _start(_keep_ticking, "control-clocks", lambda: list(self._clocks.values()))
 
     def report(self, **changes: Any) -> None:
         """Change this node's own status."""
@@ -105,7 +71,7 @@ class ControlServer:
 
     def _take(self, status: NodeStatus) -> None:
         self._statuses[status.node_rank] = status
-        self._clocks.setdefault(status.node_rank, _SilenceClock()).heard()
+        self._heard[status.node_rank] = time.monotonic()
 
     def statuses(self) -> dict[int, NodeStatus]:
         """The last status by node rank; none of nodes that have not reported yet."""
@@ -113,8 +79,8 @@ class ControlServer:
 
     def silent_seconds(self, node_rank: int) -> float | None:
         """How long a node has been silent; None if it has never reported."""
-        clock = self._clocks.get(node_rank)
-        return None if clock is None else clock.seconds
+        heard = self._heard.get(node_rank)
+        return None if heard is None else self.clock.since(heard)
 
     def is_silent(self, node_rank: int) -> bool:
         """Whether a node that has reported is silent for so long that it is lost."""
@@ -127,12 +93,12 @@ class ControlServer:
                 status = NodeStatus.from_json(connection.receive())
                 self._take(status)
                 node_rank = status.node_rank
-                if _hangs(self.status, self._reported_at, self._timeout_seconds):
+                if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                     return
                 connection.send({"time": time.time(), "directive": asdict(self.directive)})
         finally:
             if node_rank is not None:
-                self._clocks[node_rank].connection_broke()
+                self._heard[node_rank] = _after_break(self._heard[node_rank])
 
     def close(self) -> None:
         """Stop listening, and end the connections."""
@@ -156,9 +122,10 @@ class ControlClient:
         self.met = threading.Event()
         """Set with the head's first answer."""
         self._address, self._nonce = (host, port), nonce
-        self._clock, self._changed, self._closed = _SilenceClock(), threading.Event(), threading.Event()
-        self._thread = _start(self._keep_connected, "control-client")
-        _start(_keep_ticking, "control-clock", lambda: (self._clock,))
+        self.clock, self._heard = AgentClock(), time.monotonic()
+        self._changed, self._closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._keep_connected, daemon=True, name="control-client")
+        self._thread.start()
 
     def report(self, **changes: Any) -> None:
         """Change this node's status; sent at once if the others wait for the change."""
@@ -171,7 +138,7 @@ class ControlClient:
     @property
     def silent_seconds(self) -> float:
         """How long the head has been silent."""
-        return self._clock.seconds
+        return self.clock.since(self._heard)
 
     @property
     def head_is_silent(self) -> bool:
@@ -190,7 +157,7 @@ class ControlClient:
                 with connect(self._address, self._nonce, _PURPOSE, _CLIENT_LIMITS) as connection:
                     self._exchange(connection)
             except ConnectionError:
-                self._clock.connection_broke()
+                self._heard = _after_break(self._heard)
             except MALFORMED:
                 pass  # no answer: the silence is counted
             self._closed.wait(_SEND_SECONDS)
@@ -200,12 +167,12 @@ class ControlClient:
         while True:
             closing = self._closed.is_set()
             self._changed.clear()
-            if _hangs(self.status, self._reported_at, self._timeout_seconds):
+            if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                 raise TimeoutError
             sent_at = time.time()
             connection.send(asdict(self.status))
             answer = connection.receive()
-            self._clock.heard()
+            self._heard = time.monotonic()
             self.directive = Directive.from_json(answer["directive"])
             if not self.met.is_set():
                 self.clock_skew_seconds = answer["time"] - (sent_at + time.time()) / 2

@@ -1,8 +1,9 @@
 """This node's ranks as seen from outside: their heartbeats and failures, polled and reported. Runs in every agent."""
 
 import json
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from hpc.core.causes import cause_of_exit
 from hpc.core.kernel import process_state
 from hpc.core.nodedir import HeldNodeDir, NodeDir
+from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import RankFailure, RankHeartbeat
 from jobs.node_attempt import NodeAttempt, log
@@ -42,10 +44,11 @@ _HEARTBEAT: dict[str, tuple[Callable[[Any], bool], str]] = {
 class LocalRanks:
     """Reads what the ranks of one node write, round after round."""
 
-    def __init__(self, node_dir: NodeDir, num_ranks: int, host: str) -> None:
-        self._node_dir, self._num_ranks, self._host = node_dir, num_ranks, host
+    def __init__(self, node_dir: NodeDir, num_ranks: int, host: str, clock: AgentClock) -> None:
+        self._node_dir, self._num_ranks, self._host, self._clock = node_dir, num_ranks, host, clock
         self._last_signs: dict[int, tuple[Any, float]] = {}
         self._round, self._ours = 0, True
+        self._looked_at = 0.0
         self._mentioned = set[tuple[int, str]]()
         self.failures: tuple[RankFailure, ...] = ()
         """The last few, the newest last."""
@@ -56,6 +59,15 @@ class LocalRanks:
         for path in (*self._node_dir.exits.iterdir(), *self._node_dir.heartbeat(0).parent.iterdir()):
             path.unlink(missing_ok=True)
 
+    def end(self) -> None:
+        """End a round: ranks that the agent has killed have not failed."""
+        for path in self.running():
+            path.unlink(missing_ok=True)
+
+    def running(self) -> Iterator[Path]:
+        """The files of the process wrappers that run, or were killed."""
+        return self._node_dir.exits.glob("running-*.json")
+
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:
         """The last heartbeat of each rank that is alive."""
         found = []
@@ -64,15 +76,15 @@ class LocalRanks:
             state = process_state(fields["pid"]) if fields and "pid" in fields else None
             if fields is None or state in {None, "Z"}:
                 continue
-            sign, now = (fields["pid"], fields.get("count"), fields.get("step")), time.monotonic()
+            sign = fields["pid"], fields.get("count"), fields.get("step")
             if self._last_signs.get(local_rank, (None, 0.0))[0] != sign:
-                self._last_signs[local_rank] = (sign, now)
+                self._last_signs[local_rank] = (sign, time.monotonic())
             heartbeat = RankHeartbeat(
                 rank=fields.get("rank", local_rank),
                 step=fields.get("step", 0),
                 phase=fields.get("phase", ""),
                 state=state or "",
-                still_seconds=round(now - self._last_signs[local_rank][1], 2),
+                still_seconds=round(self._clock.since(self._last_signs[local_rank][1]), 2),
                 step_seconds=fields.get("step_seconds"),
                 busy_seconds=fields.get("busy_seconds"),
             )
@@ -94,8 +106,8 @@ class LocalRanks:
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
         """Ranks that have failed since the last call, in the order of their ends, by the clock of the head node."""
         found = []
-        for path in sorted(self._node_dir.exits.glob("[0-9]*.json")):
-            fields = _read(path)
+        records = [(path, _read(path)) for path in sorted(self._node_dir.exits.glob("[0-9]*.json"))]
+        for path, fields in (*records, *self._vanished()):
             path.unlink(missing_ok=True)
             if fields is None:
                 continue
@@ -105,7 +117,30 @@ class LocalRanks:
             cause = cause_of_exit(fields["exit_code"], signal, memory, detail, ours=self._ours)
             found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
         self.failures = (*self.failures, *found)[-_KEPT_FAILURES:]
+        self._looked_at = time.time()
         return found
+
+    def _vanished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """The failures of ranks whose wrapper was killed, and so could not record them: the rank was killed with it."""
+        for path in self.running():
+            fields = _read(path)
+            # A wrapper that ends by itself removes its file first.
+            if fields is None or process_state(fields["pid"]) not in {None, "Z"} or not path.exists():
+                continue
+            yield (
+                path,
+                {
+                    "rank": fields["rank"],
+                    "started_at": fields["started_at"],
+                    # When it was last seen alive: what fails because of it fails later.
+                    "failed_at": max(fields["started_at"], self._looked_at),
+                    "exit_code": -signal.SIGKILL,
+                    "signal": signal.SIGKILL.name,
+                    "out_of_memory": False,
+                    "step": None,
+                    "detail": "its process wrapper was killed",
+                },
+            )
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -124,7 +159,7 @@ class NodeMonitor:
         self._node, self._held, self._channel, self._stop = node, held, channel, stop
         self.node_dir = held.files
         """The run's files on this node."""
-        self.ranks = LocalRanks(self.node_dir, node.spec.resources.gpus_per_node, node.host)
+        self.ranks = LocalRanks(self.node_dir, node.spec.resources.gpus_per_node, node.host, channel.clock)
         self.callbacks = list[Callable[[], None]]()
         """Called at every poll, on the head node."""
         self.last_step = 0

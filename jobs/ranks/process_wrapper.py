@@ -10,12 +10,14 @@ between fork and exec. torchrun's own log files are numbered by local rank and r
 only when it gives up; people look for the rank, and for the first that failed.
 """
 
+import contextlib
 import json
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Mapping
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -49,7 +51,13 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         os.dup2(descriptor, 2)
         size_before = os.fstat(descriptor).st_size
     os.environ["TORCHRELAY_HEARTBEAT"] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
-    started, kills = time.time(), _out_of_memory_kills()
+    started, kills, exits = time.time(), _out_of_memory_kills(), os.path.join(node_dir, "exits")
+    # If this process is killed, its file is all that tells the agent of the rank.
+    running = f"running-{os.getpid()}.json"
+    with contextlib.suppress(OSError):
+        _write_whole(exits, running, {"rank": rank, "pid": os.getpid(), "started_at": started})
+    # torchrun ends the ranks of a round in which another one has failed: SIGTERM comes before SIGKILL.
+    signal.signal(signal.SIGTERM, lambda *_: _remove(os.path.join(exits, running)))
     pid, status = _run(program)
     by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if status:
@@ -64,7 +72,8 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
             "step": _last_step(heartbeat, pid),
             "detail": _last_line(log, size_before, killed=by_signal is not None),
         }
-        _write_whole(os.path.join(node_dir, "exits"), f"{time.time_ns()}-{local_rank}.json", json.dumps(record))
+        _record_failure(exits, f"{time.time_ns()}-{local_rank}.json", record)
+    _remove(os.path.join(exits, running))
     # End as the program did, so that torchrun sees it.
     if by_signal:
         if by_signal != signal.SIGKILL:
@@ -80,6 +89,8 @@ def _run(program: tuple[str, ...]) -> tuple[int, int]:
     if pid == 0:
         try:
             set_parent_death_signal()
+            # Until it has a handler of its own.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if os.getppid() == parent:
                 os.execvp(program[0], program)  # noqa: S606 - a list, no shell
         except OSError as error:
@@ -125,20 +136,29 @@ def _last_line(log: str, size_before: int, *, killed: bool) -> str:
     return lines[-1].strip()[:_LONGEST_DETAIL] if lines else ""
 
 
-def _write_whole(directory: str, name: str, text: str) -> None:
-    """Write a file whole.
+def _record_failure(exits: str, name: str, record: Mapping[str, object]) -> None:
+    """Record a failure for the agent.
 
-    A failure that is not reported would be repeated for ever. So if it cannot be written, torchrun is killed: the
-    agents count that, too.
+    One that is not reported would be repeated for ever. So if it cannot be written, torchrun is killed: the agents
+    count that, too.
     """
-    path, hidden = os.path.join(directory, name), os.path.join(directory, "." + name)
     try:
-        with open(hidden, "w") as file:
-            file.write(text)
-        os.replace(hidden, path)
+        _write_whole(exits, name, record)
     except OSError as error:
-        print(f"{text} could not be written: {error}", flush=True)
+        print(f"{record} could not be written: {error}", flush=True)
         os.kill(os.getppid(), signal.SIGKILL)
+
+
+def _write_whole(directory: str, name: str, record: Mapping[str, object]) -> None:
+    path, hidden = os.path.join(directory, name), os.path.join(directory, "." + name)
+    with open(hidden, "w") as file:
+        json.dump(record, file)
+    os.replace(hidden, path)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 if __name__ == "__main__":

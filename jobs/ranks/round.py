@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,9 @@ def run_round(
     monitor.begin_round(directive.round, ours=directive.preflight or node.spec.train is not None)
     argv, environment = _command(node, directive, setup, monitor.node_dir)
     abort_count, timeout_seconds = directive.abort_count, 0.0
-    with Torchrun(argv, environment, node.run.code) as torchrun:
+    with ExitStack() as stack:
+        stack.callback(monitor.ranks.end)
+        torchrun = stack.enter_context(Torchrun(argv, environment, node.run.code))
         ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
             monitor.poll()

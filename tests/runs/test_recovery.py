@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,14 @@ def assert_equal(one: RunDir, other: RunDir) -> None:
     assert not different
 
 
-def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
-    run = site.submit("--data=data", "--name=worker", "--nodes=2", *WHOLE)
+@pytest.mark.parametrize("which", ["worker", "wrapper"])
+def test_killed_worker(site: Site, undisturbed: RunDir, which: str) -> None:
+    run = site.submit("--data=data", f"--name={which}", "--nodes=2", *WHOLE)
     run.wait_for_steps(50)
     nodes = run.status()["attempts"][0]["nodes"]
     [victim] = rank_pids(run, nodes[1])
-    os.kill(victim, signal.SIGKILL)
+    # With its wrapper, the rank dies unreported, and its peer complains of the connection.
+    os.kill(victim if which == "worker" else parent(victim), signal.SIGKILL)
     run.wait("the interruption", lambda: run.events("interruption"))
     status = run.wait_for_state("completed")
     run.assert_no_gap()
@@ -80,6 +83,10 @@ def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
     assert interruption["steps_lost"] <= 6, "the snapshot interval and the step under way"
     assert attempt["cause"] == "completed"
     assert_nothing_left(run)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_lost_node_is_replaced_by_a_spare(site: Site, undisturbed: RunDir) -> None:
@@ -163,6 +170,20 @@ def test_hung_worker(site: Site, undisturbed: RunDir) -> None:
     assert "is stopped, and the others wait for it" in interruption["detail"]
     logs = "".join(path.read_text() for path in run.directory.attempt_logs(1).glob("rank-*.log"))
     assert "Fatal Python error: Aborted" in logs, "the stacks of the ranks that waited"
+
+
+def test_suspension_is_no_hang(site: Site) -> None:
+    run = site.submit("--data=data", "--name=suspended", *LONG, "--hang-timeout=5s")
+    run.wait_for_steps(50)
+    site.slurm("scontrol", "suspend", run.job_id)
+    run.wait("the suspension", lambda: run.queue("%T") == "SUSPENDED")
+    before = len(run.steps())
+    time.sleep(8)
+    site.slurm("scontrol", "resume", run.job_id)
+    run.wait("new steps", lambda: len(run.steps()) > before + 100)
+    assert not run.events("interruption"), run.evidence()
+    assert not run.events("node_lost")
+    assert run.status()["state"] == "running"
 
 
 def send(run: Run, *names: str) -> None:

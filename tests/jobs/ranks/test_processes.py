@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from cluster import ROOT
 
 from hpc.core.kernel import children, process_state
 from hpc.core.nodedir import NodeDir
+from jobs.control.agent_clock import AgentClock
 from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun, handles
 
@@ -113,7 +114,7 @@ def ranks(tmp_path: Path) -> LocalRanks:
     memory = NodeDir(tmp_path)
     for directory in memory.directories:
         directory.mkdir(exist_ok=True)
-    return LocalRanks(memory, 2, "gpu01")
+    return LocalRanks(memory, 2, "gpu01", AgentClock())
 
 
 WRAPPER = [sys.executable, "-S", str(PROCESS_WRAPPER), "rank"]
@@ -161,15 +162,55 @@ def test_failure_that_cannot_be_recorded_ends_torchrun(tmp_path: Path) -> None:
     assert subprocess.run(torchrun, env=environment, check=False).returncode == -signal.SIGKILL
 
 
-def test_rank_does_not_outlive_its_wrapper(tmp_path: Path, ranks: LocalRanks) -> None:
-    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
-    command = [*WRAPPER, str(tmp_path), str(tmp_path)]
-    wrapper = subprocess.Popen([*command, sys.executable, "-c", WAITING], env=environment)
-    wait_for(lambda: children(wrapper.pid))
+@pytest.fixture
+def wrapper(tmp_path: Path, ranks: LocalRanks) -> Iterator["subprocess.Popen[bytes]"]:
+    """The wrapper of rank 3, which waits."""
+    assert not list(ranks.running())
+    environment = {**os.environ, "RANK": "3", "LOCAL_RANK": "0"}
+    command = [*WRAPPER, str(tmp_path), str(tmp_path), sys.executable, "-c", WAITING]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as started:
+        wait_for(lambda: children(started.pid))
+        yield started
+        started.kill()
+
+
+def test_rank_does_not_outlive_its_wrapper(wrapper: "subprocess.Popen[bytes]") -> None:
     [rank] = children(wrapper.pid)
     wrapper.kill()
     wrapper.wait()
     wait_for(lambda: process_state(rank) in {None, "Z"})
+
+
+def test_rank_whose_wrapper_was_killed_is_reported_with_the_time(
+    ranks: LocalRanks, wrapper: "subprocess.Popen[bytes]"
+) -> None:
+    assert ranks.new_failures() == []
+    seen = time.time()
+    wrapper.kill()
+    wait_for(lambda: process_state(wrapper.pid) == "Z")
+    [failure] = ranks.new_failures()
+    assert (failure.rank, failure.signal, failure.cause) == (3, "SIGKILL", "crashed")
+    assert "wrapper" in failure.detail
+    assert failure.started_at <= failure.failed_at <= seen, "when it was last seen alive"
+    assert ranks.new_failures() == [], "once"
+
+
+def test_rank_that_torchrun_ends_has_not_failed(ranks: LocalRanks, wrapper: "subprocess.Popen[bytes]") -> None:
+    """As it ends the others when one has failed: SIGTERM to the session, and SIGKILL if that does not help."""
+    [rank] = children(wrapper.pid)
+    wait_for(lambda: handles(wrapper.pid, signal.SIGTERM))
+    os.killpg(wrapper.pid, signal.SIGTERM)
+    wait_for(lambda: not list(ranks.running()))
+    assert process_state(rank) not in {None, "Z"}, "it ignores SIGTERM until it has a handler"
+    os.killpg(wrapper.pid, signal.SIGKILL)
+    wait_for(lambda: process_state(wrapper.pid) == "Z")
+    assert ranks.new_failures() == []
+
+
+def test_rank_that_the_agent_ends_has_not_failed(ranks: LocalRanks, wrapper: "subprocess.Popen[bytes]") -> None:
+    wrapper.kill()
+    wait_for(lambda: process_state(wrapper.pid) == "Z")
+    ranks.end()
     assert ranks.new_failures() == []
 
 
@@ -213,3 +254,51 @@ def test_failure_of_a_rank_whose_heartbeat_has_no_step(tmp_path: Path, ranks: Lo
     assert wrap(tmp_path, sys.executable, "-c", f"{code}; exit(1)") == 1
     [failure] = ranks.new_failures()
     assert failure.step is None
+
+
+WATCHER = """
+import sys, time
+from pathlib import Path
+from hpc.core.nodedir import NodeDir
+from jobs.control.agent_clock import AgentClock
+from jobs.ranks.monitor import LocalRanks
+ranks = LocalRanks(NodeDir(Path(sys.argv[1])), 1, "gpu01", AgentClock())
+while not ranks.heartbeats():
+    time.sleep(0.05)
+print("watching", flush=True)
+most, until = 0.0, time.monotonic() + 8
+while time.monotonic() < until:
+    most = max([most, *(each.still_seconds for each in ranks.heartbeats())])
+print(most)
+"""
+BEATING = """
+import itertools, sys, time
+from pathlib import Path
+from training.runtime.heartbeat import Heartbeat
+heartbeat = Heartbeat(Path(sys.argv[1]), 0)
+for step in itertools.count():
+    heartbeat.beat("step", step)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.usefixtures("ranks")
+def test_rank_that_was_suspended_with_its_agent_does_not_hang(tmp_path: Path) -> None:
+    beat = [sys.executable, "-c", BEATING, str(NodeDir(tmp_path).heartbeat(0))]
+    watch = [sys.executable, "-c", WATCHER, str(tmp_path)]
+    with (
+        subprocess.Popen(beat, cwd=ROOT) as rank,
+        subprocess.Popen(watch, cwd=ROOT, stdout=subprocess.PIPE, text=True) as agent,
+    ):
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "watching\n"
+        for process in (rank, agent):
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        # The agent is quicker: it must not count what it slept through.
+        agent.send_signal(signal.SIGCONT)
+        time.sleep(1)
+        rank.send_signal(signal.SIGCONT)
+        most = float(agent.stdout.readline())
+        rank.kill()
+    assert most < 5.0
