@@ -17,11 +17,13 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError
 
-from hpc.core.errors import UserError
+from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_atomic
 from hpc.core.rundir import RunDir
 from hpc.core.units import walltime_minutes
+from hpc.slurm import client as slurm
 from hpc.slurm.client import first_error
+from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
 
 # The srun of the script inherits these from the shell in which sbatch was typed. If that is another job's shell, they
@@ -62,7 +64,12 @@ class SlurmExecutor(submitit.SlurmExecutor):
         return self._make_submission_file_text(self._submitit_command_str, "")
 
     def start(self) -> str:
-        """Submit the script and return the job's id. Raises UserError if sbatch refuses it."""
+        """Submit the script and return the job's id.
+
+        Raises:
+            UserError: sbatch refused it.
+            TorchrelayError: sbatch failed, and whether the job is queued is unknown.
+        """
         if self.spec.resources.account:
             os.environ.pop("SBATCH_ACCOUNT", None)  # it would override the script
         write_atomic(self.run.environment, json.dumps(dict(os.environ)), mode=0o600)
@@ -71,11 +78,23 @@ class SlurmExecutor(submitit.SlurmExecutor):
             with contextlib.redirect_stderr(io.StringIO()):
                 job_id = str(self._submit_command(self._submitit_command_str).job_id)
         except FailedJobError as error:
-            message = first_error(str(error)).removeprefix("sbatch: error: ")
-            raise UserError(f"sbatch refused the job: {message}") from error
+            job_id = self._find_job(first_error(str(error)).removeprefix("sbatch: error: "))
         for alias in self.run.logs.glob(".submission_file_*"):
             alias.unlink()
         return job_id
+
+    def _find_job(self, sbatch_error: str) -> str:
+        """The id of the job after an sbatch that failed: Slurm may have queued it, and only the reply was lost."""
+        try:
+            jobs = jobs_by_script(slurm.jobs().values()).get(os.path.realpath(self.run.script))
+        except TorchrelayError as error:
+            raise TorchrelayError(
+                f"sbatch failed ({sbatch_error}), and squeue does not say whether the job is queued ({error}): when "
+                f"Slurm answers, type hpc cancel {self.run.path}, or sbatch {self.run.script} if there is no such job"
+            ) from error
+        if not jobs:
+            raise UserError(f"sbatch refused the job: {sbatch_error}")
+        return jobs[-1].job_id
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:

@@ -219,26 +219,46 @@ def choose_cluster(asked: str) -> Cluster:
 
 @contextmanager
 def new_run_directory(run: RunDir) -> Iterator[None]:
-    """Make the directory, the user's alone; removed if the submission fails. Raises UserError if it cannot be made."""
-    created = next((path for path in reversed([run.path, *run.path.parents]) if not path.exists()), run.path)
+    """Make the directory, the user's alone; removed if the submission fails. Raises UserError if it cannot be made.
+
+    Of the directories above it, those that were made for it are removed too, unless other runs are in them by then.
+    """
+    made = [directory for directory in run.path.parents if not directory.exists()]
     try:
-        run.path.parent.mkdir(parents=True, exist_ok=True)
-        # Who can write to it can run code as the user.
-        run.path.mkdir(mode=0o700)
+        _make_directory(run.path)
     except FileExistsError as error:
         raise UserError(f"run {run.name!r} exists already in {run.path.parent}: choose another --name") from error
     except OSError as error:
-        shutil.rmtree(created, ignore_errors=True)
+        _remove_empty(made)
         raise _cannot_write(run, error) from error
     try:
         yield
     except BaseException as error:
         # After Ctrl-C, a job may have been queued once there is a script, and needs the directory.
         if isinstance(error, (UserError, OSError)) or not run.script.exists():
-            shutil.rmtree(created, ignore_errors=True)
+            shutil.rmtree(run.path, ignore_errors=True)
+            _remove_empty(made)
         if isinstance(error, OSError):
             raise _cannot_write(run, error) from error
         raise
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory, and those above it that are missing."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another submission, which failed, may just have removed the parent that it had made.
+        with suppress(FileNotFoundError):
+            # Who can write to it can run code as the user.
+            path.mkdir(mode=0o700)
+            return
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Remove directories, the innermost first, as far as they are empty."""
+    with suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
 
 
 def _cannot_write(run: RunDir, error: OSError) -> UserError:

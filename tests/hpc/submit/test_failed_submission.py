@@ -1,0 +1,91 @@
+"""What a submission that fails removes, and what it must not: other runs, and what a queued job needs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import ROOT, Site
+
+from hpc.core.errors import UserError
+from hpc.core.rundir import RunDir
+from hpc.submit.__main__ import new_run_directory
+
+REFUSED = UserError("sbatch refused the job")
+LOST_REPLY = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
+SINFO = "echo 'gpu*|up|1-00:00:00|1-infinite|4|8|gpu:4'"
+SUBMIT = ("submit", "--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8")
+
+
+def clients(directory: Path, **programs: str) -> str:
+    """A PATH on which these shell scripts come first."""
+    directory.mkdir()
+    for name, text in programs.items():
+        (directory / name).write_text(f"#!/bin/sh\n{text}\n")
+        (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def test_refused_submission_leaves_those_that_began_beside_it(tmp_path: Path) -> None:
+    runs = tmp_path / "new" / "runs"
+
+    def submit() -> None:
+        with new_run_directory(RunDir(runs / "refused")):
+            with new_run_directory(RunDir(runs / "sibling")):
+                (runs / "sibling" / "spec.json").write_text("{}")
+            raise REFUSED
+
+    with pytest.raises(UserError):
+        submit()
+    assert [path.name for path in runs.iterdir()] == ["sibling"]
+    assert (runs / "sibling" / "spec.json").exists()
+
+
+def test_refused_submission_removes_the_directories_that_it_made(tmp_path: Path) -> None:
+    with pytest.raises(UserError), new_run_directory(RunDir(tmp_path / "new" / "runs" / "refused")):
+        raise REFUSED
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "own").mkdir()
+    with pytest.raises(UserError), new_run_directory(RunDir(tmp_path / "own" / "refused")):
+        raise REFUSED
+    assert list((tmp_path / "own").iterdir()) == [], "an empty directory of the user's own stays"
+
+
+def test_three_at_once_of_which_one_is_refused(shared: Path) -> None:
+    """Of processes that make the same missing directories at the same moment."""
+    sbatch = 'case "$1" in */bad/*) echo "sbatch: error: invalid" >&2; exit 1;; esac; echo Submitted batch job 7'
+    path = clients(shared / "bin", sbatch=sbatch, sinfo=SINFO, squeue="exit 0", scontrol="exit 1")
+    environment = {**os.environ, "PATH": path, "SLURM_CONF": "/nonexistent", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "hpc", *SUBMIT, "--cluster=slurm", "--runs-dir", str(shared / "runs")]
+    several = [
+        subprocess.Popen([*words, f"--name={name}"], cwd=shared, env=environment, stderr=subprocess.DEVNULL)
+        for name in ("one", "bad", "two")
+    ]
+    assert [one.wait() for one in several] == [0, 2, 0]
+    runs = shared / "runs"
+    assert sorted(path.name for path in runs.iterdir()) == ["one", "two"]
+    for run in map(RunDir, runs.iterdir()):
+        assert run.spec.exists()
+        assert run.script.exists()
+
+
+def test_unanswered_submission_keeps_what_its_job_may_need(shared: Path) -> None:
+    away = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    path = clients(shared / "bin", sbatch=LOST_REPLY, sinfo=SINFO, squeue=away)
+    done = Site(shared, "/nonexistent").hpc(*SUBMIT, PATH=path)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"Socket timed out.*Unable to contact.*hpc cancel", done.stderr)
+    assert (shared / "runs" / "run" / "submit.sbatch").exists()
+
+
+@pytest.mark.slurm
+def test_job_is_kept_though_the_reply_of_sbatch_was_lost(site: Site) -> None:
+    """Slurm has queued the job, and sbatch has not heard so."""
+    path = clients(site.path / "bin", sbatch=f'{shutil.which("sbatch")} "$@" >/dev/null; {LOST_REPLY}')
+    run = site.submit(*SUBMIT[1:], "--sbatch=begin=now+1hour", PATH=path)
+    assert run.queue("%T") == "PENDING"
+    assert [event["job_id"] for event in run.events("submitted")] == [run.job_id]
+    run.cancel()
