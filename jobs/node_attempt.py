@@ -17,6 +17,7 @@ from hpc.core.attempts import Attempt
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
+from hpc.core.text import visible
 from hpc.spec import RunSpec
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
@@ -127,7 +128,7 @@ class NodeAttempt:
 def log(text: str) -> None:
     """Print a line to the job's log. A full disk does not interrupt the run."""
     with contextlib.suppress(OSError):
-        print(f"torchrelay: {text}", flush=True)
+        print(f"torchrelay: {visible(text)}", flush=True)
 
 
 def send_heartbeats(run: RunDir) -> None:

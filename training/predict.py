@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hpc.core import program
 from hpc.core.errors import UserError
+from hpc.core.text import csv_cell, visible
 from training.config.dataset_layout import is_image
 from training.data.image_folder import JpegDecoder, as_rgb, decode_image, jpeg_decoder, with_image
 from training.data.transforms.crop import center_crop
@@ -77,7 +78,7 @@ def main() -> int:
         _print_table(predictions)
     unreadable = [each for each in predictions if each.error]
     for each in unreadable:
-        print(f"warning: {each.path} cannot be read: {each.error}", file=sys.stderr)
+        print(visible(f"warning: {each.path} cannot be read: {each.error}"), file=sys.stderr)
     return 1 if unreadable else 0
 
 
@@ -198,7 +199,8 @@ def _print_csv(predictions: Sequence[Prediction], top: int) -> None:
     writer.writerow(["path", "class", "probability", *more, "error"])
     for each in predictions:
         cells = [cell for name, value in each.top for cell in (name, f"{value:.6f}")]
-        writer.writerow([each.path, *cells, *[""] * (2 * columns - len(cells)), each.error])
+        row = [str(each.path), *cells, *[""] * (2 * columns - len(cells)), each.error]
+        writer.writerow(map(csv_cell, row))
 
 
 def _print_table(predictions: Sequence[Prediction]) -> None:
@@ -207,7 +209,7 @@ def _print_table(predictions: Sequence[Prediction]) -> None:
         table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")
     for each in predictions:
         for number, (name, value) in enumerate(each.top):
-            table.add_row("" if number else Text(str(each.path)), Text(name), f"{value:.2%}")
+            table.add_row("" if number else Text(visible(str(each.path))), Text(visible(name)), f"{value:.2%}")
     if table.rows:
         Console().print(table)
 

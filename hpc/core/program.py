@@ -15,6 +15,7 @@ from typing import TypeVar
 import tyro
 
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.text import visible
 
 INTERRUPTED = 130
 Options = TypeVar("Options")
@@ -61,5 +62,5 @@ def run(work: Callable[[], int], prefix: str = "error", *, debug: bool = False) 
         return INTERRUPTED
     if debug:
         traceback.print_exc()
-    print(f"{prefix}: {message}", file=sys.stderr)
+    print(f"{prefix}: {visible(message)}", file=sys.stderr)
     return code

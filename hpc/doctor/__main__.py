@@ -18,6 +18,7 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.kernel import file_system_type
 from hpc.core.node_info import NodeInfo
 from hpc.core.rundir import RunDir
+from hpc.core.text import visible
 from hpc.doctor.findings import (
     OF_LOGIN,
     OF_MACHINE,
@@ -160,8 +161,9 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
     for one in sorted([*shown, *(unknown if debug else [])], key=lambda finding: order.index(finding.severity)):
         style = _STYLES[one.severity]
         seen = one.value if one.check in one.value else f"{one.check}: {one.value}"
-        lines = (f"[bold]{escape(seen)}[/]", escape(one.cost), one.what_to_do and f"-> {escape(one.what_to_do)}")
-        table.add_row(f"[{style}]{one.severity}[/]", escape(one.where), "\n".join(filter(None, lines)))
+        seen, cost, advice, where = (escape(visible(text)) for text in (seen, one.cost, one.what_to_do, one.where))
+        lines = (f"[bold]{seen}[/]", cost, advice and f"-> {advice}")
+        table.add_row(f"[{style}]{one.severity}[/]", where, "\n".join(filter(None, lines)))
     if shown:
         console.print(table)
     passed = len(found) - len(shown) - len(unknown)

@@ -14,6 +14,7 @@ from hpc.core.attempts import attempts_of, may_restart_after
 from hpc.core.causes import FINAL_CAUSES, is_consequence
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
+from hpc.core.text import visible
 from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last
 from hpc.status.run_view import TERMINAL, StatusCache
 
@@ -39,6 +40,8 @@ class LogsOptions(cli.RunOptions):
     """Only the logs of this attempt; by default all."""
     all: bool = False
     """Everything, from the beginning."""
+    raw: bool = False
+    """Print control characters, such as those of colours, as they are: a terminal obeys them."""
 
 
 def logs(options: LogsOptions) -> int:
@@ -59,7 +62,7 @@ def logs(options: LogsOptions) -> int:
     else:
         line = None
         for line in reader.new_lines(ended=True):
-            print(_for_people(line))
+            print(_for_people(line, raw=options.raw))
         if line is None:
             _notice(f"run {run.name} has no such log yet: see hpc status {run.name}, or the files in {run.logs}")
     if reader.shortened:
@@ -108,7 +111,7 @@ def first_error(events: Sequence[Event]) -> Event | None:
 def _follow(options: LogsOptions, reader: LogReader) -> None:
     """Print until the run has ended and its last lines are out; with --json one document per line."""
     cache, polled, ended = StatusCache(), 0.0, False
-    form = json.dumps if options.json else _for_people
+    form = json.dumps if options.json else partial(_for_people, raw=options.raw)
     while not ended:
         if time.monotonic() - polled > _STATE_SECONDS:
             ended = cache.summary(reader.run)["state"] in TERMINAL
@@ -119,13 +122,13 @@ def _follow(options: LogsOptions, reader: LogReader) -> None:
         time.sleep(0 if ended else _POLL_SECONDS)
 
 
-def _for_people(line: Line) -> str:
+def _for_people(line: Line, *, raw: bool) -> str:
     *origin, text = line.values()
-    return f"[{':'.join(str(part) for part in origin)}] {text}"
+    return f"[{':'.join(str(part) for part in origin)}] {text if raw else visible(str(text))}"
 
 
 def _notice(text: str) -> None:
-    print(f"hpc logs: {text}", file=sys.stderr, flush=True)
+    print(f"hpc logs: {visible(text)}", file=sys.stderr, flush=True)
 
 
 main = partial(cli.run, logs, LogsOptions, "logs")

@@ -15,6 +15,7 @@ from hpc.core.attempts import attempts_of
 from hpc.core.errors import UserError
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
+from hpc.core.text import csv_cell, csv_text
 from hpc.spec import RunSpec
 from hpc.status.downtime import PARTS
 from hpc.status.run_view import TERMINAL, Summary
@@ -183,8 +184,8 @@ def read_confusion(path: Path) -> pd.DataFrame:
     """The confusion matrix; a ValueError if it is damaged."""
     # A class may be called NA, or have a number for a name.
     cells = pd.read_csv(path, header=None, dtype=str, keep_default_na=False)
-    names = cells.iloc[1:, 0].tolist()
-    if names != cells.iloc[0, 1:].tolist() or not names:
+    names = [csv_text(cell) for cell in cells.iloc[1:, 0]]
+    if names != [csv_text(cell) for cell in cells.iloc[0, 1:]] or not names:
         raise ValueError("its rows and columns differ")
     return pd.DataFrame(cells.iloc[1:, 1:].to_numpy().astype("int64"), index=names, columns=names)
 
@@ -231,6 +232,8 @@ def csv_tables(records: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
         joined = pd.concat([table for table in named if not table.empty] or named[:1], ignore_index=True)
         # Steps are whole numbers, also where one is unknown.
         found[file] = joined[["run", *tables[0].columns]].convert_dtypes()
+        for column in _TEXT.union({"run"}).intersection(found[file].columns):
+            found[file][column] = found[file][column].map(csv_cell)
     return found
 
 

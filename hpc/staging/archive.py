@@ -11,6 +11,7 @@ that end early, and knows no zip archives. So tarfile and zipfile only read here
 import bz2
 import gzip
 import io
+import itertools
 import lzma
 import os
 import shutil
@@ -36,6 +37,8 @@ from hpc.staging.store import CopiedFile, bytes_on_disk, checksum, write_all
 _CHUNK_BYTES, _BUFFER_BYTES = 4 * 2**20, 2**18
 # tarfile reads names and other extended headers into memory, whatever their size.
 _LONGEST_HEADER_BYTES, _LONGEST_LINK = 2**20, 4096
+# What lists or removes a tree calls itself once per level.
+_DEEPEST = 100
 # File systems do not store later times.
 _LATEST_TIME = 2**33
 _EXTENDED_HEADERS = {
@@ -204,14 +207,9 @@ class _Unpacker:
         except TorchrelayError:
             raise self._refusal(member, "leads out of the archive") from None
         path = PurePosixPath(name)
-        directory = path if member.isdir() else path.parent
-        if directory not in self._directories:
-            self._reserve(member, 0)
-            try:
-                (self._target / directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError):
-                raise self._refusal(member, "is a file and a directory at once") from None
-            self._directories.add(directory)
+        if len(path.parts) > _DEEPEST:
+            raise self._refusal(member, f"is more than {_DEEPEST} directories deep")
+        self._make_directories(member, path if member.isdir() else path.parent)
         if member.issym() or member.islnk():
             self._links.append(member)
         elif member.isreg() and not member.issparse():
@@ -219,6 +217,18 @@ class _Unpacker:
         elif not member.isdir():
             kind = "sparse file" if member.issparse() else "named pipe" if member.isfifo() else "device"
             raise self._refusal(member, f"is a {kind}")
+
+    def _make_directories(self, member: tarfile.TarInfo, innermost: PurePosixPath) -> None:
+        """Make the directories of a member that are missing. Each counts: one name may need thousands of them."""
+        upwards = itertools.chain([innermost], innermost.parents)
+        missing = list(itertools.takewhile(lambda path: path not in self._directories, upwards))
+        for directory in reversed(missing):
+            self._reserve(member, 0)
+            try:
+                (self._target / directory).mkdir(mode=0o700)
+            except FileExistsError:
+                raise self._refusal(member, "is a file and a directory at once") from None
+            self._directories.add(directory)
 
     def _advance(self, size: int) -> None:
         """Report the bytes written, now and then; entries without content advance as well."""

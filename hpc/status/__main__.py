@@ -15,6 +15,7 @@ from rich.live import Live
 from hpc import cli
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
+from hpc.core.text import visible
 from hpc.status.run_view import TERMINAL, StatusCache, Summary
 from hpc.status.table import interruption_table, view, wait_reason, watch_view
 
@@ -75,7 +76,7 @@ def summaries(runs: Sequence[RunDir]) -> list[Summary]:
     cache = StatusCache()
     rows = cache.summaries(runs)
     if cache.problem:
-        print(cache.problem, file=sys.stderr)
+        print(visible(cache.problem), file=sys.stderr)
     return rows
 
 
@@ -102,7 +103,7 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
         print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)
     printed, cache = "", StatusCache()
     while (row := cache.summary(run))["state"] not in TERMINAL:
-        now = progress(row)
+        now = visible(progress(row))
         if answer is None and now != printed:
             print(f"{time.strftime('%H:%M:%S')} {now}", flush=True)
             printed = now
@@ -113,7 +114,7 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
         print_table([row], details=True)
         hpc, path = cli.own_command(), shlex.quote(str(run.path))
         if row["detail"]:
-            print(f"{row['state']}: {row['detail']}", file=sys.stderr)
+            print(visible(f"{row['state']}: {row['detail']}"), file=sys.stderr)
         result = f"\nresult   {run.final}" if run.final.exists() else ""
         print(f"logs     {run.logs}{result}\nnext     {hpc} status {path}\n         {hpc} logs {path}")
     return 0 if row["state"] == "completed" else 1

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from hpc.core.text import visible
 from hpc.slurm.squeue import explain_reason
 from hpc.status.run_view import TERMINAL, Summary
 
@@ -30,7 +31,7 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
     """The table of runs; with `details`, of a single run also its warnings and interruptions, the latest first."""
     parts: list[Table | str] = [_fitting_table(console, [_cells(row) for row in rows], _COLUMNS)]
     if details and len(rows) == 1:
-        parts += [f"[yellow]warning:[/] {escape(warning)}" for warning in rows[0]["warnings"]]
+        parts += [f"[yellow]warning:[/] {escape(visible(warning))}" for warning in rows[0]["warnings"]]
         parts += ["", interruption_table(console, rows[0]["interruptions"][::-1])] if rows[0]["interruptions"] else []
     return Group(*parts)
 
@@ -40,7 +41,7 @@ def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, prob
     newest_first = rows[::-1]
     ranked = sorted(newest_first, key=lambda row: row["state"] in TERMINAL)
     drawn = view(console, ranked[: console.height], details=details)
-    return Group(f"[yellow]warning:[/] {escape(problem)}", drawn) if problem else drawn
+    return Group(f"[yellow]warning:[/] {escape(visible(problem))}", drawn) if problem else drawn
 
 
 def _fitting_table(console: Console, rows: Sequence[Mapping[str, Text]], titles: Sequence[str]) -> Table:
@@ -67,10 +68,10 @@ def _cells(row: Summary) -> dict[str, Text]:
     accuracy = f"{row['test_accuracy']:.2%}" if tested else _or_dash(row["val_accuracy"], "{:.1%} val")
     steps = _or_dash(row["step"]) + (f"/{row['total_steps']}" if row["step"] and row["total_steps"] else "")
     return {
-        "run": Text(row["run"]),
-        "state": Text.assemble((row["state"], _STYLES[row["state"]]), f": {wait}" if wait else ""),
-        "nodes": Text(nodes or "-"),
-        "interruptions": Text(interruptions or "-"),
+        "run": Text(visible(row["run"])),
+        "state": Text.assemble((row["state"], _STYLES[row["state"]]), visible(f": {wait}") if wait else ""),
+        "nodes": Text(visible(nodes) or "-"),
+        "interruptions": Text(visible(interruptions) or "-"),
         "attempt": Text(_or_dash(row["attempt"])),
         "epoch": Text(_or_dash(row["epoch"])),
         "step": Text(steps),
@@ -95,7 +96,7 @@ def interruption_table(console: Console, interruptions: Sequence[dict[str, Any]]
             one["detail"] or "-",
             largest_parts(one["seconds"]) or "-",
         )
-        rows.append(dict(zip(_INTERRUPTION_COLUMNS, map(Text, cells), strict=True)))
+        rows.append(dict(zip(_INTERRUPTION_COLUMNS, (Text(visible(cell)) for cell in cells), strict=True)))
     return _fitting_table(console, rows, _INTERRUPTION_COLUMNS)
 
 

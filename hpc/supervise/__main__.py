@@ -23,6 +23,7 @@ from hpc.core.files import json_line, modified, storage_time, write_exclusive
 from hpc.core.ledger import record
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
+from hpc.core.text import visible
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
@@ -94,7 +95,7 @@ def _print(lines: list[Line], options: SuperviseOptions) -> None:
             continue
         problem = f": {line['problem']}" if line["problem"] else ""
         text = f"{time.strftime('%F %T')} {line['run']}: {line['action']} ({line['reason']}){problem}"
-        print(json.dumps(line) if options.json else text, flush=True)
+        print(json.dumps(line) if options.json else visible(text), flush=True)
 
 
 def _check(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
@@ -143,7 +144,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
         except UserError as error:
             _skip(str(error))
         except Exception as error:  # noqa: BLE001 - a damaged run, in whatever way, must not stop the others
-            print(f"hpc supervise: {run.path}: {error!r}", file=sys.stderr, flush=True)
+            print(visible(f"hpc supervise: {run.path}: {error!r}"), file=sys.stderr, flush=True)
     found = _with_final_states(found)
     for number, one in enumerate(found):
         if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
@@ -156,7 +157,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
 @functools.cache
 def _skip(reason: str) -> None:
     """Say why a run is left alone: once, not at every check."""
-    print(f"hpc supervise: skipped: {reason}", file=sys.stderr, flush=True)
+    print(visible(f"hpc supervise: skipped: {reason}"), file=sys.stderr, flush=True)
 
 
 def _with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:

@@ -69,6 +69,20 @@ def test_own_script_with_its_arguments_and_environment(site: Site) -> None:
         assert rest.startswith("['a b', '--x=$HOME'] 2 /tmp/torchrelay-")
 
 
+def test_last_words_of_a_rank_reach_no_terminal(site: Site) -> None:
+    (site.path / "my.py").write_text("raise SystemExit('\\x1b]0;owned\\x07\\x1b[2J')\n")
+    for command in (("git", "init", "-q"), ("git", "add", "my.py")):
+        assert site.type(*command).returncode == 0
+    waited = site.hpc("submit", LOCAL, "--name=bad", "--nodes=1", "--gpus-per-node=1", "--wait", "--", "my.py")
+    assert waited.returncode == 1
+    run = site.path / "runs" / "bad"
+    [agent_log] = run.joinpath("logs").glob("*_0_log.out")
+    printed = [site.hpc(verb, "bad").stdout for verb in ("status", "logs")]
+    for text in (waited.stdout + waited.stderr, agent_log.read_text(), *printed):
+        assert r"\x1b]0;owned\x07\x1b[2J" in text
+        assert "\x1b" not in text
+
+
 def test_untracked_script_is_refused(site: Site) -> None:
     (site.path / "my.py").write_text("")
     assert site.type("git", "init", "-q").returncode == 0

@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
+from hpc.core.text import csv_cell
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation
@@ -85,8 +86,7 @@ def _share(part: int, whole: int) -> str:
 def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(header)
-    writer.writerows(rows)
+    writer.writerows(map(csv_cell, row) for row in (header, *rows))
     return text.getvalue()
 
 

@@ -75,6 +75,21 @@ def test_run_without_logs_has_a_notice(run: RunDir, capsys: pytest.CaptureFixtur
     assert "has no such log yet" in capsys.readouterr().err
 
 
+def test_control_characters_are_shown_unless_raw_output_is_asked_for(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2Jloss \x9b1A"
+    run.rank_log(1, 0).write_text(f"{hostile}\n")
+    (run.logs / "9_0_log.out").write_text(f"{hostile}\n")
+    shown = r"\x1b]0;owned\x07\x1b[2Jloss \x9b1A"
+    assert printed(capsys, run) == [f"[job 9:0] {shown}", f"[1:0] {shown}"]
+    assert printed(capsys, run, "--raw", "--rank=0") == [f"[1:0] {hostile}"]
+    assert logs.main([str(run.path), "--rank=0", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert json.loads(out)[0]["line"] == hostile
+
+
 def test_line_is_shown_as_a_terminal_would(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.rank_log(1, 0).write_bytes(b" 10%\r 50%\r100%\nwindows\r\n\xff\xfe\nno line break")
     assert printed(capsys, run) == ["[1:0] 100%", "[1:0] windows", "[1:0] \ufffd\ufffd", "[1:0] no line break"]

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from report_rig import CLASSES, HOSTILE, STEPS, completed_run, pending_run, report, running_run, spec_of
+import torch
+from report_rig import BEGAN, CLASSES, EVENTS, HOSTILE, STEPS, completed_run, pending_run, report, running_run, spec_of
 
 from hpc.core import program
+from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.report import formats, plots
 from hpc.report.__main__ import main
@@ -20,6 +22,7 @@ from hpc.spec import Recovery, Resources, RunSpec
 from hpc.status.run_view import summarize
 from hpc.submit import __main__ as submit
 from training.config.train_config import TrainConfig
+from training.evaluation.final_files import confusion_csv
 
 Capture = pytest.CaptureFixture[str]
 
@@ -48,6 +51,26 @@ def test_page_of_a_run_has_everything_and_loads_nothing(tmp_path: Path, capsys: 
     outside = [found for pair in addresses for found in pair if found and not found.startswith(("#", "data:image/png"))]
     assert outside == ["train.csv", "eval.csv", "attempts.csv", "interruptions.csv", "classes.csv"]
     assert "http" not in re.sub(r"http-equiv", "", html)
+
+
+def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> None:
+    names = ("=1+1", "-2", "@SUM(A1)")
+    run = completed_run(tmp_path / "r")
+    run.confusion.write_text(confusion_csv(torch.tensor([[3, 1, 0], [0, 4, 0], [2, 0, 5]]), names))
+    append_json_line(run.events / "z.jsonl", {**EVENTS[4], "time": BEGAN + 132, "detail": "=cmd()", "cause": "+hang"})
+    written = report(capsys, run.path)
+    tables = {path.name: pd.read_csv(path, dtype=str, keep_default_na=False) for path in written.tables}
+    assert tables["classes.csv"]["class"].tolist() == [f"'{name}" for name in names]
+    assert tables["classes.csv"]["most_often_confused_with"].tolist() == ["'-2", "", "'=1+1"]
+    assert tables["classes.csv"]["images"].tolist() == ["4", "4", "7"]
+    assert {"'=cmd()"} <= set(tables["interruptions.csv"]["detail"])
+    assert {"'+hang"} <= set(tables["interruptions.csv"]["cause"])
+    for name in names:
+        assert f">{name}<" in written.html, "the page shows the name of the class"
+    append_json_line(run.train_metrics, {"step": 401, "epoch": 5, "loss": -0.5, "attempt": 2, "time": BEGAN + 505})
+    losses = pd.read_csv(report(capsys, run.path).tables[0])["loss"]
+    assert losses.dtype == float
+    assert losses.iloc[-1] == -0.5
 
 
 def test_text_from_files_is_escaped(tmp_path: Path, capsys: Capture) -> None:

@@ -203,6 +203,19 @@ HOSTILE = {
         tar_of(*(member(str(number), b"") for number in range(5000))),
         "larger than the available 20 MB; nothing of it was kept: use --stage-dir with a larger disk",
     ),
+    "many directories": (
+        tar_of(*(member(str(number), b"", type=tarfile.DIRTYPE) for number in range(5000))),
+        "larger than the available 20 MB",
+    ),
+    "directories of directories": (
+        tar_of(*(member(f"{number}/" + "d/" * 90, b"", type=tarfile.DIRTYPE) for number in range(60))),
+        "larger than the available 20 MB",
+    ),
+    "directories of files": (
+        zip_of(*((f"{number}/" + "d/" * 90 + "f", b"") for number in range(60))),
+        "larger than the available 20 MB",
+    ),
+    "deep": (tar_of(member("d/" * 1000 + "f")), "is more than 100 directories deep"),
     "long link zip": (zip_of(zip_link("out", "a" * 5000)), "is a link of 5000 bytes"),
     "many headers": (many_headers, "cannot be unpacked"),
     "enormous header": (enormous_header, "a header of 104857600 bytes"),
@@ -231,6 +244,15 @@ def test_hostile_archives_are_refused(tmp_path: Path, kind: str) -> None:
     assert list(target.parent.iterdir()) == [target]
     assert not Path("/etc/evil").exists()
     assert not Path("/tmp/evil").exists()
+
+
+def test_no_directory_is_made_without_room_for_it(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    archive = tar_of(*(member(f"{number}/" + "d/" * 90, b"", type=tarfile.DIRTYPE) for number in range(2)))(tmp_path)
+    with pytest.raises(TorchrelayError, match="larger than the available 0 MB"):
+        unpack(archive, target, 1, lambda _: False)
+    assert list(target.iterdir()) == []
 
 
 def test_nothing_of_a_refused_archive_is_kept(tmp_path: Path, local: Path) -> None:

@@ -46,6 +46,24 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+def test_control_characters_of_ranks_and_nodes_reach_no_terminal(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x1b[2J\x1b]0;owned\x07"
+    failed = {"event": "interruption", "attempt": 2, "step": 3, "cause": hostile, "node": hostile, "rank": 1}
+    claimed = {"event": "claimed", "job_id": "8", "restart": 0, "nonce": "b", "nodes": [hostile]}
+    ended = {"event": "attempt_ended", "cause": "bad_input", "step": 3, "detail": hostile}
+    off = {"event": "snapshot_off", "reason": hostile}
+    for number, event in enumerate((claimed, {**failed, "detail": hostile, "failed_at": 80.0}, off, ended)):
+        append_json_line(run.events / "y.jsonl", {"time": 80.0 + number, "attempt": 2, **event})
+    assert printed(capsys, str(run.path)).count(r"\x1b[2J\x1b]0;owned\x07") >= 5
+    assert "\x1b" not in printed(capsys, str(run.path)) + printed(capsys, "--runs-dir", str(run.path.parent))
+    assert status.wait_for_end(run, None) == 1
+    waited = capsys.readouterr()
+    assert hostile[:4] not in waited.out + waited.err
+    assert r"failed: \x1b[2J" in waited.err
+
+
 def test_run_that_is_named_shows_its_interruptions(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     title, row, warning, _, head, third, second, first = printed(capsys, str(run.path)).splitlines()
     assert "interruptions" in title

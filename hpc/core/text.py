@@ -1,0 +1,24 @@
+"""Text from outside, such as the last words of a rank, for terminals and spreadsheets. Pure; runs everywhere."""
+
+import re
+
+# Also those of C1, which some terminals obey; those that reverse the direction of text; and parts of surrogate pairs,
+# which stand for bytes that are no UTF-8 and cannot be printed.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# A spreadsheet takes text that begins with one of these for a formula.
+_FORMULA, _ESCAPED = re.compile(r"'*[=+\-@\t\r]"), re.compile(r"'+[=+\-@\t\r]")
+
+
+def visible(text: str) -> str:
+    r"""Text whose control characters are seen, as `\x1b`, instead of obeyed by a terminal. Tabs stay."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def csv_cell(value: object) -> object:
+    """A cell of a CSV file, with an apostrophe in front of text that would be a formula. Numbers stay numbers."""
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+
+
+def csv_text(cell: str) -> str:
+    """The text from which `csv_cell` made a cell."""
+    return cell[1:] if _ESCAPED.match(cell) else cell
