@@ -27,7 +27,7 @@ _CONTROLLER_SECONDS = 480.0
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
     """The ledger file of one node's agent in one attempt."""
-    return EventWriter(run.events / f"attempt-{attempt:03d}-node-{node_rank:02d}.jsonl")
+    return EventWriter(run.events / f"{ledger.attempt_prefix(attempt)}node-{node_rank:02d}.jsonl")
 
 
 def claim_next(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -> Attempt:

@@ -26,6 +26,8 @@ from jobs.ranks.monitor import NodeMonitor
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
 _POLL_SECONDS = 0.2
+# Every survivor of a job of hundreds of nodes reads the files of all.
+_CONFIRM_POLL_SECONDS = 0.5
 # The others kill their ranks within seconds; one that does not report it is stuck.
 _OTHERS_SECONDS = 60.0
 # Longer than Slurm takes to notice a dead node, unless the administrators have changed that (SlurmdTimeout, 300 s), and
@@ -86,7 +88,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     log(f"attempt {node.attempt.attempt} ended: {cause} ({detail})")
     for node_dir in node_dirs(node.run.path) if cause is not Cause.COMPLETED else ():
         save_snapshot(node, node_dir)
-    lost = [event["node"] for event in node.events("node_lost")]
+    lost = node.reported_lost()
     unfit = [node.host] if cause is Cause.BAD_NODE else []
     return _continue_run(node, cause, ending.job_state, lost=lost, unfit=unfit)
 
@@ -176,10 +178,10 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
     while node.on_slurm and time.monotonic() < deadline:
         if relaunch.has_ended(node.run, node.attempt.attempt):
             return True
-        confirmed = head_is_lost([event["node"] for event in node.events("node_lost")], node.allocation)
+        confirmed = head_is_lost(node.reported_lost(), node.allocation)
         if confirmed is not None:
             return confirmed
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_CONFIRM_POLL_SECONDS)
     # No other agent reports: they have died together, as the nodes of a rack do.
     return True
 
@@ -199,12 +201,14 @@ def _is_left_undone(node: NodeAttempt) -> bool:
     """Whether the agent that ended the attempt has died before it started the next one: it sends no heartbeat."""
     heartbeat, deadline = None, time.monotonic() + relaunch.HANDOVER_SECONDS
     while time.monotonic() < deadline:
-        continued = node.events("relaunched") or node.events("requeued")
-        if continued or not may_restart_after(attempts_of(node.run_events())):
+        events = node.run_events()
+        this = (event for event in events if event.get("attempt") == node.attempt.attempt)
+        continued = any(event["event"] in {"relaunched", "requeued"} for event in this)
+        if continued or not may_restart_after(attempts_of(events)):
             return False
         if (newest := modified(node.run.alive)) != heartbeat:
             heartbeat, deadline = newest, time.monotonic() + relaunch.HANDOVER_SECONDS
-        time.sleep(_POLL_SECONDS)
+        time.sleep(relaunch.HANDOVER_SECONDS / 20)
     return _is_running(node)
 
 

@@ -119,6 +119,12 @@ class NodeAttempt:
         """All events of the run, of all attempts and nodes."""
         return ledger.read(self.run.events)
 
+    def reported_lost(self) -> list[str]:
+        """A name for each time that an agent of this attempt has reported a lost node."""
+        # All survivors ask this again and again: no other file is read.
+        events = ledger.read(self.run.events, f"{ledger.attempt_prefix(self.attempt.attempt)}node-")
+        return [event["node"] for event in events if event["event"] == "node_lost"]
+
     def events(self, kind: str) -> list[ledger.Event]:
         """Events of one kind in this attempt, of all nodes."""
         number = self.attempt.attempt

@@ -77,11 +77,18 @@ def record(event: str, **fields: Any) -> Event:
     return {"time": time.time(), "event": event, **fields}
 
 
-def read(events: Path) -> list[Event]:
-    """All events of all writers of a run, in the order of their times."""
+def attempt_prefix(attempt: int) -> str:
+    """How the names of the files begin that an attempt's agents write, each its own."""
+    return f"attempt-{attempt:03d}-"
+
+
+def read(events: Path, prefix: str = "") -> list[Event]:
+    """All events of a run, in the order of their times; with `prefix`, those in files whose names begin with it."""
     try:
         with os.scandir(events) as entries:
-            paths = sorted(entry.path for entry in entries if entry.name.endswith(".jsonl"))
+            paths = sorted(
+                entry.path for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(".jsonl")
+            )
     except FileNotFoundError:
         return []
     found = [event for path in paths for event in read_json_lines(path)]

@@ -78,7 +78,7 @@ def has_ended(run: RunDir, attempt: int) -> bool:
 
 
 def _end_file(run: RunDir, attempt: int) -> Path:
-    return run.events / f"attempt-{attempt:03d}-end.jsonl"
+    return run.events / f"{ledger.attempt_prefix(attempt)}end.jsonl"
 
 
 def last_step(run: RunDir) -> int | None:

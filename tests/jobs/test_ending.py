@@ -67,6 +67,14 @@ def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyP
     )  # fmt: skip
 
 
+@pytest.mark.timeout(30)
+def test_survivors_read_only_what_the_agents_of_their_attempt_wrote(survivor: NodeAttempt) -> None:
+    for name in ("attempt-000-node-00", "attempt-001-trainer", "next-001", "supervisor"):
+        os.mkfifo(survivor.run.events / f"{name}.jsonl")  # who opens it waits for ever
+    survivor.record_event("node_lost", node="gpu01", last_heard=1.0, detail="lost contact with gpu01")
+    assert survivor.reported_lost() == ["gpu01"]
+
+
 def take_over(node: NodeAttempt) -> int:
     """What an agent does that has lost contact with its head node, and has no snapshot."""
     channel: Any = SimpleNamespace(silent_seconds=6.0, directive=SimpleNamespace(members=(0, 1)))

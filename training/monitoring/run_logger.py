@@ -27,7 +27,7 @@ from hpc.core.files import (
     write_atomic,
     write_json,
 )
-from hpc.core.ledger import EventWriter
+from hpc.core.ledger import EventWriter, attempt_prefix
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
 from training.runtime.background_writer import BackgroundWriter
@@ -89,7 +89,7 @@ class RunLogger:
         self.console = console
         self._best = BackgroundWriter()
         self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
-        self._ledger = EventWriter(run_dir.events / f"attempt-{attempt:03d}-trainer.jsonl")
+        self._ledger = EventWriter(run_dir.events / f"{attempt_prefix(attempt)}trainer.jsonl")
         self._train = JsonLines(run_dir.train_metrics, console)
         self._evaluations = JsonLines(run_dir.eval_metrics, console)
         self._tensorboard: SummaryWriter | None = None
