@@ -11,7 +11,7 @@ from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import json_line, refresh_nfs_cache, write_exclusive
+from hpc.core.files import json_line, write_exclusive
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
@@ -36,7 +36,6 @@ def claim_next(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -
     Raises:
         TorchrelayError: another job does, or the run was cancelled.
     """
-    refresh_nfs_cache(run.events)
     events = ledger.read(run.events)
     if any(event["event"] == "cancelled" for event in events):
         raise TorchrelayError(f"run {run.name} was cancelled: submit it under a new name")
@@ -94,7 +93,6 @@ def join(
     """
     deadline = time.monotonic() + timeout_seconds
     while not stopped():
-        refresh_nfs_cache(run.events)
         events = ledger.read(run.events)
         for event in events:
             if event["event"] == "refused" and (event["job_id"], event["restart"]) == allocation.job_start:

@@ -46,12 +46,12 @@ def fsync_file(path: Path) -> None:
 
 
 def refresh_nfs_cache(directory: Path) -> None:
-    """Make files visible that other hosts have created in a directory of ours.
+    """Make files visible that other hosts have created in a directory.
 
-    An NFS client remembers for up to a minute that a name does not exist. Changing the directory's mode, here to
-    what it already is, makes the client ask the server again.
+    An NFS client remembers for up to a minute that a name does not exist. Opening the directory makes it ask the server
+    again (nfs_lookup_verify_inode in Linux' fs/nfs/dir.c); listing it opens it, too.
     """
-    directory.chmod(0o700)
+    os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def modified(path: Path) -> float | None:

@@ -1,10 +1,19 @@
 import multiprocessing
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from cluster import need
 
-from hpc.core.files import append_json_line, last_json_line, read_json_lines, write_atomic, write_exclusive
+from hpc.core.files import (
+    append_json_line,
+    last_json_line,
+    read_json_lines,
+    refresh_nfs_cache,
+    write_atomic,
+    write_exclusive,
+)
 
 
 def test_failed_write_keeps_the_old_file_and_leaves_no_temporary(
@@ -56,3 +65,19 @@ def test_torn_line_loses_no_other_record(tmp_path: Path) -> None:
 def test_missing_log_has_no_records(tmp_path: Path) -> None:
     assert list(read_json_lines(tmp_path / "none")) == []
     assert last_json_line(tmp_path / "none") is None
+
+
+def test_refreshing_leaves_the_users_mode_and_needs_no_right_to_change_it(tmp_path: Path) -> None:
+    directory = tmp_path / "events"
+    directory.mkdir()
+    directory.chmod(0o755)
+    before = directory.stat()
+    refresh_nfs_cache(directory)
+    assert (directory.stat().st_mode, directory.stat().st_ctime_ns) == (before.st_mode, before.st_ctime_ns)
+    need("mount")
+    subprocess.run(["mount", "--bind", directory, directory], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", directory], check=True)
+        refresh_nfs_cache(directory)
+    finally:
+        subprocess.run(["umount", directory], check=True)
