@@ -96,6 +96,7 @@ def slurm_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         new.chmod(0o755)
         new.replace(programs / name)
 
+    write("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     return write
 
 

@@ -113,8 +113,8 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
     else:
         print_table([row], details=True)
         hpc, path = cli.own_command(), shlex.quote(str(run.path))
-        if row["detail"]:
-            print(visible(f"{row['state']}: {row['detail']}"), file=sys.stderr)
+        if why := [text for text in (row["reason"], row["detail"]) if text]:
+            print(visible(": ".join([row["state"], *why])), file=sys.stderr)
         result = f"\nresult   {run.final}" if run.final.exists() else ""
         print(f"logs     {run.logs}{result}\nnext     {hpc} status {path}\n         {hpc} logs {path}")
     return 0 if row["state"] == "completed" else 1

@@ -3,6 +3,7 @@
 Runs on the login node. Reads only the ends of the metrics, so that long runs take no longer.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -15,7 +16,7 @@ from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, last_job_id, may_restart_after
 from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import last_json_line
+from hpc.core.files import last_json_line, storage_time
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
@@ -23,49 +24,62 @@ from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.status.downtime import goodput, interruptions_of, recovery_by_cause, steps_lost
 from hpc.status.warnings import warnings_of
+from hpc.supervise.decide import STARTS, Decision, decide
+from hpc.supervise.observe import ObservedRun, observe, with_final_states
 
 Summary = dict[str, Any]
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 _ATTEMPT_KEYS = (
     "attempt", "job_id", "nodes", "members", "started", "ended", "cause", "first_step", "last_step", "detail",
 )  # fmt: skip
+_CONTINUE = "continue it with hpc supervise --once, or `sbatch submit.sbatch` in the run directory"
 # A poll every second must not load the controller.
 _QUEUE_SECONDS = 5.0
 # While the controller is down, each call of squeue takes half a minute to fail.
 _AWAY_SECONDS = 30.0
 
 
-def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None) -> Summary:
+def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | None = None) -> Summary:
     """The summary of a run, with its jobs in the queue (`jobs_by_run`) or None if Slurm does not answer.
 
+    `decision` is what the supervisor would do, if the run has no job.
     What is not known is None. Damage in its directory is a warning, not an error: it must not hide the other runs.
     """
     try:
-        validation = last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {}
-        train = last_json_line(run.train_metrics) or {}
-        return _summary(run, jobs, ledger.read(run.events), train, validation, _final_result(run))
+        records = _Records(
+            events=ledger.read(run.events),
+            train=last_json_line(run.train_metrics) or {},
+            validation=last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {},
+            result=_final_result(run),
+        )
+        return _summary(run, jobs, decision, records)
     except (LookupError, OSError, TypeError, ValueError) as error:
         problem = f"cannot read the records in {run.path}: {type(error).__name__}: {error}"
-        return {**_summary(run, jobs, [], {}, {}, None), "warnings": [problem]}
+        return {**_summary(run, jobs, decision, _Records()), "warnings": [problem]}
 
 
-def _summary(
-    run: RunDir,
-    jobs: Sequence[SlurmJob] | None,
-    events: Sequence[Event],
-    train: Mapping[str, Any],
-    validation: Mapping[str, Any],
-    result: Mapping[str, Any] | None,
-) -> Summary:
-    """The summary from the events, the last logged step, the last validation and the test result."""
-    final = result or {}
+@dataclass(frozen=True, kw_only=True)
+class _Records:
+    """What a run directory has."""
+
+    events: Sequence[Event] = ()
+    train: Mapping[str, Any] = field(default_factory=dict)
+    """The last logged step."""
+    validation: Mapping[str, Any] = field(default_factory=dict)
+    """The last one."""
+    result: Mapping[str, Any] | None = None
+    """That of the test."""
+
+
+def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | None, records: _Records) -> Summary:
+    events, train, validation, final = records.events, records.train, records.validation, records.result or {}
     attempts, interruptions, best = attempts_of(events), interruptions_of(events), final.get("best")
     job = next(iter(jobs or ()), None)
     pending = job if job and job.state is JobState.PENDING else None
     # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
     ending = bool(attempts) and attempts[-1].cause is None and job is not None
-    complete = result is not None and not ending
-    state = "completed" if complete else _state(events, attempts, job, slurm_answers=jobs is not None)
+    state = decision.state if decision else _state(events, attempts, job, slurm_answers=jobs is not None)
+    state = "completed" if records.result is not None and not ending else state
     started = [event for event in events if event["event"] == "train_started"]
     productive = None
     if attempts:
@@ -93,7 +107,7 @@ def _summary(
         "recovery": recovery_by_cause(interruptions),
         "warnings": warnings_of(events),
         "staging": _staging(events) if state == "running" else None,
-        "reason": pending.reason if pending else None,
+        "reason": pending.reason if pending else decision and _reason(decision),
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
         "detail": attempts[-1].detail if attempts else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
@@ -106,6 +120,12 @@ def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Pa
     scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
     found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
     return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}
+
+
+def _reason(decision: Decision) -> str | None:
+    """Why a run has no job, and what to type; None if its state says so."""
+    advice = f": {_CONTINUE}" if decision.action in STARTS else ""
+    return None if decision.reason == decision.state else decision.reason + advice
 
 
 def _state(events: Sequence[Event], attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
@@ -162,6 +182,25 @@ def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:
     return float(max(0.0, (total - step) * pace))
 
 
+def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> dict[Path, Decision]:
+    """What the supervisor would do about runs that have no job; nothing if Slurm does not answer."""
+    found, scripts = list[ObservedRun](), jobs_by_script(jobs.values() if jobs else ())
+    queued = [run for run in runs if jobs is not None and run.script.exists() and not run.final_result.exists()]
+    clocks = {parent: storage_time(parent) for parent in {run.path.parent for run in queued}}
+    for run in queued:
+        # A damaged run is summarized without; one that was deleted meanwhile is left out.
+        with contextlib.suppress(LookupError, OSError, TypeError, ValueError):
+            found.append(observe(run, scripts, clocks[run.path.parent]))
+    return {one.run.path: decide(one.known) for one in with_final_states(found)}
+
+
+def _modified_ns(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 @dataclass
 class StatusCache:
     """Caches what cannot have changed since the last call: runs that have ended, and the queue for some seconds."""
@@ -170,14 +209,30 @@ class StatusCache:
     """Why the last summaries come from the run directories alone, although there is a Slurm."""
     _jobs: Mapping[str, SlurmJob] | None = None
     _queried: float | None = None
+    _decisions: dict[Path, Decision] = field(default_factory=dict)
+    """As old as `_jobs`: they take a call of sacct."""
     _ended: dict[Path, tuple[int, Summary]] = field(default_factory=dict)
 
     def summaries(self, runs: Sequence[RunDir]) -> list[Summary]:
         """One summary per run; a deleted run has none."""
         jobs = self._queue(runs)
         own = jobs_by_run(runs, jobs) if jobs is not None else {}
-        rows = (self._cached(run, own.get(run.path)) for run in runs)
-        return [row for row in rows if row is not None]
+        # A process that resumes or ends a run adds a file to its ledger.
+        stamps = {run.path: _modified_ns(run.events) for run in runs}
+        ended = {
+            path: row for path, (stamp, row) in self._ended.items() if stamp == stamps.get(path) and not own.get(path)
+        }
+        known = {*ended, *self._decisions, *(path for path, listed in own.items() if listed)}
+        self._decisions |= _decisions([run for run in runs if run.path not in known], jobs)
+        rows = list[Summary]()
+        for run in runs:
+            row = ended.get(run.path) or summarize(run, own.get(run.path), self._decisions.get(run.path))
+            stamp = stamps[run.path]
+            if stamp is not None and row["state"] in TERMINAL:
+                self._ended[run.path] = stamp, row
+            if stamp is not None or run.spec.exists():
+                rows.append(row)
+        return rows
 
     def summary(self, run: RunDir) -> Summary:
         """The summary of a single run; a TorchrelayError if it was deleted."""
@@ -186,25 +241,12 @@ class StatusCache:
             raise TorchrelayError(f"run {run.name} was deleted: {run.spec} does not exist")
         return rows[0]
 
-    def _cached(self, run: RunDir, jobs: Sequence[SlurmJob] | None) -> Summary | None:
-        try:
-            # A process that resumes or ends a run adds a file to its ledger.
-            stamp = run.events.stat().st_mtime_ns
-        except OSError:
-            stamp = None
-        before, row = self._ended.get(run.path, (None, None))
-        if row is None or stamp is None or stamp != before or jobs:
-            row = summarize(run, jobs)
-            if stamp is not None and row["state"] in TERMINAL:
-                self._ended[run.path] = stamp, row
-        return row if stamp is not None or run.spec.exists() else None
-
     def _queue(self, runs: Sequence[RunDir]) -> Mapping[str, SlurmJob] | None:
         """The user's jobs, or None where there is no Slurm or it does not answer."""
         max_age = _AWAY_SECONDS if self.problem else _QUEUE_SECONDS
         if self._queried is not None and time.monotonic() - self._queried <= max_age:
             return self._jobs
-        self._jobs, self.problem = None, None
+        self._jobs, self.problem, self._decisions = None, None, {}
         # A run without a script is no run of Slurm's.
         if any(run.script.exists() for run in runs) and slurm.is_available():
             try:

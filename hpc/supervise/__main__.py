@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc import cli
-from hpc.core.attempts import last_job_id
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import json_line, modified, storage_time, write_exclusive
 from hpc.core.ledger import record
 from hpc.core.ownership import check_is_own
-from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
@@ -30,7 +28,7 @@ from hpc.slurm import relaunch
 from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
 from hpc.supervise.decide import STARTS, Action, Decision, decide
-from hpc.supervise.observe import ObservedRun, observe
+from hpc.supervise.observe import ObservedRun, observe, with_final_states
 from hpc.supervise.perform import perform
 
 _MOST_POLL_SECONDS = 300.0
@@ -145,7 +143,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
             _skip(str(error))
         except Exception as error:  # noqa: BLE001 - a damaged run, in whatever way, must not stop the others
             print(visible(f"hpc supervise: {run.path}: {error!r}"), file=sys.stderr, flush=True)
-    found = _with_final_states(found)
+    found = with_final_states(found)
     for number, one in enumerate(found):
         if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
             # Nodes that the pending job can still do without: fewer when others go down.
@@ -160,30 +158,13 @@ def _skip(reason: str) -> None:
     print(visible(f"hpc supervise: skipped: {reason}"), file=sys.stderr, flush=True)
 
 
-def _with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
-    """Add the states, from Slurm's accounting, of jobs that squeue no longer lists."""
-    unlisted = dict[RunDir, str]()
-    for one in found:
-        job_id = last_job_id(one.events)
-        if job_id and not one.known.over and all(job.job_id != job_id for job in one.known.jobs):
-            unlisted[one.run] = job_id
-    try:
-        states = slurm.final_states(list(unlisted.values())) if unlisted else {}
-    except TorchrelayError:
-        return found  # a cluster without accounting
-    known = [states.get(unlisted.get(one.run, ""), one.known.last_job_state) for one in found]
-    return [
-        replace(one, known=replace(one.known, last_job_state=state)) for one, state in zip(found, known, strict=True)
-    ]
-
-
 def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
     """Perform a decision; the error's message, or None."""
     try:
         if decision.action is not Action.KEEP:
             perform(one, decision)
-        elif on_end and decision.final_state:
-            _notify(one, decision.final_state, decision.reason, on_end)
+        elif on_end and decision.is_final:
+            _notify(one, decision.state, decision.reason, on_end)
     except (TorchrelayError, OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None

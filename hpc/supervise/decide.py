@@ -1,7 +1,10 @@
-"""What the supervisor does about a run: from what is known of it to one action and its reason. Pure."""
+"""What the supervisor does about a run, and the state of one without a job: from what is known of it. Pure.
+
+`hpc status` shows the same reason for a run without a job as `hpc supervise --dry-run`.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hpc.core.causes import Cause, JobState
@@ -17,6 +20,8 @@ _CLAIM_SECONDS = 600.0
 _ENDING_SECONDS = 600.0
 # Agents retry for this long while the controller is down.
 _AGENT_RETRY_SECONDS = 900.0
+# A supervisor, also one in cron, has continued a run by then, if there is one.
+_ABANDONED_SECONDS = 600.0
 # Jobs that end before they start, one after the other, are not the fault of nodes.
 _MOST_STARTS = 5
 # A shorter delay is not worth a call, and clocks differ; a longer one was requested by the user.
@@ -57,8 +62,10 @@ class Decision:
     """The job that the action applies to."""
     cause: Cause | None = None
     """Of the end of the attempt, if the ledger lacks it."""
-    final_state: str | None = None
-    """For --on-end: "completed", or "failed" for good."""
+    state: str = "pending"
+    """The state of a run without a job, for `hpc status`."""
+    is_final: bool = False
+    """Whether the run is complete or given up: for --on-end."""
 
 
 def decide(run: RunObservation) -> Decision:
@@ -66,8 +73,12 @@ def decide(run: RunObservation) -> Decision:
     return next(decision for rule in _RULES if (decision := rule(run)))
 
 
-def _keep(reason: str, final_state: str | None = None) -> Decision:
-    return Decision(reason=reason, final_state=final_state)
+def _keep(reason: str, state: str = "pending") -> Decision:
+    return Decision(reason=reason, state=state)
+
+
+def _over(reason: str, state: str) -> Decision:
+    return Decision(reason=reason, state=state, is_final=True)
 
 
 def _cancel(job: SlurmJob, reason: str) -> Decision:
@@ -95,11 +106,11 @@ def _finished_or_cancelled(run: RunObservation) -> Decision | None:
     """A run that is complete or cancelled needs no job."""
     if not run.complete and not run.cancelled:
         return None
-    word = "complete" if run.complete else "cancelled"
+    end = _over("completed", "completed") if run.complete else _keep("cancelled", "cancelled")
     # The agents of a complete run need a moment to exit.
     exiting = run.complete and run.silent_seconds < HANDOVER_SECONDS
     useless = next((job for job in [*([] if exiting else run.running_jobs), run.pending_job] if job), None)
-    return _cancel(useless, f"the run is {word}") if useless else _keep(word, "completed" if run.complete else None)
+    return _cancel(useless, f"the run is {end.state}") if useless else end
 
 
 def _handed_over(run: RunObservation) -> Decision | None:
@@ -134,7 +145,7 @@ def _pending(run: RunObservation) -> Decision | None:
         if times < _MOST_STARTS:
             return Decision(action=Action.UNHOLD, job_id=job.job_id, reason="Slurm could not start it on a node")
         reason = f"Slurm could not start job {job.job_id} {times} times: scontrol release {job.job_id}"
-        return _keep(reason, "failed")
+        return _over(reason, "failed")
     # Without a restart, the delay was requested by the user.
     delay = (job.eligible or 0.0) - run.now if job.reason == "BeginTime" and job.restarts else 0.0
     if _LEAST_DELAY_SECONDS < delay < _MOST_DELAY_SECONDS:
@@ -191,8 +202,8 @@ def _given_up(run: RunObservation) -> Decision | None:
         return None
     cause = run.last.cause
     if cause == Cause.COMPLETED:
-        return _keep("complete", "completed")
-    return _keep("cancelled") if cause == Cause.CANCELLED else _keep(f"given up: {cause}", "failed")
+        return _over("completed", "completed")
+    return _keep("cancelled", "cancelled") if cause == Cause.CANCELLED else _over(f"given up: {cause}", "failed")
 
 
 def _just_ended(run: RunObservation) -> Decision | None:
@@ -203,11 +214,12 @@ def _just_ended(run: RunObservation) -> Decision | None:
 def _scancelled(run: RunObservation) -> Decision | None:
     reason = "its job was cancelled with scancel"
     if run.scancelled:
-        return _keep(reason)
+        return _keep(reason, "cancelled")
     # Also a process that hands the run over cancels the old job.
     if run.last_job_state is not JobState.CANCELLED or run.handover_unfinished:
         return None
-    return Decision(action=Action.RECORD, reason=reason, cause=Cause.CANCELLED if run.end_missing else None)
+    cause = Cause.CANCELLED if run.end_missing else None
+    return Decision(action=Action.RECORD, reason=reason, cause=cause, state="cancelled")
 
 
 def _vanished(run: RunObservation) -> Decision | None:
@@ -219,15 +231,20 @@ def _vanished(run: RunObservation) -> Decision | None:
     failed = run.last is None and state not in {JobState.UNKNOWN, JobState.NODE_FAIL}
     if not unknown and not failed:
         return None
-    word = "" if unknown else f" ({state.lower()})"
-    return _keep(f"its job is gone{word} and never started: continue with `sbatch submit.sbatch` in the run directory")
+    reason = f"{_gone(run)} and never started: continue with `sbatch submit.sbatch` in the run directory"
+    return _keep(reason, "failed")
+
+
+def _gone(run: RunObservation) -> str:
+    state = run.last_job_state
+    return "its job is gone" if state is JobState.UNKNOWN else f"its job is gone ({state.lower()})"
 
 
 def _never_starts(run: RunObservation) -> Decision | None:
     # Slurm itself requeues a job whose node fails.
     times = max([run.queued_jobs, *(job.restarts for job in run.jobs if run.last is None)])
     gave_up = f"given up: its job ended {times} times before it started"
-    return _keep(gave_up, "failed") if times >= _MOST_STARTS else None
+    return _over(gave_up, "failed") if times >= _MOST_STARTS else None
 
 
 def _ended(run: RunObservation) -> Decision:
@@ -236,8 +253,11 @@ def _ended(run: RunObservation) -> Decision:
         return back_off
     job = run.jobs[-1] if run.jobs else None
     if run.last_job_state is JobState.NODE_FAIL and job and job.state is JobState.NODE_FAIL:
-        return Decision(action=Action.REQUEUE, job_id=job.job_id, cause=_missing_cause(run), reason="a node failed")
-    return _relaunch(run, None, f"its job is gone ({run.last_job_state.lower()})")
+        reason, cause = "a node failed", _missing_cause(run)
+        found = Decision(action=Action.REQUEUE, job_id=job.job_id, cause=cause, reason=reason)
+    else:
+        found = _relaunch(run, None, _gone(run))
+    return replace(found, state="failed" if run.idle_seconds > _ABANDONED_SECONDS else "pending")
 
 
 _RULES: tuple[Callable[[RunObservation], Decision | None], ...] = (

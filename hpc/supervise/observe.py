@@ -3,14 +3,16 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id, may_restart_after
 from hpc.core.causes import JobState
+from hpc.core.errors import TorchrelayError
 from hpc.core.files import modified
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
 from hpc.slurm import relaunch
 from hpc.slurm.squeue import SlurmJob
 
@@ -95,6 +97,12 @@ class RunObservation:
         known = [at for at in (started, self.heartbeat_at) if at is not None]
         return self.now - max(known, default=self.now)
 
+    @property
+    def idle_seconds(self) -> float:
+        """Time since anything was done for the run."""
+        worked = self.now - self.silent_seconds if self.last else 0.0
+        return self.now - max(worked, self.last.ended or 0.0 if self.last else 0.0, self.handed_over_at or 0.0)
+
     def made_last_attempt(self, job: SlurmJob) -> bool:
         """Whether this start of a job, by its number of restarts, made the last attempt."""
         return self.last is not None and (self.last.job_id, self.last.restart) == (job.job_id, job.restarts)
@@ -141,3 +149,20 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         now=now,
     )
     return ObservedRun(run=run, events=events, known=known, heartbeat_mtime=mtime)
+
+
+def with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
+    """Add the states, from Slurm's accounting, of jobs that squeue no longer lists."""
+    unlisted = dict[RunDir, str]()
+    for one in found:
+        job_id = last_job_id(one.events)
+        if job_id and not one.known.over and all(job.job_id != job_id for job in one.known.jobs):
+            unlisted[one.run] = job_id
+    try:
+        states = slurm.final_states(list(unlisted.values())) if unlisted else {}
+    except TorchrelayError:
+        return found  # a cluster without accounting
+    known = [states.get(unlisted.get(one.run, ""), one.known.last_job_state) for one in found]
+    return [
+        replace(one, known=replace(one.known, last_job_state=state)) for one, state in zip(found, known, strict=True)
+    ]

@@ -19,6 +19,7 @@ from hpc.slurm.squeue import parse_jobs
 from hpc.status import __main__ as status
 from hpc.status.run_view import StatusCache, jobs_by_run
 from hpc.status.table import wait_reason
+from hpc.supervise import __main__ as supervise
 
 Squeue = Callable[[str], None]
 CLAIMED = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["gpu01"]}
@@ -108,6 +109,58 @@ def test_job_that_slurm_does_not_list_is_gone(tmp_path: Path, squeue: Squeue) ->
     run = make_run(tmp_path, CLAIMED)
     squeue("exit 0")
     assert StatusCache().summary(run)["state"] == "failed"
+
+
+PREEMPTED = {**ENDED, "cause": "preempted"}
+CANCELLED = "7|CANCELLED|None||0|N/A|N/A|{script}|"
+GONE = "its job is gone: continue it with hpc supervise --once, or `sbatch submit.sbatch` in the run directory"
+NEVER = "its job is gone and never started: continue with `sbatch submit.sbatch` in the run directory"
+
+
+@pytest.mark.parametrize(
+    ("known", "shown"),
+    [
+        (([CLAIMED], "", 5), ("pending", "its job has just ended")),
+        (([CLAIMED], "", 120), ("pending", GONE)),
+        (([CLAIMED], "", 900), ("failed", GONE)),
+        (([CLAIMED, PREEMPTED], "", 120), ("pending", GONE)),
+        (([CLAIMED, {**ENDED, "cause": "bad_input"}], "", 120), ("failed", "given up: bad_input")),
+        (([CLAIMED, {**ENDED, "cause": "completed"}], "", 120), ("completed", None)),
+        (([], "", 120), ("failed", NEVER)),
+        (([], CANCELLED, 120), ("cancelled", "its job was cancelled with scancel")),
+        (([CLAIMED, PREEMPTED], CANCELLED, 120), ("cancelled", "its job was cancelled with scancel")),
+        (([CLAIMED, PREEMPTED, {"event": "scancelled", "job_id": "7"}], "", 120),
+         ("cancelled", "its job was cancelled with scancel")),
+        (([CLAIMED, {"event": "cancelled"}], "", 120), ("cancelled", None)),
+    ],
+)  # fmt: skip
+def test_run_without_a_job_has_the_supervisors_reason(
+    known: tuple[list[dict[str, Any]], str, float],
+    shown: tuple[str, str | None],
+    tmp_path: Path,
+    squeue: Squeue,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (events, listed, seconds_ago), (state, reason) = known, shown
+    began = time.time() - seconds_ago
+    run = make_run(tmp_path, *({"time": began + number, **event} for number, event in enumerate(events)))
+    squeue(printing(tmp_path, listed.format(script=run.script)))
+    row = StatusCache().summary(run)
+    assert (row["state"], row["reason"]) == (state, reason)
+    supervise.main(["--dry-run", "--json", "--runs-dir", str(tmp_path / "runs")])
+    [line] = json.loads(capsys.readouterr().out)
+    assert reason is None or reason.startswith(line["reason"])
+
+
+def test_reason_why_a_run_has_no_job_is_printed(
+    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    squeue("exit 0")
+    assert status.main([str(run.path)]) == 0
+    assert "its job is gone and never started" in " ".join(capsys.readouterr().out.split())
+    assert status.wait_for_end(run, None) == 1
+    assert f"failed: {NEVER}" in capsys.readouterr().err
 
 
 def test_line_that_cannot_be_read_hides_no_other(tmp_path: Path, squeue: Squeue) -> None:

@@ -180,7 +180,7 @@ def test_cause_of_an_end_that_was_not_recorded(jobs: Sequence[SlurmJob], state: 
 
 def test_an_end_that_is_known_is_not_recorded_again() -> None:
     decision = decide(view(attempts=[attempt(Cause.CRASHED)]))
-    assert decision == Decision(action=Action.RELAUNCH, reason="its job is gone (unknown)", cause=None)
+    assert decision == Decision(action=Action.RELAUNCH, reason="its job is gone", cause=None)
 
 
 def test_job_that_never_started_is_no_cause_of_the_end_of_the_last_attempt() -> None:
@@ -189,10 +189,20 @@ def test_job_that_never_started_is_no_cause_of_the_end_of_the_last_attempt() -> 
 
 
 @pytest.mark.parametrize(
-    ("known", "final_state"),
-    [({"complete": True}, "completed"), ({"attempts": [attempt(Cause.COMPLETED)]}, "completed"),
-     ({"attempts": CRASHES}, "failed"), ({"attempts": [attempt(Cause.CANCELLED)]}, None), ({"cancelled": True}, None),
-     ({"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW}, None)],
+    ("known", "state", "is_final"),
+    [({"complete": True}, "completed", True), ({"attempts": [attempt(Cause.COMPLETED)]}, "completed", True),
+     ({"attempts": CRASHES}, "failed", True), ({"attempts": [attempt(Cause.CANCELLED)]}, "cancelled", False),
+     ({"cancelled": True}, "cancelled", False),
+     ({"scancelled": True, "attempts": [attempt(Cause.PREEMPTED)]}, "cancelled", False),
+     ({"jobs": [job(JobState.CANCELLED)]}, "cancelled", False),
+     ({"attempts": [attempt()], "heartbeat_at": NOW - 9}, "pending", False),
+     ({"attempts": [attempt()], "heartbeat_at": NOW - 500}, "pending", False),
+     ({"attempts": [attempt()], "heartbeat_at": NOW - 700}, "failed", False),
+     ({"attempts": [attempt(Cause.LOST, ended=NOW - 700)]}, "failed", False),
+     ({"attempts": [attempt(Cause.LOST, ended=NOW - 700)], "handover_deadline": NOW + 9}, "pending", False),
+     ({"attempts": [attempt(Cause.LOST)], "handed_over_at": NOW - 300}, "failed", False),
+     ({"jobs": [job(JobState.FAILED)]}, "failed", False)],
 )  # fmt: skip
-def test_only_ends_have_a_final_state(known: dict[str, Any], final_state: str | None) -> None:
-    assert decide(view(**known)).final_state == final_state
+def test_state_of_a_run_without_a_job(known: dict[str, Any], state: str, is_final: bool) -> None:
+    decision = decide(view(**known))
+    assert (decision.state, decision.is_final) == (state, is_final), decision.reason
