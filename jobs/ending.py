@@ -89,7 +89,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     for node_dir in node_dirs(node.run.path) if cause is not Cause.COMPLETED else ():
         save_snapshot(node, node_dir)
     lost = node.reported_lost()
-    unfit = [node.host] if cause is Cause.BAD_NODE else []
+    unfit = [node.host] if cause in {Cause.BAD_NODE, Cause.LOST} else []
     return _continue_run(node, cause, ending.job_state, lost=lost, unfit=unfit)
 
 

@@ -8,6 +8,8 @@ from hpc.core.ledger import Event
 from hpc.core.units import KILL_WAIT_SECONDS, REQUEUE_SECONDS, save_timeout_seconds
 from hpc.spec import RunSpec
 
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+
 
 class StopRequest:
     """Records the first signal that asked this agent to stop. The handler does nothing else."""
@@ -18,7 +20,7 @@ class StopRequest:
 
     def install(self) -> None:
         """Handle the time limit's warning (SIGUSR2), Slurm's SIGTERM, and Ctrl-C."""
-        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, self.handle)
 
     def handle(self, number: int, _frame: object) -> None:

@@ -31,14 +31,24 @@ from hpc.spec import RunSpec
 _UNSET = "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE SLURM_MEM_BIND"
 
 
-def agent_command(run: RunDir) -> str:
-    """The command that every node runs, as text for a shell.
+# slurmd may send a signal to this script too, which must outlive its agents.
+_OUTLIVE = "trap : TERM USR2"
+
+
+def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
+    """The command that every node runs, or that runs another module of the code copy, as text for a shell.
 
     PYTHONPATH names the copy of the code. -P, because python -m would import from the current directory first, where
     the code may have been edited since.
     """
     path = os.pathsep.join(filter(None, [str(run.packages), os.environ.get("PYTHONPATH")]))
-    return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-P", "-m", "jobs.agent", str(run.path)])
+    return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-P", "-m", module, str(run.path)])
+
+
+def last_resort(run: RunDir) -> list[str]:
+    """Lines of the script after srun: agents that were killed cannot have the run continue (jobs.last_resort)."""
+    return ["exit_code=$?", "[ $exit_code = 0 ] && exit", "trap '' TERM USR2",
+            f"exec {agent_command(run, 'jobs.last_resort')} $exit_code", ""]  # fmt: skip
 
 
 class SlurmExecutor(submitit.SlurmExecutor):
@@ -47,7 +57,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs)
         self.run, self.spec = run, spec
-        self.update_parameters(**sbatch_parameters(spec))
+        self.update_parameters(**sbatch_parameters(spec), teardown=last_resort(run))
 
     @property
     def _submitit_command_str(self) -> str:
@@ -125,7 +135,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
         "signal_delay_s": spec.stop_lead_seconds,
         "stderr_to_stdout": True,
         "wckey": None,  # clusters with a list of keys refuse submitit's default
-        "setup": [_UNSET],
+        "setup": [_UNSET, _OUTLIVE],
         "srun_args": [
             # Since 22.05 srun no longer inherits it: every rank would sit on one core.
             f"--cpus-per-task={resources.cpus_per_node}",

@@ -1,0 +1,76 @@
+"""The last resort of the batch script, when its agents have ended and none has recorded the end of their attempt.
+
+A signal in the first second of their step kills agents before they can handle it; lack of memory, or a defect, at any
+time. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
+
+    python -m jobs.last_resort RUN_DIR EXIT_CODE_OF_SRUN
+
+srun has ended, so every agent has: none of them still submits the next job.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from hpc.core import ledger
+from hpc.core.attempts import Attempt, attempts_of
+from hpc.core.causes import Cause
+from hpc.core.errors import TorchrelayError
+from hpc.core.files import refresh_nfs_cache
+from hpc.core.ownership import check_is_own
+from hpc.core.rundir import RunDir
+from hpc.spec import RunSpec
+from jobs import claim
+from jobs.ending import conclude_failed_agent
+from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log
+from jobs.stop_request import STOP_SIGNALS
+
+# A shell adds this to the number of the signal that killed a program.
+_BY_SIGNAL = 128
+
+
+def main(argv: list[str]) -> int:
+    """End the attempt that no agent has ended, and have the run continue. Returns the exit code of the script."""
+    run, exit_code = RunDir(Path(argv[0])), int(argv[1])
+    try:
+        check_is_own(run)
+        allocation = find_allocation(os.environ)
+        attempt = _unended_attempt(run, allocation)
+    except (TorchrelayError, OSError) as error:
+        log(str(error))
+        return exit_code
+    if attempt is None:
+        return exit_code
+    number = exit_code - _BY_SIGNAL
+    killed_by = next((each.name for each in signal.Signals if each == number), None)
+    node = NodeAttempt(
+        run=run, spec=RunSpec.load(run), allocation=allocation, attempt=attempt,
+        writer=claim.event_file(run, attempt.attempt, allocation.node_rank),
+    )  # fmt: skip
+    detail = f"its agents ended with {killed_by or f'exit code {exit_code}'} and recorded no end"
+    stopped_by = killed_by if number in STOP_SIGNALS else None
+    return conclude_failed_agent(node, Cause.LOST, detail, stopped_by)
+
+
+def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
+    """The attempt of this start of the job; a new one if no agent lived to claim one; None if agents have ended it.
+
+    Raises:
+        TorchrelayError: the run was cancelled, or another job works on it.
+    """
+    refresh_nfs_cache(run.events)
+    events = ledger.read(run.events)
+    refused = any(
+        event["event"] == "refused" and (event["job_id"], event["restart"]) == allocation.job_start for event in events
+    )
+    if run.final_result.exists() or refused:
+        return None
+    for attempt in attempts_of(events):
+        if (attempt.job_id, attempt.restart) == allocation.job_start:
+            return attempt if attempt.ended is None else None
+    return claim.claim_next(run, allocation, port=0, nonce="")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
