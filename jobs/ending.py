@@ -7,7 +7,9 @@ A job with a dead node must not be requeued before Slurm has marked the node dow
 Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the same run can start at once, elsewhere.
 """
 
+import functools
 import time
+from collections.abc import Callable
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
@@ -101,10 +103,7 @@ def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost:
     if not node.on_slurm:
         node.record_event("requeued", job_id=node.allocation.job_id)
         return LOCAL_REQUEUE_RETURN_CODE
-    if lost:
-        hand_over(node, lost, unfit)
-    else:
-        requeue(node, unfit)
+    start_next_attempt(node, lost, unfit)
     return 0
 
 
@@ -166,9 +165,9 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     send_heartbeats(node.run)
     save_snapshot(node, monitor.node_dir)
     if may_restart_after(attempts_of(node.run_events())):
-        hand_over(node, [head], [])
+        start_next_attempt(node, [head], [])
     else:
-        slurm.cancel(node.allocation.job_id)
+        end_job(node)
     return 0
 
 
@@ -252,48 +251,73 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
         node.record_event("snapshot_saved", step=step, seconds=round(time.monotonic() - began, 3))
 
 
-def hand_over(node: NodeAttempt, lost: list[str], unfit: list[str]) -> None:
-    """Requeue the job if Slurm has marked the lost nodes down; otherwise submit a new job and end this one.
+def start_next_attempt(node: NodeAttempt, lost: list[str], unfit: list[str]) -> None:
+    """Have Slurm start the next attempt, away from the lost and unfit nodes: requeue this job, or submit a new one.
 
-    The new job avoids the lost nodes, which are silent, and the unfit ones.
+    A job with lost nodes is requeued only once Slurm has marked them down. If Slurm refuses one of the two for good,
+    the other is done: some clusters allow no requeues, others no jobs from their compute nodes, or no second job.
 
     Raises:
         TorchrelayError: neither was possible.
     """
+    claim = functools.cache(lambda: relaunch.claim_next_job(node.run, node.attempt.attempt, node.run_events()))
+    ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {
+        "requeue this job": _requeue, "take a new job": _relaunch,
+    }  # fmt: skip
 
-    def leave() -> None:
-        job_id = node.allocation.job_id
-        # Some clusters take no jobs from their compute nodes: then Slurm has to notice first.
-        if set(slurm.dead_nodes(lost)) == set(lost):
-            slurm.requeue(job_id)
-            node.record_event("requeued", job_id=job_id)
-            return
-        events = node.run_events()
-        excluded = relaunch.nodes_to_exclude(node.spec, events, [*lost, *unfit])
-        old = {attempt.job_id for attempt in attempts_of(events)}
-        new = relaunch.submit_next_job(node.run, node.spec, excluded, old)
-        node.record_event("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
-        log(f"the run continues in job {new}; this one ends")
-        try:
-            slurm.cancel(job_id)
-        except TorchrelayError as error:
-            log(f"this job has nothing left to do, and could not be ended: type scancel {job_id} ({error})")
+    def ask() -> None:
+        must_wait = set(slurm.dead_nodes(lost)) != set(lost) if lost else False
+        for what, way in list(ways.items()):
+            if way is _requeue and must_wait:
+                continue
+            if (lost or way is _relaunch) and not claim():
+                return None  # another process continues the run
+            try:
+                return way(node, [*lost, *unfit])
+            except slurm.SlurmRefusalError as error:
+                del ways[what]
+                log(f"Slurm refuses to {what}: {error}")
+        if not ways:
+            raise slurm.SlurmRefusalError(
+                f"nothing continues the run: on the login node, start hpc supervise, or type sbatch {node.run.script}"
+            )
+        raise TorchrelayError(f"Slurm has not yet marked {', '.join(lost)} down")
 
-    if relaunch.claim_next_job(node.run, node.attempt.attempt, node.run_events()):
-        ask_slurm(leave, _SLURM_SECONDS)
+    ask_slurm(ask, _SLURM_SECONDS)
 
 
-def requeue(node: NodeAttempt, unfit: list[str]) -> None:
-    """Requeue the job, and keep it away from some nodes.
-
-    Raises:
-        TorchrelayError: Slurm refused.
-    """
+def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
+    """Requeue the job, and keep it away from some nodes."""
     job_id = node.allocation.job_id
-    ask_slurm(lambda: slurm.requeue(job_id), _SLURM_SECONDS)
+    slurm.requeue(job_id)
     node.record_event("requeued", job_id=job_id)
-    if unfit:
-        excluded = relaunch.nodes_to_exclude(node.spec, node.run_events(), unfit)
+    if not avoid:
+        return
+    try:
+        excluded = relaunch.nodes_to_exclude(node.spec, node.run_events(), avoid)
         # Nothing can be changed before the requeue.
         ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), _SLURM_SECONDS)
+    except TorchrelayError as error:
+        log(f"job {job_id} may start on {', '.join(avoid)} again: {error}")
+    else:
         node.record_event("excluded", job_id=job_id, excluded=excluded)
+
+
+def _relaunch(node: NodeAttempt, avoid: list[str]) -> None:
+    """Submit a new job, which avoids some nodes, and end this one."""
+    job_id, events = node.allocation.job_id, node.run_events()
+    excluded = relaunch.nodes_to_exclude(node.spec, events, avoid)
+    old = {attempt.job_id for attempt in attempts_of(events)}
+    new = relaunch.submit_next_job(node.run, node.spec, excluded, old)
+    node.record_event("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
+    log(f"the run continues in job {new}; this one ends")
+    end_job(node)
+
+
+def end_job(node: NodeAttempt) -> None:
+    """End this job, which can do nothing more, and must not keep its nodes."""
+    job_id = node.allocation.job_id
+    try:
+        ask_slurm(lambda: slurm.cancel(job_id), _SLURM_SECONDS)
+    except TorchrelayError as error:
+        log(f"this job has nothing left to do, and could not be ended: type scancel {job_id} ({error})")

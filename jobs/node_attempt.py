@@ -18,6 +18,7 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
+from hpc.slurm.client import SlurmRefusalError
 from hpc.spec import RunSpec
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
@@ -154,12 +155,15 @@ def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
     """Ask Slurm again until it answers: its controller is away for minutes while it fails over.
 
     Raises:
-        TorchrelayError: it still did not after this time.
+        SlurmRefusalError: it answered, and will not do it.
+        TorchrelayError: it still did not answer after this time.
     """
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
             return ask()
+        except SlurmRefusalError:
+            raise
         except TorchrelayError as error:
             if time.monotonic() > deadline:
                 raise

@@ -45,6 +45,17 @@ class Partition:
     gpus: int
 
 
+# Slurm's words for what it will not do however often it is asked (slurm_errno.c): a plugin or a limit forbids it.
+_REFUSALS = (
+    "presently disabled", "permission denied", "Invalid user id", "violates accounting/QOS policy", "Invalid account",
+    "Invalid qos", "Invalid partition", "not permitted to use this partition",
+)  # fmt: skip
+
+
+class SlurmRefusalError(TorchrelayError):
+    """Slurm has understood what it was asked to do, and will not do it."""
+
+
 def adopt_environment(environment: MutableMapping[str, str]) -> None:
     """Prepare an environment for Slurm's commands, in place.
 
@@ -92,7 +103,8 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if done.returncode != 0:
-        raise TorchrelayError(first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}")
+        problem = first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}"
+        raise (SlurmRefusalError if any(words in problem for words in _REFUSALS) else TorchrelayError)(problem)
     return done.stdout
 
 

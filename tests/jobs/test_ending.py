@@ -1,4 +1,4 @@
-"""Which agent may take over from a head node that is lost to it, and that it is left to finish."""
+"""Which agent may take over from a lost head node, that it is left to finish, and how the run continues."""
 
 import os
 import threading
@@ -11,15 +11,17 @@ import pytest
 from cluster import Command
 
 from hpc.core import ledger
-from hpc.core.attempts import attempts_of
+from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.files import append_json_line
+from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.slurm import relaunch
+from hpc.slurm.client import SlurmRefusalError
 from hpc.spec import Resources, RunSpec
 from jobs import ending, node_attempt
 from jobs.claim import event_file
-from jobs.ending import head_is_lost
+from jobs.ending import head_is_lost, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 
 
@@ -119,3 +121,72 @@ def test_agent_that_died_while_it_took_over_has_a_successor(
     assert ending.record_end(survivor, cause="node_failure", step=None)
     assert take_over(survivor) == 0
     assert [event["job_id"] for event in survivor.events("relaunched")] == ["8"]
+
+
+# What Slurm 22.05 answered.
+DISABLED = "echo 'Requested operation is presently disabled' >&2; exit 1"
+TOO_MANY = """
+echo 'sbatch: error: AssocMaxSubmitJobLimit' >&2
+echo "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, ...)" >&2
+exit 1
+"""
+AWAY = "echo 'slurm_requeue error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+@pytest.fixture
+def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
+    """The part of the node gpu01 in a job of two; Slurm does whatever it is asked to."""
+    monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.05)
+    run = RunDir(tmp_path / "r")
+    run.events.mkdir(parents=True)
+    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
+    spec.save(run)
+    for name, answer in {"scontrol": "", "sbatch": "echo 8", "scancel": "", "squeue": ""}.items():
+        slurm_command(name, answer)
+    slurm_command("sinfo", "printf 'gpu01|idle\\ngpu02|idle*\\n'")
+    return NodeAttempt(
+        run=run, spec=spec, allocation=allocation(0, 2),
+        attempt=Attempt(attempt=1, job_id="7", restart=0, nonce="n", port=1, nodes=("gpu01", "gpu02"), started=1.0),
+        writer=EventWriter(run.events / "attempt-001-node-00.jsonl"),
+    )  # fmt: skip
+
+
+def test_job_is_requeued(node: NodeAttempt) -> None:
+    start_next_attempt(node, [], [])
+    assert node.events("requeued")
+    assert not node.events("relaunched")
+
+
+def test_requeue_that_is_refused_for_good_is_replaced_by_a_new_job(
+    node: NodeAttempt, slurm_command: Command, tmp_path: Path
+) -> None:
+    slurm_command("scontrol", DISABLED)
+    slurm_command("scancel", f"echo $1 >> {tmp_path}/ended; test $(wc -l < {tmp_path}/ended) = 3 || {{ {AWAY}; }}")
+    start_next_attempt(node, [], [])
+    [relaunched] = node.events("relaunched")
+    assert (relaunched["job_id"], relaunched["old_job_id"]) == ("8", "7")
+    assert (tmp_path / "ended").read_text().split() == ["7"] * 3, "until Slurm has heard it"
+
+
+def test_job_with_a_lost_node_and_no_second_job_waits_until_slurm_has_noticed(
+    node: NodeAttempt, slurm_command: Command, tmp_path: Path
+) -> None:
+    slurm_command("sbatch", f"touch {tmp_path}/asked; {TOO_MANY}")
+    states = f"test -e {tmp_path}/asked && echo 'gpu02|down' || echo 'gpu02|idle*'"
+    slurm_command("sinfo", f"case $* in *%P*) echo 'gpu01|gpu*|idle';; *) {states};; esac")
+    start_next_attempt(node, ["gpu02"], [])
+    assert node.events("requeued")
+    assert not node.events("relaunched")
+
+
+def test_two_refusals_are_final(node: NodeAttempt, slurm_command: Command) -> None:
+    slurm_command("scontrol", DISABLED)
+    slurm_command("sbatch", TOO_MANY)
+    with pytest.raises(SlurmRefusalError, match=r"type sbatch .*submit\.sbatch"):
+        start_next_attempt(node, [], [])
+
+
+def test_controller_that_is_away_is_asked_again(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> None:
+    slurm_command("scontrol", f"test -e {tmp_path}/back && exit 0; touch {tmp_path}/back; {AWAY}")
+    start_next_attempt(node, [], [])
+    assert node.events("requeued")

@@ -223,6 +223,20 @@ def test_signals_end_in_a_saved_state_and_one_requeue(site: Site, undisturbed: R
     assert_equal(undisturbed, run.directory)
 
 
+def test_refused_requeue_is_replaced_by_a_new_job(site: Site, undisturbed: RunDir) -> None:
+    run = site.submit("--data=data", "--name=refused", "--nodes=2", *WHOLE)
+    run.wait_for_steps(50)
+    site.slurm("scontrol", "update", f"JobId={run.job_id}", "Requeue=0")
+    send(run, "TERM")
+    run.wait("the new job", lambda: run.events("relaunched"))
+    status = run.wait_for_state("completed")
+    run.assert_no_gap()
+    assert status["steps_lost"] == 0
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["requeued", "completed"]
+    assert status["attempts"][1]["job_id"] == run.events("relaunched")[0]["job_id"] != run.job_id
+    assert_equal(undisturbed, run.directory)
+
+
 STEPS = """
 import json, os, signal, sys, time
 from pathlib import Path
