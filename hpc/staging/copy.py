@@ -9,7 +9,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class Copy:
         self._lock = threading.Lock()
         self._read_seconds = self._write_seconds = 0.0
         """Totals of all readers."""
+        self._at_storage = 0
+        """How many threads read or write just now."""
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
         self._peers = dict[Address, Peer]()
@@ -106,7 +109,8 @@ class Copy:
             if len(readers) < _MOST_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
                 readers.append(self._start(self._read_batches, "stage-source"))
             seconds = time.monotonic() - began
-            stop_if(watch(CopyProgress(bytes_done=self.stats.bytes, bytes_total=total, seconds=seconds)))
+            done, at_storage = self.stats.bytes, self._at_storage > 0
+            stop_if(watch(CopyProgress(bytes_done=done, bytes_total=total, seconds=seconds, at_storage=at_storage)))
 
         # Fetchers first: batches that an owner does not send are added to those that the readers read.
         for threads in (fetchers, readers):
@@ -153,7 +157,8 @@ class Copy:
             checksums = []
             for chunk in self._listing.batches[number]:
                 content, began = buffer[: chunk.length], time.monotonic()
-                read_chunk(self._listing, chunk, content, self._cancelled)
+                with self._using_storage():
+                    read_chunk(self._listing, chunk, content, self._cancelled)
                 read = time.monotonic()
                 checksums.append(checksum(content))  # now, while the content is in the CPU's cache
                 self._write(chunk, content)
@@ -195,11 +200,22 @@ class Copy:
     def _write(self, chunk: FileChunk, content: memoryview) -> None:
         file = self._listing.files[chunk.file]
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(f"{self._target}/{file.name}", flags, 0o700 if file.executable else 0o600)
+        with self._using_storage():
+            descriptor = os.open(f"{self._target}/{file.name}", flags, 0o700 if file.executable else 0o600)
+            try:
+                write_all(descriptor, content, chunk.offset)
+            finally:
+                os.close(descriptor)
+
+    @contextmanager
+    def _using_storage(self) -> Iterator[None]:
+        with self._lock:
+            self._at_storage += 1
         try:
-            write_all(descriptor, content, chunk.offset)
+            yield
         finally:
-            os.close(descriptor)
+            with self._lock:
+                self._at_storage -= 1
 
     def _complete(self, number: int, checksums: tuple[str, ...], *, from_source: bool = False) -> None:
         """Record a batch and serve it to peers from now on."""

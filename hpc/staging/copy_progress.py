@@ -38,6 +38,8 @@ class CopyProgress:
     bytes_total: int | None = None
     """None: not known yet."""
     seconds: float
+    at_storage: bool = True
+    """Whether it reads or writes just now; False: it waits for other nodes."""
 
 
 Watch = Callable[[CopyProgress | None], bool]
@@ -64,7 +66,7 @@ class CancellableWait:
         Raises:
             NoProgressError: it has been the same for too long.
         """
-        self._check_progress(progress.bytes_done if progress else done)
+        self._check_progress(progress.bytes_done if progress and progress.at_storage else done)
         if self.heartbeat is not None and time.monotonic() - self._heartbeat_at > _HEARTBEAT_SECONDS:
             self._heartbeat_at = time.monotonic()
             self.heartbeat()
