@@ -15,6 +15,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core.attempts import attempts_of, failures_in_a_row, may_restart_after
 from hpc.core.causes import Cause, Ending, JobState, cause_of, may_restart, must_requeue
+from hpc.core.clock import steady_time
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import modified, refresh_nfs_cache
 from hpc.core.nodedir import NodeDir, node_dirs
@@ -47,7 +48,7 @@ _CONFIRM_SECONDS = 15.0
 def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coordinator: Coordinator) -> int:
     """Record how the attempt ended, and have the run continue if it should. Returns the exit code."""
     # Slurm has noticed by now what was lost long ago, or it has come back.
-    recent = {rank for rank, last_heard in coordinator.lost.items() if time.time() - last_heard < _SLURM_SECONDS}
+    recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < _SLURM_SECONDS}
     lost = recent | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, object]()
     ending = _inspect_ending(

@@ -89,8 +89,11 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
 
 def last_job_id(events: Iterable[Event]) -> str | None:
     """The id of the run's newest job."""
-    kinds = {"submitted", "claimed", "requeued", "relaunched"}
-    return next((event["job_id"] for event in reversed(list(events)) if event["event"] in kinds), None)
+    # By attempt, and only then by time: clocks are set, and differ between nodes.
+    order = {"submitted": 0, "claimed": 1, "requeued": 2, "relaunched": 2}
+    starts = (event for event in events if event["event"] in order)
+    newest = sorted(starts, key=lambda event: (event.get("attempt", 0), order[event["event"]]))[-1:]
+    return next((event["job_id"] for event in newest), None)
 
 
 def failures_in_a_row(attempts: Iterable[Attempt]) -> int:

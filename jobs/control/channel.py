@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+from hpc.core.clock import steady_time
 from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
 from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import Directive, NodeStatus, Phase
@@ -95,7 +96,7 @@ class ControlServer:
                 node_rank = status.node_rank
                 if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                     return
-                connection.send({"time": time.time(), "directive": asdict(self.directive)})
+                connection.send({"time": steady_time(), "directive": asdict(self.directive)})
         finally:
             if node_rank is not None:
                 self._heard[node_rank] = _after_break(self._heard[node_rank])
@@ -169,13 +170,13 @@ class ControlClient:
             self._changed.clear()
             if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                 raise TimeoutError
-            sent_at = time.time()
+            sent_at = steady_time()
             connection.send(asdict(self.status))
             answer = connection.receive()
             self._heard = time.monotonic()
             self.directive = Directive.from_json(answer["directive"])
             if not self.met.is_set():
-                self.clock_skew_seconds = answer["time"] - (sent_at + time.time()) / 2
+                self.clock_skew_seconds = answer["time"] - (sent_at + steady_time()) / 2
                 self.met.set()
             if closing:
                 return

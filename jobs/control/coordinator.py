@@ -12,6 +12,7 @@ from typing import Any
 
 from hpc.core.attempts import attempts_of, failures_in_a_row
 from hpc.core.causes import Cause, may_restart
+from hpc.core.clock import steady_time
 from hpc.slurm import relaunch
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
@@ -103,7 +104,7 @@ class Coordinator:
             known = node_rank in self.lost or node_rank == self._node.allocation.node_rank
             if known or status.phase in OVER or not self._server.is_silent(node_rank):
                 continue
-            last_heard = time.time() - (self._server.silent_seconds(node_rank) or 0.0)
+            last_heard = steady_time() - (self._server.silent_seconds(node_rank) or 0.0)
             self.lost[node_rank] = last_heard
             name = self._name(node_rank)
             self._node.record_event("node_lost", node=name, last_heard=last_heard, detail=f"lost contact with {name}")
@@ -112,7 +113,7 @@ class Coordinator:
         if lost_members:
             first = len(lost_members) == len(self.lost)
             # `lost` keeps nodes that were lost earlier; a node lost only now fell silent about LOST_SECONDS ago.
-            failed_at = min(self.lost.values()) if first else time.time() - LOST_SECONDS
+            failed_at = min(self.lost.values()) if first else steady_time() - LOST_SECONDS
             detail = f"lost contact with {', '.join(lost_members)}"
             self._handle(self._failure(Cause.NODE_FAILURE, failed_at, detail, node=lost_members[0]))
 
@@ -145,17 +146,17 @@ class Coordinator:
         if hang is None or self._stop:
             return
         # A hang that began before the last interruption belongs to it: those ranks are being killed and restarted.
-        if self._root_failure.explained_until > time.time() - hang.seconds:
+        if self._root_failure.explained_until > steady_time() - hang.seconds:
             return
-        self._handle(self._failure(Cause.HANG, time.time() - hang.seconds, hang.detail, rank=hang.rank))
+        self._handle(self._failure(Cause.HANG, steady_time() - hang.seconds, hang.detail, rank=hang.rank))
         # Every rank that was started until now is killed.
-        self._root_failure.explained_until = time.time()
+        self._root_failure.explained_until = steady_time()
         if not self._server.directive.over:
             self._direct(abort_count=self._server.directive.abort_count + 1)
 
     def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
         step = self.last_step if self._node.spec.train else None
-        return Failure(cause=cause, failed_at=failed_at, noticed_at=time.time(), step=step, detail=detail, **fields)
+        return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
         """Record an interruption, or end the attempt if the budget of the failure's cause is used up."""
@@ -250,11 +251,11 @@ class Coordinator:
         out = {rank: status for rank, status in statuses.items() if status.phase in {Phase.FAILED, Phase.UNFIT}}
         failed = [f"{self._name(node_rank)}: {status.detail}" for node_rank, status in out.items()]
         last = self._last_failure
-        if last and time.time() - last.noticed_at < _RECENT_SECONDS and not failed:
+        if last and steady_time() - last.noticed_at < _RECENT_SECONDS and not failed:
             return replace(last, detail=f"{last.detail}; {reason}")
         unfit = [self._name(rank) for rank, status in out.items() if status.phase is Phase.UNFIT]
         cause = Cause.NODE_FAILURE if self.lost else Cause.BAD_NODE if unfit else Cause.CRASHED
-        return self._failure(cause, time.time(), "; ".join([*failed, reason]), node=next(iter(unfit), None))
+        return self._failure(cause, steady_time(), "; ".join([*failed, reason]), node=next(iter(unfit), None))
 
     def _direct(self, **changes: Any) -> None:
         self._server.directive = replace(self._server.directive, **changes)

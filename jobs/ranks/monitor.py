@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core.causes import cause_of_exit
+from hpc.core.clock import steady_time
 from hpc.core.kernel import process_state
 from hpc.core.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
@@ -112,12 +113,12 @@ class LocalRanks:
             if fields is None:
                 continue
             for key in ("started_at", "failed_at"):
-                fields[key] += clock_skew_seconds
+                fields[key] = steady_time(fields[key]) + clock_skew_seconds
             memory, signal, detail = fields.pop("out_of_memory"), fields["signal"], fields["detail"]
             cause = cause_of_exit(fields["exit_code"], signal, memory, detail, ours=self._ours)
             found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
         self.failures = (*self.failures, *found)[-_KEPT_FAILURES:]
-        self._looked_at = time.time()
+        self._looked_at = time.monotonic()
         return found
 
     def _vanished(self) -> Iterator[tuple[Path, dict[str, Any]]]:

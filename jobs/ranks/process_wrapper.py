@@ -51,7 +51,8 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         os.dup2(descriptor, 2)
         size_before = os.fstat(descriptor).st_size
     os.environ["TORCHRELAY_HEARTBEAT"] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
-    started, kills, exits = time.time(), _out_of_memory_kills(), os.path.join(node_dir, "exits")
+    # By the clock that nobody sets, and that all processes of a node share.
+    started, kills, exits = time.monotonic(), _out_of_memory_kills(), os.path.join(node_dir, "exits")
     # If this process is killed, its file is all that tells the agent of the rank.
     running = f"running-{os.getpid()}.json"
     with contextlib.suppress(OSError):
@@ -65,14 +66,14 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         record = {
             "rank": rank,
             "started_at": started,
-            "failed_at": time.time(),
+            "failed_at": time.monotonic(),
             "exit_code": -by_signal if by_signal else os.waitstatus_to_exitcode(status),
             "signal": names.get(by_signal, f"SIG{by_signal}") if by_signal else None,
             "out_of_memory": by_signal == signal.SIGKILL and _out_of_memory_kills() > kills,
             "step": _last_step(heartbeat, pid),
             "detail": _last_line(log, size_before, killed=by_signal is not None),
         }
-        _record_failure(exits, f"{time.time_ns()}-{local_rank}.json", record)
+        _record_failure(exits, f"{time.monotonic_ns():020d}-{local_rank}.json", record)
     _remove(os.path.join(exits, running))
     # End as the program did, so that torchrun sees it.
     if by_signal:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row
+from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
@@ -117,3 +117,15 @@ def test_join_times_out(run: RunDir) -> None:
     with pytest.raises(TorchrelayError, match="head node gpu01 claimed no attempt"):
         join(run, place(node_rank=1), lambda: False, timeout_seconds=0.0)
     assert join(run, place(node_rank=1), lambda: True, timeout_seconds=60.0) is None, "told to stop"
+
+
+def test_newest_job_is_known_though_the_clocks_were_set_back() -> None:
+    events = [
+        {"time": 9000.0, "event": "submitted", "job_id": "7"},
+        {"time": 9001.0, "event": "claimed", "attempt": 1, "job_id": "7"},
+        {"time": 5400.0, "event": "relaunched", "attempt": 1, "job_id": "8"},
+    ]
+    assert last_job_id(sorted(events, key=lambda event: event["time"])) == "8"
+    events.append({"time": 5000.0, "event": "claimed", "attempt": 2, "job_id": "9"})
+    assert last_job_id(sorted(events, key=lambda event: event["time"])) == "9"
+    assert last_job_id([]) is None

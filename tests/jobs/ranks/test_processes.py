@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cluster import ROOT
 
+from hpc.core.clock import steady_time
 from hpc.core.kernel import children, process_state
 from hpc.core.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
@@ -185,7 +186,7 @@ def test_rank_whose_wrapper_was_killed_is_reported_with_the_time(
     ranks: LocalRanks, wrapper: "subprocess.Popen[bytes]"
 ) -> None:
     assert ranks.new_failures() == []
-    seen = time.time()
+    seen = steady_time()
     wrapper.kill()
     wait_for(lambda: process_state(wrapper.pid) == "Z")
     [failure] = ranks.new_failures()
