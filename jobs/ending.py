@@ -15,9 +15,9 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core.attempts import attempts_of, failures_in_a_row, may_restart_after
 from hpc.core.causes import Cause, Ending, JobState, cause_of, may_restart, must_requeue
-from hpc.core.clock import steady_time
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import modified, refresh_nfs_cache
+from hpc.core.kernel import steady_time
 from hpc.core.nodedir import NodeDir, node_dirs
 from hpc.slurm import client as slurm
 from hpc.slurm import relaunch

@@ -1,10 +1,11 @@
-"""What the Linux kernel reports: processes, memory, mounted file systems, network interfaces. Runs everywhere."""
+"""What the Linux kernel reports: time, processes, memory, mounted file systems, network. Runs everywhere."""
 
 import fcntl
 import re
 import resource
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,16 @@ _RESERVE = 0.05
 # The files with the limit and the usage of memory, in both versions of control groups.
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
+_CLOCK_OFFSET = time.time() - time.monotonic()
+
+
+def steady_time(monotonic: float | None = None) -> float:
+    """Seconds since the epoch, now or at a time of time.monotonic(), as the clock was when this process started.
+
+    For what is compared later. After somebody has set the clock back by an hour, each rank that starts would seem older
+    than the last failure, and for an hour no failure or hang would count.
+    """
+    return _CLOCK_OFFSET + (time.monotonic() if monotonic is None else monotonic)
 
 
 def _stat(pid: str | int) -> list[str]:

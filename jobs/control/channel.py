@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from hpc.core.clock import steady_time
+from hpc.core.kernel import steady_time
 from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
 from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import Directive, NodeStatus, Phase

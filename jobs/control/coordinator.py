@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc.core.attempts import attempts_of, failures_in_a_row
 from hpc.core.causes import Cause, may_restart
-from hpc.core.clock import steady_time
+from hpc.core.kernel import steady_time
 from hpc.slurm import relaunch
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat

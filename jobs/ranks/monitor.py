@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core.causes import cause_of_exit
-from hpc.core.clock import steady_time
-from hpc.core.kernel import process_state
+from hpc.core.kernel import process_state, steady_time
 from hpc.core.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel

@@ -18,7 +18,7 @@ from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
-from jobs.node_attempt import NodeAllocation, NodeAttempt
+from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import Rendezvous, interface_of, local_address, torchrun_argv
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
@@ -29,6 +29,8 @@ from training.config.train_config import spec_argv
 _POLL_SECONDS = 0.1
 # After a stop request, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
+# Name servers that are overloaded, and stale NFS handles, recover within seconds.
+_START_SECONDS, _START_PAUSE_SECONDS = 30.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +51,13 @@ def run_round(
 ) -> int | None:  # fmt: skip
     """Take part in a round. Returns torchrun's exit code; None if it was ended because of another directive."""
     monitor.begin_round(directive.round, ours=directive.preflight or node.spec.train is not None)
-    argv, environment = _command(node, directive, setup, monitor.node_dir)
+    started = _start(node, channel, monitor, directive, setup)
+    if started is None:
+        return None
     abort_count, timeout_seconds = directive.abort_count, 0.0
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
-        torchrun = stack.enter_context(Torchrun(argv, environment, node.run.code))
+        torchrun = stack.enter_context(started)
         ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
             monitor.poll()
@@ -72,6 +76,25 @@ def run_round(
                     break
             time.sleep(_POLL_SECONDS)
         return 1 if torchrun.exit_code is None else torchrun.exit_code
+
+
+def _start(
+    node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, directive: Directive, setup: RankSetup
+) -> Torchrun | None:
+    """Start torchrun; None if the round was over before that was possible. Raises OSError if it stays impossible."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            argv, environment = _command(node, directive, setup, monitor.node_dir)
+            return Torchrun(argv, environment, node.run.code)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise
+            log(f"round {directive.round} cannot start on {node.host} yet, trying again: {error}")
+        monitor.poll()
+        if monitor.must_leave or channel.directive.round != directive.round:
+            return None
+        time.sleep(_START_PAUSE_SECONDS)
 
 
 def _command(

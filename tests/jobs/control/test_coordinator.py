@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hpc.core import ledger
-from hpc.core.clock import steady_time
 from hpc.core.files import append_json_line
+from hpc.core.kernel import steady_time
 from hpc.spec import Recovery
 from jobs.claim import event_file
 from jobs.control import root_failure

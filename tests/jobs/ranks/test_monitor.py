@@ -3,44 +3,16 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from hpc.core.attempts import Attempt
-from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import HeldNodeDir
-from hpc.core.rundir import RunDir
-from hpc.spec import Resources, RunSpec
 from jobs.control.channel import ControlServer
-from jobs.node_attempt import NodeAllocation, NodeAttempt
+from jobs.node_attempt import NodeAttempt
 from jobs.ranks import monitor
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.torchrun import PROCESS_WRAPPER
 from jobs.stop_request import StopRequest
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> NodeAttempt:
-    return NodeAttempt(
-        run=RunDir(tmp_path),
-        spec=RunSpec(
-            name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)
-        ),
-        allocation=NodeAllocation(
-            cluster="slurm", job_id="7", restart=0, node_rank=0, hostnames=("gpu01",), cpus=1
-        ),
-        attempt=Attempt(attempt=1, job_id="7", restart=0, nonce="n", port=1, nodes=("gpu01",), started=1.0),
-        writer=EventWriter(tmp_path / "events" / "node.jsonl"),
-    )  # fmt: skip
-
-
-@pytest.fixture
-def held(node: NodeAttempt) -> Iterator[HeldNodeDir]:
-    made = HeldNodeDir(node.run.path, 0)
-    yield made
-    made.close(remove=True)
 
 
 def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from cluster import ROOT
 
-from hpc.core.clock import steady_time
-from hpc.core.kernel import children, process_state
+from hpc.core.kernel import children, process_state, steady_time
 from hpc.core.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.ranks.monitor import LocalRanks
