@@ -13,7 +13,7 @@ from typing import TypeVar
 import submitit
 
 from hpc.core import ledger
-from hpc.core.attempts import Attempt
+from hpc.core.attempts import Attempt, lost_nodes
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
@@ -121,10 +121,10 @@ class NodeAttempt:
         return ledger.read(self.run.events)
 
     def reported_lost(self) -> list[str]:
-        """A name for each time that an agent of this attempt has reported a lost node."""
+        """A name for each time that an agent of this attempt has reported a lost node that has not come back."""
         # All survivors ask this again and again: no other file is read.
         events = ledger.read(self.run.events, f"{ledger.attempt_prefix(self.attempt.attempt)}node-")
-        return [event["node"] for event in events if event["event"] == "node_lost"]
+        return lost_nodes(events)
 
     def events(self, kind: str) -> list[ledger.Event]:
         """Events of one kind in this attempt, of all nodes."""

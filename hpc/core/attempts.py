@@ -87,6 +87,17 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
     return {}
 
 
+def lost_nodes(events: Iterable[Event]) -> list[str]:
+    """The nodes that are lost, once for each agent that has reported it."""
+    lost = list[str]()
+    for event in events:
+        if event["event"] == "node_lost":
+            lost.append(event["node"])
+        elif event["event"] == "node_returned":
+            lost = [node for node in lost if node != event["node"]]
+    return lost
+
+
 def last_job_id(events: Iterable[Event]) -> str | None:
     """The id of the run's newest job."""
     # By attempt, and only then by time: clocks are set, and differ between nodes.

@@ -30,6 +30,7 @@ that are known):
 | slow_rank | head node's agent | rank node busy_seconds median_seconds |
 | rank_failed | the agent of its node | round rank node exit_code signal cause step detail started_at failed_at |
 | node_lost | head node's agent, or a surviving one | node last_heard detail |
+| node_returned | head node's agent: a lost node whose link is back | node |
 | interruption | head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
 | train_stopped | rank 0 | step signal seconds (from the signal to the saved state) |
 | diverged | rank 0 | step (first with a loss that is not finite) loss |

@@ -251,9 +251,18 @@ def release(job_id: str) -> None:
 
 def usable_nodes(partition: str | None) -> set[str]:
     """The nodes of a list of partitions, or of the default one, on which jobs may start now or later."""
+    return {node for node, state in _node_states(partition).items() if not state.startswith(_UNUSABLE)}
+
+
+def idle_nodes(partition: str | None) -> set[str]:
+    """Those of them on which a job may start now."""
+    return {node for node, state in _node_states(partition).items() if state == "idle"}
+
+
+def _node_states(partition: str | None) -> dict[str, str]:
     lines = [line.split("|") for line in run("sinfo", "--noheader", "--Node", "--format=%N|%P|%T").splitlines()]
     wanted = partition.split(",") if partition else [name.rstrip("*") for _, name, _ in lines if name.endswith("*")]
-    return {node for node, name, state in lines if name.rstrip("*") in wanted and not state.startswith(_UNUSABLE)}
+    return {node: state for node, name, state in lines if name.rstrip("*") in wanted}
 
 
 def dead_nodes(nodes: list[str]) -> list[str]:

@@ -148,7 +148,13 @@ def nodes_to_exclude(spec: RunSpec, events: Iterable[Event], failed: Sequence[st
     given, now = _given(spec), time.time()
     recent = [event for event in events if now - event["time"] < _EXCLUDE_SECONDS and event.get("node")]
     causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
-    lost = [event["node"] for event in recent if event["event"] == "node_lost" or event.get("cause") in causes]
+    returned = {event["node"]: event["time"] for event in recent if event["event"] == "node_returned"}
+    lost = [
+        event["node"]
+        for event in recent
+        if (event["event"] == "node_lost" or event.get("cause") in causes)
+        and event["time"] > returned.get(event["node"], 0.0)
+    ]
     names = list(dict.fromkeys([*failed, *reversed(lost)]))  # the newest first
     if not names:
         return given

@@ -61,6 +61,7 @@ class ControlServer:
         self._statuses: dict[int, NodeStatus] = {}
         self.clock = AgentClock()
         self._heard: dict[int, float] = {}
+        self._ended = set[int]()
         self._server = Server(nonce, _PURPOSE, self._serve, _SERVER_LIMITS, port)
         self.port = self._server.port
 
@@ -73,6 +74,7 @@ class ControlServer:
     def _take(self, status: NodeStatus) -> None:
         self._statuses[status.node_rank] = status
         self._heard[status.node_rank] = time.monotonic()
+        self._ended.discard(status.node_rank)
 
     def statuses(self) -> dict[int, NodeStatus]:
         """The last status by node rank; none of nodes that have not reported yet."""
@@ -87,6 +89,10 @@ class ControlServer:
         """Whether a node that has reported is silent for so long that it is lost."""
         return (self.silent_seconds(node_rank) or 0.0) > LOST_SECONDS
 
+    def has_ended(self, node_rank: int) -> bool:
+        """Whether a silent agent has ended, by the word of its kernel: a dead node or link says nothing."""
+        return node_rank in self._ended
+
     def _serve(self, connection: Connection) -> None:
         node_rank = None
         try:
@@ -97,9 +103,14 @@ class ControlServer:
                 if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                     return
                 connection.send({"time": steady_time(), "directive": asdict(self.directive)})
+        except OSError as error:
+            if not isinstance(error, ConnectionError):
+                node_rank = None  # no answer: the silence is counted
+            raise
         finally:
             if node_rank is not None:
                 self._heard[node_rank] = _after_break(self._heard[node_rank])
+                self._ended.add(node_rank)
 
     def close(self) -> None:
         """Stop listening, and end the connections."""
@@ -122,6 +133,8 @@ class ControlClient:
         """The head's clock minus ours, as of the first answer."""
         self.met = threading.Event()
         """Set with the head's first answer."""
+        self.head_has_ended = False
+        """As `ControlServer.has_ended`."""
         self._address, self._nonce = (host, port), nonce
         self.clock, self._heard = AgentClock(), time.monotonic()
         self._changed, self._closed = threading.Event(), threading.Event()
@@ -158,7 +171,7 @@ class ControlClient:
                 with connect(self._address, self._nonce, _PURPOSE, _CLIENT_LIMITS) as connection:
                     self._exchange(connection)
             except ConnectionError:
-                self._heard = _after_break(self._heard)
+                self._heard, self.head_has_ended = _after_break(self._heard), True
             except MALFORMED:
                 pass  # no answer: the silence is counted
             self._closed.wait(_SEND_SECONDS)
@@ -173,7 +186,7 @@ class ControlClient:
             sent_at = steady_time()
             connection.send(asdict(self.status))
             answer = connection.receive()
-            self._heard = time.monotonic()
+            self._heard, self.head_has_ended = time.monotonic(), False
             self.directive = Directive.from_json(answer["directive"])
             if not self.met.is_set():
                 self.clock_skew_seconds = answer["time"] - (sent_at + steady_time()) / 2

@@ -16,6 +16,7 @@ from hpc.core.kernel import steady_time
 from hpc.slurm import relaunch
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
+from jobs.control.patience import LINK_SECONDS, Patience
 from jobs.control.rank_health import StragglerDetector, find_hang
 from jobs.control.root_failure import RootFailure
 from jobs.control.round_members import MembershipView, decide_round
@@ -28,7 +29,7 @@ _FRESH_SECONDS = 0.9
 # storage, so not every poll makes it.
 _END_CHECK_SECONDS = 5.0
 # A failure that is older is not the reason for what happens now.
-_RECENT_SECONDS = 60.0
+_RECENT_SECONDS = LINK_SECONDS + 60.0
 # Rounds that end sooner than this because torchrun failed are counted.
 _SHORT_SECONDS = 120.0
 
@@ -58,13 +59,14 @@ class Coordinator:
         self.done = False
         """Whether the torchrun of every member ended with 0."""
         self.lost: dict[int, float] = {}
-        """Node ranks that fell silent, and when, in seconds since the epoch."""
+        """Node ranks that are silent, and since when, in seconds since the epoch."""
         self.unfit: set[int] = set()
         """Node ranks that failed the preflight, or whose mount of the data hangs."""
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
         self._began = self._announced = self._end_checked = time.monotonic()
         self._failed_rounds = 0
+        self._patience = Patience(node)
         self._root_failure, self._stragglers = RootFailure(), StragglerDetector()
         self._last_failure: Failure | None = None
         self._interruptions = list[tuple[str, int | None]]()
@@ -99,6 +101,10 @@ class Coordinator:
 
     def _find_lost_nodes(self) -> None:
         """Nodes that are silent though they have not left; members that fall silent together are one failure."""
+        for node_rank in [node_rank for node_rank in self.lost if not self._server.is_silent(node_rank)]:
+            del self.lost[node_rank]
+            self._node.record_event("node_returned", node=self._name(node_rank))
+            log(f"{self._name(node_rank)} is back")
         lost_members = list[str]()
         for node_rank, status in self._server.statuses().items():
             known = node_rank in self.lost or node_rank == self._node.allocation.node_rank
@@ -210,6 +216,7 @@ class Coordinator:
             most=self._node.spec.resources.max_nodes,
             statuses=statuses,
             excluded=frozenset({*self.lost, *self.unfit}),
+            awaited=self._awaited(),
             waited_seconds=time.monotonic() - self._began,
             failed_rounds=self._failed_rounds,
         )
@@ -225,6 +232,16 @@ class Coordinator:
             self._end(done=True)
         elif decision.members:
             self._announce_round(decision.members, statuses)
+        elif decision.wait:
+            self._direct(round=directive.round + 1, members=(), preflight=False)
+
+    def _awaited(self) -> frozenset[int]:
+        """Lost nodes whose link may come back."""
+        server, lost = self._server, self.lost.keys() - self.unfit
+        silent = {rank: server.silent_seconds(rank) or 0.0 for rank in lost if not server.has_ended(rank)}
+        recent = [rank for rank, seconds in silent.items() if seconds < LINK_SECONDS]
+        limit = self._patience.seconds([self._name(rank) for rank in recent]) if recent else 0.0
+        return frozenset(rank for rank in recent if silent[rank] < limit)
 
     def _was_ended_by_others(self) -> bool:
         """Whether other agents have ended the attempt. Looks every _END_CHECK_SECONDS, and returns False in between."""

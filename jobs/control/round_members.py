@@ -27,6 +27,8 @@ class MembershipView:
     """By node rank, of nodes that have reported."""
     excluded: frozenset[int]
     """Nodes that are lost, or failed the preflight."""
+    awaited: frozenset[int] = frozenset()
+    """Lost nodes whose link may come back."""
     waited_seconds: float
     """Since the attempt began."""
     failed_rounds: int
@@ -44,7 +46,7 @@ class MembershipView:
         starting = {node_rank for node_rank, status in self.statuses.items() if status.phase is Phase.STARTING}
         may_report = self.waited_seconds < _FIRST_REPORT_SECONDS
         unheard = set(range(self.num_nodes)) - self.statuses.keys() if may_report else set[int]()
-        return len((starting | unheard) - self.excluded)
+        return len((starting | unheard) - self.excluded | self.awaited)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +59,14 @@ class RoundDecision:
     """Every member's torchrun has ended with 0."""
     failed: str = ""
     """Why the attempt cannot go on."""
+    wait: bool = False
+    """Too few nodes are left for the round, and others may come."""
 
 
 def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
     """Decide about the current round, or the first one."""
     able = view.able
-    if directive.round and set(directive.members) <= set(able):
+    if directive.members and set(directive.members) <= set(able):
         return _continue_round(directive, view)
     # After the first round, go on at once with the nodes that are able. Before it,
     # wait up to `_WAIT_SECONDS` for the others.
@@ -73,7 +77,7 @@ def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
         return RoundDecision(
             failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {view.least}"
         )
-    return RoundDecision()
+    return RoundDecision(wait=bool(directive.members))
 
 
 def _choose(directive: Directive, view: MembershipView) -> tuple[int, ...]:
@@ -87,6 +91,8 @@ def _choose(directive: Directive, view: MembershipView) -> tuple[int, ...]:
 def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision:
     """All members are able: has the round ended, or should another node join it?"""
     members = [view.statuses[node_rank] for node_rank in directive.members]
+    if any(status.phase is Phase.READY and status.round == directive.round for status in members):
+        return RoundDecision(members=_choose(directive, view))  # it lost its link for a moment, and ended its ranks
     ended = [status for status in members if status.phase is Phase.ENDED and status.round == directive.round]
     if any(status.exit_code for status in ended):
         if view.failed_rounds >= _MOST_FAILED_ROUNDS:

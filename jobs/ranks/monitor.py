@@ -13,8 +13,9 @@ from hpc.core.causes import cause_of_exit
 from hpc.core.kernel import process_state, steady_time
 from hpc.core.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
-from jobs.control.channel import ControlChannel
+from jobs.control.channel import ControlChannel, ControlClient
 from jobs.control.messages import RankFailure, RankHeartbeat
+from jobs.control.patience import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 
@@ -162,6 +163,7 @@ class NodeMonitor:
         self.ranks = LocalRanks(self.node_dir, node.spec.resources.gpus_per_node, node.host, channel.clock)
         self.callbacks = list[Callable[[], None]]()
         """Called at every poll, on the head node."""
+        self._patience = Patience(node)
         self.last_step = 0
         """The last step that a rank of this node has done in this attempt."""
         self._next = 0.0
@@ -169,7 +171,15 @@ class NodeMonitor:
     @property
     def must_leave(self) -> bool:
         """Whether to end what this node does: a stop request, the end of the attempt, or a lost head node."""
-        return bool(self._stop) or self._channel.directive.over or self._channel.head_is_silent
+        return bool(self._stop) or self._channel.directive.over or self._head_is_lost()
+
+    def _head_is_lost(self) -> bool:
+        """Whether the head node is silent, and is not waited for any more."""
+        channel = self._channel
+        if not isinstance(channel, ControlClient) or not channel.head_is_silent:
+            return False
+        head = self._node.allocation.head
+        return channel.head_has_ended or channel.silent_seconds > self._patience.seconds([head])
 
     def begin_round(self, number: int, *, ours: bool) -> None:
         """As `LocalRanks.begin`."""

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from cluster import LONG, SMALL_BATCH, Run, Site, agent_pids, assert_nothing_lef
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
+from hpc.slurm.client import TESTBED_DIRECTORY
+from jobs.control.channel import LOST_SECONDS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 # Long enough to be interrupted, short enough to be trained to the end: 30 steps an epoch.
@@ -154,6 +157,28 @@ def test_lost_node_of_a_run_that_needs_all(site: Site, undisturbed: RunDir, whic
     assert not run.events("requeued")
     assert status["interruptions"][0]["steps_lost"] <= 6
     run.wait("the end of the crippled job", lambda: run.job_id not in site.slurm("squeue", "--me", "-h", "-o%A"))
+
+
+@pytest.mark.parametrize("which", ["head", "other"])
+def test_node_that_loses_its_link_for_seconds_comes_back(site: Site, undisturbed: RunDir, which: str) -> None:
+    run = site.submit("--data=data", f"--name=link-{which}", "--nodes=2", *WHOLE)
+    run.wait_for_steps(50)
+    node = run.status()["attempts"][0]["nodes"][0 if which == "head" else 1]
+    link = ("nsenter", f"--net={TESTBED_DIRECTORY / 'ns' / node}.net", "ip", "link", "set", "eth0")
+    subprocess.run([*link, "down"], check=True)
+    try:
+        time.sleep(LOST_SECONDS + 3)
+    finally:
+        subprocess.run([*link, "up"], check=True)
+    status = run.wait_for_state("completed")
+    run.assert_no_gap()
+    assert_equal(undisturbed, run.directory)
+    [attempt] = status["attempts"]
+    assert (attempt["job_id"], attempt["cause"]) == (run.job_id, "completed")
+    assert [event["node"] for event in run.events("node_returned")] == [attempt["nodes"][1]]
+    [interruption] = status["interruptions"]
+    assert (interruption["cause"], interruption["steps_lost"] <= 6) == ("node_failure", True)
+    assert not run.events("relaunched")
 
 
 def test_hung_worker(site: Site, undisturbed: RunDir) -> None:

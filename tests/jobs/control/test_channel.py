@@ -148,4 +148,5 @@ def test_killed_head_falls_silent() -> None:
         assert client.silent_seconds < LOST_SECONDS
         head.kill()
     wait_for(lambda: client.silent_seconds > LOST_SECONDS)
+    assert client.head_has_ended
     client.close()

@@ -8,7 +8,7 @@ WAIT = RoundDecision()
 
 def view(
     *phases: Phase | None, excluded: tuple[int, ...] = (), waited: float = 1.0, failed: int = 0, code: int = 0,
-    least: int = 2, most: int = 2,
+    least: int = 2, most: int = 2, awaited: tuple[int, ...] = (),
 ) -> MembershipView:  # fmt: skip
     """One node per phase; None: has not reported yet."""
     statuses = {
@@ -21,7 +21,8 @@ def view(
         least=least,
         most=most,
         statuses=statuses,
-        excluded=frozenset(excluded),
+        excluded=frozenset({*excluded, *awaited}),
+        awaited=frozenset(awaited),
         waited_seconds=waited,
         failed_rounds=failed,
     )
@@ -87,3 +88,23 @@ def test_round_whose_torchrun_failed_is_repeated_but_not_for_ever() -> None:
 def test_end_of_an_older_round_is_no_end_of_this_one() -> None:
     directive = Directive(round=2, members=(0, 1), port=1)
     assert decide_round(directive, view(ENDED, ENDED)) == WAIT
+
+
+def test_round_ends_while_a_lost_node_may_come_back() -> None:
+    alone = view(RUNNING, RUNNING, awaited=(1,))
+    assert decide_round(running(0, 1), alone) == RoundDecision(wait=True)
+    waiting = Directive(round=2, members=(), port=1)
+    assert decide_round(waiting, alone) == WAIT
+    assert decide_round(waiting, view(READY, READY)) == RoundDecision(members=(0, 1)), "it is back"
+    assert decide_round(waiting, view(READY, RUNNING, excluded=(1,))).failed, "it is not waited for any more"
+
+
+def test_lost_node_is_not_waited_for_if_the_others_can_go_on() -> None:
+    assert decide_round(running(0, 1), view(RUNNING, RUNNING, READY, awaited=(1,))) == RoundDecision(members=(0, 2))
+    elastic = view(RUNNING, RUNNING, awaited=(1,), least=1)
+    assert decide_round(running(0, 1), elastic) == RoundDecision(members=(0,))
+
+
+def test_member_that_ended_its_ranks_by_itself_needs_a_new_round() -> None:
+    """It heard nothing from the head node for some seconds, which the head did not notice."""
+    assert decide_round(running(0, 1), view(RUNNING, READY)) == RoundDecision(members=(0, 1))

@@ -1,0 +1,52 @@
+"""How long an attempt waits for nodes that have fallen silent, before it gives up its allocation. Runs in every agent.
+
+A link that is lost for seconds (a bond that fails over, a virtual machine that moves) looks like a dead node. Slurm may
+take hours to allocate other nodes. So the ranks are ended at once, and the allocation is kept for some time.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from hpc.core.errors import TorchrelayError
+from hpc.slurm import client as slurm
+from jobs.node_attempt import NodeAttempt, log
+
+LINK_SECONDS = 60.0
+"""A silent node whose link may come back is waited for so long."""
+IDLE_SECONDS = 15.0
+"""The same if enough other nodes are idle: a new job starts at once, and costs a start and the staging of the data."""
+_ASK_SECONDS = 5.0
+
+
+class Patience:
+    """How long to wait for silent nodes, by what Slurm knows; it is asked in the background."""
+
+    def __init__(self, node: NodeAttempt) -> None:
+        self._node = node
+        self._known = dict[Sequence[str], float]()
+        self._next = 0.0
+        self._thread = threading.Thread()
+
+    def seconds(self, silent: Sequence[str]) -> float:
+        """Seconds of silence after which these nodes count as dead."""
+        if not self._node.on_slurm:
+            return 0.0
+        names = tuple(silent)
+        if time.monotonic() > self._next and not self._thread.is_alive():
+            self._next = time.monotonic() + _ASK_SECONDS
+            self._thread = threading.Thread(target=self._ask, args=(names,), daemon=True, name="patience")
+            self._thread.start()
+        return self._known.get(names, LINK_SECONDS)
+
+    def _ask(self, names: tuple[str, ...]) -> None:
+        resources = self._node.spec.resources
+        try:
+            dead = slurm.dead_nodes(list(names))
+            idle = slurm.idle_nodes(resources.partition)
+            idle -= {*names, *(slurm.hostnames(resources.exclude) if resources.exclude else ())}
+        except TorchrelayError as error:
+            log(f"Slurm does not report the state of {', '.join(names)}: {error}")
+            return
+        elsewhere = len(idle) >= self._node.spec.job_nodes[0]
+        self._known[names] = 0.0 if set(dead) == set(names) else IDLE_SECONDS if elsewhere else LINK_SECONDS
