@@ -49,7 +49,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     """Record how the attempt ended, and have the run continue if it should. Returns the exit code."""
     # Slurm has noticed by now what was lost long ago, or it has come back.
     recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < _SLURM_SECONDS}
-    lost = recent | _wait_for_others(node, server, monitor)
+    lost = recent | coordinator.stuck | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, object]()
     ending = _inspect_ending(
         node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done

@@ -61,7 +61,9 @@ class Coordinator:
         self.lost: dict[int, float] = {}
         """Node ranks that are silent, and since when, in seconds since the epoch."""
         self.unfit: set[int] = set()
-        """Node ranks that failed the preflight, or whose mount of the data hangs."""
+        """Node ranks that failed the preflight, or whose storage or device hangs."""
+        self.stuck: set[int] = set()
+        """Those of them on which a rank cannot be killed: Slurm cannot end this job there, or requeue it, for long."""
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
         self._began = self._announced = self._end_checked = time.monotonic()
@@ -147,14 +149,20 @@ class Coordinator:
         return all((self._server.silent_seconds(node_rank) or 0.0) < _FRESH_SECONDS for node_rank in others)
 
     def _abort_hung_ranks(self, heartbeats: dict[int, RankHeartbeat]) -> None:
-        """Have all ranks of a hang killed; torchrun restarts them."""
+        """Have all ranks of a hang killed; torchrun restarts them, but not on a node where they cannot be killed."""
         hang = find_hang(heartbeats, self._node.spec.recovery.hang_timeout)
         if hang is None or self._stop:
             return
         # A hang that began before the last interruption belongs to it: those ranks are being killed and restarted.
         if self._root_failure.explained_until > steady_time() - hang.seconds:
             return
-        self._handle(self._failure(Cause.HANG, steady_time() - hang.seconds, hang.detail, rank=hang.rank))
+        nodes = {node for rank in hang.unkillable if (node := self._node_of(rank)) is not None}
+        # On several nodes it is the storage that they share.
+        stuck = nodes if len(nodes) == 1 else set[int]()
+        self.stuck |= stuck
+        self.unfit |= stuck
+        cause, name = Cause.BAD_NODE if stuck else Cause.HANG, next(map(self._name, stuck), None)
+        self._handle(self._failure(cause, steady_time() - hang.seconds, hang.detail, rank=hang.rank, node=name))
         # Every rank that was started until now is killed.
         self._root_failure.explained_until = steady_time()
         if not self._server.directive.over:
@@ -180,11 +188,8 @@ class Coordinator:
 
     def _report_stragglers(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         for found in self._stragglers.find(heartbeats):
-            statuses = self._server.statuses().items()
-            of_rank = (
-                node_rank for node_rank, status in statuses for each in status.heartbeats if each.rank == found.rank
-            )
-            node = next(map(self._name, of_rank), None)
+            of_rank = self._node_of(found.rank)
+            node = None if of_rank is None else self._name(of_rank)
             self._node.record_event(
                 "slow_rank", rank=found.rank, node=node,
                 busy_seconds=found.busy_seconds, median_seconds=found.usual_seconds,
@@ -193,6 +198,10 @@ class Coordinator:
                 f"rank {found.rank} on {node} slows the others down: it works {found.busy_seconds:.3f} s per step, "
                 f"they {found.usual_seconds:.3f} s"
             )
+
+    def _node_of(self, rank: int) -> int | None:
+        statuses = self._server.statuses().items()
+        return next((node for node, status in statuses for each in status.heartbeats if each.rank == rank), None)
 
     def _name(self, node_rank: int) -> str:
         return self._node.allocation.hostnames[node_rank]

@@ -13,7 +13,7 @@ _HANG_STEPS, _HANG_LEAST_SECONDS = 20.0, 60.0
 # Starting, compiling (the first step), saving and the end have no usual duration.
 _OTHER_PHASES_SECONDS = 900.0
 _TIMED_PHASES = frozenset({"load", "step", "evaluate"})
-_STUCK = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a device or storage"}
+_STUCK = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
 # Straggler: twice the usual step time for 10 s on end; a hundredth of a second is noise.
 _SLOW_FACTOR, _SLOW_LEAST_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
 
@@ -26,6 +26,8 @@ class Hang:
     """The one that the others wait for, if that is known."""
     seconds: float
     detail: str
+    unkillable: tuple[int, ...] = ()
+    """Ranks that wait in the kernel for a device or storage of their node."""
 
 
 def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
@@ -41,21 +43,24 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     if not heartbeats or any(each.still_seconds <= timeout_seconds(each, setting) for each in heartbeats.values()):
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
+    unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")
     culprit = _find_culprit(heartbeats)
     if culprit is None:
         phases = Counter(f"{heartbeat.phase} after step {heartbeat.step}" for heartbeat in heartbeats.values())
         counts = ", ".join(f"{count} in {phase}" for phase, count in phases.items())
-        return Hang(rank=None, seconds=seconds, detail=f"no rank has moved for {seconds:.0f} s: {counts}")
+        detail = f"no rank has moved for {seconds:.0f} s: {counts}"
+        return Hang(rank=None, seconds=seconds, detail=detail, unkillable=unkillable)
     found = heartbeats[culprit]
     state = _STUCK.get(
         found.state, f"has been in {found.phase} after step {found.step} for {found.still_seconds:.0f} s"
     )
-    return Hang(rank=culprit, seconds=seconds, detail=f"rank {culprit} {state}, and the others wait for it")
+    detail = f"rank {culprit} {state}" + (", and the others wait for it" if len(heartbeats) > 1 else "")
+    return Hang(rank=culprit, seconds=seconds, detail=detail, unkillable=unkillable)
 
 
 def _find_culprit(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
     """The rank that is stopped, or is alone in its step and phase: the others wait for it in a collective."""
-    stuck = [rank for rank, heartbeat in heartbeats.items() if heartbeat.state in _STUCK and heartbeat.state != "D"]
+    stuck = [rank for rank, heartbeat in heartbeats.items() if heartbeat.state in _STUCK]
     if len(stuck) == 1:
         return stuck[0]
     positions = {rank: (heartbeat.step, heartbeat.phase) for rank, heartbeat in heartbeats.items()}

@@ -1,6 +1,7 @@
 """The head node's agent, with what the others report to it."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,23 +12,63 @@ from hpc.core.kernel import steady_time
 from hpc.spec import Recovery
 from jobs.claim import event_file
 from jobs.control import root_failure
-from jobs.control.channel import ControlServer
+from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
-from jobs.control.messages import Directive, Phase, RankFailure, RankHeartbeat
+from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
 from jobs.node_attempt import NodeAttempt
 from jobs.stop_request import StopRequest
 from training.config.train_config import TrainConfig
 
 
-def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(root_failure, "_SETTLE_SECONDS", 0.0)
+@pytest.fixture
+def server() -> Iterator[ControlServer]:
+    made = ControlServer("secret")
+    made.directive = Directive(round=1, members=(0,), port=1)
+    yield made
+    made.close()
+
+
+def coordinate(node: NodeAttempt, server: ControlServer, hosts: tuple[str, ...] = ("gpu01",)) -> Coordinator:
+    """The coordinator of an attempt that trains."""
     node.run.events.mkdir()
-    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01"]}
+    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": hosts}
     append_json_line(event_file(node.run, 1, 0).path, ledger.record("claimed", **claimed))
-    node = replace(node, spec=replace(node.spec, train=TrainConfig(data="x"), recovery=Recovery(hang_timeout="1s")))
-    server = ControlServer("secret")
-    server.directive = Directive(round=1, members=(0,), port=1)
-    coordinator = Coordinator(node, server, StopRequest())
+    spec = replace(node.spec, train=TrainConfig(data="x"), recovery=Recovery(hang_timeout="1s"))
+    allocation = replace(node.allocation, hostnames=hosts)
+    server.directive = Directive(round=1, members=tuple(range(len(hosts))), port=1)
+    return Coordinator(replace(node, spec=spec, allocation=allocation), server, StopRequest())
+
+
+def hung(rank: int, state: str = "S") -> RankHeartbeat:
+    return RankHeartbeat(
+        rank=rank, step=9, phase="step", state=state, still_seconds=5.0, step_seconds=0.1, busy_seconds=None
+    )
+
+
+@pytest.mark.parametrize(("states", "cause", "unfit"), [("SD", "bad_node", {1}), ("DD", "hang", set[int]())])
+def test_node_where_a_rank_cannot_be_killed_is_left_out(
+    node: NodeAttempt, server: ControlServer, states: str, cause: str, unfit: set[int]
+) -> None:
+    """Unless it is so on several nodes: then it is their storage."""
+    coordinator = coordinate(node, server, ("gpu01", "gpu02"))
+    server.report(phase=Phase.RUNNING, round=1, heartbeats=(hung(0, states[0]),))
+    client = ControlClient(
+        "127.0.0.1", server.port, "secret",
+        NodeStatus(node_rank=1, phase=Phase.RUNNING, round=1, heartbeats=(hung(1, states[1]),)),
+    )  # fmt: skip
+    assert client.met.wait(30)
+    coordinator.poll()
+    client.close()
+    [interruption] = node.events("interruption")
+    assert (interruption["cause"], coordinator.unfit, coordinator.stuck) == (cause, unfit, unfit)
+    assert interruption["node"] == ("gpu02" if unfit else None)
+
+
+def test_clock_that_is_set_back_hides_no_hang(
+    node: NodeAttempt, server: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_failure, "_SETTLE_SECONDS", 0.0)
+    coordinator = coordinate(node, server)
     failure = RankFailure(
         node="gpu01", round=1, rank=0, started_at=steady_time() - 20, failed_at=steady_time() - 10, exit_code=1,
         signal=None, cause="crashed", step=7, detail="x",
@@ -37,10 +78,6 @@ def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: py
     assert [event["cause"] for event in node.events("interruption")] == ["crashed"]
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() - 3600)
-    hung = RankHeartbeat(
-        rank=0, step=9, phase="step", state="S", still_seconds=5.0, step_seconds=0.1, busy_seconds=None
-    )
-    server.report(heartbeats=(hung,))
+    server.report(heartbeats=(hung(0),))
     coordinator.poll()
     assert server.directive.abort_count == 1
-    server.close()

@@ -56,6 +56,13 @@ def test_stopped_process_is_named_wherever_it_is() -> None:
     assert found.detail == "rank 1 is stopped, and the others wait for it"
 
 
+def test_rank_that_cannot_be_killed_is_named() -> None:
+    found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=31, state="D")), "30s")
+    assert found is not None
+    assert (found.rank, found.unkillable) == (1, (1,))
+    assert found.detail == "rank 1 waits in the kernel for a device or storage, and the others wait for it"
+
+
 def test_the_one_of_two_that_is_a_step_behind_is_named() -> None:
     found = find_hang(of(heartbeat(0, still=31, step=11, phase="load"), heartbeat(1, still=31)), "30s")
     assert found is not None

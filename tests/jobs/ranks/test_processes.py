@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ROOT
+from cluster import ROOT, need
+from staging_rig import hanging
 
 from hpc.core.kernel import children, process_state, steady_time
 from hpc.core.nodedir import NodeDir
@@ -280,6 +281,16 @@ for step in itertools.count():
     heartbeat.beat("step", step)
     time.sleep(0.05)
 """
+
+
+def test_rank_that_waits_for_storage_that_hangs_cannot_be_killed(tmp_path: Path, ranks: LocalRanks) -> None:
+    need("umount")
+    (tmp_path / "storage").mkdir()
+    with hanging(tmp_path / "storage"), subprocess.Popen(["cat", tmp_path / "storage" / "image"]) as rank:
+        beat = {"rank": 5, "pid": rank.pid, "step": 3, "phase": "step", "count": 1}
+        NodeDir(tmp_path).heartbeat(0).write_text(json.dumps(beat))
+        wait_for(lambda: ranks.heartbeats()[0].state == "D")
+        rank.kill()
 
 
 @pytest.mark.usefixtures("ranks")
