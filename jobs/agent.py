@@ -86,7 +86,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     try:
         return _take_part(node, channel, stop)
     except Exception as error:  # noqa: BLE001 - whatever it is, the attempt must not stay claimed for ever
-        return _fail(node, channel, _describe(error))
+        return _fail(node, channel, stop, _describe(error))
 
 
 def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) -> int:
@@ -114,14 +114,14 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _fail(node: NodeAttempt, channel: ControlChannel, detail: str) -> int:
+def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, detail: str) -> int:
     """End this node's part after an error; that of the head node ends the attempt. Returns the exit code."""
     log(detail)
-    node.record_event("node_failed", node=node.host, detail=detail)
-    channel.report(phase=Phase.FAILED, detail=detail)
+    channel.report(phase=Phase.UNFIT, detail=detail)
+    node.record_event("node_failed", node=node.host, cause=Cause.BAD_NODE, detail=detail)
     if isinstance(channel, ControlServer):
         channel.directive = replace(channel.directive, over=True)
-        return conclude_failed_agent(node, Cause.BAD_NODE, detail)
+        return conclude_failed_agent(node, Cause.BAD_NODE, detail, stop.name)
     channel.close()
     return 0
 

@@ -78,7 +78,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
         node: the head node's part.
         failure: the cause, if nothing outside ended the attempt.
         detail: what failed.
-        signal: the signal that the agent died of, if it asks the run to stop.
+        signal: the signal that asked the agent to stop, if one did.
 
     Returns:
         The exit code.

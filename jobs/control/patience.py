@@ -12,7 +12,9 @@ from hpc.core.errors import TorchrelayError
 from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAttempt, log
 
-LINK_SECONDS = 60.0
+# After a minute without a heartbeat of the head node's agent the supervisor continues the run, without the snapshots in
+# the memory of the others.
+LINK_SECONDS = 45.0
 """A silent node whose link may come back is waited for so long."""
 IDLE_SECONDS = 15.0
 """The same if enough other nodes are idle: a new job starts at once, and costs a start and the staging of the data."""

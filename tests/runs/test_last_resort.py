@@ -1,11 +1,16 @@
-"""Agents that are killed before they can have the run continue: the batch script does, without a supervisor."""
+"""Agents that fail or are killed before they can have the run continue: it does, without a supervisor."""
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from cluster import LONG, SMALL_BATCH, Run, Site, agent_pids
+
+from hpc.slurm.client import TESTBED_DIRECTORY
+from hpc.testbed.nodes import processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 ONE_NODE = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
@@ -85,3 +90,30 @@ def test_failed_run_stays_failed(site: Site) -> None:
     assert "JobState=FAILED" in site.slurm("scontrol", "show", "job", run.job_id)
     assert len(run.status()["attempts"]) == 1
     assert not Path(run.directory.path, "final").exists()
+
+
+@contextmanager
+def planted_by_another_user(node: str) -> Iterator[None]:
+    """On a node, our directories in memory and in /tmp belong to somebody else."""
+    [process, *_] = processes(TESTBED_DIRECTORY / "ns" / f"{node}.net")
+    planted = [f"/proc/{process}/root/{parent}/torchrelay-0" for parent in ("dev/shm", "tmp")]
+    for path in planted:
+        Path(path).mkdir(mode=0o700, exist_ok=True)
+        os.chown(path, 65534, 65534)
+    try:
+        yield
+    finally:
+        for path in planted:
+            os.chown(path, 0, 0)
+
+
+def test_node_without_a_private_directory_is_excluded(site: Site) -> None:
+    with planted_by_another_user("gpu01"):
+        run = site.submit("--data=data", *SMALL_BATCH, "--epochs=1", *ONE_NODE)
+        run.wait("the exclusion", lambda: run.events("excluded"))
+        run.wait_for_release()
+        status = run.wait_for_state("completed")
+    first, second = status["attempts"]
+    assert (first["cause"], first["nodes"], second["cause"]) == ("bad_node", ["gpu01"], "completed")
+    assert "belongs to nobody" in first["detail"]
+    assert second["nodes"] != ["gpu01"]

@@ -2,17 +2,14 @@
 
 import threading
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from cluster import Command
 
-from hpc.core.attempts import Attempt
-from hpc.core.ledger import EventWriter
-from hpc.core.rundir import RunDir
-from hpc.spec import Resources, RunSpec
+from hpc.spec import Resources
 from jobs.control.patience import IDLE_SECONDS, LINK_SECONDS, Patience
-from jobs.node_attempt import NodeAllocation, NodeAttempt
+from jobs.node_attempt import NodeAttempt
 
 NODES = """
 case $* in
@@ -25,22 +22,13 @@ BUSY = "gpu03|gpu*|allocated\\ngpu04|gpu*|idle\\n"
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> NodeAttempt:
-    return NodeAttempt(
-        run=RunDir(tmp_path),
-        spec=RunSpec(
-            name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(nodes="2"), script=("a.py",)
-        ),
-        allocation=NodeAllocation(
-            cluster="slurm", job_id="7", restart=0, node_rank=0, hostnames=("gpu01", "gpu02"), cpus=1
-        ),
-        attempt=Attempt(attempt=1, job_id="7", restart=0, nonce="n", port=1, nodes=("gpu01", "gpu02"), started=1.0),
-        writer=EventWriter(tmp_path / "events" / "node.jsonl"),
-    )  # fmt: skip
+def pair(node: NodeAttempt) -> NodeAttempt:
+    """The part of a node of a run that needs two."""
+    return replace(node, spec=replace(node.spec, resources=Resources(nodes="2")))
 
 
-def seconds_once_slurm_has_answered(node: NodeAttempt) -> float:
-    asked = Patience(node)
+def seconds_once_slurm_has_answered(pair: NodeAttempt) -> float:
+    asked = Patience(pair)
     assert asked.seconds(["gpu02"]) == LINK_SECONDS, "nobody waits for Slurm"
     deadline = time.monotonic() + 30
     while any(thread.name == "patience" for thread in threading.enumerate()):
@@ -49,21 +37,21 @@ def seconds_once_slurm_has_answered(node: NodeAttempt) -> float:
     return asked.seconds(["gpu02"])
 
 
-def test_node_that_slurm_has_marked_down_is_dead(node: NodeAttempt, slurm_command: Command) -> None:
+def test_node_that_slurm_has_marked_down_is_dead(pair: NodeAttempt, slurm_command: Command) -> None:
     slurm_command("sinfo", NODES.format(silent="down*", others=BUSY))
-    assert seconds_once_slurm_has_answered(node) == 0.0
+    assert seconds_once_slurm_has_answered(pair) == 0.0
 
 
-def test_silent_node_may_have_lost_its_link(node: NodeAttempt, slurm_command: Command) -> None:
+def test_silent_node_may_have_lost_its_link(pair: NodeAttempt, slurm_command: Command) -> None:
     slurm_command("sinfo", NODES.format(silent="mixed*", others=BUSY))
-    assert seconds_once_slurm_has_answered(node) == LINK_SECONDS
+    assert seconds_once_slurm_has_answered(pair) == LINK_SECONDS
 
 
-def test_idle_nodes_shorten_the_wait(node: NodeAttempt, slurm_command: Command) -> None:
+def test_idle_nodes_shorten_the_wait(pair: NodeAttempt, slurm_command: Command) -> None:
     slurm_command("sinfo", NODES.format(silent="mixed*", others=IDLE))
-    assert seconds_once_slurm_has_answered(node) == IDLE_SECONDS
+    assert seconds_once_slurm_has_answered(pair) == IDLE_SECONDS
 
 
-def test_controller_that_is_away_changes_nothing(node: NodeAttempt, slurm_command: Command) -> None:
+def test_controller_that_is_away_changes_nothing(pair: NodeAttempt, slurm_command: Command) -> None:
     slurm_command("sinfo", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
-    assert seconds_once_slurm_has_answered(node) == LINK_SECONDS
+    assert seconds_once_slurm_has_answered(pair) == LINK_SECONDS
