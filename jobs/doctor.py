@@ -19,9 +19,15 @@ from hpc.core.node_info import NodeInfoInJob, inspect_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAllocation, find_allocation
-from jobs.ranks.rendezvous import LOWEST_PORT, Rendezvous, interface_of, local_address, torchrun_argv
+from jobs.ranks.rendezvous import (
+    LOWEST_PORT,
+    Rendezvous,
+    interface_of,
+    local_address,
+    torchrun_argv,
+    torchrun_environment,
+)
 from jobs.ranks.round import preflight_command, rank_environment
-from jobs.ranks.torchrun import ENVIRONMENT
 
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 # Enough for a slow import of torch from shared storage.
@@ -73,16 +79,16 @@ def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, 
         address = local_address(allocation)
     except OSError as error:
         return False, f"{allocation.host} cannot find the other nodes: {error}"
-    # A job that is never requeued may derive its port from its id.
+    # A job that is never requeued may derive its port from its id. That is no secret, but nothing is at stake here.
     rendezvous = Rendezvous(
         run="doctor", attempt=1, nonce=allocation.job_id, round=1, members=allocation.hostnames,
-        port=LOWEST_PORT + int(allocation.job_id) % 20_000, is_host=allocation.is_head,
+        port=LOWEST_PORT + int(allocation.job_id) % 20_000, node=allocation.node_rank,
     )  # fmt: skip
     program = preflight_command(RunDir(own), 1, sys.executable)
     argv = torchrun_argv(rendezvous, ranks, address, sys.executable, program, max_restarts=0)
     done = subprocess.run(
         ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS), *argv],
-        env={**rank_environment(os.environ, allocation, ranks, address, threads=1), **ENVIRONMENT},
+        env=torchrun_environment(rendezvous, rank_environment(os.environ, allocation, ranks, address, threads=1)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

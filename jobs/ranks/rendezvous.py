@@ -1,6 +1,5 @@
 """The rendezvous of a round's nodes: port, address, interface, and torchrun's command line. Runs on compute nodes."""
 
-import hashlib
 import os
 import random
 import socket
@@ -14,8 +13,6 @@ from jobs.node_attempt import NodeAllocation
 LOWEST_PORT = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
-# In the rendezvous, a node that is silent for interval x attempts is lost; torchrun's own default is 15 s.
-_KEEP_ALIVE_SECONDS, _KEEP_ALIVE_ATTEMPTS = 2, 3
 # By its path: a user's PYTHONPATH must not replace it.
 _TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
 
@@ -29,39 +26,33 @@ class Rendezvous:
     nonce: str
     round: int
     members: tuple[str, ...]
-    """Host names; the first one hosts the store."""
+    """Host names; the others report to the first one (training.runtime.node_rendezvous)."""
     port: int
-    is_host: bool
+    node: int
+    """This node's place in `members`."""
 
     @property
     def id(self) -> str:
-        """One for each round: a process of an earlier attempt, or of another run on the same port, must not join."""
-        # The nonce itself is the agents' secret, and torchrun shows the id to the network and in its command line.
-        digest = hashlib.sha256(self.nonce.encode()).hexdigest()[:16]
-        return f"{self.run}-{self.attempt}-{digest}-{self.round}"
+        """A name, which everybody may see. A process of an earlier attempt, on the same port, has another secret."""
+        return f"{self.run}-{self.attempt}-{self.round}"
 
 
 def torchrun_argv(
     rendezvous: Rendezvous, ranks: int, address: str, python: str, program: list[str], max_restarts: int = 1_000_000
 ) -> list[str]:
     """The command line of this node's torchrun with the program that it runs as each rank. Pure."""
-    keep_alive = f"keep_alive_interval={_KEEP_ALIVE_SECONDS},keep_alive_max_attempt={_KEEP_ALIVE_ATTEMPTS}"
     return [
         python, "-P", str(_TORCHRUN),
-        # Exactly the members (jobs.control.round_members): torchrun itself does not notice that a node has fallen
-        # silent in the middle of a round.
         f"--nnodes={len(rendezvous.members)}",
         f"--nproc-per-node={ranks}",
         # The coordinator, which knows all ranks and their steps, decides how often (jobs.control.root_failure).
         f"--max-restarts={max_restarts}",
         # SIGTERM stays ignored, as inherited; SIGINT stays the agent's way to end torchrun in good order.
         "--signals-to-handle=SIGINT",
-        "--rdzv-backend=c10d",
+        "--rdzv-backend=torchrelay",
         f"--rdzv-endpoint={rendezvous.members[0]}:{rendezvous.port}",
         f"--rdzv-id={rendezvous.id}",
-        # is_host is given, not guessed: torchrun compares names, and a second network card or an alias makes it wait
-        # for ever.
-        f"--rdzv-conf=is_host={int(rendezvous.is_host)},{keep_alive}",
+        f"--rdzv-conf=rank={rendezvous.node}",
         f"--local-addr={address}",
         "--no-python",
         # For torchrun, `$$` stands for `$`.
@@ -69,8 +60,21 @@ def torchrun_argv(
     ]  # fmt: skip
 
 
+def torchrun_environment(rendezvous: Rendezvous, ranks: dict[str, str]) -> dict[str, str]:
+    """The environment of this node's torchrun, which its ranks get, too, but for the secret. Pure."""
+    return {
+        **ranks,
+        # Only this user may read it, unlike the arguments.
+        "TORCHRELAY_SECRET": rendezvous.nonce,
+        # A crashed rank's peers hang in a collective and ignore SIGTERM; the agent asks those that can save.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1",
+        # All nodes have the same number of ranks: torchrun need not ask the others for theirs.
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
+    }
+
+
 def is_free(port: int) -> bool:
-    """Whether torchrun's store could listen on the port here."""
+    """Whether torchrun could listen on the port here."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

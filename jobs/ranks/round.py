@@ -20,7 +20,7 @@ from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.rendezvous import Rendezvous, interface_of, local_address, torchrun_argv
+from jobs.ranks.rendezvous import Rendezvous, interface_of, local_address, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 from jobs.stop_request import StopRequest
 from training.config.dataset_layout import check_data
@@ -107,7 +107,7 @@ def _command(
     rendezvous = Rendezvous(
         run=run.name, attempt=number, nonce=node.attempt.nonce, round=directive.round,
         members=tuple(allocation.hostnames[rank] for rank in directive.members), port=directive.port,
-        is_host=directive.members[0] == allocation.node_rank,
+        node=directive.members.index(allocation.node_rank),
     )  # fmt: skip
     address = local_address(allocation)
     environment = rank_environment(
@@ -128,7 +128,8 @@ def _command(
             **({"TORCHRELAY_DATA": str(setup.data)} if setup.data else {}),
         }
     wrapper = [python, "-S", str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
-    return torchrun_argv(rendezvous, num_ranks, address, python, [*wrapper, *program]), environment
+    argv = torchrun_argv(rendezvous, num_ranks, address, python, [*wrapper, *program])
+    return argv, torchrun_environment(rendezvous, environment)
 
 
 def trainer_command(run: RunDir, attempt: int, data: Path | None, memory: NodeDir, python: str) -> list[str]:

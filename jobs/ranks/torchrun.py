@@ -21,14 +21,6 @@ from hpc.core.kernel import children
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
-ENVIRONMENT = {
-    # A crashed rank's peers hang in a collective and ignore SIGTERM; the agent asks those that can save.
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1",
-    # Each restart's ranks get a store of their own. In torchrun's, which all restarts share, a rank finds the address
-    # of a dead one (gloo: "connectFullMesh failed"), unless all nodes' torchruns have counted the same number of
-    # restarts; they have not (pytorch/pytorch#135712, #108158).
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
 
 
 class Torchrun:
@@ -37,7 +29,7 @@ class Torchrun:
     def __init__(self, argv: list[str], environment: Mapping[str, str], directory: Path) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv],
-            env={**environment, **ENVIRONMENT},
+            env=environment,
             cwd=directory,
             stdin=subprocess.DEVNULL,
         )

@@ -1,0 +1,192 @@
+"""The rendezvous of the torchruns of a round: members that are known, over authenticated connections. Once per node.
+
+The coordinator has chosen the members (jobs.control.round_members) and replaces lost ones. Here they only wait for each
+other, at the start and whenever ranks of one of them have died. torch's own backends do not suffice:
+
+- `c10d` keeps its state as a pickle in a store to which everybody on the network can write. Whoever does so runs code
+  as the user, on all nodes.
+- `static` never tells a node that another one's ranks have died: its `num_nodes_waiting` is always 0. Everybody can
+  write to its store, too, and the ranks of all restarts share it.
+
+The first member's torchrun keeps what the members report. A report is a whole state, sent again and again, so that
+connections may break. All members pass a generation, in which ranks were started, before one of them can enter the
+next.
+"""
+
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, cast
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not in __all__
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
+
+BACKEND = "torchrelay"
+# Importing torch from slow storage may take minutes.
+_ARRIVAL_SECONDS = 600.0
+_POLL_SECONDS = 0.2
+_LIMITS = Limits(timeout_seconds=5.0, max_message_bytes=2**12)
+
+
+class _Members:
+    """What the members have reported, in the first one's torchrun."""
+
+    def __init__(self, number: int) -> None:
+        self._lock = threading.Lock()
+        self._generations, self._ended, self._master = [0] * number, set[int](), ("", 0)
+
+    def take(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Take a member's report, and return the answer to it."""
+        node, generation = int(report["node"]), int(report["generation"])
+        if node not in range(len(self._generations)):
+            raise ValueError(f"node {node} is no member")
+        with self._lock:
+            self._generations[node] = generation
+            if report["ended"]:
+                self._ended.add(node)
+            if node == 0:
+                self._master = report["master"]
+            return {
+                "arrived": sum(each >= generation for each in self._generations),
+                "waiting": sum(each > generation for each in self._generations),
+                "ended": len(self._ended),
+                "master": self._master,
+            }
+
+    def serve(self, connection: Connection) -> None:
+        """Answer one of the others."""
+        while True:
+            connection.send(self.take(connection.receive()))
+
+
+class NodeRendezvous(RendezvousHandler):
+    """One member's part of the rendezvous; used by one thread."""
+
+    def __init__(self, parameters: RendezvousParameters, secret: str) -> None:
+        """Listen for the other members, if this is the first one; `secret` is the attempt's."""
+        self._node, self._num_nodes = int(parameters.get("rank")), parameters.max_nodes
+        self._address, self._run_id, self._secret = parameters.local_addr or "", parameters.run_id, secret
+        self._endpoint = parse_rendezvous_endpoint(parameters.endpoint, -1)
+        self._generation, self._ended, self._master = 0, False, ("", 0)
+        self._next_look = 0.0
+        self._connection: Connection | None = None
+        self._met = self._host_has_left = False
+        self._members: _Members | None = None
+        if self._node == 0:
+            self._members = _Members(self._num_nodes)
+            # The run id as purpose: torchruns of other rounds have the same secret.
+            self._server = Server(secret, self._run_id, self._members.serve, _LIMITS, self._endpoint[1])
+
+    def get_backend(self) -> str:
+        """The name under which torchrun knows it."""
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        """The name of the round."""
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all members have arrived here as often as this one.
+
+        Raises:
+            RendezvousError: they will not, or have not within ten minutes.
+        """
+        self._generation += 1
+        if self._node == 0:
+            # A store for each generation of ranks: in one of earlier ranks they would find the addresses of dead ones.
+            self._master = (self._address, get_free_port())  # type: ignore[no-untyped-call]
+        deadline = time.monotonic() + _ARRIVAL_SECONDS
+        while time.monotonic() < deadline:
+            answer = self._report()
+            if self._host_has_left:
+                raise RendezvousConnectionError("the torchrun of the round's first node has ended")
+            if answer.get("ended"):
+                raise RendezvousClosedError("the ranks of another node have ended, and cannot be restarted")
+            if answer.get("arrived") == self._num_nodes:
+                address, port = answer["master"]
+                store = cast("Store", _ExitBarrier(self))
+                return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(address, port))
+            time.sleep(_POLL_SECONDS)
+        raise RendezvousTimeoutError(f"not all {self._num_nodes} nodes have come within {_ARRIVAL_SECONDS:.0f} s")
+
+    def num_nodes_waiting(self) -> int:
+        """How many members want new ranks: if there are any, torchrun restarts this node's, too."""
+        if time.monotonic() < self._next_look:
+            return 0
+        self._next_look = time.monotonic() + _POLL_SECONDS
+        return int(self._report().get("waiting", 0))
+
+    def wait_for_end(self) -> None:
+        """Report that this node's ranks have ended, and wait for those of the other members."""
+        self._ended = True
+        while self._report().get("ended") != self._num_nodes and not self._host_has_left:
+            time.sleep(_POLL_SECONDS)
+
+    def is_closed(self) -> bool:
+        """False: the coordinator ends rounds."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: the coordinator ends rounds."""
+
+    def shutdown(self) -> bool:
+        """End the connections."""
+        if self._connection:
+            self._connection.close()
+        if self._members:
+            self._server.close()
+        return True
+
+    def _report(self) -> dict[str, Any]:
+        """Report this member's state to the first one, and return the answer; empty if there is none at present."""
+        report = {
+            "node": self._node, "generation": self._generation, "ended": self._ended, "master": self._master
+        }  # fmt: skip
+        if self._members:
+            return self._members.take(report)
+        try:
+            self._connection = self._connection or connect(self._endpoint, self._secret, self._run_id, _LIMITS)
+            self._connection.send(report)
+            answer = self._connection.receive()
+            self._met = True
+        except MALFORMED as error:
+            # It listens until it ends. Of other errors the network may recover.
+            self._host_has_left = self._met and isinstance(error, ConnectionRefusedError)
+            if self._connection:
+                self._connection.close()
+            self._connection = None
+            return {}
+        return answer
+
+
+class _ExitBarrier:
+    """What torchrun asks of a store: to wait for the other members' torchruns before it ends."""
+
+    timeout = timedelta()
+
+    def __init__(self, rendezvous: NodeRendezvous) -> None:
+        self._rendezvous = rendezvous
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: nodes that do not end are the coordinator's business."""
+
+    def add(self, _key: str, _amount: int) -> int:
+        """Do nothing; 0: this member does not know whether it is the last one."""
+        return 0
+
+    def wait(self, _keys: Iterable[str]) -> None:
+        """Wait for the other members."""
+        self._rendezvous.wait_for_end()
