@@ -125,7 +125,7 @@ def make_node(options: Options) -> Node:
     stop.install()
     channel: ControlChannel
     if options.rank == 0:
-        channel = ControlServer(NONCE, options.port)
+        channel = ControlServer(NONCE, len(hosts), options.port)
     else:
         channel = ControlClient(hosts[0], options.port, NONCE, NodeStatus(node_rank=options.rank))
     channel.report()

@@ -68,7 +68,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     channel: ControlChannel
     if allocation.is_head:
         nonce = secrets.token_hex(16)
-        channel = ControlServer(nonce, timeout_seconds=spec.stage_timeout_seconds)
+        channel = ControlServer(nonce, allocation.num_nodes, timeout_seconds=spec.stage_timeout_seconds)
         try:
             attempt = claim.claim_next(run, allocation, channel.port, nonce)
         except Exception as error:

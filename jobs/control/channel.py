@@ -47,12 +47,13 @@ class ControlServer:
     head_is_silent = False
     clock_skew_seconds = 0.0
 
-    def __init__(self, nonce: str, port: int = 0, *, timeout_seconds: float = float("inf")) -> None:
+    def __init__(self, nonce: str, num_nodes: int, port: int = 0, *, timeout_seconds: float = float("inf")) -> None:
         """Listen, on a port that the kernel chooses unless one is given.
 
         `nonce` is the attempt's secret. If this agent hangs for `timeout_seconds` before the training, the others get
         no answer any more: they take it for lost.
         """
+        self._num_nodes = num_nodes
         self.directive = Directive()
         """Assigned as a whole, so that no lock is needed."""
         self.status = NodeStatus(node_rank=0)
@@ -98,6 +99,8 @@ class ControlServer:
         try:
             while True:
                 status = NodeStatus.from_json(connection.receive())
+                if status.node_rank not in range(1, self._num_nodes):
+                    raise ValueError(f"there is no other node {status.node_rank}")
                 self._take(status)
                 node_rank = status.node_rank
                 if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):

@@ -6,17 +6,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 import pytest
 from cluster import ROOT
 
+from hpc.core.transport import Limits, TransportError, connect
 from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
 from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
+
+LIMITS = Limits(timeout_seconds=10, max_message_bytes=2**20)
 
 
 @pytest.fixture
 def server() -> Iterator[ControlServer]:
-    made = ControlServer("secret")
+    made = ControlServer("secret", 3)
     yield made
     made.close()
 
@@ -68,7 +72,7 @@ def test_unauthenticated_agents_are_not_heard(server: ControlServer) -> None:
 
 
 def test_impostor_on_the_heads_former_port_directs_nobody() -> None:
-    impostor = ControlServer("guess")
+    impostor = ControlServer("guess", 3)
     impostor.directive = Directive(round=1, members=(1,), over=True)
     client = ControlClient("127.0.0.1", impostor.port, "secret", NodeStatus(node_rank=1))
     time.sleep(1)
@@ -77,6 +81,16 @@ def test_impostor_on_the_heads_former_port_directs_nobody() -> None:
     assert not impostor.statuses()
     client.close()
     impostor.close()
+
+
+@pytest.mark.parametrize("node_rank", [0, 3, 99, -1, "1", None, 1.5, [1], {}])
+def test_node_that_is_not_in_the_job_is_not_heard(server: ControlServer, node_rank: object) -> None:
+    """One with rank 99 ended the coordinator with an IndexError; one with rank 0 spoke for the head."""
+    with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
+        connection.send({**asdict(NodeStatus(node_rank=1)), "node_rank": node_rank})
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    assert not server.statuses()
 
 
 def test_agent_that_has_left_falls_silent(server: ControlServer) -> None:
@@ -98,7 +112,7 @@ def test_agent_that_hangs_before_the_training_falls_silent(server: ControlServer
 
 
 def test_head_that_hangs_before_the_training_falls_silent() -> None:
-    server = ControlServer("secret", timeout_seconds=1)
+    server = ControlServer("secret", 3, timeout_seconds=1)
     client = ControlClient("127.0.0.1", server.port, "secret", NodeStatus(node_rank=1))
     wait_for(client.met.is_set)
     wait_for(lambda: client.head_is_silent)
@@ -110,16 +124,18 @@ def test_head_that_hangs_before_the_training_falls_silent() -> None:
 
 HEAD = """
 import time
+from hpc.core.transport import Limits, TransportError, connect
 from jobs.control.channel import ControlServer
-print(ControlServer("secret").port, flush=True)
+print(ControlServer("secret", 3).port, flush=True)
 time.sleep(300)
 """
 
 
 LISTENER = """
 import time
+from hpc.core.transport import Limits, TransportError, connect
 from jobs.control.channel import ControlServer
-server = ControlServer("secret")
+server = ControlServer("secret", 3)
 print(server.port, flush=True)
 most, until = 0.0, time.monotonic() + 8
 while time.monotonic() < until:

@@ -22,7 +22,7 @@ from training.config.train_config import TrainConfig
 
 @pytest.fixture
 def server() -> Iterator[ControlServer]:
-    made = ControlServer("secret")
+    made = ControlServer("secret", 2)
     made.directive = Directive(round=1, members=(0,), port=1)
     yield made
     made.close()

@@ -20,7 +20,7 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
 ) -> None:
     monkeypatch.setattr(monitor, "_INTERVAL_SECONDS", 0.0)
     node.run.events.mkdir()
-    channel = ControlServer("secret")
+    channel = ControlServer("secret", 1)
     ranks = NodeMonitor(node, held, channel, StopRequest())
     ranks.begin_round(1, ours=True)
     # What systemd does at the user's logout (RemoveIPC=yes), and some clusters' epilogs; here for this run alone.

@@ -18,7 +18,7 @@ SETUP = RankSetup(data=None, python=sys.executable, threads=1)
 
 @pytest.fixture
 def channel() -> ControlServer:
-    made = ControlServer("secret")
+    made = ControlServer("secret", 1)
     made.directive = Directive(round=1, members=(0,), port=1)
     return made
 
