@@ -19,6 +19,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError, UnfitNodeError
+from hpc.core.kernel import raise_open_files_limit
 from hpc.core.nodedir import DEV_SHM, HeldNodeDir
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
@@ -49,6 +50,8 @@ def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     stop = StopRequest()
     stop.install()
+    # Shells and systemd give 1,024 by default; the head's agent has a connection to every other node.
+    raise_open_files_limit()
     allocation = find_allocation(os.environ)
     try:
         check_is_own(run)

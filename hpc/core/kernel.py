@@ -65,6 +65,12 @@ def is_alive(pid: str | int, started: int | None) -> bool:
     return bool(fields) and fields[_STATE] != "Z" and int(fields[_START_TIME]) == started
 
 
+def raise_open_files_limit() -> None:
+    """Let this process, and those that it starts, open as many files and connections as the administrators allow."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def available_memory_bytes() -> int:
     """Bytes that this process may still use within the node's memory and the limits of its control groups.
 

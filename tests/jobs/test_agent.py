@@ -66,6 +66,23 @@ def test_pretended_nodes_share_the_gpus() -> None:
     assert "GLOO_SOCKET_IFNAME" not in on_cluster
 
 
+LIMITED = """
+import resource
+from jobs import agent
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+agent.main(["/no/such/run"])
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard))
+"""
+
+
+def test_agent_may_open_as_many_files_as_the_administrators_allow() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED], cwd=ROOT, env={**os.environ, **LOCAL_JOB}, stdout=subprocess.PIPE, check=True
+    )
+    assert done.stdout.splitlines()[-1] == b"True"
+
+
 LOCAL_JOB = {
     "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "7", "SUBMITIT_LOCAL_NTASKS": "1",
     "SUBMITIT_LOCAL_JOB_NUM_NODES": "1", "SUBMITIT_LOCAL_NODEID": "0", "SUBMITIT_LOCAL_GLOBALID": "0",

@@ -1,0 +1,104 @@
+"""The transport under attack: a head's agent and another one's, and thousands of connections from others meanwhile."""
+
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+from cluster import ROOT
+
+from hpc.core.transport import Limits, connect
+from jobs.control.channel import LOST_SECONDS, ControlClient
+from jobs.control.messages import NodeStatus
+
+SECRET = "secret"
+LIMITS = Limits(timeout_seconds=20, max_message_bytes=2**20)
+# For every line: whether the other agent is lost, the number of open files, that of threads.
+HEAD = """
+import os, resource, sys, threading
+from jobs.control.channel import ControlServer
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+server = ControlServer("secret", 2)
+print(server.port, flush=True)
+for _ in sys.stdin:
+    print(server.is_silent(1), len(os.listdir("/proc/self/fd")), threading.active_count(), flush=True)
+"""
+
+Attack = Callable[[socket.socket, random.Random], None]
+
+
+def noise(attacker: socket.socket, chance: random.Random) -> None:
+    attacker.sendall(chance.randbytes(chance.randrange(1, 5000)))
+
+
+def half_a_challenge(attacker: socket.socket, chance: random.Random) -> None:
+    attacker.sendall(chance.randbytes(chance.randrange(32)))
+
+
+def wrong_proof(attacker: socket.socket, chance: random.Random) -> None:
+    attacker.sendall(chance.randbytes(32))
+    attacker.recv(64, socket.MSG_WAITALL)
+    attacker.sendall(chance.randbytes(32))
+
+
+def half_a_proof(attacker: socket.socket, chance: random.Random) -> None:
+    attacker.sendall(chance.randbytes(32 + chance.randrange(32)))
+
+
+def silence(_attacker: socket.socket, _chance: random.Random) -> None:
+    pass
+
+
+ATTACKS: tuple[Attack, ...] = (noise, half_a_challenge, wrong_proof, half_a_proof, silence)
+
+
+def attack(port: int, seed: int) -> None:
+    """Open connections of all kinds, a hundred at a time."""
+    chance = random.Random(seed)
+    for _ in range(25):
+        with ExitStack() as connections:
+            for _ in range(100):
+                with suppress(OSError):  # the server has closed it already
+                    attacker = connections.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+                    chance.choice(ATTACKS)(attacker, chance)
+
+
+def test_ten_thousand_hostile_connections_leave_the_agents_untouched() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as head:
+        assert head.stdin is not None
+        assert head.stdout is not None
+        port = int(head.stdout.readline())
+
+        def look() -> tuple[str, int, int]:
+            assert head.stdin is not None
+            assert head.stdout is not None
+            print(file=head.stdin, flush=True)
+            silent, files, threads = head.stdout.readline().split()
+            return silent, int(files), int(threads)
+
+        client = ControlClient("127.0.0.1", port, SECRET, NodeStatus(node_rank=1))
+        assert client.met.wait(30)
+        _, *before = look()
+        attackers = [threading.Thread(target=attack, args=(port, seed)) for seed in range(4)]
+        for attacker in attackers:
+            attacker.start()
+        while any(attacker.is_alive() for attacker in attackers):
+            assert look()[0] == "False", "the head hears the other agent"
+            assert client.silent_seconds < LOST_SECONDS, "and the other way round"
+            time.sleep(0.2)
+        # With the secret, too, what is no message ends its connection alone.
+        for seed in range(100):
+            with connect(("127.0.0.1", port), SECRET, "control", LIMITS) as connection:
+                connection.send_bytes(random.Random(seed).randbytes(seed))
+        deadline = time.monotonic() + 60
+        while look()[1:] != tuple(before):
+            assert time.monotonic() < deadline, "threads or connections are left"
+            time.sleep(0.1)
+        client.close()
+        head.stdin.close()
