@@ -134,8 +134,8 @@ def measure(setting: Setting, seconds: float) -> float:
         _train(trainer, batches, WARM_UP)
         first = _train(trainer, batches, WARM_UP) / WARM_UP
         # Every rank makes the same number of steps.
-        steps = max(1, int(seconds / max(ranks.all_gather_object(first))))
-        slowest = max(ranks.all_gather_object(_train(trainer, batches, steps)))
+        steps = max(1, int(seconds / max(ranks.all_gather_json(first))))
+        slowest = max(ranks.all_gather_json(_train(trainer, batches, steps)))
     return float(steps * trainer.schedule.batch_size / slowest)
 
 
@@ -235,13 +235,13 @@ def main() -> int:
     make_deterministic(everything=False)
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory() as directory:
-        root = Path(group.all_gather_object(directory)[0])
+        root = Path(group.all_gather_json(directory)[0])
         if group.is_rank_zero:
             make_folder(root / "jpeg", options.images)
             subprocess.run([sys.executable, "-m", "training.pack", root / "jpeg", root / "packed"], check=True)
-        group.all_gather_object(None)
+        group.all_gather_json(None)
         found = run(options, group, root / "jpeg", root / "packed", root / "runs")
-        group.all_gather_object(None)
+        group.all_gather_json(None)
     if group.is_rank_zero:
         show(found)
         told = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}

@@ -52,7 +52,7 @@ class Turn:
         trainer.snapshot_writer, trainer.stop_consensus = self.snapshot_writer, StopConsensus(trainer.group.control)
         # The other settings' windows do not count as time since the last snapshot.
         self.snapshot_writer._saved_at += time.monotonic() - self.paused_at  # noqa: SLF001
-        trainer.group.all_gather_object(None)
+        trainer.group.all_gather_json(None)
         began, began_cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             if trainer.agree().snapshot:
@@ -62,8 +62,8 @@ class Turn:
         # Waits for the device.
         trainer.loss_meter.total_loss(trainer.state.progress.step)
         self.snapshot_writer.wait()
-        self.seconds.append(max(trainer.group.all_gather_object(time.perf_counter() - began)))
-        self.cpu_seconds.append(sum(trainer.group.all_gather_object(time.process_time() - began_cpu)))
+        self.seconds.append(max(trainer.group.all_gather_json(time.perf_counter() - began)))
+        self.cpu_seconds.append(sum(trainer.group.all_gather_json(time.process_time() - began_cpu)))
         trainer.stop_consensus.wait()
         self.paused_at = time.monotonic()
 
@@ -127,7 +127,7 @@ def main() -> None:
     make_deterministic(everything=False)
     group = connect(rank_info_from(os.environ))
     name = tempfile.mkdtemp(prefix="torchrelay-benchmark-", dir=_MEMORY) if group.is_rank_zero else ""
-    directory = Path(group.all_gather_object(name)[0])
+    directory = Path(group.all_gather_json(name)[0])
     if group.is_rank_zero:
         print(f"{group.world_size} ranks on {group.device}; {ROUNDS} windows of about {WINDOW_SECONDS:.0f} s each\n")
         print("| model | MB | --snapshot-every | taken | images/s | least | most | against off | CPU time | ms each |")

@@ -203,9 +203,9 @@ class Meter:
         """
         for _ in range(2):
             once = self._total_seconds(work, 1)
-        repetitions = int(min(_MAX_REPETITIONS, self._seconds / max(self.group.all_gather_object(once))))
+        repetitions = int(min(_MAX_REPETITIONS, self._seconds / max(self.group.all_gather_json(once))))
         seconds = self._total_seconds(work, repetitions) / repetitions if repetitions > 1 else once
-        return 1000 * float(max(self.group.all_gather_object(seconds)))
+        return 1000 * float(max(self.group.all_gather_json(seconds)))
 
     def _total_seconds(self, work: Callable[[], Any], repetitions: int) -> float:
         self.group.wait_for_device()

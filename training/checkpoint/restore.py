@@ -10,8 +10,9 @@ has are candidates.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load, save
 
@@ -51,6 +52,15 @@ class Candidate:
         """The kind of state."""
         return "checkpoint" if self.durable else "snapshot"
 
+    def to_json(self) -> dict[str, Any]:
+        """Its fields, for the other ranks."""
+        return {**asdict(self), "path": str(self.path)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Candidate":
+        """Read one of another rank."""
+        return cls(**{**fields, "path": Path(fields["path"])})
+
 
 @dataclass(frozen=True)
 class Restorer:
@@ -75,8 +85,8 @@ class Restorer:
         directory, candidates = snapshot_directory(self.context, self.group), self.candidates()
         restored = None
         while not restored:
-            newest = self.group.all_gather_object(candidates[-1] if candidates else None)
-            best: Candidate | None = max(filter(None, newest), default=None)
+            newest = self.group.all_gather_json(candidates[-1].to_json() if candidates else None)
+            best = max(map(Candidate.from_json, filter(None, newest)), default=None)
             if best is None:
                 break
             if best.rank == self.group.rank:
@@ -106,7 +116,8 @@ class Restorer:
             # Combine only shards of one attempt: two attempts may have had different flags, and then their states of
             # the same step differ.
             origins = {candidate: _step_and_attempt(candidate) for candidate in found if not candidate.durable}
-            common = set.intersection(*self.group.all_gather_object(set(origins.values())))
+            gathered = self.group.all_gather_json(list(origins.values()))
+            common = set.intersection(*({(step, attempt) for step, attempt in each} for each in gathered))
             usable = [candidate for candidate in found if candidate.durable or origins[candidate] in common]
             found = usable if self.group.is_rank_zero else []
         return sorted(found)
@@ -122,11 +133,11 @@ class Restorer:
             path = checkpoint_path(directory, candidate.step)
         with self.group.raise_on_all_ranks():
             files, problem = self.examine(candidate, path)
-        problem = next(filter(None, self.group.all_gather_object(problem)), "")
+        problem = next(filter(None, self.group.all_gather_json(problem)), "")
         values = {} if problem else json.loads(self.group.broadcast_bytes(files.get(STATE_VALUES), candidate.rank))
         if not problem and not candidate.durable:
             missing = missing_results(values, self.context.run_dir) if self.group.is_rank_zero else ""
-            problem = self.group.all_gather_object(missing)[0]
+            problem = self.group.all_gather_json(missing)[0]
         if problem:
             self.discard(candidate, path, problem)
             return False

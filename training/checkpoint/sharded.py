@@ -160,8 +160,8 @@ def save_sharded(group: ProcessGroup, directory: Path, step: int, write_files: W
         group.broadcast_bytes(b"")
     else:
         while temporary := group.broadcast_bytes(None):
-            group.all_gather_object(_write_own(group, write_files, Path(os.fsdecode(temporary))))
-    problem = group.all_gather_object(problem)[0]
+            group.all_gather_json(_write_own(group, write_files, Path(os.fsdecode(temporary))))
+    problem = group.all_gather_json(problem)[0]
     if problem:
         raise OSError(problem)
 
@@ -169,7 +169,7 @@ def save_sharded(group: ProcessGroup, directory: Path, step: int, write_files: W
 def _write_on_all_ranks(group: ProcessGroup, write_files: WriteFiles, temporary: Path) -> dict[str, Any]:
     """Let all ranks write into a directory, and return the manifest's entries for their files."""
     group.broadcast_bytes(os.fsencode(temporary))
-    results = group.all_gather_object(_write_own(group, write_files, temporary))
+    results = group.all_gather_json(_write_own(group, write_files, temporary))
     problem = next((problem for _, problem in results if problem), "")
     if problem:
         raise OSError(problem)

@@ -35,9 +35,9 @@ class CorruptImages:
         Raises:
             SharedError: there are more than are allowed.
         """
-        # There are hardly ever any, and summing a number is faster than gathering sets.
+        # There are hardly ever any, and summing a number is faster than gathering lists.
         some_unshared = bool(self._group.all_reduce(torch.tensor(len(self._unshared))))
-        found = set().union(*self._group.all_gather_object(self._unshared)) if some_unshared else set()
+        found = set().union(*self._group.all_gather_json(list(self._unshared))) if some_unshared else set()
         self._unshared = set()
         new = sorted(found - set(self.indices))
         self.indices[:] = sorted([*self.indices, *new])

@@ -42,7 +42,7 @@ class EarlyStopping:
         """Why no step follows; None: one does. All ranks must call this."""
         if out_of_patience(self._config, progress):
             return PATIENCE
-        return MAX_HOURS if group.all_gather_object(self.out_of_time)[0] else None
+        return MAX_HOURS if group.all_gather_json(self.out_of_time)[0] else None
 
     def message(self, reason: str) -> str:
         """The reason in words."""

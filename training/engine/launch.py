@@ -33,7 +33,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
     group = connect(rank_info, watched=context.node_dir is not None)
     context.heartbeat.beat("start")
     # As rank 0 sees it: the other ranks' view of shared storage may be older.
-    is_complete = any(group.all_gather_object(group.is_rank_zero and context.run_dir.final_result.exists()))
+    is_complete = any(group.all_gather_json(group.is_rank_zero and context.run_dir.final_result.exists()))
     if is_complete and group.is_rank_zero:
         print(f"{context.run_dir.path} is already complete: {context.run_dir.final_result}", flush=True)
     if not is_complete:
@@ -107,7 +107,7 @@ def _check_same(data: Data, group: ProcessGroup) -> None:
 
     Of an image folder all ranks have rank 0's index; a file that another node lacks is found out when it is read.
     """
-    found = group.all_gather_object((len(data.train), data.fingerprint))
+    found = group.all_gather_json([len(data.train), data.fingerprint])
     other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
     if other is not None:
         raise SharedError(

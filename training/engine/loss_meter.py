@@ -75,7 +75,7 @@ class LossMeter:
         self.data_wait_share = float(sums[1]) / self._group.world_size
         total = float(sums[0])
         if not math.isfinite(total):
-            finite_steps = min(self._group.all_gather_object(int(self._finite_steps)))
+            finite_steps = min(self._group.all_gather_json(int(self._finite_steps)))
             raise DivergedError(total, step - self._steps + finite_steps + 1)
         return total
 

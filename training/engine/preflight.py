@@ -54,7 +54,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     if wrong := int((found.double() != expected).sum()):
         elements = f"{wrong} of {_SIDE**2} elements of a matrix product"
         problem = f"{_describe_device(group)} computes wrongly: {elements} are wrong"
-    problems = {rank: text for rank, text in enumerate(group.all_gather_object(problem)) if text}
+    problems = {rank: text for rank, text in enumerate(group.all_gather_json(problem)) if text}
     if problem:
         raise UnfitNodeError(problem)
     if problems:

@@ -310,7 +310,7 @@ class Trainer:
         """Remove all snapshots if the run is complete. All ranks must call this."""
         complete = self.group.is_rank_zero and self.context.run_dir.final_result.exists()
         self.snapshot_writer.wait()
-        if any(self.group.all_gather_object(complete)):
+        if any(self.group.all_gather_json(complete)):
             self.snapshots.clear()
 
 

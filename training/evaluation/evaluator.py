@@ -102,7 +102,7 @@ class Evaluator:
             confusion=all_reduce(confusion).reshape(self.classes, self.classes),
             # Of each batch's loss and each image's prediction one rank has the value and the others zero: no rounding.
             loss=math.fsum(all_reduce(losses).tolist()) / len(source),
-            corrupt=tuple(sorted(set().union(*self.group.all_gather_object(corrupt)))),
+            corrupt=tuple(sorted(set().union(*self.group.all_gather_json(list(corrupt))))),
             predicted=all_reduce(predicted),
             probability=all_reduce(probability),
             top5_correct=int(all_reduce(top5_correct)),

@@ -107,7 +107,7 @@ class Validator:
         if progress.best_accuracy is None:
             return None
         weights, saved = self.logger.load_best() or ({}, None)
-        best = group.all_gather_object({name: saved[name] for name in _BEST_FIELDS} if saved else None)[0]
+        best = group.all_gather_json({name: saved[name] for name in _BEST_FIELDS} if saved else None)[0]
         if best is None:
             return None
         test = last

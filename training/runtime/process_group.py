@@ -1,5 +1,6 @@
 """The process group: connecting, collectives, and errors that all ranks raise. Runs on every rank."""
 
+import json
 import os
 import platform
 import time
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.distributed.rendezvous import rendezvous
+from torch.nn import functional
 
 from hpc.core.errors import TorchrelayError, UnfitNodeError, UserError
 from hpc.core.kernel import resident_memory_bytes
@@ -111,11 +113,19 @@ class ProcessGroup:
             distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), source, group=self.control)
         return bytes(mine)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank; for small values."""
-        values: list[Any] = [None] * self.world_size
-        distributed.all_gather_object(values, value, group=self.control)
-        return values
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank; for small values of which JSON is made. Tuples become lists.
+
+        torch's all_gather_object unpickles what it receives: a process that poses as a rank would run code on all. The
+        connections between ranks are not authenticated.
+        """
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        distributed.all_gather(sizes, torch.tensor([len(own)]), group=self.control)
+        longest = max(map(int, sizes))
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        distributed.all_gather(texts, functional.pad(own, (0, longest - len(own))), group=self.control)
+        return [json.loads(text[:size].numpy().tobytes()) for text, size in zip(texts, map(int, sizes), strict=True)]
 
     def new_group(self) -> "ProcessGroup":
         """The same ranks with a control group of their own, for another thread. All ranks must call this."""
@@ -133,7 +143,7 @@ class ProcessGroup:
             yield
         except UserError as error:
             problem = str(error)
-        problems = {rank: text for rank, text in enumerate(self.all_gather_object(problem)) if text is not None}
+        problems = {rank: text for rank, text in enumerate(self.all_gather_json(problem)) if text is not None}
         if problems:
             rank, text = next(iter(problems.items()))
             alone = len(problems) < self.world_size
