@@ -13,10 +13,12 @@ if __name__ == "__main__":
 
 import atexit
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.run import main
 
@@ -36,6 +38,10 @@ def run() -> int:
         return NodeRendezvous(parameters, secret)
 
     rendezvous_handler_registry.register(BACKEND, create)
+    # Where one rank has died, the others hang in a collective and do not end on SIGTERM. torchrun gives them 30 s; what
+    # it is told counts only for its own end.
+    seconds = int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, seconds)  # noqa: SLF001
     try:
         main()
     except SystemExit as end:
