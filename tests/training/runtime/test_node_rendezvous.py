@@ -96,7 +96,7 @@ def test_when_a_rank_dies_the_ranks_of_all_nodes_are_restarted(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("c10d", [True, False], ids=["torch's own backend", "ours"])
-def test_pickle_that_a_stranger_writes_to_the_store_is_not_read(tmp_path: Path, pair: Rendezvous, c10d: bool) -> None:
+def test_pickle_that_anybody_writes_to_the_store_is_not_read(tmp_path: Path, pair: Rendezvous, c10d: bool) -> None:
     """Of torch's own backend it is: should that change, ours is not needed any more."""
     alone, evil = replace(pair, members=("localhost",)), tmp_path / "evil"
 
@@ -214,7 +214,7 @@ def test_torchrun_whose_first_member_has_ended_goes_on_until_its_ranks_need_it(m
 
 
 @pytest.mark.parametrize(("node", "secret"), [(1, "guess"), (1, ""), (2, SECRET)])
-def test_stranger_and_node_that_is_no_member_do_not_arrive(
+def test_impostor_and_node_that_is_no_member_do_not_arrive(
     make: Make, monkeypatch: pytest.MonkeyPatch, node: int, secret: str
 ) -> None:
     monkeypatch.setattr(node_rendezvous, "_ARRIVAL_SECONDS", 1.0)
