@@ -104,8 +104,7 @@ def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost:
     if not node.on_slurm:
         node.record_event("requeued", job_id=node.allocation.job_id)
         return LOCAL_REQUEUE_RETURN_CODE
-    start_next_attempt(node, lost, unfit)
-    return 0
+    return 0 if start_next_attempt(node, lost, unfit) else 1
 
 
 def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor) -> set[int]:
@@ -252,14 +251,12 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
         node.record_event("snapshot_saved", step=step, seconds=round(time.monotonic() - began, 3))
 
 
-def start_next_attempt(node: NodeAttempt, lost: list[str], unfit: list[str]) -> None:
+def start_next_attempt(node: NodeAttempt, lost: list[str], unfit: list[str]) -> bool:
     """Have Slurm start the next attempt, away from the lost and unfit nodes: requeue this job, or submit a new one.
 
     A job with lost nodes is requeued only once Slurm has marked them down. If Slurm refuses one of the two for good,
     the other is done: some clusters allow no requeues, others no jobs from their compute nodes, or no second job.
-
-    Raises:
-        TorchrelayError: neither was possible.
+    Returns whether one of the two was possible.
     """
     claim = functools.cache(lambda: relaunch.claim_next_job(node.run, node.attempt.attempt, node.run_events()))
     ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {
@@ -279,12 +276,15 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], unfit: list[str]) -> 
                 del ways[what]
                 log(f"Slurm refuses to {what}: {error}")
         if not ways:
-            raise slurm.SlurmRefusalError(
-                f"nothing continues the run: on the login node, start hpc supervise, or type sbatch {node.run.script}"
-            )
+            raise slurm.SlurmRefusalError("neither is possible")
         raise TorchrelayError(f"Slurm has not yet marked {', '.join(lost)} down")
 
-    ask_slurm(ask, _SLURM_SECONDS)
+    try:
+        ask_slurm(ask, _SLURM_SECONDS)
+    except TorchrelayError as error:
+        log(f"the run stops here ({error}): on the login node, start hpc supervise, or type sbatch {node.run.script}")
+        return False
+    return True
 
 
 def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
