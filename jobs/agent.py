@@ -137,8 +137,6 @@ class _Agent:
     ) -> None:
         self._node, self._channel, self._stop = node, channel, stop
         self._monitor = NodeMonitor(node, held, channel, stop)
-        self._members: tuple[int, ...] = ()
-        """Of the last round with this node."""
         self._staging = NodeStaging(node, channel, self._monitor, resources)
 
     def run(self) -> int:
@@ -164,7 +162,6 @@ class _Agent:
             setup = RankSetup(data=data, python=stage_environment(self._staging), threads=threads)
             self._channel.report(phase=Phase.READY, port=pick_port())
             while directive := self._next_round():
-                self._members = directive.members
                 self._channel.report(phase=Phase.RUNNING, round=directive.round)
                 exit_code = run_round(self._node, self._channel, self._monitor, self._stop, directive, setup)
                 phase = Phase.READY if exit_code is None else Phase.ENDED
@@ -211,7 +208,7 @@ class _Agent:
         """On another node than the head: end this node's part, or take over if the head is lost."""
         if channel.head_is_silent and not channel.directive.over:
             return take_over(self._node, channel, self._monitor)
-        is_first_member = self._members[:1] == (self._node.allocation.node_rank,)
+        is_first_member = channel.directive.members[:1] == (self._node.allocation.node_rank,)
         if is_first_member and not self._node.run.final_result.exists():
             # The head node, which takes no part in the round, has none.
             save_snapshot(self._node, self._monitor.node_dir)

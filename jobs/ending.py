@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.core.attempts import attempts_of, failures_in_a_row, may_restart_after
-from hpc.core.causes import Cause, Ending, JobState, cause_of, may_restart, must_requeue
+from hpc.core.attempts import attempts_of, may_restart_after
+from hpc.core.causes import Cause, Ending, JobState, cause_of, must_requeue, signature_of
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import modified, refresh_nfs_cache
 from hpc.core.kernel import steady_time
@@ -57,13 +57,15 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     cause = cause_of(ending)
     if cause is not Cause.COMPLETED:
         save_snapshot(node, monitor.node_dir)
-    if failure and cause is failure.cause:
-        fields = {"detail": failure.detail, "failed_at": failure.failed_at, "node": failure.node, "rank": failure.rank}
     last_step = None
     if node.spec.train:
         # The last step that any rank had done: the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
         last_step = max(failed_step or 0, coordinator.last_step, relaunch.last_step(node.run) or 0)
+    if failure and cause is failure.cause:
+        fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
+        # The budget was decided by the step of the failure.
+        last_step = last_step if failure.step is None else failure.step
     if not record_end(node, cause=cause, step=last_step, **fields):
         return 1  # other agents, which have lost contact with this one, have ended it
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
@@ -86,7 +88,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
     step = (relaunch.last_step(node.run) or 0) if node.spec.train else None
-    if not record_end(node, cause=cause, step=step, detail=detail, node=node.host):
+    if not record_end(node, cause=cause, step=step, detail=detail, node=node.host, signature=signature_of(detail)):
         return 1
     log(f"attempt {node.attempt.attempt} ended: {cause} ({detail})")
     for node_dir in node_dirs(node.run.path) if cause is not Cause.COMPLETED else ():
@@ -98,9 +100,9 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
 
 def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], unfit: list[str]) -> int:
     """Have the run continue after a recorded end, if it should. Returns the exit code of the head node's agent."""
-    failures = failures_in_a_row(attempts_of(node.run_events()))
-    if not must_requeue(cause, job_state, failures):
-        return 0 if cause is Cause.COMPLETED or may_restart(cause, failures) else 1
+    may_restart = may_restart_after(attempts_of(node.run_events()))
+    if not must_requeue(cause, job_state, may_restart=may_restart):
+        return 0 if cause is Cause.COMPLETED or may_restart else 1
     if not node.on_slurm:
         node.record_event("requeued", job_id=node.allocation.job_id)
         return LOCAL_REQUEUE_RETURN_CODE

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc.core.causes import Cause, count_failures, may_restart
+from hpc.core.causes import Budget, Cause, PastInterruption, budget_after
 from hpc.core.ledger import Event
 
 
@@ -24,8 +24,10 @@ class Attempt:
     first_step: int | None = None
     members: tuple[str, ...] = ()
     """The nodes that train; `nodes` also has spares and lost nodes."""
-    interruptions: tuple[tuple[str, int | None], ...] = ()
-    """The causes of the interruptions that it survived, each with the last step done by then."""
+    restored_step: int | None = None
+    """The step from which its ranks last started; None if they have not since the last interruption."""
+    interruptions: tuple[PastInterruption, ...] = ()
+    """Those that it survived."""
     interrupted_at: float | None = None
     """Time of the last of them."""
     ended: float | None = None
@@ -34,15 +36,23 @@ class Attempt:
     """Time of the failure that ended it."""
     cause: str | None = None
     detail: str | None = None
+    signature: str | None = None
+    """Of the failure that ended it (hpc.core.causes)."""
 
     @property
-    def all_interruptions(self) -> tuple[tuple[str, int | None], ...]:
-        """The causes of all its interruptions and of its end, each with the last step done by then."""
+    def history(self) -> tuple[PastInterruption, ...]:
+        """All its interruptions, and its end."""
         if self.cause is None:
             return self.interruptions
         # With too few nodes left, the last interruption is also the end: it counts once.
-        same = self.failed_at is not None and self.failed_at == self.interrupted_at
-        return (*(self.interruptions[:-1] if same else self.interruptions), (self.cause, self.last_step))
+        if self.failed_at is not None and self.failed_at == self.interrupted_at:
+            *others, last = self.interruptions
+            return (*others, replace(last, cause=self.cause, step=self.last_step))
+        return (*self.interruptions, self.interrupted_by(self.cause, self.last_step, self.signature))
+
+    def interrupted_by(self, cause: str, step: int | None, signature: str | None) -> PastInterruption:
+        """An interruption of the ranks that run now."""
+        return PastInterruption(cause=cause, step=step, restored_step=self.restored_step, signature=signature)
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
@@ -69,12 +79,19 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
     match event["event"]:
         case "rendezvous":
             return {"members": tuple(attempt.nodes[node_rank] for node_rank in event["members"])}
-        # Ranks may restart within an attempt: its first start counts.
-        case "train_started" if attempt.training_started is None:
-            return {"training_started": event["time"], "first_step": event["step"]}
+        case "train_started":
+            # Ranks may restart within an attempt.
+            is_first = attempt.training_started is None
+            first = {"training_started": event["time"], "first_step": event["step"]} if is_first else {}
+            return {"restored_step": event["step"], **first}
         case "interruption":
-            interruptions = (*attempt.interruptions, (event["cause"], event.get("step")))
-            return {"interruptions": interruptions, "interrupted_at": event.get("failed_at")}
+            this = attempt.interrupted_by(event["cause"], event.get("step"), event.get("signature"))
+            interruptions = (*attempt.interruptions, this)
+            return {
+                "interruptions": interruptions,
+                "interrupted_at": event.get("failed_at"),
+                "restored_step": None,
+            }
         case "attempt_ended":
             return {
                 # For a dead attempt, recorded later by another process: the time of its last sign of life.
@@ -83,6 +100,7 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
                 "cause": event["cause"],
                 "last_step": event.get("step"),
                 "detail": event.get("detail"),
+                "signature": event.get("signature"),
             }
     return {}
 
@@ -107,11 +125,20 @@ def last_job_id(events: Iterable[Event]) -> str | None:
     return next((event["job_id"] for event in newest), None)
 
 
-def failures_in_a_row(attempts: Iterable[Attempt]) -> int:
-    """How many failures in a row end the history. Restarts within an attempt and ended attempts both count."""
-    return count_failures(interruption for attempt in attempts for interruption in attempt.all_interruptions)
+def budget_of(attempts: Iterable[Attempt]) -> Budget:
+    """What a run has used of its budgets. Restarts within an attempt and ended attempts both count."""
+    return budget_after(one for attempt in attempts for one in attempt.history)
+
+
+def budget_now(attempts: Sequence[Attempt]) -> Budget:
+    """The same, with what is known of an attempt that has not ended: the step from which its ranks started."""
+    last = [replace(attempts[-1], cause="")] if attempts and attempts[-1].cause is None else attempts[-1:]
+    return budget_of([*attempts[:-1], *last])
 
 
 def may_restart_after(attempts: Sequence[Attempt]) -> bool:
     """Whether another attempt may follow the last one; one without a recorded end counts as lost."""
-    return not attempts or may_restart(attempts[-1].cause or Cause.LOST, failures_in_a_row(attempts))
+    if not attempts:
+        return True
+    *earlier, last = attempts
+    return budget_of([*earlier, replace(last, cause=last.cause or Cause.LOST)]).may_restart

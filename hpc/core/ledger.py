@@ -31,11 +31,13 @@ that are known):
 | rank_failed | the agent of its node | round rank node exit_code signal cause step detail started_at failed_at |
 | node_lost | head node's agent, or a surviving one | node last_heard detail |
 | node_returned | head node's agent: a lost node whose link is back | node |
-| interruption | head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round |
+| interruption | head node's agent: what the attempt survived | cause step rank node detail failed_at noticed_at round \
+  signature (by which the same failure is known) pause_seconds (before the ranks start again) |
 | train_stopped | rank 0 | step signal seconds (from the signal to the saved state) |
 | diverged | rank 0 | step (first with a loss that is not finite) loss |
 | train_completed | rank 0 | step ended (patience, max_hours, or null for the last epoch) |
-| attempt_ended | head node's agent, its successor, or supervisor | cause step detail last_heard failed_at rank node |
+| attempt_ended | head node's agent, its successor, or supervisor | cause step detail last_heard failed_at rank node \
+  signature |
 | requeued | head node's agent, or supervisor | job_id |
 | relaunched | the agent or supervisor that submitted a new job | job_id old_job_id excluded (node names) |
 | excluded | the agent or supervisor that changed the excluded nodes of a pending job | job_id excluded |

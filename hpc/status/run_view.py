@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core import ledger
-from hpc.core.attempts import Attempt, attempts_of, last_job_id, may_restart_after
+from hpc.core.attempts import Attempt, attempts_of, budget_now, last_job_id, may_restart_after
 from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import last_json_line, storage_time
@@ -80,7 +80,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     ending = bool(attempts) and attempts[-1].cause is None and job is not None
     state = decision.state if decision else _state(events, attempts, job, slurm_answers=jobs is not None)
     state = "completed" if records.result is not None and not ending else state
-    started = [event for event in events if event["event"] == "train_started"]
+    started, budget = [event for event in events if event["event"] == "train_started"], budget_now(attempts)
     productive = None
     if attempts:
         ended = (attempts[-1].ended or events[-1]["time"]) if state in TERMINAL else time.time()
@@ -105,6 +105,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "goodput": productive,
         "interruptions": [dict(vars(interruption)) for interruption in interruptions],
         "recovery": recovery_by_cause(interruptions),
+        "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
         "warnings": warnings_of(events),
         "staging": _staging(events) if state == "running" else None,
         "reason": pending.reason if pending else decision and _reason(decision),

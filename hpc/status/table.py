@@ -32,8 +32,18 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
     parts: list[Table | str] = [_fitting_table(console, [_cells(row) for row in rows], _COLUMNS)]
     if details and len(rows) == 1:
         parts += [f"[yellow]warning:[/] {escape(visible(warning))}" for warning in rows[0]["warnings"]]
+        parts += budget_lines(rows[0]["budget"]) if rows[0]["state"] != "completed" else []
         parts += ["", interruption_table(console, rows[0]["interruptions"][::-1])] if rows[0]["interruptions"] else []
     return Group(*parts)
+
+
+def budget_lines(budget: Mapping[str, Any]) -> list[str]:
+    """How much a run has used of its budgets for failures, which docs/recovery.md explains."""
+    lines = [
+        f"failures without progress: {one['failures']} of {one['budget']} ({', '.join(one['causes'])})"
+        for one in budget["used"]
+    ]
+    return [*lines, "the same failure twice in a row has ended the run"] if budget["same_failure_twice"] else lines
 
 
 def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:

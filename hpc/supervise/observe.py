@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc.core import ledger
-from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id, may_restart_after
+from hpc.core.attempts import Attempt, attempts_of, budget_of, last_job_id, may_restart_after
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import modified
@@ -70,8 +70,8 @@ class RunObservation:
 
     @property
     def failures(self) -> int:
-        """Failures in a row, without a step in between."""
-        return failures_in_a_row(self.attempts)
+        """Failures of the last one's kind, without progress in between."""
+        return budget_of(self.attempts).failures
 
     @property
     def alive_jobs(self) -> list[SlurmJob]:

@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpc.core.attempts import attempts_of, failures_in_a_row
-from hpc.core.causes import Cause, may_restart
+from hpc.core.attempts import attempts_of, budget_of
+from hpc.core.causes import Cause, PastInterruption, rank_signature, signature_of
 from hpc.core.kernel import steady_time
 from hpc.slurm import relaunch
 from jobs.control.channel import LOST_SECONDS, ControlServer
@@ -45,6 +45,8 @@ class Failure:
     step: int | None
     """The last step that any rank had done; None of a user's script, whose steps are not known."""
     detail: str
+    signature: str | None = None
+    """By which the same failure is known (hpc.core.causes)."""
     rank: int | None = None
     node: str | None = None
 
@@ -71,7 +73,8 @@ class Coordinator:
         self._patience = Patience(node)
         self._root_failure, self._stragglers = RootFailure(), StragglerDetector()
         self._last_failure: Failure | None = None
-        self._interruptions = list[tuple[str, int | None]]()
+        self._interruptions = list[PastInterruption]()
+        self._paused_until = 0.0
         passed = (event["nodes"] for event in node.run_events() if event["event"] == "checked")
         self._preflight_passed = {name for names in passed for name in names}
 
@@ -116,7 +119,7 @@ class Coordinator:
             self.lost[node_rank] = last_heard
             name = self._name(node_rank)
             self._node.record_event("node_lost", node=name, last_heard=last_heard, detail=f"lost contact with {name}")
-            if node_rank in self._server.directive.members:
+            if node_rank in self._server.directive.members and not self._server.directive.paused:
                 lost_members.append(name)
         if lost_members:
             first = len(lost_members) == len(self.lost)
@@ -136,9 +139,12 @@ class Coordinator:
             self.unfit |= {node_rank for node_rank, name in enumerate(hostnames) if name == root.node}
         code = f"signal {root.signal}" if root.signal else f"exit code {root.exit_code}"
         detail = f"rank {root.rank} on {root.node}: {code}" + (f": {root.detail}" if root.detail else "")
-        failure = self._failure(Cause(root.cause), root.failed_at, detail, rank=root.rank, node=root.node)
-        # Its own step, not the furthest rank's: a failure at the same step every time makes no progress, whether the
-        # other ranks finish that step or not.
+        signature = rank_signature(root.cause, root.signal, root.exit_code, root.detail, root.step)
+        failure = self._failure(
+            Cause(root.cause), root.failed_at, detail, rank=root.rank, node=root.node, signature=signature
+        )
+        # Its own step, not the furthest rank's: the same failure happens at the same step, whether the other ranks
+        # finish that step or not.
         known = failure.step is not None and root.step is not None
         self._handle(replace(failure, step=root.step) if known else failure)
 
@@ -161,30 +167,39 @@ class Coordinator:
         stuck = nodes if len(nodes) == 1 else set[int]()
         self.stuck |= stuck
         self.unfit |= stuck
+        self._direct(abort_count=self._server.directive.abort_count + 1)
         cause, name = Cause.BAD_NODE if stuck else Cause.HANG, next(map(self._name, stuck), None)
-        self._handle(self._failure(cause, steady_time() - hang.seconds, hang.detail, rank=hang.rank, node=name))
+        # The same hang is at the same step; the heartbeats alone have that of a user's script.
+        signature = None if stuck else "" if self._node.spec.train else f"after step {self.last_step}"
+        since = steady_time() - hang.seconds
+        self._handle(self._failure(cause, since, hang.detail, rank=hang.rank, node=name, signature=signature))
         # Every rank that was started until now is killed.
         self._root_failure.explained_until = steady_time()
-        if not self._server.directive.over:
-            self._direct(abort_count=self._server.directive.abort_count + 1)
 
     def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
         step = self.last_step if self._node.spec.train else None
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
-        """Record an interruption, or end the attempt if the budget of the failure's cause is used up."""
+        """Record an interruption, or end the attempt if no budget is left for it."""
         self._last_failure, self.last_step = failure, 0
         self._root_failure.explained_until = failure.failed_at
         # The interruptions of this attempt are taken from memory: a full disk may not have recorded them.
-        self._interruptions.append((failure.cause, failure.step))
         *earlier, this = attempts_of(self._node.run_events())
-        this = replace(this, interruptions=tuple(self._interruptions))
-        if not may_restart(failure.cause, failures_in_a_row([*earlier, this])):
+        self._interruptions.append(this.interrupted_by(failure.cause, failure.step, failure.signature))
+        budget = budget_of([*earlier, replace(this, interruptions=tuple(self._interruptions))])
+        if not budget.may_restart:
             self._end(failure)
             return
-        self._node.record_event("interruption", round=self._server.directive.round, **asdict(failure))
+        pause = budget.pause_seconds
+        self._node.record_event(
+            "interruption", round=self._server.directive.round, pause_seconds=pause, **asdict(failure)
+        )
         log(f"{failure.cause}: {failure.detail}")
+        if pause:
+            self._paused_until = time.monotonic() + pause
+            self._direct(paused=True)
+            log(f"{budget.failures} failures without progress: the ranks start again in {pause:.0f} s")
 
     def _report_stragglers(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         for found in self._stragglers.find(heartbeats):
@@ -239,10 +254,10 @@ class Coordinator:
             self._announce_round(directive.members, statuses)
         elif decision.done:
             self._end(done=True)
-        elif decision.members:
+        elif decision.members and time.monotonic() >= self._paused_until:
             self._announce_round(decision.members, statuses)
         elif decision.wait:
-            self._direct(round=directive.round + 1, members=(), preflight=False)
+            self._direct(paused=True)
 
     def _awaited(self) -> frozenset[int]:
         """Lost nodes whose link may come back."""
@@ -270,7 +285,7 @@ class Coordinator:
         preflight = not self._node.spec.train and not self._preflight_passed.issuperset(map(self._name, members))
         number, port = before.round + 1, statuses[members[0]].port
         self._node.record_event("rendezvous", round=number, port=port, members=list(members))
-        self._direct(round=number, members=members, port=port, preflight=preflight)
+        self._direct(round=number, members=members, port=port, preflight=preflight, paused=False)
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
         """The failure that left too few nodes; or there never were enough."""
@@ -281,7 +296,9 @@ class Coordinator:
             return replace(last, detail=f"{last.detail}; {reason}")
         unfit = [self._name(rank) for rank, status in out.items() if status.phase is Phase.UNFIT]
         cause = Cause.NODE_FAILURE if self.lost else Cause.BAD_NODE if unfit else Cause.CRASHED
-        return self._failure(cause, steady_time(), "; ".join([*failed, reason]), node=next(iter(unfit), None))
+        detail = "; ".join([*failed, reason])
+        signature = signature_of(detail) if cause is Cause.CRASHED else None
+        return self._failure(cause, steady_time(), detail, node=next(iter(unfit), None), signature=signature)
 
     def _direct(self, **changes: Any) -> None:
         self._server.directive = replace(self._server.directive, **changes)

@@ -110,6 +110,8 @@ class Directive:
     members: tuple[int, ...] = ()
     """Node ranks that take part in the round; the first one hosts its rendezvous."""
     port: int = 0
+    paused: bool = False
+    """The members end their ranks and wait for another round: for a lost node, or after repeated failures."""
     preflight: bool = False
     """The round only checks its members, before a user's script that would not."""
     abort_count: int = 0

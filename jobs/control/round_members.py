@@ -66,7 +66,7 @@ class RoundDecision:
 def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
     """Decide about the current round, or the first one."""
     able = view.able
-    if directive.members and set(directive.members) <= set(able):
+    if directive.members and not directive.paused and set(directive.members) <= set(able):
         return _continue_round(directive, view)
     # After the first round, go on at once with the nodes that are able. Before it,
     # wait up to `_WAIT_SECONDS` for the others.
@@ -77,7 +77,7 @@ def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
         return RoundDecision(
             failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {view.least}"
         )
-    return RoundDecision(wait=bool(directive.members))
+    return RoundDecision(wait=directive.round > 0 and not directive.paused)
 
 
 def _choose(directive: Directive, view: MembershipView) -> tuple[int, ...]:

@@ -110,12 +110,12 @@ def _out_of_memory_kills() -> int:
 
 
 def _last_step(heartbeat: str, pid: int) -> int | None:
-    """The last step that the rank had done. The agent polls: it may have seen an older one."""
+    """The last step that the rank had done; None before it begins. The agent polls: it may have seen an older one."""
     try:
         with open(heartbeat) as file:
             fields = json.load(file)
-        step = fields["step"] if fields["pid"] == pid else None
-    except (OSError, ValueError, KeyError, TypeError):
+        step = fields["step"] if fields["pid"] == pid and fields.get("phase") != "start" else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # a program without heartbeats, or with its own format
     return step if type(step) is int and 0 <= step < 2**63 else None
 

@@ -62,11 +62,12 @@ def run_round(
         while torchrun.exit_code is None:
             monitor.poll()
             now = channel.directive
-            if now.over or now.round != directive.round or channel.head_is_silent:
-                return None
+            # First: the stacks of ranks that hang are wanted also if they are the last.
             if now.abort_count > abort_count:
                 abort_count = now.abort_count
                 torchrun.abort_ranks()
+            if now.over or now.paused or now.round != directive.round or channel.head_is_silent:
+                return None
             if stop.signal:
                 torchrun.forward(stop.signal)
                 ranks_seen = time.monotonic() if torchrun.ranks() else ranks_seen

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import LONG, SMALL_BATCH, Site, tiny_data
+from cluster import LONG, SMALL_BATCH, Run, Site, commands, tiny_data
 from PIL import Image
 
 from hpc.core import ledger
@@ -49,6 +49,69 @@ def test_interrupted_run_requeues_itself_and_can_be_cancelled(site: Site) -> Non
     assert run.status()["state"] == "cancelled"
     run.wait("the end", lambda: not run.is_alive())
     assert len(run.status()["attempts"]) == 2
+
+
+def test_two_kills_in_an_unlucky_minute_end_nothing(site: Site) -> None:
+    """The second one comes before the run has got as far again as at the first one."""
+    run = site.submit("--data=data", LOCAL, *LONG, "--snapshot-every=off", "--checkpoint-every=1000000")
+    run.wait_for_steps(200)
+    os.kill(ranks_of(run)[0], signal.SIGKILL)
+    run.wait("the second start", lambda: len(run.events("first_step")) == 2)
+    os.kill(ranks_of(run)[0], signal.SIGKILL)
+    run.wait("the third start", lambda: len(run.events("first_step")) == 3)
+    first, second = run.events("interruption")
+    assert second["step"] < first["step"]
+    assert run.status()["state"] == "running"
+
+
+def ranks_of(run: Run) -> list[int]:
+    """The processes of our trainer's ranks on this machine."""
+    option = f"--run-dir={run.directory.path}".encode()
+    found = [at for at, words in commands() if words[1:5] == [b"-u", b"-P", b"-m", b"training"] and option in words]
+    return [int(at.name) for at in found]
+
+
+# torchrun restarts it at once: it must not fail again before the first failure has been judged.
+FAILING = """
+import os, pathlib, sys, time
+starts = pathlib.Path(os.environ["TORCHRELAY_RUN_DIR"], "starts")
+with starts.open("a") as file:
+    file.write("x")
+time.sleep(4)
+raise ValueError(f"no luck: {sys.argv[1] if sys.argv[1:] else starts.read_text()}")
+"""
+
+
+def test_run_waits_between_failures_and_a_signal_ends_the_wait(site: Site) -> None:
+    run = submit_failing(site, "different")
+    run.wait("the third interruption", lambda: len(run.events("interruption")) == 3)
+    assert [event["pause_seconds"] for event in run.events("interruption")] == [0.0, 10.0, 30.0]
+    status = run.status()
+    assert (status["state"], status["budget"]["used"][0]["failures"]) == ("running", 3)
+    shown = site.hpc("status", str(run.directory.path)).stdout
+    assert "failures without progress: 3 of 5 (crashed)" in shown
+    os.kill(int(run.job_id), signal.SIGTERM)
+    run.wait("the end of the attempt", lambda: run.events("attempt_ended"))
+    assert run.events("attempt_ended")[0]["cause"] == "requeued"
+    rounds = [event["attempt"] for event in run.events("rendezvous")]
+    assert rounds.count(1) == 3, "the check, the first one, and that after the first pause"
+
+
+def test_same_failure_twice_in_a_row_ends_the_run(site: Site) -> None:
+    run = submit_failing(site, "same", "always")
+    status = run.wait_for_state("failed")
+    assert status["detail"].endswith("exit code 1: ValueError: no luck: always")
+    assert len(run.events("interruption")) == 1
+    assert status["budget"]["same_failure_twice"] is True
+    assert "the same failure twice in a row has ended the run" in site.hpc("status", str(run.directory.path)).stdout
+
+
+def submit_failing(site: Site, name: str, *arguments: str) -> Run:
+    (site.path / "failing.py").write_text(FAILING)
+    for command in (("git", "init", "-q"), ("git", "add", "failing.py")):
+        assert site.type(*command).returncode == 0
+    flags = ("--nodes=1", "--gpus-per-node=1", f"--name={name}")
+    return site.submit(LOCAL, *flags, "--", "failing.py", *arguments)
 
 
 def test_own_script_with_its_arguments_and_environment(site: Site) -> None:

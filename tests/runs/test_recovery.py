@@ -302,12 +302,13 @@ def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
     assert run.status()["attempts"][0]["cause"] == "time_limit"
 
 
-def test_two_failures_without_a_step_end_the_run_with_the_first_that_failed(site: Site) -> None:
+def test_same_failure_twice_in_a_row_ends_the_run_with_the_rank_that_failed_first(site: Site) -> None:
     run = site.submit("--data=data", "--name=twice", *LONG, "--gpus-per-node=2", TORCHRELAY_FAULT="raise@8:3!")
     status = run.wait_for_state("failed")
     assert status["attempts"][-1]["cause"] == "crashed"
     assert status["detail"].startswith("rank 3 on ")
     assert len(run.events("interruption")) == 1
+    assert status["budget"]["same_failure_twice"] is True
     assert not run.events("requeued")
 
 

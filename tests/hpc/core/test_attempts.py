@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core.attempts import Attempt, attempts_of, failures_in_a_row, last_job_id
+from hpc.core.attempts import Attempt, attempts_of, budget_now, budget_of, last_job_id
+from hpc.core.causes import PastInterruption
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
@@ -29,7 +30,7 @@ HISTORY = [
     {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm"},
     {"time": 1.0, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "aa", "nodes": ["a", "b"]},
     {"time": 2.0, "event": "train_started", "attempt": 1, "step": 0, "world_size": 4},
-    {"time": 3.0, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 7},
+    {"time": 3.0, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 7, "signature": "1: KeyError"},
     {"time": 3.5, "event": "rendezvous", "attempt": 1, "round": 2, "port": 1, "members": [1]},
     {"time": 4.0, "event": "train_started", "attempt": 1, "step": 5, "world_size": 4},
     {"time": 12.0, "event": "attempt_ended", "attempt": 1, "cause": "node_failure", "step": 20, "detail": None},
@@ -43,34 +44,47 @@ def test_attempts_of_a_history() -> None:
     assert (first.nodes, first.cause, first.first_step, first.last_step) == (("a", "b"), "node_failure", 0, 20)
     assert (first.started, first.training_started, first.ended) == (1.0, 2.0, 12.0)
     assert (second.first_step, second.ended) == (10, None)
-    assert (first.interruptions, first.members) == ((("crashed", 7),), ("b",))
+    crashed = PastInterruption(cause="crashed", step=7, restored_step=0, signature="1: KeyError")
+    assert (first.interruptions, first.members) == ((crashed,), ("b",))
+    assert first.history == (crashed, PastInterruption(cause="node_failure", step=20, restored_step=5))
     assert second.members == ("c", "d")
 
 
-def ended(cause: str, step: int | None) -> Attempt:
-    return replace(attempts_of(HISTORY)[0], cause=cause, last_step=step, interruptions=())
+def ended(cause: str, step: int | None, restored: int | None = None) -> Attempt:
+    return replace(attempts_of(HISTORY)[0], cause=cause, last_step=step, restored_step=restored, interruptions=())
 
 
-def test_failures_in_a_row() -> None:
-    assert failures_in_a_row([]) == 0
-    assert failures_in_a_row([ended("crashed", None)]) == 1
-    assert failures_in_a_row([ended("crashed", None), ended("crashed", None)]) == 2
-    assert failures_in_a_row([ended("crashed", 10), ended("crashed", 20)]) == 1, "it got further"
-    assert failures_in_a_row([ended("crashed", 20), ended("preempted", 20), ended("crashed", 20)]) == 2
-    assert failures_in_a_row([ended("crashed", 20), ended("preempted", 30), ended("crashed", 30)]) == 1
+CRASHED = PastInterruption(cause="crashed", step=20, restored_step=10)
+
+
+def test_failures_without_progress() -> None:
+    assert budget_of([]).failures == 0
+    assert budget_of([ended("crashed", None)]).failures == 1
+    assert budget_of([ended("crashed", None), ended("crashed", None)]).failures == 2
+    assert budget_of([ended("crashed", 20, 10), ended("crashed", 20, 15)]).failures == 1, "it began at a later step"
+    assert budget_of([ended("crashed", 20, 10), ended("preempted", 20, 10), ended("crashed", 20, 10)]).failures == 2
+    assert budget_of([ended("crashed", 20, 10), ended("preempted", 30, 20), ended("crashed", 30, 20)]).failures == 1
 
 
 def test_failures_inside_an_attempt_count_like_those_that_end_one() -> None:
-    crashed_inside = replace(ended("preempted", 20), interruptions=(("crashed", 20),))
-    assert failures_in_a_row([crashed_inside, ended("crashed", 20)]) == 2
-    assert failures_in_a_row([crashed_inside, ended("crashed", 21)]) == 1, "it got further"
-    assert failures_in_a_row([ended("crashed", 20), replace(ended("hang", 20), interruptions=(("crashed", 20),))]) == 3
+    crashed_inside = replace(ended("preempted", 20), interruptions=(CRASHED,))
+    assert budget_of([crashed_inside, ended("crashed", 20)]).failures == 2
+    assert budget_of([crashed_inside, ended("crashed", 21, 20)]).failures == 1, "it began at a later step"
+    assert budget_of([ended("crashed", 20), replace(ended("hang", 20), interruptions=(CRASHED,))]).failures == 2
+    assert budget_of([ended("crashed", 20, 10), replace(ended("hang", 20), interruptions=(CRASHED,))]).failures == 3
 
 
 def test_interruption_that_ended_the_attempt_counts_once() -> None:
-    attempt = replace(ended("bad_node", 20), interruptions=(("bad_node", 20),), interrupted_at=9.0, failed_at=9.0)
-    assert failures_in_a_row([attempt]) == 1
-    assert failures_in_a_row([replace(attempt, failed_at=10.0)]) == 2, "another one"
+    bad = replace(CRASHED, cause="bad_node")
+    attempt = replace(ended("bad_node", 20), interruptions=(bad,), interrupted_at=9.0, failed_at=9.0)
+    assert budget_of([attempt]).failures == 1
+    assert budget_of([replace(attempt, failed_at=10.0)]).failures == 2, "another one"
+
+
+def test_attempt_that_began_at_a_later_step_has_used_nothing() -> None:
+    running = replace(ended("crashed", None), cause=None)
+    assert budget_now([ended("crashed", 20), running]).used != []
+    assert budget_now([ended("crashed", 20), replace(running, restored_step=20)]).used == []
 
 
 def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:

@@ -8,11 +8,11 @@ from hpc.core.causes import (
     Cause,
     Ending,
     JobState,
+    PastInterruption,
+    budget_after,
     cause_of,
     cause_of_exit,
-    count_failures,
     is_consequence,
-    may_restart,
     must_requeue,
 )
 
@@ -45,12 +45,13 @@ QUIET = Ending(finished=False, cancelled=False, signal=None, job_state=JobState.
 def test_cause_and_requeue(changes: dict[str, object], cause: Cause, requeue: bool) -> None:
     ending = replace(QUIET, **changes)  # type: ignore[arg-type]
     assert cause_of(ending) is cause
-    assert must_requeue(cause, ending.job_state, failures=1) is requeue
+    may_restart = budget_after([PastInterruption(cause=cause)]).may_restart
+    assert must_requeue(cause, ending.job_state, may_restart=may_restart) is requeue
 
 
 def test_budget_that_is_used_up_ends_the_run() -> None:
-    assert must_requeue(Cause.CRASHED, JobState.RUNNING, failures=1)
-    assert not must_requeue(Cause.CRASHED, JobState.RUNNING, failures=2)
+    assert must_requeue(Cause.CRASHED, JobState.RUNNING, may_restart=True)
+    assert not must_requeue(Cause.CRASHED, JobState.RUNNING, may_restart=False)
 
 
 @pytest.mark.parametrize(
@@ -102,50 +103,3 @@ def test_message_about_the_death_of_another_rank_is_a_consequence(detail: str, c
 def test_exit_codes_of_a_user_script_have_no_meaning() -> None:
     assert {cause_of_exit(code, None, False, "", ours=False) for code in range(1, 256)} == {Cause.CRASHED}
     assert cause_of_exit(2, None, False, "MemoryError", ours=False) is Cause.OUT_OF_MEMORY
-
-
-@pytest.mark.parametrize(
-    ("interruptions", "failures"),
-    [
-        ([], 0),
-        ([("preempted", 20)], 0),
-        ([("crashed", None), ("hang", None)], 2),
-        ([("crashed", 20), ("preempted", 20), ("out_of_memory", 20)], 2),
-        ([("crashed", 20), ("crashed", 10)], 2),
-        ([("crashed", 20), ("crashed", 21)], 1),
-        ([("crashed", 20), ("preempted", 20)], 0),
-        ([("time_limit", 20)], 0),
-        ([("time_limit", 20), ("crashed", 20)], 1),
-        ([("time_limit", 0), ("time_limit", 0)], 2),
-        ([("time_limit", None), ("time_limit", None)], 0),
-        ([("crashed", None), ("crashed", None)], 2),
-        ([("crashed", None), ("preempted", None), ("crashed", None)], 1),
-        ([("time_limit", 20), ("time_limit", 20)], 1),
-        ([("crashed", 20), ("bad_node", 20), ("bad_node", 20)], 2),
-        ([("bad_node", 20), ("crashed", 20)], 1),
-    ],
-)
-def test_failures_since_the_last_new_step(interruptions: list[tuple[str, int | None]], failures: int) -> None:
-    assert count_failures(interruptions) == failures
-
-
-@pytest.mark.parametrize(
-    ("causes", "most"),
-    [
-        (["preempted", "requeued"], None),
-        (["crashed", "out_of_memory", "hang", "lost", "time_limit"], 2),
-        (["bad_node"], 5),
-        (["node_failure"], 5),
-        (["bad_input", "no_space"], 1),
-        (["completed", "cancelled"], 0),
-    ],
-)
-def test_budget_of_failures_in_a_row(causes: list[str], most: int | None) -> None:
-    for cause in causes:
-        assert [may_restart(cause, failures) for failures in range(9)] == [most is None or f < most for f in range(9)]
-
-
-def test_every_cause_has_a_budget_or_is_free() -> None:
-    """A new cause that nobody thought about would be free, and could requeue a run for ever."""
-    free = {cause for cause in Cause if may_restart(cause, failures=99)}
-    assert free == {Cause.PREEMPTED, Cause.REQUEUED}

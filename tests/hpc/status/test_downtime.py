@@ -154,7 +154,7 @@ def test_last_end_is_an_interruption_if_the_run_should_go_on(tmp_path: Path, cau
 
 
 def test_end_after_too_many_failures_is_none(tmp_path: Path) -> None:
-    failure = {"cause": "crashed", "step": 60}
+    failure = {"cause": "crashed", "step": 60, "signature": "1: KeyError"}
     found = interruptions(
         tmp_path,
         *FIRST,

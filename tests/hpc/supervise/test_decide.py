@@ -31,7 +31,8 @@ def attempt(cause: Cause | None = None, **fields: Any) -> Attempt:
 RUNNING, ENDING = job(JobState.RUNNING, started=NOW - 900), job(JobState.ENDING)
 BEGIN_TIME = job(JobState.PENDING, reason="BeginTime", restarts=1, eligible=NOW + 118)
 HELD = job(JobState.PENDING, reason="launch failed requeued held", restarts=1)
-CRASHES = [attempt(Cause.CRASHED, attempt=n, last_step=0, ended=NOW - 10) for n in (1, 2)]
+CRASHES = [attempt(Cause.CRASHED, attempt=n, last_step=0, ended=NOW - 10, signature="1: x") for n in (1, 2)]
+KILLS = [attempt(Cause.CRASHED, attempt=n, last_step=0, ended=NOW - 10) for n in range(1, 6)]
 DEATHS = [attempt(Cause.NODE_FAILURE, attempt=n, last_step=0, ended=NOW - 10) for n in (1, 2, 3)]
 
 TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
@@ -47,7 +48,9 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("cancelled", {"cancelled": True, "attempts": [attempt()]}, Action.KEEP, "cancelled"),
     ("cancelled, and requeued by Slurm", {"cancelled": True, "jobs": [BEGIN_TIME]}, Action.CANCEL, "cancelled"),
     ("cancelled, its job is ending", {"cancelled": True, "jobs": [ENDING]}, Action.KEEP, "cancelled"),
-    ("given up", {"attempts": CRASHES}, Action.KEEP, "given up: crashed"),
+    ("the same failure twice", {"attempts": CRASHES}, Action.KEEP, "given up: crashed"),
+    ("five failures without progress", {"attempts": KILLS}, Action.KEEP, "given up: crashed"),
+    ("four of them", {"attempts": KILLS[:4]}, Action.KEEP, "repeated failures: next attempt in"),
     ("bad input", {"attempts": [attempt(Cause.BAD_INPUT)]}, Action.KEEP, "given up: bad_input"),
     ("scancelled while it ran", {"attempts": [attempt(Cause.CANCELLED)]}, Action.KEEP, "cancelled"),
     # Jobs that need nothing.

@@ -93,7 +93,7 @@ def test_end_of_an_older_round_is_no_end_of_this_one() -> None:
 def test_round_ends_while_a_lost_node_may_come_back() -> None:
     alone = view(RUNNING, RUNNING, awaited=(1,))
     assert decide_round(running(0, 1), alone) == RoundDecision(wait=True)
-    waiting = Directive(round=2, members=(), port=1)
+    waiting = Directive(round=1, members=(0, 1), port=1, paused=True)
     assert decide_round(waiting, alone) == WAIT
     assert decide_round(waiting, view(READY, READY)) == RoundDecision(members=(0, 1)), "it is back"
     assert decide_round(waiting, view(READY, RUNNING, excluded=(1,))).failed, "it is not waited for any more"
@@ -108,3 +108,10 @@ def test_lost_node_is_not_waited_for_if_the_others_can_go_on() -> None:
 def test_member_that_ended_its_ranks_by_itself_needs_a_new_round() -> None:
     """It heard nothing from the head node for some seconds, which the head did not notice."""
     assert decide_round(running(0, 1), view(RUNNING, READY)) == RoundDecision(members=(0, 1))
+
+
+def test_members_of_a_paused_round_form_the_next_one() -> None:
+    paused = Directive(round=1, members=(0, 2), port=1, paused=True)
+    assert decide_round(paused, view(READY, READY, READY)) == RoundDecision(members=(0, 2)), "they have the snapshots"
+    assert decide_round(paused, view(READY, READY, RUNNING, excluded=(2,))) == RoundDecision(members=(0, 1))
+    assert decide_round(paused, view(READY, FAILED, RUNNING, excluded=(2,))).failed
