@@ -77,7 +77,7 @@ class CancellableWait:
         if done is None or done != self._done or self._asked_at - before > _SUSPENDED_SECONDS:
             self._done, self._advanced_at = done, self._asked_at
         elif self._asked_at - self._advanced_at > self._timeout_seconds:
-            raise NoProgressError
+            raise NoProgressError("its storage hangs")
 
     def stopped(self) -> bool:
         """Whether to stop."""

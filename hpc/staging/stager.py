@@ -128,8 +128,8 @@ class Stager:
             staged = self._list_and_copy(absolute(source), read_all=read_all)
         except NoProgressError:
             raise UnfitNodeError(
-                f"{os.uname().nodename} has got nothing of {source} for {self._timeout_seconds:.0f} s: its mount there "
-                f"or the disk of {self._stage_dir} hangs; leave that node out with --exclude, or wait longer with "
+                f"{os.uname().nodename} has got nothing of {source} for {self._timeout_seconds:.0f} s: that mount "
+                f"or the disk of {self._stage_dir} hangs there; leave the node out with --exclude, or wait longer with "
                 "--stage-timeout"
             ) from None
         return replace(

@@ -291,14 +291,16 @@ class Coordinator:
         """The failure that left too few nodes; or there never were enough."""
         out = {rank: status for rank, status in statuses.items() if status.phase in {Phase.FAILED, Phase.UNFIT}}
         failed = [f"{self._name(node_rank)}: {status.detail}" for node_rank, status in out.items()]
+        failed += [f"lost contact with {self._name(node_rank)}" for node_rank in sorted(self.lost)]
         last = self._last_failure
-        if last and steady_time() - last.noticed_at < _RECENT_SECONDS and not failed:
+        if last and steady_time() - last.noticed_at < _RECENT_SECONDS and not out:
             return replace(last, detail=f"{last.detail}; {reason}")
         unfit = [self._name(rank) for rank, status in out.items() if status.phase is Phase.UNFIT]
         cause = Cause.NODE_FAILURE if self.lost else Cause.BAD_NODE if unfit else Cause.CRASHED
+        at_fault = [*unfit, *map(self._name, sorted(self.lost))]
         detail = "; ".join([*failed, reason])
         signature = signature_of(detail) if cause is Cause.CRASHED else None
-        return self._failure(cause, steady_time(), detail, node=next(iter(unfit), None), signature=signature)
+        return self._failure(cause, steady_time(), detail, node=next(iter(at_fault), None), signature=signature)
 
     def _direct(self, **changes: Any) -> None:
         self._server.directive = replace(self._server.directive, **changes)

@@ -101,7 +101,7 @@ def test_node_whose_mount_of_the_data_hangs_is_left_out_of_the_next_attempt(site
         run.wait("the exclusion", lambda: run.events("excluded"))
         [ended], [excluded] = run.events("attempt_ended"), run.events("excluded")
         assert (ended["cause"], ended["node"], excluded["excluded"]) == ("bad_node", "gpu02", ["gpu02"])
-        assert f"gpu02 has got nothing of {data} for 10 s: its mount there" in ended["detail"]
+        assert f"gpu02 has got nothing of {data} for 10 s: that mount" in ended["detail"]
         run.wait_for_release()
         assert sorted(wait_until_looked_at(run, 2, attempt=2)) == ["gpu01", "gpu03"]
     end(run, 2)

@@ -56,7 +56,7 @@ def test_node_whose_mount_hangs_gives_up_and_names_it(
     else:
         group = HangsLater(source, mounted)
     with (
-        pytest.raises(UnfitNodeError, match=f"has got nothing of {data} for 1 s: its mount there"),
+        pytest.raises(UnfitNodeError, match=f"has got nothing of {data} for 1 s: that mount"),
         Stager(local, group=group, timeout_seconds=1) as stager,
     ):
         stager.stage(data)
