@@ -158,9 +158,10 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     if not _confirm_head_is_lost(node) or not _is_running(node):
         return 0
     step = monitor.last_step if node.spec.train else None
-    first = record_end(node, cause=Cause.NODE_FAILURE, step=step, detail=detail, failed_at=failed_at, node=head)
+    cause = Cause.CANCELLED if relaunch.is_cancelled(node.run) else Cause.NODE_FAILURE
+    first = record_end(node, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head)
     if not node.on_slurm:
-        return LOCAL_REQUEUE_RETURN_CODE if first else 0
+        return LOCAL_REQUEUE_RETURN_CODE if first and cause is Cause.NODE_FAILURE else 0
     if not first and not _is_left_undone(node):
         return 0
     # A large snapshot takes minutes to save; without a heartbeat the supervisor would end this job meanwhile.

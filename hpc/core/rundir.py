@@ -40,6 +40,8 @@ class RunDir:
     """The git revision of the code; absent if it was in no repository."""
     events = SubPath("events")
     """What happened: one file of JSON lines per writer."""
+    cancellation = SubPath("events/cancel.jsonl")
+    """The file of the events of `hpc cancel`."""
     alive = SubPath("alive")
     """Its modification time is the newest heartbeat of the head node's agent."""
     train_metrics = SubPath("metrics/train.jsonl")

@@ -77,6 +77,12 @@ def has_ended(run: RunDir, attempt: int) -> bool:
     return _end_file(run, attempt).exists()
 
 
+def is_cancelled(run: RunDir) -> bool:
+    """Whether the user has called `hpc cancel`. On a full disk its file may be empty: then the call has failed."""
+    refresh_nfs_cache(run.events)
+    return last_json_line(run.cancellation) is not None
+
+
 def _end_file(run: RunDir, attempt: int) -> Path:
     return run.events / f"{ledger.attempt_prefix(attempt)}end.jsonl"
 

@@ -226,7 +226,7 @@ class Coordinator:
     def _choose_members(self) -> None:
         """Announce the next round, or the end, if it is time."""
         directive, statuses = self._server.directive, self._server.statuses()
-        if self._was_ended_by_others():
+        if self._is_over_for_others():
             self._end()
             return
         if self._stop:
@@ -267,12 +267,16 @@ class Coordinator:
         limit = self._patience.seconds([self._name(rank) for rank in recent]) if recent else 0.0
         return frozenset(rank for rank in recent if silent[rank] < limit)
 
-    def _was_ended_by_others(self) -> bool:
-        """Whether other agents have ended the attempt. Looks every _END_CHECK_SECONDS, and returns False in between."""
+    def _is_over_for_others(self) -> bool:
+        """Whether other agents have ended the attempt, or the user has cancelled the run without reaching its job.
+
+        Looks every _END_CHECK_SECONDS, and returns False in between.
+        """
         if time.monotonic() - self._end_checked < _END_CHECK_SECONDS:
             return False
         self._end_checked = time.monotonic()
-        return relaunch.has_ended(self._node.run, self._node.attempt.attempt)
+        run = self._node.run
+        return relaunch.has_ended(run, self._node.attempt.attempt) or relaunch.is_cancelled(run)
 
     def _announce_round(self, members: tuple[int, ...], statuses: dict[int, NodeStatus]) -> None:
         before = self._server.directive

@@ -11,6 +11,7 @@ from cluster import LONG, SMALL_BATCH, Run, Site, commands, tiny_data
 from PIL import Image
 
 from hpc.core import ledger
+from hpc.core.ledger import EventWriter
 from training.config.packed_index import read_index
 
 pytestmark = pytest.mark.timeout(400)
@@ -130,6 +131,15 @@ def test_own_script_with_its_arguments_and_environment(site: Site) -> None:
         word, rest = run.directory.rank_log(1, rank).read_text().splitlines()[-1].split(" ", 1)
         assert word == "old", "the snapshot runs, not the edited file"
         assert rest.startswith("['a b', '--x=$HOME'] 2 /tmp/torchrelay-")
+
+
+def test_cancelled_run_ends_though_no_signal_reaches_it(site: Site) -> None:
+    run = site.submit("--data=data", LOCAL, *LONG)
+    run.wait_for_steps(5)
+    EventWriter(run.directory.cancellation).append("cancelled", by="me")
+    run.wait("the end", lambda: not run.is_alive())
+    assert [(event["attempt"], event["cause"]) for event in run.events("attempt_ended")] == [(1, "cancelled")]
+    assert run.events("requeued") == []
 
 
 def test_last_words_of_a_rank_reach_no_terminal(site: Site) -> None:
