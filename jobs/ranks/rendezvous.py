@@ -66,8 +66,6 @@ def torchrun_environment(rendezvous: Rendezvous, ranks: dict[str, str]) -> dict[
         **ranks,
         # Only this user may read it, unlike the arguments.
         "TORCHRELAY_SECRET": rendezvous.nonce,
-        # A crashed rank's peers hang in a collective and ignore SIGTERM; the agent asks those that can save.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1",
         # All nodes have the same number of ranks: torchrun need not ask the others for theirs.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }

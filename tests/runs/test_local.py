@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from attacks import attack
 from cluster import LONG, SMALL_BATCH, Run, Site, commands, tiny_data
 from PIL import Image
 
@@ -25,6 +28,16 @@ def site(shared: Path) -> Iterator[Site]:
     yield here
     for run in (shared / "runs").glob("*"):
         assert here.hpc("cancel", str(run)).returncode == 0
+
+
+def listening_ports(process: Path) -> set[int]:
+    """The TCP ports at which a process listens."""
+    sockets = set[str]()
+    for path in (process / "fd").iterdir():
+        with suppress(OSError):
+            sockets.add(str(path.readlink()))
+    rows = (line.split() for line in (process / "net" / "tcp").read_text().splitlines()[1:])
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
 
 
 def test_two_pretended_nodes_train(site: Site) -> None:
@@ -154,6 +167,30 @@ def test_last_words_of_a_rank_reach_no_terminal(site: Site) -> None:
     for text in (waited.stdout + waited.stderr, agent_log.read_text(), *printed):
         assert r"\x1b]0;owned\x07\x1b[2J" in text
         assert "\x1b" not in text
+
+
+def test_other_users_do_not_learn_the_secret_of_a_run_nor_disturb_it(site: Site) -> None:
+    run = site.submit("--data=data", LOCAL, *LONG)
+    run.wait_for_steps(20)
+    [claimed] = run.events("claimed")
+    if os.getuid() == 0:
+        look = ["sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ"]
+        seen = subprocess.run(look, user="nobody", capture_output=True, check=False).stdout.decode(errors="replace")
+        assert f"--rdzv-id={run.directory.name}-1-1" in seen
+        assert claimed["nonce"] not in seen
+    # The agents', and that of the first torchrun; those of the ranks are torch's.
+    of_run = ((process, b" ".join(command)) for process, command in commands())
+    words = b"jobs.agent", b"torchrun_main.py"
+    path = os.fsencode(run.directory.path)
+    own = [process for process, command in of_run if path in command and any(word in command for word in words)]
+    ports = {port for process in own for port in listening_ports(process)}
+    assert {claimed["port"], run.events("rendezvous")[0]["port"]} <= ports
+    for seed, port in enumerate(ports):
+        attack(port, seed, 1000)
+    run.wait_for_steps(len(run.steps()) + 20)
+    run.assert_no_gap()
+    assert len(run.attempts_logged()) == 1
+    assert not run.events("interruption")
 
 
 def test_untracked_script_is_refused(site: Site) -> None:

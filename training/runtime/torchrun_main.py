@@ -18,13 +18,23 @@ import sys
 import traceback
 from pathlib import Path
 
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.run import main
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
+
+# Where one rank has died, the others hang in a collective and do not end on SIGTERM: torchrun gives them 30 s. Those
+# that can save are asked by the agent.
+_END_SECONDS = 1
+_close = PContext.close
+
+
+def end_ranks(ranks: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:  # noqa: ARG001
+    """In place of torchrun's `PContext.close`: ask the ranks to end, and kill those that have not."""
+    _close(ranks, death_sig, _END_SECONDS)
 
 
 def run() -> int:
@@ -38,10 +48,7 @@ def run() -> int:
         return NodeRendezvous(parameters, secret)
 
     rendezvous_handler_registry.register(BACKEND, create)
-    # Where one rank has died, the others hang in a collective and do not end on SIGTERM. torchrun gives them 30 s; what
-    # it is told counts only for its own end.
-    seconds = int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-    LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, seconds)  # noqa: SLF001
+    PContext.close = end_ranks  # type: ignore[assignment]
     try:
         main()
     except SystemExit as end:

@@ -1,14 +1,12 @@
 """The transport under attack: a head's agent and another one's, and thousands of connections from others meanwhile."""
 
 import random
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
 
+from attacks import attack
 from cluster import ROOT
 
 from hpc.core.transport import Limits, connect
@@ -27,44 +25,6 @@ print(server.port, flush=True)
 for _ in sys.stdin:
     print(server.is_silent(1), len(os.listdir("/proc/self/fd")), threading.active_count(), flush=True)
 """
-
-Attack = Callable[[socket.socket, random.Random], None]
-
-
-def noise(attacker: socket.socket, chance: random.Random) -> None:
-    attacker.sendall(chance.randbytes(chance.randrange(1, 5000)))
-
-
-def half_a_challenge(attacker: socket.socket, chance: random.Random) -> None:
-    attacker.sendall(chance.randbytes(chance.randrange(32)))
-
-
-def wrong_proof(attacker: socket.socket, chance: random.Random) -> None:
-    attacker.sendall(chance.randbytes(32))
-    attacker.recv(64, socket.MSG_WAITALL)
-    attacker.sendall(chance.randbytes(32))
-
-
-def half_a_proof(attacker: socket.socket, chance: random.Random) -> None:
-    attacker.sendall(chance.randbytes(32 + chance.randrange(32)))
-
-
-def silence(_attacker: socket.socket, _chance: random.Random) -> None:
-    pass
-
-
-ATTACKS: tuple[Attack, ...] = (noise, half_a_challenge, wrong_proof, half_a_proof, silence)
-
-
-def attack(port: int, seed: int) -> None:
-    """Open connections of all kinds, a hundred at a time."""
-    chance = random.Random(seed)
-    for _ in range(25):
-        with ExitStack() as connections:
-            for _ in range(100):
-                with suppress(OSError):  # the server has closed it already
-                    attacker = connections.enter_context(socket.create_connection(("127.0.0.1", port), 20))
-                    chance.choice(ATTACKS)(attacker, chance)
 
 
 def test_ten_thousand_hostile_connections_leave_the_agents_untouched() -> None:
@@ -85,7 +45,7 @@ def test_ten_thousand_hostile_connections_leave_the_agents_untouched() -> None:
         client = ControlClient("127.0.0.1", port, SECRET, NodeStatus(node_rank=1))
         assert client.met.wait(30)
         _, *before = look()
-        attackers = [threading.Thread(target=attack, args=(port, seed)) for seed in range(4)]
+        attackers = [threading.Thread(target=attack, args=(port, seed, 2500)) for seed in range(4)]
         for attacker in attackers:
             attacker.start()
         while any(attacker.is_alive() for attacker in attackers):

@@ -56,8 +56,8 @@ while not (here / f"end-{rank}").exists():
 """
 
 
-def torchrun(directory: Path, rendezvous: Rendezvous, *, c10d: bool = False) -> Torchrun:
-    argv = torchrun_argv(rendezvous, 1, "127.0.0.1", sys.executable, [sys.executable, "-c", RANK, str(directory)])
+def torchrun(directory: Path, rendezvous: Rendezvous, ranks: int = 1, *, c10d: bool = False) -> Torchrun:
+    argv = torchrun_argv(rendezvous, ranks, "127.0.0.1", sys.executable, [sys.executable, "-c", RANK, str(directory)])
     if c10d:
         argv = [each.replace(f"backend={BACKEND}", "backend=c10d").replace("rank=0", "is_host=1") for each in argv]
     return Torchrun(argv, torchrun_environment(rendezvous, dict(os.environ)), ROOT)
@@ -93,6 +93,17 @@ def test_when_a_rank_dies_the_ranks_of_all_nodes_are_restarted(tmp_path: Path, p
         wait_for(lambda: first.exit_code is not None and second.exit_code is not None)
         assert (first.exit_code, second.exit_code) == (0, 0)
         assert SECRET not in (tmp_path / "environment-0").read_text()
+
+
+def test_ranks_of_one_node_are_restarted_together(tmp_path: Path, pair: Rendezvous) -> None:
+    with torchrun(tmp_path, replace(pair, members=("localhost",)), 2) as alone:
+        wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+        wait_for(lambda: len(starts(tmp_path, 0)) == len(starts(tmp_path, 1)) == 2, 25)
+        for rank in (0, 1):
+            (tmp_path / f"end-{rank}").touch()
+        wait_for(lambda: alone.exit_code is not None)
+        assert alone.exit_code == 0
 
 
 @pytest.mark.parametrize("c10d", [True, False], ids=["torch's own backend", "ours"])
