@@ -216,7 +216,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     """The record on a line; None for a torn line (a kill, a full disk)."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
@@ -225,7 +225,7 @@ def _parse_lines(lines: list[bytes]) -> list[dict[str, Any]]:
     try:
         # One call takes a third of the time. A torn line makes it fail, or joins with its neighbours.
         records = json.loads(b"[%b]" % b",".join(lines))
-    except ValueError:
+    except (ValueError, RecursionError):
         records = []
     if len(records) == len(lines) and all(type(record) is dict for record in records):
         return list(records)

@@ -169,7 +169,7 @@ def _final_result(run: RunDir) -> dict[str, Any] | None:
         result = json.loads(run.final_result.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         result = None  # damaged, but it exists: the run is complete
     return result if isinstance(result, dict) else {}
 

@@ -343,3 +343,13 @@ def test_copy_that_takes_long_is_no_hang(tmp_path: Path, squeue: Squeue) -> None
     other = make_run(tmp_path, claim, *copies, *done, name="other")
     squeue(printing(tmp_path, alive(other, "RUNNING")))
     assert StatusCache().summary(other)["staging"] is None
+
+
+def test_documents_nested_too_deep_hide_no_run(tmp_path: Path) -> None:
+    """In a shared directory, any user's run could make `hpc status` fail for all."""
+    hostile, sound = make_run(tmp_path, CLAIMED), make_run(tmp_path, CLAIMED, name="s")
+    hostile.final_result.parent.mkdir()
+    for path in (hostile.events / "y.jsonl", hostile.train_metrics, hostile.final_result):
+        path.write_text("[" * 100_000 + "\n")
+    rows = StatusCache().summaries([hostile, sound])
+    assert [(row["run"], row["attempt"]) for row in rows] == [("r", 1), ("s", 1)]
