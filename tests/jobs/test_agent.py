@@ -95,16 +95,22 @@ mount -t tmpfs -o mode=1777,nr_inodes=2 none /tmp
 DEFECT = "import jobs.agent as agent; agent.NodeMonitor.poll = lambda _: [][0]; raise SystemExit(agent.main({argv}))"
 
 
-def run_agent(run: RunDir, mounts: str = "", code: str = "") -> "subprocess.CompletedProcess[str]":
+def start_agent(run: RunDir, mounts: str = "", code: str = "", rank: int = 0) -> "subprocess.Popen[str]":
     need("unshare", "mount")
-    run.events.mkdir(parents=True)
-    spec = RunSpec(name="r", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
-    spec.save(run)
     argv = ["-c", code.format(argv=[str(run.path)])] if code else ["-m", "jobs.agent", str(run.path)]
     script = f"{mounts}\nexec {shlex.join([sys.executable, *argv])}"
-    command = ["unshare", "--mount", "sh", "-ec", script]
-    environment = {**os.environ, **LOCAL_JOB}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.Popen(
+        ["unshare", "--mount", "sh", "-ec", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env={**os.environ, **LOCAL_JOB, "SUBMITIT_LOCAL_GLOBALID": str(rank)},
+    )  # fmt: skip
+
+
+def make_run(path: Path, nodes: int = 1) -> RunDir:
+    run = RunDir(path)
+    run.events.mkdir(parents=True)
+    resources = Resources(nodes=str(nodes))
+    RunSpec(name="r", cluster="local", data=None, stage_dir="/tmp", resources=resources, script=("a.py",)).save(run)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -115,11 +121,24 @@ def run_agent(run: RunDir, mounts: str = "", code: str = "") -> "subprocess.Comp
 def test_agent_that_fails_after_its_claim_ends_the_attempt_and_has_the_run_continue(
     shared: Path, broken: dict[str, str], reason: str
 ) -> None:
-    run = RunDir(shared / "r")
-    done = run_agent(run, **broken)
+    run = make_run(shared / "r")
+    with start_agent(run, **broken) as agent:
+        output, _ = agent.communicate(timeout=120)
     [attempt] = attempts_of(ledger.read(run.events))
-    assert attempt.cause == "bad_node", done.stdout + done.stderr
+    assert attempt.cause == "bad_node", output
     assert reason in (attempt.detail or "")
-    assert done.returncode == LOCAL_REQUEUE_RETURN_CODE
+    assert agent.returncode == LOCAL_REQUEUE_RETURN_CODE
     [requeued] = [event for event in ledger.read(run.events) if event["event"] == "requeued"]
     assert requeued["attempt"] == 1
+
+
+def test_agent_of_another_node_that_fails_makes_its_node_unfit(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOCAL_JOB, "SUBMITIT_LOCAL_NTASKS", "2")
+    run = make_run(shared / "r", nodes=2)
+    with start_agent(run) as head, start_agent(run, mounts=NO_MEMORY, rank=1) as other:
+        output, _ = head.communicate(timeout=120)
+        other.communicate(timeout=120)
+    [attempt] = attempts_of(ledger.read(run.events))
+    assert attempt.cause == "bad_node", output
+    assert "No space left on device" in (attempt.detail or "")
+    assert (head.returncode, other.returncode) == (LOCAL_REQUEUE_RETURN_CODE, 0)
