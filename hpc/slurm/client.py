@@ -277,14 +277,15 @@ def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None
     """Submit a script without a start delay, and return the job's id.
 
     Args:
-        script: with its own sbatch options, except --exclude and --begin.
+        script: with its own sbatch options, except --exclude, --begin and --dependency.
         exclude: names or lists (gpu[01-03]) of nodes.
         given: the job's environment; by default this process's.
 
     Raises:
         TorchrelayError: sbatch refused it.
     """
-    options = ["--parsable", "--begin=now", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+    # What the first job of the run waited for is over; a job that has failed since then would keep this one for ever.
+    options = ["--parsable", "--begin=now", "--dependency=", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
     # The given environment's PATH may lack sbatch; subprocess would search that one.
     command = [shutil.which("sbatch") or "sbatch", *options, str(script)]
     return run(*command, environment=given).strip().partition(";")[0]

@@ -176,6 +176,17 @@ def test_copy_of_a_run_directory_does_not_bring_the_run_back(site: Site) -> None
     assert not live_jobs(run)
 
 
+def test_next_job_does_not_wait_for_what_the_first_one_waited_for(site: Site) -> None:
+    failed = site.slurm("sbatch", "--parsable", "--output=/dev/null", "--wrap=exit 1")
+    run = crippled(site, "run", holds_nodes=False)
+    script = run.directory.script.read_text().replace("#SBATCH ", f"#SBATCH --dependency=afterok:{failed} ", 1)
+    run.directory.script.write_text(script)
+    run.wait("the failure", lambda: site.type("squeue", "-h", "-j", failed).stdout.strip() == "")
+    assert actions(site) == {"run": "relaunch"}
+    [job_id] = live_jobs(run)
+    run.wait("the start", lambda: "RUNNING" in site.slurm("squeue", "-h", "-j", job_id, "-o", "%T %r"))
+
+
 def test_answer_of_sbatch_that_was_lost_costs_no_second_job(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
     site.slurm("sbatch", "--begin=now+1hour", str(run.directory.script))
