@@ -136,7 +136,8 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         cancelled=any(event["event"] == "cancelled" for event in node.run_events()),
         signal=signal,
         job_state=slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING,
-        preempted=slurm.is_preempted(fields),
+        preempted=slurm.is_preempted(fields)
+        or relaunch.was_preempted(node.run, node.allocation.job_id, node.attempt.started),
         failure=failure,
     )
 

@@ -5,9 +5,11 @@ Runs on compute nodes, in agents that survive their head node, and on the login 
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from hpc.core import ledger
@@ -31,6 +33,10 @@ from hpc.spec import RunSpec
 
 # By then a failed node has probably been rebooted or repaired.
 _EXCLUDE_SECONDS = 6 * 3600.0
+# What slurmstepd prints, with the second, in local time.
+_PREEMPTED = re.compile(rb"CANCELLED AT ([-:T\d]+) DUE TO PREEMPTION")
+# The agents print little after that.
+_LOG_BYTES = 2**17
 HANDOVER_SECONDS = 100.0
 """A handover, by an agent or a supervisor, takes at most three calls of Slurm's commands, with their timeouts."""
 
@@ -55,6 +61,8 @@ def record_missing_end(
     If Slurm has marked nodes of it down, they are its cause; otherwise the node `suspect`, if any, is recorded.
     """
     spec = RunSpec.load(run)
+    if cause is Cause.LOST and was_preempted(run, last.job_id, last.started):
+        cause, suspect = Cause.PREEMPTED, None
     if spec.cluster == "slurm" and cause in {Cause.LOST, Cause.NODE_FAILURE}:
         try:
             if dead := slurm.dead_nodes(list(last.nodes)):
@@ -69,6 +77,20 @@ def record_missing_end(
         last_heard=max(last.started, heartbeat + time.time() - storage_time(run.path)),
         **({"node": suspect} if suspect else {}),
     )  # fmt: skip
+
+
+def was_preempted(run: RunDir, job_id: str, since: float) -> bool:
+    """Whether Slurm has written into the log of a job, since a time, that it preempted it.
+
+    With GraceTime=0 it says so nowhere else: `scontrol show job` tells such a preemption from a requeue no more.
+    """
+    try:
+        with (run.logs / f"{job_id}_0_log.out").open("rb") as log:
+            log.seek(-min(_LOG_BYTES, log.seek(0, os.SEEK_END)), os.SEEK_END)
+            times = _PREEMPTED.findall(log.read())
+        return any(datetime.fromisoformat(at.decode()).timestamp() >= int(since) for at in times)
+    except (OSError, ValueError):
+        return False
 
 
 def has_ended(run: RunDir, attempt: int) -> bool:

@@ -86,6 +86,23 @@ def test_preempted_run_goes_on_at_the_very_next_step(site: Site) -> None:
     run.cancel()
 
 
+def test_preemption_without_grace_is_one(site: Site) -> None:
+    """Slurm requeues the job itself then, and `scontrol show job` has no PreemptTime."""
+    run = site.submit("--data=data", *LONG)
+    run.wait_for_steps(20)
+    site.slurm("scontrol", "update", "PartitionName=gpu", "GraceTime=0")
+    try:
+        site.slurm("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null",
+                   "--wrap=sleep 1")  # fmt: skip
+        run.wait("the preemption", lambda: run.queue("%T") == "PENDING")
+        run.wait("the end of the attempt", lambda: run.events("attempt_ended"))
+    finally:
+        site.slurm("scontrol", "update", "PartitionName=gpu", "GraceTime=20")
+    assert [event["cause"] for event in run.events("attempt_ended")] == ["preempted"]
+    assert not run.events("requeued")
+    run.cancel()
+
+
 def test_scontrol_requeue(site: Site) -> None:
     run = site.submit("--data=data", *LONG)
     run.wait_for_steps(20)

@@ -4,14 +4,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from hpc.core import ledger
+from hpc.core.attempts import Attempt
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.slurm import relaunch
+from hpc.spec import Resources, RunSpec
 
 CLAIM = """
 import sys
@@ -69,3 +72,37 @@ def test_expired_claim_has_one_successor(run: RunDir) -> None:
     with ThreadPoolExecutor() as several:
         found = list(several.map(lambda _: relaunch.claim_next_job(run, 1, seen), range(8)))
     assert sum(found) == 1
+
+
+LOG = """srun: Job step aborted: Waiting up to 17 seconds for job step to finish.
+slurmstepd-gpu01: error: *** STEP 7.0 ON gpu01 CANCELLED AT {at} DUE TO {words} ***
+torchrelay: attempt 1 ended
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds", "preempted"),
+    [("PREEMPTION", 60, True), ("PREEMPTION", -60, False), ("JOB REQUEUE", 60, False), ("TIME LIMIT", 60, False)],
+    ids=["preempted", "an earlier start of the job was", "requeued", "out of time"],
+)
+def test_preemption_in_the_log_of_the_job(run: RunDir, words: str, seconds: int, preempted: bool) -> None:
+    began = time.time() - 300
+    run.logs.mkdir()
+    at = datetime.fromtimestamp(began + seconds).isoformat(timespec="seconds")  # noqa: DTZ006 - as Slurm prints it
+    (run.logs / "7_0_log.out").write_text("x" * 500_000 + LOG.format(at=at, words=words))
+    assert relaunch.was_preempted(run, "7", began) is preempted
+    assert not relaunch.was_preempted(run, "8", began), "there is no log"
+
+
+def test_agents_that_were_killed_by_a_preemption_are_not_lost(run: RunDir) -> None:
+    """With GraceTime=0 they have no time to record the end."""
+    RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)).save(run)
+    last = Attempt(
+        attempt=1, job_id="7", restart=0, nonce="n", port=1, nodes=("gpu01",), started=time.time() - 300
+    )  # fmt: skip
+    run.logs.mkdir()
+    at = datetime.now().isoformat(timespec="seconds")  # noqa: DTZ005 - as Slurm prints it
+    (run.logs / "7_0_log.out").write_text(LOG.format(at=at, words="PREEMPTION"))
+    assert relaunch.record_missing_end(run, last, "its job is gone", suspect="gpu01")
+    [ended] = ledger.read(run.events)
+    assert (ended["cause"], ended.get("node")) == ("preempted", None)
