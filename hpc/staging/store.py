@@ -263,10 +263,14 @@ class CacheEntry:
         """
         descriptor = open_lock(self._copy_lock)
         try:
+            heartbeat, seen_at = 0, 0.0
             while not try_lock(descriptor):
-                wait()
-                if time.time() - os.fstat(descriptor).st_mtime > _STALLED_SECONDS:
+                # Not compared with the time of day, which somebody may set.
+                if (newest := os.fstat(descriptor).st_mtime_ns) != heartbeat:
+                    heartbeat, seen_at = newest, time.monotonic()
+                if time.monotonic() - seen_at > _STALLED_SECONDS:
                     raise StalledError
+                wait()
             self.send_heartbeat()
             yield
         finally:

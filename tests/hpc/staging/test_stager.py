@@ -94,10 +94,15 @@ def test_another_name_of_the_same_source_is_the_same_copy(source: Path, local: P
     assert stage(source.parent / "x" / ".." / source.name, local).path == copy
 
 
-def test_process_that_stalls_with_the_copy_is_not_waited_for(source: Path, local: Path, store: CacheStore) -> None:
+@pytest.mark.parametrize("heartbeat", [1, 2**33])
+def test_process_that_stalls_with_the_copy_is_not_waited_for(
+    source: Path, local: Path, store: CacheStore, monkeypatch: pytest.MonkeyPatch, heartbeat: int
+) -> None:
+    """Also if its last heartbeat is in the future: the clock was set back."""
+    monkeypatch.setattr("hpc.staging.store._STALLED_SECONDS", 0.2)
     entry = store.entry(stage(source, local).path.parent.name)
     with entry.locked_for_copy(pytest.fail):
-        os.utime(store.locks / f"{entry.name}.copy", (1, 1))
+        os.utime(store.locks / f"{entry.name}.copy", (heartbeat, heartbeat))
         staged = stage(source, local)
     assert staged.path == source
     assert "has stalled" in str(staged.in_place)
