@@ -108,7 +108,14 @@ _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|
 _NO_SPACE = re.compile(r"No space left on device|ENOSPC|Disk quota exceeded")
 # Messages of gloo and NCCL in ranks whose peer has died. On a busy machine they may be logged before the peer's error.
 _PEER_DIED = re.compile(
-    r"by peer|remote (?:worker|process)|ncclRemoteError|NCCL communicator was aborted|connectFullMesh|Broken pipe"
+    r"by peer|remote (?:worker|process|peer)|ncclRemoteError|NCCL communicator was aborted|connectFullMesh|Broken pipe"
+    "|[Ww]atchdog caught collective operation timeout"
+)
+# Messages of CUDA (cudaGetErrorString), NCCL and the driver about a GPU that is dead or wrongly set up. A launch
+# failure may also be the program's fault: then it happens at the same step on another node, which ends the run.
+_DEAD_DEVICE = re.compile(
+    r"uncorrectable (?:ECC|NVLink) error|busy or unavailable|launch failure|hardware (?:stack )?error|GPU is lost"
+    r"|fallen off the bus|ncclInternalError|internal error - please report|\bXid\b"
 )
 # Torch's message in the rank whose loader worker was killed.
 _KILLED_WORKER = "killed by signal: Killed"
@@ -130,6 +137,8 @@ def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detai
     killed = signal == "SIGKILL" or _KILLED_WORKER in detail
     if (out_of_memory and killed) or _NO_MEMORY.search(detail):
         return Cause.OUT_OF_MEMORY
+    if _DEAD_DEVICE.search(detail) and not is_consequence(detail):
+        return Cause.BAD_NODE
     return Cause.NO_SPACE if _NO_SPACE.search(detail) else Cause.CRASHED
 
 

@@ -174,7 +174,7 @@ class Coordinator:
         since = steady_time() - hang.seconds
         self._handle(self._failure(cause, since, hang.detail, rank=hang.rank, node=name, signature=signature))
         # Every rank that was started until now is killed.
-        self._root_failure.explained_until = steady_time()
+        self._root_failure.explained_until = self._root_failure.aborted_at = steady_time()
 
     def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
         step = self.last_step if self._node.spec.train else None

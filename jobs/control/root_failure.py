@@ -13,18 +13,21 @@ reported in any order. This module finds the one that failed:
 
 - It waits until every node has reported what ended together.
 - Ranks that were started before the last interruption are its victims, not failures of their own.
-- A rank that died of SIGABRT was aborted by the coordinator: the directive may arrive late, when torchrun has already
-  restarted the ranks.
+- A rank that dies of SIGABRT soon after the coordinator had all ranks aborted is a victim, too: the directive may
+  arrive late, when torchrun has already restarted the ranks.
 - Ranks whose last log line reports a lost peer come after those that failed by themselves.
 """
 
 import time
+from math import inf
 
 from hpc.core.causes import Cause, is_consequence
 from jobs.control.messages import RankFailure
 
 # Long enough for all agents to report ranks that ended together.
 _SETTLE_SECONDS = 1.0
+# An agent that is not lost has a directive by then, and has killed its ranks.
+_ABORT_SECONDS = 15.0
 
 
 class RootFailure:
@@ -33,6 +36,8 @@ class RootFailure:
     def __init__(self) -> None:
         self.explained_until = 0.0
         """Ranks started before this time (seconds since the epoch) ended because of an interruption already known."""
+        self.aborted_at = -inf
+        """When the coordinator last had all ranks aborted (seconds since the epoch)."""
         self._handled: set[RankFailure] = set()
         self._settling_since: float | None = None
 
@@ -42,7 +47,7 @@ class RootFailure:
         `all_heard`: all members have just reported; a silent one may be the dead node that made the others fail.
         """
         unhandled = reported - self._handled
-        roots = {each for each in unhandled if each.started_at > self.explained_until and each.signal != "SIGABRT"}
+        roots = {each for each in unhandled if each.started_at > self.explained_until and not self._is_aborted(each)}
         self._handled |= unhandled - roots
         if not roots:
             self._settling_since = None
@@ -55,3 +60,6 @@ class RootFailure:
         # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the unfit node is the
         # cause all the same.
         return min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))
+
+    def _is_aborted(self, failure: RankFailure) -> bool:
+        return failure.signal == "SIGABRT" and 0.0 <= failure.failed_at - self.aborted_at < _ABORT_SECONDS

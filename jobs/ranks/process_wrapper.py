@@ -17,13 +17,13 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from hpc.core.parent_death import set_parent_death_signal
 
-_TAIL_BYTES, _LONGEST_DETAIL = 65536, 500
+_TAIL_BYTES, _LONGEST_DETAIL, _MOST_LINES_AFTER = 65536, 500, 20
 
 
 def become_torchrun(*program: str) -> None:
@@ -123,7 +123,7 @@ def _last_step(heartbeat: str, pid: int) -> int | None:
 def _last_line(log: str, size_before: int, *, killed: bool) -> str:
     """The last line that the rank printed: of a Python exception, the one that names it.
 
-    A rank that a signal killed prints nothing about it, unless Python's faulthandler does.
+    A rank that a signal killed prints nothing about it, unless the C++ runtime or Python's faulthandler does.
     """
     try:
         with open(log, "rb") as file:
@@ -133,8 +133,23 @@ def _last_line(log: str, size_before: int, *, killed: bool) -> str:
         return f"{log} cannot be read: {error}"
     lines = [line for line in text.splitlines() if any(map(str.isalnum, line))]
     if killed:
-        lines = [line for line in lines if line.startswith("Fatal Python error")]
+        said = [line for line in lines if line.lstrip().startswith("what():")]
+        lines = said or [line for line in lines if line.startswith("Fatal Python error")]
+    else:
+        lines = _exception(lines) or lines
     return lines[-1].strip()[:_LONGEST_DETAIL] if lines else ""
+
+
+def _exception(lines: Sequence[str]) -> list[str]:
+    """The line that names the exception of the last traceback; none if the rank printed much after it.
+
+    More lines may follow: CUDA's messages end with advice.
+    """
+    begins = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    after = (
+        [number for number in range(begins[-1] + 1, len(lines)) if not lines[number].startswith(" ")] if begins else []
+    )
+    return [lines[after[0]]] if after and len(lines) - after[0] <= _MOST_LINES_AFTER else []
 
 
 def _record_failure(exits: str, name: str, record: Mapping[str, object]) -> None:

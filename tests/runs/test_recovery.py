@@ -322,3 +322,25 @@ def test_unfit_node_is_excluded(site: Site) -> None:
         "the exclusion", lambda: f"ExcNodeList={failed['node']}" in site.slurm("scontrol", "show", "job", run.job_id)
     )
     assert json.dumps(failed["node"]) in json.dumps(first["nodes"])
+
+
+DEAD_GPU = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered\\nFor debugging, consider some advice")
+time.sleep(1000)
+"""
+
+
+def test_node_of_a_dead_gpu_is_excluded(site: Site) -> None:
+    (site.path / "dead.py").write_text(DEAD_GPU)
+    for command in (("git", "init", "-q"), ("git", "add", "dead.py")):
+        assert site.type(*command).returncode == 0
+    run = site.submit("--nodes=2", "--gpus-per-node=1", "--name=dead", "--", "dead.py")
+    run.wait("the requeue", lambda: run.events("requeued"))
+    [first] = run.status()["attempts"]
+    assert (first["cause"], first["detail"].partition(": ")[0]) == ("bad_node", f"rank 1 on {first['nodes'][1]}")
+    run.wait(
+        "the exclusion",
+        lambda: f"ExcNodeList={first['nodes'][1]}" in site.slurm("scontrol", "show", "job", run.job_id),
+    )

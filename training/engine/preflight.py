@@ -19,10 +19,9 @@ from hpc.core.rundir import RunDir
 from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
 from training.runtime.fault_injection import NO_FAULT, Fault
-from training.runtime.process_group import ProcessGroup, connect, disconnect
+from training.runtime.process_group import ProcessGroup, connect, device_of_the_node, disconnect
 from training.runtime.run_context import rank_info_from
 
-_SIDE = 256
 _REPEATS = 3
 # Enough for the bandwidth to count more than the latency, and little enough for a fraction of a second.
 _MEGABYTES = {"cpu": 2, "cuda": 64}
@@ -39,6 +38,7 @@ class PreflightReport:
     seconds: float
 
 
+@device_of_the_node()
 def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
     """Let all devices compute and all ranks communicate.
 
@@ -48,17 +48,21 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     """
     began = time.monotonic()
     falsify = fault.inject("preflight", 0, group.rank)
-    expected, found = _product(torch.device("cpu"), torch.float64), _product(group.device, torch.float32).to("cpu")
-    found[0, 0] += falsify
     problem = ""
-    if wrong := int((found.double() != expected).sum()):
-        elements = f"{wrong} of {_SIDE**2} elements of a matrix product"
-        problem = f"{_describe_device(group)} computes wrongly: {elements} are wrong"
+    for side, dtype, periods in _products(group.device):
+        wrong = count_wrong(group.device, side, dtype, periods, falsify=falsify)
+        if wrong and not problem:
+            elements = f"{wrong} of {side**2} elements of a matrix product"
+            problem = f"{_describe_device(group)} computes wrongly: {elements} are wrong"
     problems = {rank: text for rank, text in enumerate(group.all_gather_json(problem)) if text}
     if problem:
         raise UnfitNodeError(problem)
     if problems:
         raise TorchrelayError(f"this rank passed, but {next(iter(problems.values()))}")
+    if group.device.type == "cuda":
+        # It is not the training's.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(group.device)
     bandwidth = None
     if group.world_size > 1:
         values = torch.empty(_MEGABYTES[group.device.type] * 2**20 // 4, device=group.device)
@@ -71,12 +75,37 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     )
 
 
-def _product(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The product of two matrices of small integers, which is exact in any order of summation, also with TF32."""
-    numbers = torch.arange(_SIDE, device=device, dtype=torch.int64)
-    left = (numbers[:, None] * 7 + numbers * 3) % 17 - 8
-    right = (numbers[:, None] * 5 + numbers * 11) % 13 - 6
-    return left.to(dtype) @ right.to(dtype)
+def _products(device: torch.device) -> list[tuple[int, torch.dtype, tuple[int, int]]]:
+    """The products that a device must compute: side and dtype of the matrices, and the periods of their numbers.
+
+    All partial sums are whole numbers that the dtype holds, so a product is exact in any order of summation, also with
+    TF32: over the product of the periods, which have no common factor, the terms add up to 0.
+    """
+    small = (256, torch.float32, (17, 13))
+    if device.type == "cpu":
+        return [small]
+    # This one keeps the tensor cores of the whole GPU busy for milliseconds.
+    half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return [small, (8192, half, (5, 3))]
+
+
+def count_wrong(
+    device: torch.device, side: int, dtype: torch.dtype, periods: tuple[int, int], *, falsify: bool = False
+) -> int:
+    """How many elements of a product of two square matrices of small whole numbers a device gets wrong.
+
+    The rows on the left and the columns on the right repeat, and with them the product: so the CPU computes a small
+    part of it, however large the matrices are.
+    """
+    left_period, right_period = periods
+    numbers = torch.arange(side)
+    rows = (numbers[:left_period, None] * 7 + numbers * 3) % left_period - left_period // 2
+    columns = (numbers[:, None] * 5 + numbers[:right_period] * 11) % right_period - right_period // 2
+    which_row, which_column = (numbers % left_period).to(device), (numbers % right_period).to(device)
+    expected = (rows.double() @ columns.double()).to(device, dtype)[which_row][:, which_column]
+    found = rows.to(device, dtype)[which_row] @ columns.to(device, dtype)[:, which_column]
+    found[0, 0] += falsify
+    return int((found != expected).sum())
 
 
 def _all_reduce_seconds(values: Tensor, group: ProcessGroup) -> float:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 from torch.distributed.rendezvous import rendezvous
 from torch.nn import functional
 
+from hpc.core.causes import is_consequence
 from hpc.core.errors import TorchrelayError, UnfitNodeError, UserError
 from hpc.core.kernel import resident_memory_bytes
 from training.runtime.run_context import RankInfo
@@ -150,6 +152,23 @@ class ProcessGroup:
             raise SharedError(f"rank {rank}: {text}" if alone else text)
 
 
+@contextmanager
+def device_of_the_node() -> Iterator[None]:
+    """While this rank's device is tried for the first time: what CUDA or NCCL reports of it is the node's fault.
+
+    Raises:
+        UnfitNodeError: CUDA has failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error).strip().partition("\n")[0]
+        if not re.search("cuda|nccl", message, re.IGNORECASE) or is_consequence(str(error)):
+            raise
+        raise UnfitNodeError(f"{platform.node()} cannot use its GPUs: {message}") from error
+
+
+@device_of_the_node()
 def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     """Connect to the other ranks: NCCL with a GPU per rank, gloo without GPUs.
 

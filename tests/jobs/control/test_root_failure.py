@@ -47,7 +47,14 @@ def test_failure_waits_for_all_nodes_to_report(root: RootFailure, monkeypatch: p
 def test_victims_of_a_known_interruption_are_no_failures(root: RootFailure) -> None:
     root.explained_until = 4.0
     assert root.find({failure(0, 5.0)}, all_heard=True) is None, "it was started before the interruption"
+    root.aborted_at = 7.0
     aborted = failure(1, 9.0, started_at=8.0, signal="SIGABRT")
     assert root.find({aborted}, all_heard=True) is None, "the directive to abort came late"
     restarted = failure(1, 9.5, started_at=8.0)
     assert root.find({aborted, restarted}, all_heard=True) == restarted
+
+
+def test_rank_that_aborts_by_itself_has_failed(root: RootFailure) -> None:
+    root.aborted_at = 7.0
+    own = failure(1, 60.0, started_at=8.0, signal="SIGABRT", detail="what():  CUDA error: unspecified launch failure")
+    assert root.find({own}, all_heard=True) == own

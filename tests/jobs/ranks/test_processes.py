@@ -144,6 +144,35 @@ def test_wrapper_ends_as_its_rank_and_records_why(tmp_path: Path, ranks: LocalRa
     assert "fine" in (tmp_path / "rank-05.log").read_text()
 
 
+CUDA_ERROR = """CUDA error: uncorrectable ECC error encountered
+Search for `cudaErrorECCUncorrectable' in the documentation for more information.
+CUDA kernel errors might be asynchronously reported at some other API call.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1"""
+ABORTS = """
+import os, sys
+print("terminate called after throwing an instance of 'c10::DistBackendError'", file=sys.stderr)
+print("  what():  [Rank 1] Process group watchdog thread terminated with exception: " + sys.argv[1], file=sys.stderr)
+sys.stderr.flush()
+os.abort()
+"""
+
+
+def test_what_a_dead_device_makes_a_rank_say(tmp_path: Path, ranks: LocalRanks) -> None:
+    assert wrap(tmp_path, sys.executable, "-c", f"raise RuntimeError({CUDA_ERROR!r})") == 1
+    assert wrap(tmp_path, sys.executable, "-X", "faulthandler", "-c", ABORTS, CUDA_ERROR) == -signal.SIGABRT
+    raised, aborted = ranks.new_failures()
+    assert raised.detail == "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    assert aborted.detail.endswith("terminated with exception: CUDA error: uncorrectable ECC error encountered")
+    assert [failure.cause for failure in (raised, aborted)] == ["bad_node"] * 2
+
+
+def test_exception_that_was_caught_long_ago_is_not_the_reason(tmp_path: Path, ranks: LocalRanks) -> None:
+    caught = "import traceback\ntry: 1 / 0\nexcept ArithmeticError: traceback.print_exc()\n"
+    assert wrap(tmp_path, sys.executable, "-c", caught + "for n in range(99): print(n)\nexit('no data in /x')") == 1
+    [failure] = ranks.new_failures()
+    assert failure.detail == "no data in /x"
+
+
 def test_wrapper_without_a_log_of_its_own(tmp_path: Path, ranks: LocalRanks) -> None:
     wrapper = [*WRAPPER, str(tmp_path / "gone"), str(tmp_path)]
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}

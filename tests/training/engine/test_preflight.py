@@ -7,14 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 from trainer_rig import Starter, events
 
 from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import TorchrelayError, UnfitNodeError
-from training.engine.preflight import run_preflight
+from training.engine.preflight import count_wrong, run_preflight
 from training.runtime.fault_injection import parse_fault
-from training.runtime.process_group import ProcessGroup, choose_device
+from training.runtime.process_group import ProcessGroup, choose_device, device_of_the_node
 from training.runtime.run_context import RankInfo
 
 SHORT = ("--epochs=1", "--batch-size=64")
@@ -39,6 +40,44 @@ def test_a_device_that_computes_wrongly_is_found(group: ProcessGroup) -> None:
     with pytest.raises(UnfitNodeError, match=message) as raised:
         run_preflight(group, parse_fault("preflight@0:0"))
     assert raised.value.exit_code == EXIT_BAD_NODE
+
+
+@pytest.mark.parametrize(
+    ("side", "dtype", "periods"),
+    [(128, torch.bfloat16, (5, 3)), (128, torch.float16, (5, 3)), (127, torch.bfloat16, (5, 3)),
+     (256, torch.float32, (17, 13))],
+)  # fmt: skip
+def test_one_wrong_element_of_a_product_is_found(side: int, dtype: torch.dtype, periods: tuple[int, int]) -> None:
+    assert count_wrong(torch.device("cpu"), side, dtype, periods) == 0
+    assert count_wrong(torch.device("cpu"), side, dtype, periods, falsify=True) == 1
+
+
+def test_partial_sums_of_the_large_product_are_exact_in_bfloat16() -> None:
+    """Also if a device adds up parts of the rows in bfloat16, which holds whole numbers up to 256."""
+    left, right = (torch.arange(8192) * 3 % 5 - 2), (torch.arange(8192) * 5 % 3 - 1)
+    for shift in range(15):
+        sums = torch.cumsum(left * right.roll(shift), 0)
+        assert int(sums.max() - sums.min()) <= 256
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be reported later",
+        "CUDA error: an illegal memory access was encountered",
+        "NCCL error in: /x/ProcessGroupNCCL.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    ],
+)
+def test_a_device_that_fails_before_the_training_makes_its_node_unfit(message: str) -> None:
+    with pytest.raises(UnfitNodeError, match="cannot use its GPUs: ") as raised, device_of_the_node():
+        raise RuntimeError(message)
+    assert str(raised.value).endswith(message.splitlines()[0])
+
+
+@pytest.mark.parametrize("message", ["NCCL error: remote process exited or there was a network error", "no luck"])
+def test_other_errors_before_the_training_stay_what_they_are(message: str) -> None:
+    with pytest.raises(RuntimeError, match=message), device_of_the_node():
+        raise RuntimeError(message)
 
 
 def test_the_exit_code_identifies_the_unfit_rank(start: Starter) -> None:
