@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster import ROOT
+import pytest
+from cluster import ROOT, tiny_data
 
 from jobs.ranks.rendezvous import pick_port
 
@@ -20,7 +21,7 @@ group = connect(rank_info_from(os.environ))
 
 
 def ranks(*programs: str) -> list["subprocess.CompletedProcess[str]"]:
-    """Run a program as each rank, after it has connected."""
+    """Run a program as each rank."""
     port = str(pick_port())
     started = []
     for rank, program in enumerate(programs):
@@ -30,7 +31,7 @@ def ranks(*programs: str) -> list["subprocess.CompletedProcess[str]"]:
         pipe = subprocess.PIPE
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", CONNECT + program],
+                [sys.executable, "-c", program],
                 cwd=ROOT,
                 env=environment,
                 stdout=pipe,
@@ -47,7 +48,7 @@ def ranks(*programs: str) -> list["subprocess.CompletedProcess[str]"]:
 
 def test_every_rank_has_the_values_of_all() -> None:
     values = [{"accuracy": 0.1 + 0.2, "path": "ä\udcff"}, None, [1, [2, "x" * 1000]]]
-    programs = [f"print(json.dumps(group.all_gather_json({value!r}))); disconnect()" for value in values]
+    programs = [f"{CONNECT}print(json.dumps(group.all_gather_json({value!r}))); disconnect()" for value in values]
     for done in ranks(*programs):
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == values
@@ -61,6 +62,23 @@ class Pickled:
         return os.system, ("touch {evil}",)
 distributed.all_gather_object([None, None], Pickled(), group=group.control)
 """
-    victim, _ = ranks("group.all_gather_json(True)", impostor)
+    victim, _ = ranks(CONNECT + "group.all_gather_json(True)", CONNECT + impostor)
     assert not evil.exists()
     assert "Error" in victim.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_nothing_is_unpickled_in_a_training(tmp_path: Path, strategy: str) -> None:
+    """Neither by the trainer nor by what it uses of torch."""
+    data = tiny_data(tmp_path / "data", 256, 64)
+    flags = [f"--data={data}", f"--run-dir={tmp_path}", "--epochs=2", "--batch-size=64", f"--strategy={strategy}"]
+    program = f"""
+import runpy, sys
+from torch.distributed import distributed_c10d
+del distributed_c10d._unpickler
+sys.argv[1:] = {flags!r}
+runpy.run_module("training", run_name="__main__", alter_sys=True)
+"""
+    for done in ranks(program, program):
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "final").exists()
