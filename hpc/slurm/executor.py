@@ -129,7 +129,6 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
         "job_name": spec.name,
         "time": minutes,
         "nodes": fewest,
-        "ntasks_per_node": 1,
         "gpus_per_node": resources.gpus_per_node,
         "cpus_per_task": resources.cpus_per_node,
         "signal_delay_s": spec.stop_lead_seconds,
@@ -137,6 +136,9 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
         "wckey": None,  # clusters with a list of keys refuse submitit's default
         "setup": [_UNSET, _OUTLIVE],
         "srun_args": [
+            # Not an option of sbatch, which would ask for one task on each of the fewest nodes of a range: Slurm then
+            # gives the job no more nodes than those.
+            "--ntasks-per-node=1",
             # Since 22.05 srun no longer inherits it: every rank would sit on one core.
             f"--cpus-per-task={resources.cpus_per_node}",
             *survive,

@@ -14,6 +14,7 @@ from hpc.core import ledger
 from hpc.core.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
 
+ONE_RANK = ("--gpus-per-node=1", "--cpus-per-gpu=1", "--log-every=1")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
@@ -100,6 +101,14 @@ def test_preemption_without_grace_is_one(site: Site) -> None:
         site.slurm("scontrol", "update", "PartitionName=gpu", "GraceTime=20")
     assert [event["cause"] for event in run.events("attempt_ended")] == ["preempted"]
     assert not run.events("requeued")
+    run.cancel()
+
+
+def test_job_of_a_range_of_nodes_gets_as_many_as_are_free(site: Site) -> None:
+    run = site.submit("--data=data", *SMALL_BATCH, "--epochs=100000", "--nodes=2:4", *ONE_RANK)
+    run.wait("the first step", lambda: run.events("first_step"))
+    status = run.status()
+    assert (len(status["attempts"][0]["nodes"]), status["world_size"]) == (4, 4)
     run.cancel()
 
 
