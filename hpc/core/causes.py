@@ -126,6 +126,11 @@ def is_consequence(detail: str) -> bool:
     return _PEER_DIED.search(detail) is not None
 
 
+def is_device_failure(detail: str) -> bool:
+    """Whether a rank's message says that its device, or what drives it, has failed."""
+    return _DEAD_DEVICE.search(detail) is not None and not is_consequence(detail)
+
+
 def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detail: str, *, ours: bool = True) -> Cause:
     """Why a rank failed, from its exit code or the name of the signal that killed it, and the last line of its log.
 
@@ -137,7 +142,7 @@ def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detai
     killed = signal == "SIGKILL" or _KILLED_WORKER in detail
     if (out_of_memory and killed) or _NO_MEMORY.search(detail):
         return Cause.OUT_OF_MEMORY
-    if _DEAD_DEVICE.search(detail) and not is_consequence(detail):
+    if is_device_failure(detail):
         return Cause.BAD_NODE
     return Cause.NO_SPACE if _NO_SPACE.search(detail) else Cause.CRASHED
 

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 from torch.distributed.rendezvous import rendezvous
 from torch.nn import functional
 
-from hpc.core.causes import is_consequence
+from hpc.core.causes import is_device_failure
 from hpc.core.errors import TorchrelayError, UnfitNodeError, UserError
 from hpc.core.kernel import resident_memory_bytes
 from training.runtime.run_context import RankInfo
@@ -154,7 +153,7 @@ class ProcessGroup:
 
 @contextmanager
 def device_of_the_node() -> Iterator[None]:
-    """While this rank's device is tried for the first time: what CUDA or NCCL reports of it is the node's fault.
+    """While this rank's device is tried for the first time: an error of CUDA is the node's fault.
 
     Raises:
         UnfitNodeError: CUDA has failed.
@@ -163,7 +162,8 @@ def device_of_the_node() -> Iterator[None]:
         yield
     except RuntimeError as error:
         message = str(error).strip().partition("\n")[0]
-        if not re.search("cuda|nccl", message, re.IGNORECASE) or is_consequence(str(error)):
+        # An NCCL that cannot reach another node says nothing of this one's device.
+        if "cuda" not in message.lower() and not is_device_failure(message):
             raise
         raise UnfitNodeError(f"{platform.node()} cannot use its GPUs: {message}") from error
 

@@ -74,7 +74,10 @@ def test_a_device_that_fails_before_the_training_makes_its_node_unfit(message: s
     assert str(raised.value).endswith(message.splitlines()[0])
 
 
-@pytest.mark.parametrize("message", ["NCCL error: remote process exited or there was a network error", "no luck"])
+@pytest.mark.parametrize(
+    "message",
+    ["NCCL error: remote process exited or there was a network error", "NCCL error: unhandled system error", "no luck"],
+)
 def test_other_errors_before_the_training_stay_what_they_are(message: str) -> None:
     with pytest.raises(RuntimeError, match=message), device_of_the_node():
         raise RuntimeError(message)
