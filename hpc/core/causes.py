@@ -282,10 +282,12 @@ def signature_of(message: str) -> str:
 def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, step: int | None) -> str | None:
     """The signature of a rank's failure; None if two that look alike need not be the same.
 
-    A lost peer says nothing of what the peer died of. Nor does a signal, or an unfit node, without the step: somebody
-    may have killed the rank, and another node may be unfit, too.
+    A lost peer says nothing of what the peer died of. A SIGKILL comes from outside, and one rank after the other may
+    get one as soon as they are back; what the kernel kills for lack of memory has a cause of its own. Nor does another
+    signal, or an unfit node, say enough without the step.
     """
-    if is_consequence(detail) or (step is None and (signal is not None or cause == Cause.BAD_NODE)):
+    killed = signal == "SIGKILL" and cause != Cause.OUT_OF_MEMORY
+    if is_consequence(detail) or killed or (step is None and (signal is not None or cause == Cause.BAD_NODE)):
         return None
     return f"{signal or exit_code}: {signature_of(detail)}"
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -66,16 +67,72 @@ def test_interrupted_run_requeues_itself_and_can_be_cancelled(site: Site) -> Non
 
 
 def test_two_kills_in_an_unlucky_minute_end_nothing(site: Site) -> None:
-    """The second one comes before the run has got as far again as at the first one."""
+    """The second one comes as soon as the ranks are back, about where the first one came."""
     run = site.submit("--data=data", LOCAL, *LONG, "--snapshot-every=off", "--checkpoint-every=1000000")
     run.wait_for_steps(200)
     os.kill(ranks_of(run)[0], signal.SIGKILL)
     run.wait("the second start", lambda: len(run.events("first_step")) == 2)
     os.kill(ranks_of(run)[0], signal.SIGKILL)
     run.wait("the third start", lambda: len(run.events("first_step")) == 3)
-    first, second = run.events("interruption")
-    assert second["step"] < first["step"]
+    assert len(run.events("interruption")) == 2
     assert run.status()["state"] == "running"
+
+
+def test_rank_whose_wrapper_is_killed_is_the_one_that_failed(site: Site) -> None:
+    """It cannot report itself, while its peer complains of a lost connection."""
+    run = site.submit("--data=data", LOCAL, *LONG)
+    run.wait_for_steps(50)
+    victim = ranks_of(run)[0]
+    rank = dict(part.split("=", 1) for part in environment(victim))["RANK"]
+    os.kill(parent(victim), signal.SIGKILL)
+    run.wait("the interruption", lambda: run.events("interruption"))
+    [interruption] = run.events("interruption")
+    assert (interruption["cause"], str(interruption["rank"])) == ("crashed", rank)
+    assert interruption["detail"].endswith("signal SIGKILL: its process wrapper was killed")
+
+
+def environment(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_suspended_run_does_not_hang(site: Site) -> None:
+    """All its processes stop, as when Slurm suspends a job."""
+    run = site.submit("--data=data", LOCAL, *LONG, "--hang-timeout=5s")
+    run.wait_for_steps(50)
+    path = str(run.directory.path).encode()
+    pids = [int(at.name) for at, words in commands() if path in b" ".join(words)]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            before = len(run.steps())
+            time.sleep(8)
+    run.wait("new steps", lambda: len(run.steps()) > before + 100)
+    assert not run.events("interruption"), run.evidence()
+    assert not run.events("node_lost")
+
+
+DEAD_GPU = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered\\nFor debugging, consider some advice")
+time.sleep(1000)
+"""
+
+
+def test_dead_gpu_makes_its_node_unfit(site: Site) -> None:
+    (site.path / "dead.py").write_text(DEAD_GPU)
+    for command in (("git", "init", "-q"), ("git", "add", "dead.py")):
+        assert site.type(*command).returncode == 0
+    run = site.submit(LOCAL, "--nodes=2", "--gpus-per-node=1", "--name=dead", "--", "dead.py")
+    run.wait("the end of the attempt", lambda: run.events("attempt_ended"))
+    [ended] = run.events("attempt_ended")[:1]
+    assert (ended["cause"], ended["rank"]) == ("bad_node", 1)
+    assert "CUDA error: uncorrectable ECC error encountered" in ended["detail"]
 
 
 def ranks_of(run: Run) -> list[int]:

@@ -17,9 +17,11 @@ def ended(cause: str, step: int | None = None, restored: int | None = None) -> P
 
 def test_second_kill_in_an_unlucky_minute_ends_nothing() -> None:
     """Of two ranks, 13 s apart: at step 63, and after a restart from step 14 at step 46."""
-    killed = [failed(63, restored=0, signature="SIGKILL: "), failed(46, restored=14, signature="SIGKILL: ")]
+    signature = rank_signature("crashed", "SIGKILL", -9, "", step=63)
+    killed = [failed(63, 0, signature), failed(46, 14, signature)]
     assert budget_after(killed).may_restart
     assert budget_after(killed).failures == 1, "the ranks started from a later step: that is progress"
+    assert budget_after([*killed, failed(46, 46, signature)]).may_restart, "as soon as they were back"
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,10 @@ def test_signature_has_no_numbers() -> None:
 
 
 def test_failure_that_may_come_from_outside_has_a_signature_only_with_its_step() -> None:
-    assert rank_signature("crashed", "SIGKILL", -9, "", step=7) == "SIGKILL: "
-    assert rank_signature("crashed", "SIGKILL", -9, "", step=None) is None, "killed while it started"
+    assert rank_signature("crashed", "SIGKILL", -9, "", step=7) is None, "somebody killed it"
+    assert rank_signature("out_of_memory", "SIGKILL", -9, "", step=7) == "SIGKILL: "
+    assert rank_signature("crashed", "SIGSEGV", -11, "", step=7) == "SIGSEGV: "
+    assert rank_signature("crashed", "SIGSEGV", -11, "", step=None) is None, "it died while it started"
     assert rank_signature("crashed", None, 1, "KeyError: 7", step=None) == "1: KeyError: #"
     assert rank_signature("bad_node", None, 3, "2 GPUs of 4", step=None) is None, "another node may be unfit, too"
     assert rank_signature("crashed", None, 1, "Connection closed by peer", step=7) is None
