@@ -77,6 +77,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         except Exception as error:
             claim.refuse(run, allocation, str(error))
             raise
+        send_heartbeats(run)
     else:
         joined = claim.join(run, allocation, lambda: bool(stop), _JOIN_SECONDS)
         if joined is None:
@@ -99,8 +100,6 @@ def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) ->
         log(f"snapshots go to {held.files.path}: {held.problem}")
     finished = False
     try:
-        if node.allocation.is_head:
-            send_heartbeats(node.run)
         with ExitStack() as resources:
             exit_code = _Agent(node, held, channel, stop, resources).run()
         finished = True

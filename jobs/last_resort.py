@@ -23,7 +23,7 @@ from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from jobs import claim
 from jobs.ending import conclude_failed_agent
-from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log
+from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log, send_heartbeats
 from jobs.stop_request import STOP_SIGNALS
 
 # A shell adds this to the number of the signal that killed a program.
@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
         return exit_code
     if attempt is None:
         return exit_code
+    send_heartbeats(run)  # it may take minutes to save a snapshot, or while Slurm's controller is away
     number = exit_code - _BY_SIGNAL
     killed_by = next((each.name for each in signal.Signals if each == number), None)
     node = NodeAttempt(

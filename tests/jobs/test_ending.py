@@ -18,7 +18,7 @@ from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.slurm import relaunch
 from hpc.spec import Resources, RunSpec
-from jobs import ending, node_attempt
+from jobs import ending, last_resort, node_attempt
 from jobs.claim import event_file
 from jobs.ending import head_is_lost, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
@@ -189,3 +189,20 @@ def test_controller_that_is_away_is_asked_again(node: NodeAttempt, slurm_command
     slurm_command("scontrol", f"test -e {tmp_path}/back && exit 0; touch {tmp_path}/back; {AWAY}")
     start_next_attempt(node, [], [])
     assert node.events("requeued")
+
+
+def test_last_resort_sends_heartbeats(
+    survivor: NodeAttempt, tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agents were killed; Slurm takes the requeue once there is a heartbeat."""
+    alive, asked = survivor.run.alive, tmp_path / "asked"
+    requeue = f"touch {asked}; until [ {alive} -nt {asked} ]; do sleep 0.1; done"
+    show = "echo JobId=7 JobState=RUNNING Restarts=0 Reason=None"
+    slurm_command("scontrol", f'case "$*" in *requeue*) {requeue};; *show*) {show};; esac')
+    batch = {
+        "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_PROCID": "0",
+    }  # fmt: skip
+    for name, value in batch.items():
+        monkeypatch.setenv(name, value)
+    assert last_resort.main([str(survivor.run.path), "137"]) == 0
+    assert [event["job_id"] for event in survivor.events("requeued")] == ["7"]
