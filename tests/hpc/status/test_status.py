@@ -123,3 +123,11 @@ def test_largest_parts_come_first() -> None:
         "total": 99.0,
     }
     assert table.largest_parts(parts) == "start 120.0, rendezvous 9.0, stage 4.0"
+
+
+def test_used_budgets_are_shown() -> None:
+    used = [{"causes": ["crashed", "hang"], "failures": 3, "budget": 5}]
+    line = "failures without progress: 3 of 5 (crashed, hang)"
+    assert table.budget_lines({"used": used, "same_failure_twice": False}) == [line]
+    ended = "the same failure twice in a row has ended the run"
+    assert table.budget_lines({"used": used, "same_failure_twice": True}) == [line, ended]
