@@ -258,14 +258,14 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
 def start_next_attempt(node: NodeAttempt, lost: list[str], unfit: list[str]) -> bool:
     """Have Slurm start the next attempt, away from the lost and unfit nodes: requeue this job, or submit a new one.
 
-    A job with lost nodes is requeued only once Slurm has marked them down. If Slurm refuses one of the two for good,
-    the other is done: some clusters allow no requeues, others no jobs from their compute nodes, or no second job.
+    With lost nodes a new job comes first: a requeue is possible only once Slurm has marked them down, and is held for
+    two minutes. If Slurm refuses one of the two for good, the other is done: some clusters allow no requeues, others no
+    jobs from their compute nodes, or no second job.
     Returns whether one of the two was possible.
     """
     claim = functools.cache(lambda: relaunch.claim_next_job(node.run, node.attempt.attempt, node.run_events()))
-    ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {
-        "requeue this job": _requeue, "take a new job": _relaunch,
-    }  # fmt: skip
+    ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
+    ways = {"take a new job": _relaunch, **ways} if lost else {**ways, "take a new job": _relaunch}
 
     def ask() -> None:
         must_wait = set(slurm.dead_nodes(lost)) != set(lost) if lost else False

@@ -178,6 +178,14 @@ def test_job_with_a_lost_node_and_no_second_job_waits_until_slurm_has_noticed(
     assert not node.events("relaunched")
 
 
+def test_job_with_a_dead_node_is_replaced_by_a_new_one(node: NodeAttempt, slurm_command: Command) -> None:
+    """Though it might be requeued by now: Slurm would hold it for two minutes."""
+    slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
+    start_next_attempt(node, ["gpu02"], [])
+    assert node.events("relaunched")
+    assert not node.events("requeued")
+
+
 def test_two_refusals_are_final(node: NodeAttempt, slurm_command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     slurm_command("scontrol", DISABLED)
     slurm_command("sbatch", TOO_MANY)
