@@ -34,6 +34,27 @@ SMALL_BATCH = ("--batch-size=64", "--lr=0.05")
 # Small steps, each of them logged, far more than any test lets happen.
 LONG = (*PAIR, *SMALL_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
 
+
+def hpc(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Type `hpc ...`."""
+    return subprocess.run(
+        [sys.executable, "-m", "hpc", *arguments],
+        cwd=cwd or ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def hpc_json(*arguments: str, cwd: Path | None = None) -> Any:
+    """Type `hpc ... --json` and read the answer."""
+    done = hpc(*arguments, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(done.stdout)
+
+
 Command = Callable[[str, str], None]
 """Replaces one of Slurm's commands, by its name, by a shell script with a text."""
 

@@ -1,20 +1,17 @@
 """Fixtures shared by all tests: one testbed for the whole run, directories that all nodes see, tiny data sets."""
 
-import json
 import os
 import pwd
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Command, Site, need, tiny_data, what_slurm_holds
+from cluster import ROOT, Site, hpc_json, need, tiny_data, what_slurm_holds
 
-ROOT = Path(__file__).parents[1]
 USER = "torchrelay-test"
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it.
 LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
@@ -51,26 +48,6 @@ def testbed() -> Iterator[dict[str, Any]]:
     yield hpc_json("testbed", "up", "--nodes", "4", "--gpus-per-node", "4")
     if not was_up:
         hpc_json("testbed", "down")
-
-
-def hpc(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Type `hpc ...`."""
-    return subprocess.run(
-        [sys.executable, "-m", "hpc", *arguments],
-        cwd=cwd or ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-
-
-def hpc_json(*arguments: str, cwd: Path | None = None) -> Any:
-    """Type `hpc ... --json` and read the answer."""
-    done = hpc(*arguments, "--json", cwd=cwd)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return json.loads(done.stdout)
 
 
 @pytest.fixture

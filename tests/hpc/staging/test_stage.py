@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import hpc
+from cluster import hpc
 
 
 @pytest.fixture
