@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, Site, hpc_json, need, tiny_data, what_slurm_holds
+from cluster import ROOT, Command, Site, hpc_json, need, tiny_data, what_slurm_holds
 
 USER = "torchrelay-test"
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it.
