@@ -285,11 +285,24 @@ def rank_pids(run: Run, node: str) -> list[int]:
     return [int(at.name) for at in ranks if is_on(at, node)]
 
 
+def parent(pid: int) -> int:
+    """The process that started another one: of a rank, its wrapper."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def agent_pids(run: Run, node: str) -> list[int]:
     """The run's agent on a node."""
     path = str(run.directory.path).encode()
     agents = [at for at, words in commands() if words[3:6] == [b"-m", b"jobs.agent", path]]
     return [int(at.name) for at in agents if is_on(at, node)]
+
+
+def assert_equal(one: RunDir, other: RunDir) -> None:
+    """Two trainings have computed the same, in every bit."""
+    from training.verify_resume.compare import compare_runs
+
+    different = [part for part in compare_runs(one, other) if part.difference]
+    assert not different
 
 
 def assert_nothing_left(run: Run) -> None:

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import LONG, SMALL_BATCH, Run, Site, agent_pids, assert_nothing_left, dead, rank_pids, tiny_data
+from cluster import (
+    LONG,
+    SMALL_BATCH,
+    Run,
+    Site,
+    agent_pids,
+    assert_equal,
+    assert_nothing_left,
+    dead,
+    rank_pids,
+    tiny_data,
+)
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
@@ -54,13 +65,6 @@ def undisturbed(testbed: dict[str, Any], place: Path) -> RunDir:
     run = Site(place, testbed["slurm_conf"]).submit("--data=data", "--name=undisturbed", "--nodes=2", *WHOLE)
     run.wait_for_state("completed")
     return run.directory
-
-
-def assert_equal(one: RunDir, other: RunDir) -> None:
-    from training.verify_resume.compare import compare_runs
-
-    different = [part for part in compare_runs(one, other) if part.difference]
-    assert not different
 
 
 def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
