@@ -35,6 +35,16 @@ SMALL_BATCH = ("--batch-size=64", "--lr=0.05")
 LONG = (*PAIR, *SMALL_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
 
 
+@contextmanager
+def mounted_volume(path: Path, options: str) -> Iterator[Path]:
+    """A file system of its own size, in memory."""
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+    path.rmdir()
+
+
 def hpc(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Type `hpc ...`."""
     return subprocess.run(

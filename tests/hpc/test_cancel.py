@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ROOT, Run, Site
+from cluster import ROOT, Run, Site, mounted_volume
 
 pytestmark = pytest.mark.slurm
 WAITING = ("--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8", "--sbatch=begin=now+1hour")
@@ -42,11 +42,8 @@ def test_job_of_the_original_survives_the_end_of_a_copy(site: Site) -> None:
 
 @pytest.fixture
 def volume(site: Site) -> Iterator[Path]:
-    path = site.path / "volume"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m,mode=755", "tmpfs", str(path)], check=True)
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    with mounted_volume(site.path / "volume", "size=200m,mode=755") as path:
+        yield path
 
 
 def test_job_is_ended_on_a_full_disk(site: Site, volume: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Site, tiny_data
+from cluster import Site, mounted_volume, tiny_data
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +103,8 @@ def test_refused(site: Site, arguments: list[str], message: str) -> None:
 
 @pytest.fixture
 def volume(site: Site) -> Iterator[Path]:
-    path = site.path / "volume"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], check=True)
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-    path.rmdir()
+    with mounted_volume(site.path / "volume", "size=1m") as path:
+        yield path
 
 
 @pytest.mark.slurm
