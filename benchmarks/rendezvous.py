@@ -7,6 +7,7 @@ again and again: what is measured is torchrun's part of a restart, without the r
 """
 
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -47,7 +48,7 @@ def started(directory: Path, after: float) -> dict[int, tuple[int, float]]:
 def measure(backend: str, directory: Path) -> list[float]:
     """Seconds from each kill until the ranks of both nodes have started again."""
     meeting = Rendezvous(
-        run="r", attempt=1, nonce="secret", round=1, members=("localhost",) * 2, port=pick_port(), node=0
+        run="r", attempt=1, secret=secrets.token_hex(16), round=1, members=("localhost",) * 2, port=pick_port(), node=0
     )
     found, killed_at = list[float](), 0.0
     with ExitStack() as nodes:

@@ -30,8 +30,6 @@ from jobs.staging.node_staging import NodeStaging
 from jobs.staging.unpack_environment import stage_environment
 from jobs.stop_request import StopRequest
 
-NONCE = "not-a-secret"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -104,6 +102,7 @@ def make_node(options: Options) -> Node:
     """Start the parts of an agent."""
     hosts = tuple(f"127.0.0.{number + 1}" for number in range(options.nodes))
     run, held = RunDir(options.run), HeldNodeDir(options.run, options.rank)
+    secret = str(options.port)
     atexit.register(held.close, remove=True)
     run.events.mkdir(parents=True, exist_ok=True)
     attempt = NodeAttempt(
@@ -117,7 +116,7 @@ def make_node(options: Options) -> Node:
             cluster="slurm", job_id="1", restart=0, node_rank=options.rank, hostnames=hosts, cpus=None
         ),
         attempt=Attempt(
-            attempt=1, job_id="1", restart=0, nonce=NONCE, port=options.port, nodes=hosts, started=time.time()
+            attempt=1, job_id="1", restart=0, secret=secret, port=options.port, nodes=hosts, started=time.time()
         ),
         writer=EventWriter(run.events / f"node-{options.rank}.jsonl"),
     )  # fmt: skip
@@ -125,9 +124,9 @@ def make_node(options: Options) -> Node:
     stop.install()
     channel: ControlChannel
     if options.rank == 0:
-        channel = ControlServer(NONCE, len(hosts), options.port)
+        channel = ControlServer(secret, len(hosts), options.port)
     else:
-        channel = ControlClient(hosts[0], options.port, NONCE, NodeStatus(node_rank=options.rank))
+        channel = ControlClient(hosts[0], options.port, secret, NodeStatus(node_rank=options.rank))
     channel.report()
     return Node(attempt, channel, NodeMonitor(attempt, held, channel, stop))
 

@@ -69,7 +69,7 @@ def attempt_events(number: int, state: str) -> dict[str, list[dict[str, Any]]]:
     last = STEPS * number // ATTEMPTS
     head = f"attempt-{number:03d}-node-00"
     files: dict[str, list[dict[str, Any]]] = {
-        head: [{"event": "claimed", "job_id": "7", "restart": number, "nonce": "a1b2", "port": 9, "nodes": NODES}]
+        head: [{"event": "claimed", "job_id": "7", "restart": number, "secret": "a1b2", "port": 9, "nodes": NODES}]
     }
     for rank, node in enumerate(NODES):
         joined = {"event": "joined", "node": node, "node_rank": rank, "clock_skew_seconds": 0.001}

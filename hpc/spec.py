@@ -33,7 +33,7 @@ _MANAGED_SBATCH = {
 }  # fmt: skip
 _LONGEST_NAME = 100
 # The requeue itself takes some of it; sbatch holds the number in 16 bits.
-_LEAST_LEAD_SECONDS, _MOST_LEAD_SECONDS = 15, 65535
+_MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class Recovery:
             raise UserError(f"--hang-timeout is {self.hang_timeout}: use 1s or more, or auto")
         if self.stop_lead is not None:
             seconds = duration_seconds("--stop-lead", self.stop_lead)
-            if not _LEAST_LEAD_SECONDS <= seconds <= _MOST_LEAD_SECONDS:
-                raise UserError(f"--stop-lead is {self.stop_lead}: use {_LEAST_LEAD_SECONDS}s to 18h")
+            if not _MIN_LEAD_SECONDS <= seconds <= _MAX_LEAD_SECONDS:
+                raise UserError(f"--stop-lead is {self.stop_lead}: use {_MIN_LEAD_SECONDS}s to 18h")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class RunSpec:
     """The recipe behind the trainer's flags."""
 
     @property
-    def least_nodes(self) -> int:
+    def min_nodes(self) -> int:
         """The fewest nodes on which a started run continues."""
         return 1 if self.recovery.elastic and ":" not in self.resources.nodes else self.resources.min_nodes
 

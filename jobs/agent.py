@@ -18,7 +18,7 @@ from pathlib import Path
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core.causes import Cause
-from hpc.core.errors import TorchrelayError, UnfitNodeError
+from hpc.core.errors import BadNodeError, TorchrelayError
 from hpc.core.kernel import raise_open_files_limit
 from hpc.core.nodedir import DEV_SHM, HeldNodeDir
 from hpc.core.ownership import check_is_own
@@ -42,7 +42,7 @@ _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 600.0
 _MEET_SECONDS = 30.0
 # A larger clock difference makes the times in events/ misleading.
-_MOST_SKEW_SECONDS = 5.0
+_MAX_SKEW_SECONDS = 5.0
 
 
 def main(argv: list[str]) -> int:
@@ -70,10 +70,10 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         return 0
     channel: ControlChannel
     if allocation.is_head:
-        nonce = secrets.token_hex(16)
-        channel = ControlServer(nonce, allocation.num_nodes, timeout_seconds=spec.stage_timeout_seconds)
+        secret = secrets.token_hex(16)
+        channel = ControlServer(secret, allocation.num_nodes, timeout_seconds=spec.stage_timeout_seconds)
         try:
-            attempt = claim.claim_next(run, allocation, channel.port, nonce)
+            attempt = claim.claim_next(run, allocation, channel.port, secret)
         except Exception as error:
             claim.refuse(run, allocation, str(error))
             raise
@@ -84,7 +84,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
             return 0
         attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
         address = allocation.head, attempt.port
-        channel = ControlClient(*address, attempt.nonce, status, timeout_seconds=spec.stage_timeout_seconds)
+        channel = ControlClient(*address, attempt.secret, status, timeout_seconds=spec.stage_timeout_seconds)
     writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
     try:
@@ -119,7 +119,7 @@ def _describe(error: Exception) -> str:
 def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, detail: str) -> int:
     """End this node's part after an error; that of the head node ends the attempt. Returns the exit code."""
     log(detail)
-    channel.report(phase=Phase.UNFIT, detail=detail)
+    channel.report(phase=Phase.BAD_NODE, detail=detail)
     node.record_event("node_failed", node=node.host, cause=Cause.BAD_NODE, detail=detail)
     if isinstance(channel, ControlServer):
         channel.directive = replace(channel.directive, over=True)
@@ -169,9 +169,9 @@ class _Agent:
             return
         except (TorchrelayError, OSError) as error:
             # First: the mount that hangs may be that of the run directory, too.
-            unfit = isinstance(error, UnfitNodeError)
-            self._channel.report(phase=Phase.UNFIT if unfit else Phase.FAILED, detail=str(error))
-            cause = Cause.BAD_NODE if unfit else Cause.CRASHED
+            bad_node = isinstance(error, BadNodeError)
+            self._channel.report(phase=Phase.BAD_NODE if bad_node else Phase.FAILED, detail=str(error))
+            cause = Cause.BAD_NODE if bad_node else Cause.CRASHED
             self._node.record_event("node_failed", node=self._node.host, cause=cause, detail=str(error))
             log(str(error))
 
@@ -190,7 +190,7 @@ class _Agent:
             tmp_free_bytes=shutil.disk_usage(node.spec.stage_dir).free,
             shm_free_bytes=shutil.disk_usage(DEV_SHM).free if DEV_SHM.exists() else 0,
         )  # fmt: skip
-        if abs(skew) > _MOST_SKEW_SECONDS:
+        if abs(skew) > _MAX_SKEW_SECONDS:
             log(f"the clock of {node.host} is {-skew:+.1f} s off that of {allocation.head}")
 
     def _next_round(self) -> Directive | None:

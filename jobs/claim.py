@@ -1,6 +1,6 @@
 """Who starts an attempt: exactly one agent claims it, the others join.
 
-Runs on compute nodes. A claim, like an end (hpc.slurm.relaunch), is an event file that is created exclusively,
+Runs on compute nodes. A claim, like an end (hpc.slurm.resubmit), is an event file that is created exclusively,
 with its line in it.
 """
 
@@ -15,7 +15,7 @@ from hpc.core.files import json_line, write_exclusive
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
-from hpc.slurm import relaunch
+from hpc.slurm import resubmit
 from jobs.node_attempt import NodeAllocation, ask_slurm
 
 _POLL_SECONDS = 0.5
@@ -30,7 +30,7 @@ def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
     return EventWriter(run.events / f"{ledger.attempt_prefix(attempt)}node-{node_rank:02d}.jsonl")
 
 
-def claim_next(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -> Attempt:
+def claim_next(run: RunDir, allocation: NodeAllocation, port: int, secret: str) -> Attempt:
     """Claim the next attempt, after making sure that no other job works on this run.
 
     Raises:
@@ -43,8 +43,8 @@ def claim_next(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -
     if last is not None and last.ended is None:
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
-        relaunch.record_missing_end(run, last, "ended without reporting (node lost?)")
-    return claim(run, allocation, port, nonce)
+        resubmit.record_missing_end(run, last, "ended without reporting (node lost?)")
+    return claim(run, allocation, port, secret)
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
@@ -63,7 +63,7 @@ def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> N
         time.sleep(_POLL_SECONDS)
 
 
-def claim(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -> Attempt:
+def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str) -> Attempt:
     """Claim the next attempt of the run for this job, whose head node's agent listens to the others on `port`.
 
     Raises:
@@ -71,7 +71,7 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, nonce: str) -> Att
     """
     number = len(attempts_of(ledger.read(run.events))) + 1
     job = {"job_id": allocation.job_id, "restart": allocation.restart, "nodes": list(allocation.hostnames)}
-    event = ledger.record("claimed", attempt=number, nonce=nonce, port=port, **job)
+    event = ledger.record("claimed", attempt=number, secret=secret, port=port, **job)
     if not write_exclusive(event_file(run, number, allocation.node_rank).path, json_line(event)):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([event])[0]

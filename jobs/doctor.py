@@ -81,7 +81,7 @@ def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, 
         return False, f"{allocation.host} cannot find the other nodes: {error}"
     # A job that is never requeued may derive its port from its id. That is no secret, but nothing is at stake here.
     rendezvous = Rendezvous(
-        run="doctor", attempt=1, nonce=allocation.job_id, round=1, members=allocation.hostnames,
+        run="doctor", attempt=1, secret=allocation.job_id, round=1, members=allocation.hostnames,
         port=LOWEST_PORT + int(allocation.job_id) % 20_000, node=allocation.node_rank,
     )  # fmt: skip
     program = preflight_command(RunDir(own), 1, sys.executable)

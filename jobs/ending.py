@@ -20,7 +20,7 @@ from hpc.core.files import modified, refresh_nfs_cache
 from hpc.core.kernel import steady_time
 from hpc.core.nodedir import NodeDir, node_dirs
 from hpc.slurm import client as slurm
-from hpc.slurm import relaunch
+from hpc.slurm import resubmit
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
@@ -61,7 +61,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     if node.spec.train:
         # The last step that any rank had done: the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
-        last_step = max(failed_step or 0, coordinator.last_step, relaunch.last_step(node.run) or 0)
+        last_step = max(failed_step or 0, coordinator.last_step, resubmit.last_step(node.run) or 0)
     if failure and cause is failure.cause:
         fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
         # The budget was decided by the step of the failure.
@@ -70,7 +70,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         return 1  # other agents, which have lost contact with this one, have ended it
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
     names = node.allocation.names
-    return _continue_run(node, cause, ending.job_state, lost=names(lost), unfit=names(coordinator.unfit))
+    return _continue_run(node, cause, ending.job_state, lost=names(lost), bad_nodes=names(coordinator.bad_nodes))
 
 
 def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal: str | None = None) -> int:
@@ -87,18 +87,20 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     """
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
-    step = (relaunch.last_step(node.run) or 0) if node.spec.train else None
+    step = (resubmit.last_step(node.run) or 0) if node.spec.train else None
     if not record_end(node, cause=cause, step=step, detail=detail, node=node.host, signature=signature_of(detail)):
         return 1
     log(f"attempt {node.attempt.attempt} ended: {cause} ({detail})")
     for node_dir in node_dirs(node.run.path) if cause is not Cause.COMPLETED else ():
         save_snapshot(node, node_dir)
     lost = node.reported_lost()
-    unfit = [node.host] if cause in {Cause.BAD_NODE, Cause.LOST} else []
-    return _continue_run(node, cause, ending.job_state, lost=lost, unfit=unfit)
+    bad_nodes = [node.host] if cause in {Cause.BAD_NODE, Cause.LOST} else []
+    return _continue_run(node, cause, ending.job_state, lost=lost, bad_nodes=bad_nodes)
 
 
-def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], unfit: list[str]) -> int:
+def _continue_run(
+    node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], bad_nodes: list[str]
+) -> int:
     """Have the run continue after a recorded end, if it should. Returns the exit code of the head node's agent."""
     may_restart = may_restart_after(attempts_of(node.run_events()))
     if not must_requeue(cause, job_state, may_restart=may_restart):
@@ -106,7 +108,7 @@ def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost:
     if not node.on_slurm:
         node.record_event("requeued", job_id=node.allocation.job_id)
         return LOCAL_REQUEUE_RETURN_CODE
-    return 0 if start_next_attempt(node, lost, unfit) else 1
+    return 0 if start_next_attempt(node, lost, bad_nodes) else 1
 
 
 def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor) -> set[int]:
@@ -137,7 +139,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         signal=signal,
         job_state=slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING,
         preempted=slurm.is_preempted(fields)
-        or relaunch.was_preempted(node.run, node.allocation.job_id, node.attempt.started),
+        or resubmit.was_preempted(node.run, node.allocation.job_id, node.attempt.started),
         failure=failure,
     )
 
@@ -159,7 +161,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     if not _confirm_head_is_lost(node) or not _is_running(node):
         return 0
     step = monitor.last_step if node.spec.train else None
-    cause = Cause.CANCELLED if relaunch.is_cancelled(node.run) else Cause.NODE_FAILURE
+    cause = Cause.CANCELLED if resubmit.is_cancelled(node.run) else Cause.NODE_FAILURE
     first = record_end(node, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head)
     if not node.on_slurm:
         return LOCAL_REQUEUE_RETURN_CODE if first and cause is Cause.NODE_FAILURE else 0
@@ -179,7 +181,7 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
     """Whether the head node is lost, and not this one cut off."""
     deadline = time.monotonic() + _CONFIRM_SECONDS
     while node.on_slurm and time.monotonic() < deadline:
-        if relaunch.has_ended(node.run, node.attempt.attempt):
+        if resubmit.has_ended(node.run, node.attempt.attempt):
             return True
         confirmed = head_is_lost(node.reported_lost(), node.allocation)
         if confirmed is not None:
@@ -202,16 +204,16 @@ def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
 
 def _is_left_undone(node: NodeAttempt) -> bool:
     """Whether the agent that ended the attempt has died before it started the next one: it sends no heartbeat."""
-    heartbeat, deadline = None, time.monotonic() + relaunch.HANDOVER_SECONDS
+    heartbeat, deadline = None, time.monotonic() + resubmit.HANDOVER_SECONDS
     while time.monotonic() < deadline:
         events = node.run_events()
         this = (event for event in events if event.get("attempt") == node.attempt.attempt)
-        continued = any(event["event"] in {"relaunched", "requeued"} for event in this)
+        continued = any(event["event"] in {"resubmitted", "requeued"} for event in this)
         if continued or not may_restart_after(attempts_of(events)):
             return False
         if (newest := modified(node.run.alive)) != heartbeat:
-            heartbeat, deadline = newest, time.monotonic() + relaunch.HANDOVER_SECONDS
-        time.sleep(relaunch.HANDOVER_SECONDS / 20)
+            heartbeat, deadline = newest, time.monotonic() + resubmit.HANDOVER_SECONDS
+        time.sleep(resubmit.HANDOVER_SECONDS / 20)
     return _is_running(node)
 
 
@@ -236,7 +238,7 @@ def record_end(node: NodeAttempt, /, **fields: object) -> bool:
     A full disk must not keep the run from continuing: then the agent with the lowest node rank decides.
     """
     try:
-        return relaunch.record_end(node.run, node.attempt.attempt, **fields)
+        return resubmit.record_end(node.run, node.attempt.attempt, **fields)
     except OSError as error:
         log(f"the end of the attempt could not be recorded: {error}")
         return node.allocation.node_rank <= 1
@@ -255,27 +257,27 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
         node.record_event("snapshot_saved", step=step, seconds=round(time.monotonic() - began, 3))
 
 
-def start_next_attempt(node: NodeAttempt, lost: list[str], unfit: list[str]) -> bool:
-    """Have Slurm start the next attempt, away from the lost and unfit nodes: requeue this job, or submit a new one.
+def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str]) -> bool:
+    """Have Slurm start the next attempt, away from the lost and bad nodes: requeue this job, or submit a new one.
 
     With lost nodes a new job comes first: a requeue is possible only once Slurm has marked them down, and is held for
     two minutes. If Slurm refuses one of the two for good, the other is done: some clusters allow no requeues, others no
     jobs from their compute nodes, or no second job.
     Returns whether one of the two was possible.
     """
-    claim = functools.cache(lambda: relaunch.claim_next_job(node.run, node.attempt.attempt, node.run_events()))
+    claim = functools.cache(lambda: resubmit.claim_next_job(node.run, node.attempt.attempt, node.run_events()))
     ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
-    ways = {"take a new job": _relaunch, **ways} if lost else {**ways, "take a new job": _relaunch}
+    ways = {"take a new job": _resubmit, **ways} if lost else {**ways, "take a new job": _resubmit}
 
     def ask() -> None:
         must_wait = set(slurm.dead_nodes(lost)) != set(lost) if lost else False
         for what, way in list(ways.items()):
             if way is _requeue and must_wait:
                 continue
-            if (lost or way is _relaunch) and not claim():
+            if (lost or way is _resubmit) and not claim():
                 return None  # another process continues the run
             try:
-                return way(node, [*lost, *unfit])
+                return way(node, [*lost, *bad_nodes])
             except slurm.SlurmRefusalError as error:
                 del ways[what]
                 log(f"Slurm refuses to {what}: {error}")
@@ -299,7 +301,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
     if not avoid:
         return
     try:
-        excluded = relaunch.nodes_to_exclude(node.spec, node.run_events(), avoid)
+        excluded = resubmit.nodes_to_exclude(node.spec, node.run_events(), avoid)
         # Nothing can be changed before the requeue.
         ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), _SLURM_SECONDS)
     except TorchrelayError as error:
@@ -308,13 +310,13 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
         node.record_event("excluded", job_id=job_id, excluded=excluded)
 
 
-def _relaunch(node: NodeAttempt, avoid: list[str]) -> None:
+def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     """Submit a new job, which avoids some nodes, and end this one."""
     job_id, events = node.allocation.job_id, node.run_events()
-    excluded = relaunch.nodes_to_exclude(node.spec, events, avoid)
+    excluded = resubmit.nodes_to_exclude(node.spec, events, avoid)
     old = {attempt.job_id for attempt in attempts_of(events)}
-    new = relaunch.submit_next_job(node.run, node.spec, excluded, old)
-    node.record_event("relaunched", job_id=new, old_job_id=job_id, excluded=excluded)
+    new = resubmit.submit_next_job(node.run, node.spec, excluded, old)
+    node.record_event("resubmitted", job_id=new, old_job_id=job_id, excluded=excluded)
     log(f"the run continues in job {new}; this one ends")
     end_job(node)
 

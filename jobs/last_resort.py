@@ -70,7 +70,7 @@ def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
     for attempt in attempts_of(events):
         if (attempt.job_id, attempt.restart) == allocation.job_start:
             return attempt if attempt.ended is None else None
-    return claim.claim_next(run, allocation, port=0, nonce="")
+    return claim.claim_next(run, allocation, port=0, secret="")
 
 
 if __name__ == "__main__":

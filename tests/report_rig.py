@@ -22,7 +22,7 @@ BEGAN = 1_700_000_000.0
 # Attempt 1 crashes at step 120 and goes on, is preempted at 210; attempt 2 completes.
 EVENTS: tuple[dict[str, Any], ...] = (
     {"time": 0, "event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30},
-    {"time": 1, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["a1", "a2"]},
+    {"time": 1, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "nodes": ["a1", "a2"]},
     {"time": 9, "event": "train_started", "attempt": 1, "step": 0, "total_steps": STEPS, "world_size": 2},
     {"time": 10, "event": "first_step", "attempt": 1, "step": 1},
     {"time": 131, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 120, "rank": 1, "node": "a2",
@@ -30,7 +30,7 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"time": 139, "event": "train_started", "attempt": 1, "step": 118, "total_steps": STEPS, "world_size": 2},
     {"time": 140, "event": "first_step", "attempt": 1, "step": 119},
     {"time": 234, "event": "attempt_ended", "attempt": 1, "cause": "preempted", "step": 210, "failed_at": BEGAN + 232},
-    {"time": 300, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "nonce": "b", "nodes": ["a1", "a3"]},
+    {"time": 300, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "secret": "b", "nodes": ["a1", "a3"]},
     {"time": 309, "event": "train_started", "attempt": 2, "step": 210, "total_steps": STEPS, "world_size": 2},
     {"time": 310, "event": "first_step", "attempt": 2, "step": 211},
     {"time": 505, "event": "attempt_ended", "attempt": 2, "cause": "completed", "step": STEPS},

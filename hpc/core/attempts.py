@@ -15,7 +15,7 @@ class Attempt:
     attempt: int
     job_id: str
     restart: int
-    nonce: str
+    secret: str
     port: int
     """On which the head node's agent listens to the other agents."""
     nodes: tuple[str, ...]
@@ -61,7 +61,7 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
     # Claims first: with clocks that differ between nodes, events of an attempt may precede its claim.
     found = {
         event["attempt"]: Attempt(
-            attempt=event["attempt"], job_id=event["job_id"], restart=event["restart"], nonce=event["nonce"],
+            attempt=event["attempt"], job_id=event["job_id"], restart=event["restart"], secret=event["secret"],
             port=event.get("port", 0), nodes=tuple(event["nodes"]), members=tuple(event["nodes"]),
             started=event["time"],
         )
@@ -119,7 +119,7 @@ def lost_nodes(events: Iterable[Event]) -> list[str]:
 def last_job_id(events: Iterable[Event]) -> str | None:
     """The id of the run's newest job."""
     # By attempt, and only then by time: clocks are set, and differ between nodes.
-    order = {"submitted": 0, "claimed": 1, "requeued": 2, "relaunched": 2}
+    order = {"submitted": 0, "claimed": 1, "requeued": 2, "resubmitted": 2}
     starts = (event for event in events if event["event"] in order)
     newest = sorted(starts, key=lambda event: (event.get("attempt", 0), order[event["event"]]))[-1:]
     return next((event["job_id"] for event in newest), None)

@@ -284,7 +284,7 @@ def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, 
 
     A lost peer says nothing of what the peer died of. A SIGKILL comes from outside, and one rank after the other may
     get one as soon as they are back; what the kernel kills for lack of memory has a cause of its own. Nor does another
-    signal, or an unfit node, say enough without the step.
+    signal, or a bad node, say enough without the step.
     """
     killed = signal == "SIGKILL" and cause != Cause.OUT_OF_MEMORY
     if is_consequence(detail) or killed or (step is None and (signal is not None or cause == Cause.BAD_NODE)):

@@ -9,7 +9,7 @@ class TorchrelayError(Exception):
     exit_code = 1
 
 
-class UnfitNodeError(TorchrelayError):
+class BadNodeError(TorchrelayError):
     """This node cannot train; another one might."""
 
     exit_code = EXIT_BAD_NODE

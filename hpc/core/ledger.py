@@ -7,7 +7,7 @@ that are known):
 | event | by | fields |
 |---|---|---|
 | submitted | submit | job_id cluster started stop_lead_seconds grace_seconds (on preemption; null if unknown) |
-| claimed | head node's agent | job_id restart nonce port nodes |
+| claimed | head node's agent | job_id restart secret port nodes |
 | refused | head node's agent | job_id restart detail |
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
 | staging | an agent with a long copy | node source activity bytes_done bytes_total bytes_per_second eta_seconds |
@@ -39,10 +39,10 @@ that are known):
 | attempt_ended | head node's agent, its successor, or supervisor | cause step detail last_heard failed_at rank node \
   signature |
 | requeued | head node's agent, or supervisor | job_id |
-| relaunched | the agent or supervisor that submitted a new job | job_id old_job_id excluded (node names) |
+| resubmitted | the agent or supervisor that submitted a new job | job_id old_job_id excluded (node names) |
 | excluded | the agent or supervisor that changed the excluded nodes of a pending job | job_id excluded |
 | released | supervisor: it ended Slurm's requeue delay or hold | attempt job_id |
-| relaunching | the agent or supervisor that is about to submit a new job | attempt host pid started |
+| resubmitting | the agent or supervisor that is about to submit a new job | attempt host pid started |
 | scancelled | supervisor: the last job was cancelled with scancel | attempt job_id |
 | notified | supervisor, before it calls --on-end | state |
 | cancelled | cancel | by |

@@ -24,7 +24,7 @@ DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
 # In the order of preference. /tmp may be a disk: snapshots take longer there, and all else works.
 _PARENTS = DEV_SHM, Path("/tmp")  # noqa: S108
 _OTHERWISE = "ask an administrator to mend it"
-_MOST_LINKS = 10
+_MAX_LINKS = 10
 # An agent of the previous attempt may not have exited yet.
 _LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
 # The storage of another run may hang.
@@ -63,8 +63,8 @@ def _check_path(path: Path, otherwise: str, links: int = 0) -> None:
         if problem := who_may_rename(part):
             raise TorchrelayError(f"{problem}: {otherwise}")
         if part.is_symlink():
-            if links > _MOST_LINKS:
-                raise TorchrelayError(f"{path} has more than {_MOST_LINKS} symbolic links: {otherwise}")
+            if links > _MAX_LINKS:
+                raise TorchrelayError(f"{path} has more than {_MAX_LINKS} symbolic links: {otherwise}")
             _check_path(Path(os.path.normpath(part.parent / part.readlink())), otherwise, links + 1)
 
 

@@ -10,7 +10,7 @@ _WITH_UNIT = re.compile(r"(\d+)([smhd])")
 _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 # sbatch may deliver --signal up to a minute early but never late: a tenth of the limit suffices for saving and costs
 # little training time.
-_LEAST_LEAD_SECONDS, _MOST_LEAD_SECONDS = 30, 300
+_MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 30, 300
 # Part of the time between the signal and the kill that the requeue itself needs.
 REQUEUE_SECONDS = 10.0
 # Slurm's default between SIGTERM and SIGKILL.
@@ -74,7 +74,7 @@ def format_minutes(minutes: int) -> str:
 
 def stop_lead_seconds(limit_minutes: int) -> int:
     """Default of --stop-lead: seconds before the time limit at which the run is signalled to save and exit."""
-    return min(max(limit_minutes * 60 // 10, _LEAST_LEAD_SECONDS), _MOST_LEAD_SECONDS)
+    return min(max(limit_minutes * 60 // 10, _MIN_LEAD_SECONDS), _MAX_LEAD_SECONDS)
 
 
 def save_timeout_seconds(grace_seconds: float) -> float:

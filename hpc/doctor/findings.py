@@ -11,9 +11,9 @@ from hpc.core.node_info import NodeInfo, TorchBuild
 from hpc.core.nodedir import DEV_SHM
 from hpc.slurm.client import Fields
 
-_LEAST_STAGE_BYTES = 10 * 10**9
-_LEAST_MEMORY_BYTES = 10**9
-_LEAST_OPEN_FILES = 1024
+_MIN_STAGE_BYTES = 10 * 10**9
+_MIN_MEMORY_BYTES = 10**9
+_MIN_OPEN_FILES = 1024
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
 _RAM_BACKED = frozenset({"tmpfs", "ramfs"})
 # Prefixes of virtual interfaces, which lead to no other node. NCCL itself skips the first two if there is another.
@@ -137,7 +137,7 @@ def _open_files(facts: LoginNode | NodeInfo) -> Verdict | None:
     limit = facts.open_files
     if limit is None:
         return None
-    if limit >= _LEAST_OPEN_FILES:
+    if limit >= _MIN_OPEN_FILES:
         return ok(f"{limit} open files")
     return costs(
         f"a process may have {limit} open files",
@@ -193,7 +193,7 @@ def _stage(node: NodeInfo) -> Verdict:
             "the staged data count as memory of the job and may exceed its limit",
             "add the size of the data set to --mem, or use --stage-dir with a directory on the nodes' disks",
         )
-    if free >= _LEAST_STAGE_BYTES:
+    if free >= _MIN_STAGE_BYTES:
         return ok(value)
     return note(
         value,
@@ -205,7 +205,7 @@ def _stage(node: NodeInfo) -> Verdict:
 def _memory(node: NodeInfo) -> Verdict:
     free = node.memory_free_bytes
     value = f"{DEV_SHM} does not exist" if free is None else f"{DEV_SHM} has {_gigabytes(free)} free"
-    if free is not None and free >= _LEAST_MEMORY_BYTES:
+    if free is not None and free >= _MIN_MEMORY_BYTES:
         return ok(value)
     return costs(
         value,

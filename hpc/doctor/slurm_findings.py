@@ -8,9 +8,9 @@ from math import ceil
 from hpc.core.units import KILL_WAIT_SECONDS, save_timeout_seconds
 from hpc.doctor.findings import Check, RunMeasurements, Verdict, costs, note, ok
 from hpc.slurm.client import ClusterConfig, leading_number
-from hpc.status.warnings import MOST_SHARE
+from hpc.status.warnings import MAX_SHARE
 
-_LEAST_SAVE_SECONDS = 10.0
+_MIN_SAVE_SECONDS = 10.0
 _LONG_TIMEOUT_SECONDS = 60
 _CRED_EXPIRE_SECONDS, _SHORT_EXPIRE_SECONDS, _LONG_EXPIRE_SECONDS = 120, 30, 300
 
@@ -60,10 +60,10 @@ def _preemption(site: ClusterFacts) -> Verdict | None:
     seconds = seconds_to_save(grace, leading_number(config, "KillWait"))
     took = site.run.save_seconds if site.run else None
     value = f"GraceTime={grace}: {seconds:g} s to save on preemption{_took(site.run)}"
-    if seconds >= _LEAST_SAVE_SECONDS and grace > 0 if took is None else took <= MOST_SHARE * seconds:
+    if seconds >= _MIN_SAVE_SECONDS and grace > 0 if took is None else took <= MAX_SHARE * seconds:
         return ok(value)
     verdict = note if took is None else costs
-    sufficient = max(60, ceil((took or 0) / MOST_SHARE) + 10)
+    sufficient = max(60, ceil((took or 0) / MAX_SHARE) + 10)
     return verdict(
         value,
         "if a save takes longer, the steps since the last checkpoint are lost",
@@ -96,7 +96,7 @@ def _kill_wait(site: ClusterFacts) -> Verdict | None:
     seconds = seconds_to_save(0, given)
     took = site.run.save_seconds if site.run else None
     value = f"KillWait={given} s{_took(site.run)}"
-    if given >= KILL_WAIT_SECONDS if took is None else took <= MOST_SHARE * seconds:
+    if given >= KILL_WAIT_SECONDS if took is None else took <= MAX_SHARE * seconds:
         return ok(value)
     enough = given >= KILL_WAIT_SECONDS
     return note(

@@ -20,7 +20,7 @@ from hpc.status.run_view import TERMINAL, StatusCache
 
 _POLL_SECONDS = 0.5
 _STATE_SECONDS = 3.0
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 _LINES_BEFORE = 40
 
 
@@ -77,13 +77,13 @@ def reader_for(options: LogsOptions, run: RunDir) -> LogReader:
     chosen = options.rank is not None or options.attempt is not None
     error = None if chosen else first_error(ledger.read(run.events))
     if error is None or not (path := run.rank_log(error["attempt"], error["rank"])).exists():
-        return LogReader(run, options.rank, options.attempt, _MOST_BYTES)
+        return LogReader(run, options.rank, options.attempt, _MAX_BYTES)
     node = f" on {error['node']}" if error.get("node") else ""
     _notice(
         f"attempt {error['attempt']} failed; first failure: rank {error['rank']}{node} ({error['cause']}). "
         "This is the end of its log; --all shows everything"
     )
-    reader = LogReader(run, error["rank"], error["attempt"], _MOST_BYTES)
+    reader = LogReader(run, error["rank"], error["attempt"], _MAX_BYTES)
     found = offset_of_last(path, error["detail"]) if error.get("detail") else None
     if found is not None:
         reader.start_at(path, lines_before(path, found, _LINES_BEFORE))

@@ -18,7 +18,7 @@ from hpc.spec import RunSpec
 from hpc.status.downtime import PARTS
 
 # Nobody reads a matrix of more classes than this, and a thousand would make a page of a million cells.
-_MOST_CLASSES, _MOST_LISTED = 30, 20
+_MAX_CLASSES, _MAX_LISTED = 30, 20
 # The CSS class of a column by its cells' kind; other kinds are numbers.
 _SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words"}
 _KINDS = {"words": "text", "best": "percent", "meter": "percent", "run": "text", "state": "text"}
@@ -174,8 +174,8 @@ def _recovery_legend(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
 def _test(record: RunRecord) -> dict[str, Any]:
     """The worst classes first, and the confusion matrix or, of many classes, the pairs that were confused most."""
     classes, confusion = record.classes, record.confusion
-    few = len(classes) <= _MOST_CLASSES
-    rows = classes.sort_values("accuracy").head(len(classes) if few else _MOST_LISTED).to_dict("records")
+    few = len(classes) <= _MAX_CLASSES
+    rows = classes.sort_values("accuracy").head(len(classes) if few else _MAX_LISTED).to_dict("records")
     for row in rows:
         images = row["confused_images"]
         row["confused"] = f"{row['most_often_confused_with']} ({formats.number(images)})" if images else None
@@ -188,7 +188,7 @@ def _test(record: RunRecord) -> dict[str, Any]:
             for predicted, images in counts.items()
             if true != predicted and images
         ]
-        pairs = sorted(pairs, key=lambda pair: -pair["images"])[:_MOST_LISTED]
+        pairs = sorted(pairs, key=lambda pair: -pair["images"])[:_MAX_LISTED]
     return {
         "classes": rows,
         "class_count": len(classes),
@@ -221,7 +221,7 @@ def _compared_classes(labelled: Sequence[tuple[str, RunRecord]]) -> dict[str, An
     """The accuracy of each class in each run, if they have the same few classes."""
     tested = [(label, record.classes) for label, record in labelled if len(record.classes)]
     names = {tuple(classes["class"]) for _, classes in tested}
-    if len(names) != 1 or len(tested) < 2 or len(tested[0][1]) > _MOST_CLASSES:
+    if len(names) != 1 or len(tested) < 2 or len(tested[0][1]) > _MAX_CLASSES:
         return {"classes": [], "class_columns": []}
     accuracies = zip(tested[0][1]["class"], *(classes["accuracy"] for _, classes in tested), strict=True)
     return {

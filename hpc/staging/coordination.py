@@ -67,7 +67,7 @@ class StagingGroup:
     """Whether the job has more than one node."""
     host = "localhost"
     """This node's name."""
-    nonce = ""
+    secret = ""
     """The secret by which the nodes of the job authenticate each other; empty: this node serves nothing."""
 
     def publish_listing(self, version: str, port: int) -> None:

@@ -22,7 +22,7 @@ from hpc.staging.store import CopiedFile, checksum, write_all
 
 # Two readers keep one and a half cores busy, and more of them only contend; but storage with a high latency answers
 # several requests at a time.
-_SOURCE_THREADS, _MOST_SOURCE_THREADS, _PEER_THREADS = 2, 8, 2
+_SOURCE_THREADS, _MAX_SOURCE_THREADS, _PEER_THREADS = 2, 8, 2
 _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 5.0
 
@@ -60,13 +60,13 @@ class Copy:
         self._cancelled = threading.Event()
         self._peers = dict[Address, Peer]()
 
-    def run(self, owners: Sequence[Address], own: Address, nonce: str, watch: Watch) -> None:
+    def run(self, owners: Sequence[Address], own: Address, secret: str, watch: Watch) -> None:
         """Copy the batches: batch b belongs to owner b modulo their number; without owners this node reads all.
 
         Args:
             owners: the addresses of the nodes that read the data, or already have them.
             own: this node's address, which need not be an owner's.
-            nonce: the secret by which the nodes authenticate each other.
+            secret: the secret by which the nodes authenticate each other.
             watch: receives the progress, and returns whether to stop.
 
         Raises:
@@ -86,7 +86,7 @@ class Copy:
         readers = [self._start(self._read_batches, "stage-source") for _ in range(_SOURCE_THREADS)]
         # Each fetching thread asks some of the owners.
         groups = [dict(list(by_owner.items())[first::_PEER_THREADS]) for first in range(_PEER_THREADS)]
-        fetchers = [self._start(self._fetch_batches, "stage-peer", group, nonce) for group in groups]
+        fetchers = [self._start(self._fetch_batches, "stage-peer", group, secret) for group in groups]
         try:
             self._monitor(readers, fetchers, watch)
         except BaseException as error:
@@ -106,7 +106,7 @@ class Copy:
         total = sum(chunk.length for number in self._batches for chunk in self._listing.batches[number])
 
         def report() -> None:
-            if len(readers) < _MOST_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
+            if len(readers) < _MAX_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
                 readers.append(self._start(self._read_batches, "stage-source"))
             seconds = time.monotonic() - began
             done, at_storage = self.stats.bytes, self._at_storage > 0
@@ -169,7 +169,7 @@ class Copy:
             self._complete(number, tuple(checksums), from_source=True)
         self._to_read.put(None)
 
-    def _fetch_batches(self, by_owner: dict[Address, list[int]], nonce: str) -> None:
+    def _fetch_batches(self, by_owner: dict[Address, list[int]], secret: str) -> None:
         """Fetch the batches of some owners, one from each in turn."""
         buffer = self._new_buffer()
         while waiting := {owner: numbers for owner, numbers in by_owner.items() if numbers}:
@@ -178,7 +178,7 @@ class Copy:
                     return
                 try:
                     if owner not in self._peers:
-                        self._peers[owner] = Peer(owner, nonce, self._listing.version)
+                        self._peers[owner] = Peer(owner, secret, self._listing.version)
                     self._fetch(self._peers[owner], numbers[0], buffer)
                     numbers.pop(0)
                 except PeerError as error:

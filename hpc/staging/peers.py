@@ -2,7 +2,7 @@
 
 A request is a message `{"version", "batch"}`, with a batch's number or null for the listing. The answer is a message
 with checksums, and the bytes; or `failed`, or `waiting` as long as the owner has not read the batch. Both ends prove
-that they have the attempt's nonce (hpc.core.transport). The bytes are checked against the checksums of what was read.
+that they have the attempt's secret (hpc.core.transport). The bytes are checked against the checksums of what was read.
 """
 
 import os
@@ -97,11 +97,11 @@ class ChunkStore:
 class PeerServer:
     """Serves this node's listings and batches to the other nodes of the job."""
 
-    def __init__(self, nonce: str) -> None:
+    def __init__(self, secret: str) -> None:
         self.listings: dict[str, bytes] = {}
         self.chunk_stores: dict[str, ChunkStore] = {}
         """Both by version of the data set."""
-        self._server = Server(nonce, _PURPOSE, self._serve, _SERVER_LIMITS)
+        self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS)
         self.port, self.close = self._server.port, self._server.close
 
     def _serve(self, connection: Connection) -> None:
@@ -132,11 +132,11 @@ class PeerServer:
 class Peer:
     """A connection to another node's server."""
 
-    def __init__(self, address: Address, nonce: str, version: str) -> None:
+    def __init__(self, address: Address, secret: str, version: str) -> None:
         """Connect, to ask for one version of a data set. Raises PeerError if no agent of the job answers there."""
         self._name, self._version = address[0], version
         try:
-            self._connection = connect(address, nonce, _PURPOSE, _CLIENT_LIMITS)
+            self._connection = connect(address, secret, _PURPOSE, _CLIENT_LIMITS)
         except OSError as error:
             raise PeerError(f"{self._name} cannot be reached ({error})") from error
         self.close = self._connection.close

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from hpc.core.errors import TorchrelayError, UnfitNodeError
+from hpc.core.errors import BadNodeError, TorchrelayError
 from hpc.staging.archive import unpack
 from hpc.staging.coordination import Address, CacheStatus, StagingGroup
 from hpc.staging.copy import Copy, CopyStats, checksums_by_batch, copied_files
@@ -117,17 +117,17 @@ class Stager:
 
         Raises:
             StagingStopped: `watch` returned true.
-            UnfitNodeError: this node reads nothing from the source: its mount hangs.
+            BadNodeError: this node reads nothing from the source: its mount hangs.
             TorchrelayError: the source cannot be read, or the cache directory is not safe to use.
         """
         began = time.monotonic()
-        if self._group.nonce:
-            self._server = PeerServer(self._group.nonce)
+        if self._group.secret:
+            self._server = PeerServer(self._group.secret)
             self._held.callback(self._server.close)
         try:
             staged = self._list_and_copy(absolute(source), read_all=read_all)
         except NoProgressError:
-            raise UnfitNodeError(
+            raise BadNodeError(
                 f"{os.uname().nodename} has got nothing of {source} for {self._timeout_seconds:.0f} s: that mount "
                 f"or the disk of {self._stage_dir} hangs there; leave the node out with --exclude, or wait longer with "
                 "--stage-timeout"
@@ -183,7 +183,7 @@ class Stager:
         # Listing a million files takes minutes; `watch` stops this wait if the head node dies.
         while (plan := self._group.plan()) is None:
             self._wait.wait()
-        with Peer(plan.lister, self._group.nonce, plan.version) as peer:
+        with Peer(plan.lister, self._group.secret, plan.version) as peer:
             listing = self._wait.run_in_thread(peer.listing)
         if listing.source != source or listing.version != plan.version:
             raise PeerError(f"{plan.lister[0]} sent the listing of another data set")
@@ -309,7 +309,7 @@ class Stager:
             files = {index for index, file in enumerate(listing.files) if file.name in names}
             batches = [batch for batch in batches if any(chunk.file in files for chunk in listing.batches[batch])]
         copy = Copy(listing, batches, partial / "data", chunks)
-        copy.run(self._wait_for_owners(), (self._group.host, self._port), self._group.nonce, self._wait.update)
+        copy.run(self._wait_for_owners(), (self._group.host, self._port), self._group.secret, self._wait.update)
         return copy.stats, copied_files(listing, copy.checksums)
 
     def _copy_and_unpack(

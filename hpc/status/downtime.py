@@ -6,7 +6,7 @@ follows or should follow. The time of its recovery is divided by the times of ev
 | part | from | to |
 |---|---|---|
 | notice | the failure: `failed_at`, else the lost node's last heartbeat, or the stop signal | the event |
-| release | the event | `requeued` or `relaunched`; 0 where Slurm requeues by itself |
+| release | the event | `requeued` or `resubmitted`; 0 where Slurm requeues by itself |
 | start | that | `claimed` by the next attempt: the wait in the queue and Slurm's start of the job |
 | stage | `claimed` | the last `staged` before the training |
 | rendezvous | `staged`, or the event inside an attempt | all ranks have started, imported torch and connected |
@@ -105,7 +105,7 @@ def _interruption(before: Sequence[Event], end: Event, after: Sequence[Event], s
     claimed: float | None = released
     staged: float | None = released
     if end["event"] == "attempt_ended":
-        released = _time(_last(before, "requeued", "relaunched")) or released
+        released = _time(_last(before, "requeued", "resubmitted")) or released
         claimed = _time(_first(after, "claimed"))
         staged = _time(_last(after, "staged")) or claimed
     started, connected = _first(after, "train_started"), None

@@ -8,7 +8,7 @@ from hpc.core.ledger import Event
 from hpc.core.units import REQUEUE_SECONDS, save_timeout_seconds
 
 # A save should take at most this share of the time before the job ends: storage may be slower on another day.
-MOST_SHARE = 0.8
+MAX_SHARE = 0.8
 _ADVICE = {
     Cause.NO_SPACE: "no space left: make room, then continue with `sbatch submit.sbatch` in the run directory",
     Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, and submit under a new "
@@ -47,13 +47,13 @@ def save_seconds(events: Sequence[Event]) -> float | None:
 def _too_little_time(submitted: Event, took: float | None) -> list[str]:
     found = list[str]()
     lead, grace = submitted.get("stop_lead_seconds"), submitted.get("grace_seconds")
-    if took is not None and lead is not None and took > MOST_SHARE * (lead - REQUEUE_SECONDS):
+    if took is not None and lead is not None and took > MAX_SHARE * (lead - REQUEUE_SECONDS):
         found.append(
             f"saving took {took:.1f} s; the stop signal comes {lead} s before the time limit, and the requeue needs "
             f"the last {REQUEUE_SECONDS:.0f} s: submit with --stop-lead {ceil(2 * took / 60)}m"
         )
-    if took is not None and grace is not None and took > MOST_SHARE * save_timeout_seconds(grace):
-        enough = ceil(took / MOST_SHARE + REQUEUE_SECONDS)
+    if took is not None and grace is not None and took > MAX_SHARE * save_timeout_seconds(grace):
+        enough = ceil(took / MAX_SHARE + REQUEUE_SECONDS)
         found.append(
             f"saving took {took:.1f} s; on preemption Slurm kills the run after {grace} s: lose less with a shorter "
             f"--checkpoint-every, or ask the administrators for GraceTime={enough}"

@@ -36,7 +36,7 @@ from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, check_world
 
 # Deleting old copies and moving files may keep an agent busy for a moment.
-_LEAST_STAGE_SECONDS = 10
+_MIN_STAGE_SECONDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +189,8 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)
-    if spec.stage_timeout_seconds < _LEAST_STAGE_SECONDS:
-        raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_LEAST_STAGE_SECONDS}s or more")
+    if spec.stage_timeout_seconds < _MIN_STAGE_SECONDS:
+        raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_MIN_STAGE_SECONDS}s or more")
     return run, spec
 
 

@@ -22,11 +22,11 @@ from training.config.train_config import TrainConfig
 
 _DAY_MINUTES = 24 * 60
 # Packing costs about as much as an epoch, so that it pays from the third epoch on.
-_LEAST_EPOCHS_TO_PACK = 3
+_MIN_EPOCHS_TO_PACK = 3
 _DEFAULT_IMAGE_SIZE = 224
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
 # What the files of a run need, without its checkpoints.
-_LEAST_FREE_BYTES = 64 * 2**20
+_MIN_FREE_BYTES = 64 * 2**20
 
 
 def resolve_resources(asked: Resources, partitions: list[Partition], spares: int = 0) -> Resources:
@@ -130,7 +130,7 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
     if existing == real and (problem := who_may_rename(real)):
         raise UserError(f"--runs-dir {runs_dir}: {problem}; use a directory of your own")
     free = shutil.disk_usage(existing).free
-    if free < _LEAST_FREE_BYTES:
+    if free < _MIN_FREE_BYTES:
         raise UserError(
             f"--runs-dir {runs_dir}: its file system is full ({free // 2**20} MB free): make room or use another one"
         )
@@ -159,7 +159,7 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
     if asked == "off" or train.synthetic:
         return None
     kind = None if is_archive(data) else check_data(data).kind
-    if asked == "auto" and (kind != "image-folder" or train.epochs < _LEAST_EPOCHS_TO_PACK):
+    if asked == "auto" and (kind != "image-folder" or train.epochs < _MIN_EPOCHS_TO_PACK):
         return None
     if kind not in {None, "image-folder"}:
         raise UserError(f"--pack is on, but {data} is no image folder and needs no packing: leave it out")

@@ -24,14 +24,14 @@ from hpc.core.ownership import check_is_own
 from hpc.core.text import visible
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
-from hpc.slurm import relaunch
+from hpc.slurm import resubmit
 from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
 from hpc.supervise.decide import STARTS, Action, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
 from hpc.supervise.perform import perform
 
-_MOST_POLL_SECONDS = 300.0
+_MAX_POLL_SECONDS = 300.0
 # --on-end is not called for runs that ended longer ago, before it was given.
 _NEWS_SECONDS = 3600.0
 _ON_END_TIMEOUT_SECONDS = 60
@@ -75,7 +75,7 @@ def supervise(options: SuperviseOptions) -> int:
         except (TorchrelayError, OSError) as error:
             if once:
                 raise
-            wait, lines = min(wait * 2, _MOST_POLL_SECONDS), []
+            wait, lines = min(wait * 2, _MAX_POLL_SECONDS), []
             print(f"hpc supervise: next check in {wait:.0f} s: {error}", file=sys.stderr, flush=True)
         _print(lines, options)
         if once:
@@ -120,7 +120,7 @@ def _check(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
 def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
     """The decision about every run. Silent ones get the time for another heartbeat."""
     found = [(one, decide(one.known)) for one in _observed(options.runs_dir)]
-    silent = {one.run for one, decision in found if decision.action is Action.RELAUNCH and decision.job_id}
+    silent = {one.run for one, decision in found if decision.action is Action.RESUBMIT and decision.job_id}
     if silent and not options.dry_run:
         # A clock may be wrong, and storage that recovers may be back for this machine first.
         time.sleep(_CONFIRM_SECONDS)
@@ -147,7 +147,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
     for number, one in enumerate(found):
         if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
             # Nodes that the pending job can still do without: fewer when others go down.
-            excludable = relaunch.nodes_to_exclude(RunSpec.load(one.run), one.events)
+            excludable = resubmit.nodes_to_exclude(RunSpec.load(one.run), one.events)
             found[number] = replace(one, known=replace(one.known, excludable=excludable))
     return found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hpc.core.causes import Cause, JobState
-from hpc.slurm.relaunch import HANDOVER_SECONDS
+from hpc.slurm.resubmit import HANDOVER_SECONDS
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.observe import RunObservation
 
@@ -23,9 +23,9 @@ _AGENT_RETRY_SECONDS = 900.0
 # A supervisor, also one in cron, has continued a run by then, if there is one.
 _ABANDONED_SECONDS = 600.0
 # Jobs that end before they start, one after the other, are not the fault of nodes.
-_MOST_STARTS = 5
+_MAX_STARTS = 5
 # A shorter delay is not worth a call, and clocks differ; a longer one was requested by the user.
-_LEAST_DELAY_SECONDS, _MOST_DELAY_SECONDS = 30.0, 900.0
+_MIN_DELAY_SECONDS, _MAX_DELAY_SECONDS = 30.0, 900.0
 _FIRST_BACK_OFF_SECONDS = 30.0
 # The cause of an attempt's end that no agent recorded, by the state of its job.
 _CAUSE_OF_STATE = {
@@ -39,16 +39,16 @@ class Action(StrEnum):
     """What the supervisor can do."""
 
     KEEP = "keep"  # nothing
-    RELEASE = "release"  # end the delay of a requeued job
-    UNHOLD = "unhold"  # release a job that Slurm holds because it could not start it
-    ADMIT = "admit"  # let a pending job use nodes again that failed the run: too few others are left
+    START_NOW = "start_now"  # end the delay of a requeued job
+    RELEASE = "release"  # release a job that Slurm holds because it could not start it
+    ALLOW_NODES = "allow_nodes"  # let a pending job use nodes again that failed the run: too few others are left
     REQUEUE = "requeue"  # requeue a job that has ended
-    RELAUNCH = "relaunch"  # record the attempt's end if it is missing, submit the next job, and cancel the old one
+    RESUBMIT = "resubmit"  # record the attempt's end if it is missing, submit the next job, and cancel the old one
     CANCEL = "cancel"  # cancel a job that does nothing
     RECORD = "record"  # record that the user cancelled the last job with scancel: Slurm will forget it
 
 
-STARTS = frozenset({Action.RELEASE, Action.UNHOLD, Action.REQUEUE, Action.RELAUNCH})
+STARTS = frozenset({Action.START_NOW, Action.RELEASE, Action.REQUEUE, Action.RESUBMIT})
 """The actions after which a run stages and trains."""
 
 
@@ -85,10 +85,10 @@ def _cancel(job: SlurmJob, reason: str) -> Decision:
     return Decision(action=Action.CANCEL, job_id=job.job_id, reason=reason)
 
 
-def _relaunch(run: RunObservation, job: SlurmJob | None, reason: str) -> Decision:
+def _resubmit(run: RunObservation, job: SlurmJob | None, reason: str) -> Decision:
     # If another start of a job made the last attempt, this one's state is no cause of that attempt's end.
     cause = _missing_cause(run) if job is None or run.made_last_attempt(job) else None
-    return Decision(action=Action.RELAUNCH, reason=reason, job_id=job.job_id if job else None, cause=cause)
+    return Decision(action=Action.RESUBMIT, reason=reason, job_id=job.job_id if job else None, cause=cause)
 
 
 def _missing_cause(run: RunObservation) -> Cause | None:
@@ -142,19 +142,19 @@ def _pending(run: RunObservation) -> Decision | None:
         return None
     if "launch" in job.reason.lower() and "held" in job.reason.lower():
         times = job.restarts - (last.restart + 1 if last and last.job_id == job.job_id else 0)
-        if times < _MOST_STARTS:
-            return Decision(action=Action.UNHOLD, job_id=job.job_id, reason="Slurm could not start it on a node")
+        if times < _MAX_STARTS:
+            return Decision(action=Action.RELEASE, job_id=job.job_id, reason="Slurm could not start it on a node")
         reason = f"Slurm could not start job {job.job_id} {times} times: scontrol release {job.job_id}"
         return _over(reason, "failed")
     # Without a restart, the delay was requested by the user.
     delay = (job.eligible or 0.0) - run.now if job.reason == "BeginTime" and job.restarts else 0.0
-    if _LEAST_DELAY_SECONDS < delay < _MOST_DELAY_SECONDS:
+    if _MIN_DELAY_SECONDS < delay < _MAX_DELAY_SECONDS:
         reason = "requeued; nothing but Slurm's delay holds it"
-        release = Decision(action=Action.RELEASE, job_id=job.job_id, reason=reason)
-        return _back_off(run, run.failures - 2) or release
+        start = Decision(action=Action.START_NOW, job_id=job.job_id, reason=reason)
+        return _back_off(run, run.failures - 2) or start
     if missed := set(run.excluded) - set(run.excludable):
         reason = f"too few nodes are left without {', '.join(sorted(missed))}"
-        return Decision(action=Action.ADMIT, job_id=job.job_id, reason=reason)
+        return Decision(action=Action.ALLOW_NODES, job_id=job.job_id, reason=reason)
     return _keep(f"job {job.job_id} is pending ({job.reason})")
 
 
@@ -176,7 +176,7 @@ def _starting(run: RunObservation) -> Decision | None:
     # The list of squeue may be older than the ledger.
     if waited < _CLAIM_SECONDS or (run.end_missing and run.silent_seconds < STALE_SECONDS):
         return _keep(f"job {job.job_id} is starting")
-    return _relaunch(run, job, f"its agents have not started within {waited:.0f} s")
+    return _resubmit(run, job, f"its agents have not started within {waited:.0f} s")
 
 
 def _running(run: RunObservation) -> Decision | None:
@@ -187,14 +187,14 @@ def _running(run: RunObservation) -> Decision | None:
     silent = run.silent_seconds >= STALE_SECONDS
     if last is None or last.ended is None:
         if silent:
-            return _relaunch(run, job, f"no heartbeat from its agents for {run.silent_seconds:.0f} s")
+            return _resubmit(run, job, f"no heartbeat from its agents for {run.silent_seconds:.0f} s")
         return _keep(f"job {job.job_id} is running")
     quiet = run.now - max(last.ended, run.handed_over_at or 0.0)
     if quiet < HANDOVER_SECONDS or (quiet < _AGENT_RETRY_SECONDS and not silent):
         return _keep(f"job {job.job_id} is ending")
     if run.over:
         return _cancel(job, "the run has ended, but its job still runs")
-    return _relaunch(run, job, "the attempt ended, and its agents queued no next one")
+    return _resubmit(run, job, "the attempt ended, and its agents queued no next one")
 
 
 def _given_up(run: RunObservation) -> Decision | None:
@@ -244,7 +244,7 @@ def _never_starts(run: RunObservation) -> Decision | None:
     # Slurm itself requeues a job whose node fails.
     times = max([run.queued_jobs, *(job.restarts for job in run.jobs if run.last is None)])
     gave_up = f"given up: its job ended {times} times before it started"
-    return _over(gave_up, "failed") if times >= _MOST_STARTS else None
+    return _over(gave_up, "failed") if times >= _MAX_STARTS else None
 
 
 def _ended(run: RunObservation) -> Decision:
@@ -256,7 +256,7 @@ def _ended(run: RunObservation) -> Decision:
         reason, cause = "a node failed", _missing_cause(run)
         found = Decision(action=Action.REQUEUE, job_id=job.job_id, cause=cause, reason=reason)
     else:
-        found = _relaunch(run, None, _gone(run))
+        found = _resubmit(run, None, _gone(run))
     return replace(found, state="failed" if run.idle_seconds > _ABANDONED_SECONDS else "pending")
 
 

@@ -13,7 +13,7 @@ from hpc.core.files import modified
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
-from hpc.slurm import relaunch
+from hpc.slurm import resubmit
 from hpc.slurm.squeue import SlurmJob
 
 
@@ -129,10 +129,10 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
     events = () if complete else ledger.read(run.events)
     attempts, job_id = attempts_of(events), last_job_id(events)
     own = [event for event in events if event.get("attempt") == (attempts[-1].attempt if attempts else 0)]
-    queued = [event["time"] for event in own if event["event"] in {"requeued", "relaunched"}]
+    queued = [event["time"] for event in own if event["event"] in {"requeued", "resubmitted"}]
     released = [event["time"] for event in own if event["event"] == "released"]
-    claim = relaunch.unfinished_handover(events, attempts[-1].attempt if attempts else 0)
-    excluded = [event["excluded"] for event in events if event["event"] in {"relaunched", "excluded"}]
+    claim = resubmit.unfinished_handover(events, attempts[-1].attempt if attempts else 0)
+    excluded = [event["excluded"] for event in events if event["event"] in {"resubmitted", "excluded"}]
     known = RunObservation(
         complete=complete,
         cancelled=any(event["event"] == "cancelled" for event in events),
@@ -144,7 +144,7 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         queued_jobs=len(queued),
         handed_over_at=max([*queued, *released], default=None),
         handover_unfinished=claim is not None,
-        handover_deadline=relaunch.handover_deadline(claim),
+        handover_deadline=resubmit.handover_deadline(claim),
         excluded=excluded[-1] if excluded else (),
         now=now,
     )

@@ -15,7 +15,7 @@ from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
 from hpc.slurm import client as slurm
-from hpc.slurm import relaunch
+from hpc.slurm import resubmit
 from hpc.slurm.squeue import job_state
 from hpc.spec import RunSpec
 from hpc.supervise.decide import STARTS, Action, Decision
@@ -35,16 +35,16 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
         # Its jobs would train the run that it was copied from.
         raise TorchrelayError(f"{run.script} belongs to another run directory: is this one a copy, or was it moved?")
     match decision.action:
-        case Action.RELEASE | Action.UNHOLD:
+        case Action.START_NOW | Action.RELEASE:
             _release(observed, decision)
-        case Action.ADMIT:
+        case Action.ALLOW_NODES:
             _exclude(observed, decision, observed.known.excludable)
         case Action.REQUEUE:
             if _record_missing_end(observed, decision):
                 slurm.requeue(str(job_id))
                 _record_event(observed, "requeued", job_id=job_id)
-        case Action.RELAUNCH:
-            _relaunch(observed, decision)
+        case Action.RESUBMIT:
+            _resubmit(observed, decision)
         case Action.CANCEL:
             slurm.cancel(str(job_id))
         case Action.RECORD if decision.cause:
@@ -73,18 +73,18 @@ def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
     if last is None or cause is None:
         return True
     suspect = last.nodes[0] if cause in {Cause.LOST, Cause.NODE_FAILURE} else None
-    return relaunch.record_missing_end(run, last, decision.reason, cause=cause, suspect=suspect)
+    return resubmit.record_missing_end(run, last, decision.reason, cause=cause, suspect=suspect)
 
 
 def _release(observed: ObservedRun, decision: Decision) -> None:
     """Let a delayed or held job start now, but not on nodes that failed the run."""
     try:
-        excluded = relaunch.nodes_to_exclude(RunSpec.load(observed.run), observed.events)
+        excluded = resubmit.nodes_to_exclude(RunSpec.load(observed.run), observed.events)
         if set(excluded) != set(observed.known.excluded):
             _exclude(observed, decision, excluded)
     except TorchrelayError as error:  # the job starts all the same
         print(f"hpc supervise: {observed.run.name}: nodes that failed it are not excluded: {error}", file=sys.stderr)
-    if decision.action is Action.UNHOLD:
+    if decision.action is Action.RELEASE:
         slurm.release(str(decision.job_id))
     slurm.set_start_time(str(decision.job_id), _SOON)
     _record_event(observed, "released", job_id=decision.job_id)
@@ -95,7 +95,7 @@ def _exclude(observed: ObservedRun, decision: Decision, nodes: Sequence[str]) ->
     _record_event(observed, "excluded", job_id=decision.job_id, excluded=list(nodes))
 
 
-def _relaunch(observed: ObservedRun, decision: Decision) -> None:
+def _resubmit(observed: ObservedRun, decision: Decision) -> None:
     run, known, old = observed.run, observed.known, decision.job_id
     last_id = last_job_id(observed.events)
     if old is None and last_id is not None:
@@ -109,17 +109,17 @@ def _relaunch(observed: ObservedRun, decision: Decision) -> None:
     if len(attempts) != len(known.attempts) or any(event["event"] == "cancelled" for event in events):
         return  # another attempt has started, or the user has cancelled the run
     if may_restart_after(attempts):
-        if not relaunch.claim_next_job(run, known.attempt, observed.events):
+        if not resubmit.claim_next_job(run, known.attempt, observed.events):
             return
         spec = RunSpec.load(run)
-        excluded = relaunch.nodes_to_exclude(spec, events)
+        excluded = resubmit.nodes_to_exclude(spec, events)
         job_ids = {*(attempt.job_id for attempt in known.attempts), *([old] if old else [])}
         try:
-            new = relaunch.submit_next_job(run, spec, excluded, job_ids)
+            new = resubmit.submit_next_job(run, spec, excluded, job_ids)
         except TorchrelayError:
             if old:  # a limit on jobs per user may keep the new one out until the old one has ended
                 slurm.cancel(old)
             raise
-        _record_event(observed, "relaunched", job_id=new, old_job_id=old, excluded=excluded)
+        _record_event(observed, "resubmitted", job_id=new, old_job_id=old, excluded=excluded)
     if old:
         slurm.cancel(old)

@@ -40,15 +40,15 @@ class TestbedShape:
 
     def __post_init__(self) -> None:
         """Refuse a shape that Slurm or the address range cannot hold."""
-        for flag, value, least, most, example in (
+        for flag, value, minimum, maximum, example in (
             ("--nodes", self.nodes, 1, _MAX_NODES, 4),
             ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),
             ("--cpus-per-node", self.cpus_per_node, 1, 256, 8),
             ("--memory-mb-per-node", self.memory_mb_per_node, 1, 2**30, 32_768),
             ("--slurmd-timeout", self.slurmd_timeout, 5, 65_533, 300),
         ):
-            if not least <= value <= most:
-                raise UserError(f"{flag} {value}: give {least} to {most}; type for example {flag} {example}")
+            if not minimum <= value <= maximum:
+                raise UserError(f"{flag} {value}: give {minimum} to {maximum}; type for example {flag} {example}")
 
     @property
     def all_nodes(self) -> tuple[TestbedNode, ...]:

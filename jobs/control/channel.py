@@ -2,7 +2,7 @@
 
 Runs on compute nodes. Every agent sends its status twice a second and gets the directive back. Slurm notices a dead
 node after minutes, and files on shared storage show after up to a minute; this takes seconds. Connections are
-authenticated with the attempt's nonce, which stands in the run directory (hpc.core.transport).
+authenticated with the attempt's secret, which stands in the run directory (hpc.core.transport).
 """
 
 import threading
@@ -47,10 +47,10 @@ class ControlServer:
     head_is_silent = False
     clock_skew_seconds = 0.0
 
-    def __init__(self, nonce: str, num_nodes: int, port: int = 0, *, timeout_seconds: float = float("inf")) -> None:
+    def __init__(self, secret: str, num_nodes: int, port: int = 0, *, timeout_seconds: float = float("inf")) -> None:
         """Listen, on a port that the kernel chooses unless one is given.
 
-        `nonce` is the attempt's secret. If this agent hangs for `timeout_seconds` before the training, the others get
+        If this agent hangs for `timeout_seconds` before the training, the others get
         no answer any more: they take it for lost.
         """
         self._num_nodes = num_nodes
@@ -63,7 +63,7 @@ class ControlServer:
         self.clock = AgentClock()
         self._heard: dict[int, float] = {}
         self._ended = set[int]()
-        self._server = Server(nonce, _PURPOSE, self._serve, _SERVER_LIMITS, port)
+        self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, port)
         self.port = self._server.port
 
     def report(self, **changes: Any) -> None:
@@ -124,7 +124,7 @@ class ControlClient:
     """Another node's end: reports its status to the head node, and has the head's directive."""
 
     def __init__(
-        self, host: str, port: int, nonce: str, status: NodeStatus, *, timeout_seconds: float = float("inf")
+        self, host: str, port: int, secret: str, status: NodeStatus, *, timeout_seconds: float = float("inf")
     ) -> None:
         """Connect in a thread, again and again until `close`, to the head node's agent, and send it a first status.
 
@@ -138,7 +138,7 @@ class ControlClient:
         """Set with the head's first answer."""
         self.head_has_ended = False
         """As `ControlServer.has_ended`."""
-        self._address, self._nonce = (host, port), nonce
+        self._address, self._secret = (host, port), secret
         self.clock, self._heard = AgentClock(), time.monotonic()
         self._changed, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep_connected, daemon=True, name="control-client")
@@ -171,7 +171,7 @@ class ControlClient:
     def _keep_connected(self) -> None:
         while not self._closed.is_set():
             try:
-                with connect(self._address, self._nonce, _PURPOSE, _CLIENT_LIMITS) as connection:
+                with connect(self._address, self._secret, _PURPOSE, _CLIENT_LIMITS) as connection:
                     self._exchange(connection)
             except ConnectionError:
                 self._heard, self.head_has_ended = _after_break(self._heard), True

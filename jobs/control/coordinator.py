@@ -13,7 +13,7 @@ from typing import Any
 from hpc.core.attempts import attempts_of, budget_of
 from hpc.core.causes import Cause, PastInterruption, rank_signature, signature_of
 from hpc.core.kernel import steady_time
-from hpc.slurm import relaunch
+from hpc.slurm import resubmit
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
 from jobs.control.patience import LINK_SECONDS, Patience
@@ -62,7 +62,7 @@ class Coordinator:
         """Whether the torchrun of every member ended with 0."""
         self.lost: dict[int, float] = {}
         """Node ranks that are silent, and since when, in seconds since the epoch."""
-        self.unfit: set[int] = set()
+        self.bad_nodes: set[int] = set()
         """Node ranks that failed the preflight, or whose storage or device hangs."""
         self.stuck: set[int] = set()
         """Those of them on which a rank cannot be killed: Slurm cannot end this job there, or requeue it, for long."""
@@ -90,7 +90,7 @@ class Coordinator:
             return
         self._find_lost_nodes()
         directive, statuses = self._server.directive, self._server.statuses()
-        self.unfit |= {node_rank for node_rank, status in statuses.items() if status.phase is Phase.UNFIT}
+        self.bad_nodes |= {node_rank for node_rank, status in statuses.items() if status.phase is Phase.BAD_NODE}
         present = statuses.keys() - self.lost.keys()
         members = [statuses[node_rank] for node_rank in directive.members if node_rank in present]
         current = [status for status in members if status.round == directive.round]
@@ -136,7 +136,7 @@ class Coordinator:
             return
         if root.cause == Cause.BAD_NODE:
             hostnames = self._node.allocation.hostnames
-            self.unfit |= {node_rank for node_rank, name in enumerate(hostnames) if name == root.node}
+            self.bad_nodes |= {node_rank for node_rank, name in enumerate(hostnames) if name == root.node}
         code = f"signal {root.signal}" if root.signal else f"exit code {root.exit_code}"
         detail = f"rank {root.rank} on {root.node}: {code}" + (f": {root.detail}" if root.detail else "")
         signature = rank_signature(root.cause, root.signal, root.exit_code, root.detail, root.step)
@@ -166,7 +166,7 @@ class Coordinator:
         # On several nodes it is the storage that they share.
         stuck = nodes if len(nodes) == 1 else set[int]()
         self.stuck |= stuck
-        self.unfit |= stuck
+        self.bad_nodes |= stuck
         self._direct(abort_count=self._server.directive.abort_count + 1)
         cause, name = Cause.BAD_NODE if stuck else Cause.HANG, next(map(self._name, stuck), None)
         # The same hang is at the same step; the heartbeats alone have that of a user's script.
@@ -236,10 +236,10 @@ class Coordinator:
             return
         view = MembershipView(
             num_nodes=self._node.allocation.num_nodes,
-            least=self._node.spec.least_nodes,
-            most=self._node.spec.resources.max_nodes,
+            min_nodes=self._node.spec.min_nodes,
+            max_nodes=self._node.spec.resources.max_nodes,
             statuses=statuses,
-            excluded=frozenset({*self.lost, *self.unfit}),
+            excluded=frozenset({*self.lost, *self.bad_nodes}),
             awaited=self._awaited(),
             waited_seconds=time.monotonic() - self._began,
             failed_rounds=self._failed_rounds,
@@ -261,7 +261,7 @@ class Coordinator:
 
     def _awaited(self) -> frozenset[int]:
         """Lost nodes whose link may come back."""
-        server, lost = self._server, self.lost.keys() - self.unfit
+        server, lost = self._server, self.lost.keys() - self.bad_nodes
         silent = {rank: server.silent_seconds(rank) or 0.0 for rank in lost if not server.has_ended(rank)}
         recent = [rank for rank, seconds in silent.items() if seconds < LINK_SECONDS]
         limit = self._patience.seconds([self._name(rank) for rank in recent]) if recent else 0.0
@@ -276,7 +276,7 @@ class Coordinator:
             return False
         self._end_checked = time.monotonic()
         run = self._node.run
-        return relaunch.has_ended(run, self._node.attempt.attempt) or relaunch.is_cancelled(run)
+        return resubmit.has_ended(run, self._node.attempt.attempt) or resubmit.is_cancelled(run)
 
     def _announce_round(self, members: tuple[int, ...], statuses: dict[int, NodeStatus]) -> None:
         before = self._server.directive
@@ -293,15 +293,15 @@ class Coordinator:
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
         """The failure that left too few nodes; or there never were enough."""
-        out = {rank: status for rank, status in statuses.items() if status.phase in {Phase.FAILED, Phase.UNFIT}}
+        out = {rank: status for rank, status in statuses.items() if status.phase in {Phase.FAILED, Phase.BAD_NODE}}
         failed = [f"{self._name(node_rank)}: {status.detail}" for node_rank, status in out.items()]
         failed += [f"lost contact with {self._name(node_rank)}" for node_rank in sorted(self.lost)]
         last = self._last_failure
         if last and steady_time() - last.noticed_at < _RECENT_SECONDS and not out:
             return replace(last, detail=f"{last.detail}; {reason}")
-        unfit = [self._name(rank) for rank, status in out.items() if status.phase is Phase.UNFIT]
-        cause = Cause.NODE_FAILURE if self.lost else Cause.BAD_NODE if unfit else Cause.CRASHED
-        at_fault = [*unfit, *map(self._name, sorted(self.lost))]
+        bad_nodes = [self._name(rank) for rank, status in out.items() if status.phase is Phase.BAD_NODE]
+        cause = Cause.NODE_FAILURE if self.lost else Cause.BAD_NODE if bad_nodes else Cause.CRASHED
+        at_fault = [*bad_nodes, *map(self._name, sorted(self.lost))]
         detail = "; ".join([*failed, reason])
         signature = signature_of(detail) if cause is Cause.CRASHED else None
         return self._failure(cause, steady_time(), detail, node=next(iter(at_fault), None), signature=signature)

@@ -23,13 +23,13 @@ class Phase(StrEnum):
     """Its torchrun of the round has ended, and it waits for the next directive."""
     FAILED = "failed"
     """It cannot take part in this attempt."""
-    UNFIT = "unfit"
+    BAD_NODE = "bad_node"
     """The same, and the fault is the node's: the next attempt avoids it."""
     LEFT = "left"
     """All its processes of this attempt have ended."""
 
 
-OVER = frozenset({Phase.FAILED, Phase.UNFIT, Phase.LEFT})
+OVER = frozenset({Phase.FAILED, Phase.BAD_NODE, Phase.LEFT})
 """Phases after which an agent does nothing more."""
 
 

@@ -9,13 +9,13 @@ from hpc.core.units import duration_seconds
 from jobs.control.messages import RankHeartbeat
 
 # While training, twenty steps without a sign of life are a hang; but slow storage may take a minute for one batch.
-_HANG_STEPS, _HANG_LEAST_SECONDS = 20.0, 60.0
+_HANG_STEPS, _HANG_MIN_SECONDS = 20.0, 60.0
 # Starting, compiling (the first step), saving and the end have no usual duration.
 _OTHER_PHASES_SECONDS = 900.0
 _TIMED_PHASES = frozenset({"load", "step", "evaluate"})
 _STUCK = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
 # Straggler: twice the usual step time for 10 s on end; a hundredth of a second is noise.
-_SLOW_FACTOR, _SLOW_LEAST_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
+_SLOW_FACTOR, _SLOW_MIN_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
     given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
     if heartbeat.phase not in _TIMED_PHASES or heartbeat.step_seconds is None:
         return max(_OTHER_PHASES_SECONDS, given or 0)
-    return given or max(_HANG_LEAST_SECONDS, _HANG_STEPS * heartbeat.step_seconds)
+    return given or max(_HANG_MIN_SECONDS, _HANG_STEPS * heartbeat.step_seconds)
 
 
 def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
@@ -44,21 +44,21 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")
-    culprit = _find_culprit(heartbeats)
-    if culprit is None:
+    hanging = _find_hanging_rank(heartbeats)
+    if hanging is None:
         phases = Counter(f"{heartbeat.phase} after step {heartbeat.step}" for heartbeat in heartbeats.values())
         counts = ", ".join(f"{count} in {phase}" for phase, count in phases.items())
         detail = f"no rank has moved for {seconds:.0f} s: {counts}"
         return Hang(rank=None, seconds=seconds, detail=detail, unkillable=unkillable)
-    found = heartbeats[culprit]
+    found = heartbeats[hanging]
     state = _STUCK.get(
         found.state, f"has been in {found.phase} after step {found.step} for {found.still_seconds:.0f} s"
     )
-    detail = f"rank {culprit} {state}" + (", and the others wait for it" if len(heartbeats) > 1 else "")
-    return Hang(rank=culprit, seconds=seconds, detail=detail, unkillable=unkillable)
+    detail = f"rank {hanging} {state}" + (", and the others wait for it" if len(heartbeats) > 1 else "")
+    return Hang(rank=hanging, seconds=seconds, detail=detail, unkillable=unkillable)
 
 
-def _find_culprit(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
+def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
     """The rank that is stopped, or is alone in its step and phase: the others wait for it in a collective."""
     stuck = [rank for rank, heartbeat in heartbeats.items() if heartbeat.state in _STUCK]
     if len(stuck) == 1:
@@ -97,7 +97,7 @@ class StragglerDetector:
         usual = sorted(busy.values())[(len(busy) - 1) // 2]
         found, now = [], time.monotonic()
         for rank, seconds in busy.items():
-            if seconds < max(_SLOW_FACTOR * usual, usual + _SLOW_LEAST_SECONDS):
+            if seconds < max(_SLOW_FACTOR * usual, usual + _SLOW_MIN_SECONDS):
                 self._slow_since.pop(rank, None)
             elif now - self._slow_since.setdefault(rank, now) > _SLOW_FOR_SECONDS:
                 self._slow_since[rank] = float("inf")  # once is enough

@@ -1,4 +1,4 @@
-"""Which rank failed first; the others that end with it are its victims. Runs in the head node's agent.
+"""Which rank failed first; the others ended because of it. Runs in the head node's agent.
 
 Two controllers act when a rank dies:
 
@@ -12,9 +12,9 @@ So the coordinator sees what torchrun's restart leaves of one failure: several r
 reported in any order. This module finds the one that failed:
 
 - It waits until every node has reported what ended together.
-- Ranks that were started before the last interruption are its victims, not failures of their own.
-- A rank that dies of SIGABRT soon after the coordinator had all ranks aborted is a victim, too: the directive may
-  arrive late, when torchrun has already restarted the ranks.
+- Ranks that were started before the last interruption ended because of it: they are no failures of their own.
+- A rank that dies of SIGABRT soon after the coordinator had all ranks aborted has no failure of its own, either: the
+  directive may arrive late, when torchrun has already restarted the ranks.
 - Ranks whose last log line reports a lost peer come after those that failed by themselves.
 """
 
@@ -57,7 +57,7 @@ class RootFailure:
             return None
         self._settling_since = None
         self._handled |= unhandled
-        # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the unfit node is the
+        # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the bad node is the
         # cause all the same.
         return min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))
 

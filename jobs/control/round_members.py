@@ -11,7 +11,7 @@ _WAIT_SECONDS = 60.0
 # A node that has not reported by then never will: its file systems are not mounted, or its network is closed.
 _FIRST_REPORT_SECONDS = 600.0
 # A port can be taken between its test and its use; five times in a row it is something else.
-_MOST_FAILED_ROUNDS = 5
+_MAX_FAILED_ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,9 @@ class MembershipView:
 
     num_nodes: int
     """In the allocation."""
-    least: int
-    most: int
-    """How many nodes the run trains on. Those beyond the most are spares."""
+    min_nodes: int
+    max_nodes: int
+    """How many nodes the run trains on. Those beyond max_nodes are spares."""
     statuses: Mapping[int, NodeStatus]
     """By node rank, of nodes that have reported."""
     excluded: frozenset[int]
@@ -71,11 +71,11 @@ def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
     # After the first round, go on at once with the nodes that are able. Before it,
     # wait up to `_WAIT_SECONDS` for the others.
     need_not_wait = directive.round > 0 or not view.num_pending or view.waited_seconds > _WAIT_SECONDS
-    if len(able) >= view.most or (len(able) >= view.least and need_not_wait):
+    if len(able) >= view.max_nodes or (len(able) >= view.min_nodes and need_not_wait):
         return RoundDecision(members=_choose(directive, view))
-    if len(able) + view.num_pending < view.least:
+    if len(able) + view.num_pending < view.min_nodes:
         return RoundDecision(
-            failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {view.least}"
+            failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {view.min_nodes}"
         )
     return RoundDecision(wait=directive.round > 0 and not directive.paused)
 
@@ -85,7 +85,7 @@ def _choose(directive: Directive, view: MembershipView) -> tuple[int, ...]:
     able = view.able
     stayed = [node_rank for node_rank in directive.members if node_rank in able]
     others = [node_rank for node_rank in able if node_rank not in stayed]
-    return tuple([*stayed, *others][: view.most])
+    return tuple([*stayed, *others][: view.max_nodes])
 
 
 def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision:
@@ -95,7 +95,7 @@ def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision
         return RoundDecision(members=_choose(directive, view))  # it lost its link for a moment, and ended its ranks
     ended = [status for status in members if status.phase is Phase.ENDED and status.round == directive.round]
     if any(status.exit_code for status in ended):
-        if view.failed_rounds >= _MOST_FAILED_ROUNDS:
+        if view.failed_rounds >= _MAX_FAILED_ROUNDS:
             return RoundDecision(failed=f"torchrun failed {view.failed_rounds} times in a row")
         return RoundDecision(members=_choose(directive, view))
     if ended:

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from hpc.core.parent_death import set_parent_death_signal
 
-_TAIL_BYTES, _LONGEST_DETAIL, _MOST_LINES_AFTER = 65536, 500, 20
+_TAIL_BYTES, _LONGEST_DETAIL, _MAX_LINES_AFTER = 65536, 500, 20
 
 
 def become_torchrun(*program: str) -> None:
@@ -149,7 +149,7 @@ def _exception(lines: Sequence[str]) -> list[str]:
     after = (
         [number for number in range(begins[-1] + 1, len(lines)) if not lines[number].startswith(" ")] if begins else []
     )
-    return [lines[after[0]]] if after and len(lines) - after[0] <= _MOST_LINES_AFTER else []
+    return [lines[after[0]]] if after and len(lines) - after[0] <= _MAX_LINES_AFTER else []
 
 
 def _record_failure(exits: str, name: str, record: Mapping[str, object]) -> None:

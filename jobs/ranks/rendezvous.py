@@ -23,7 +23,7 @@ class Rendezvous:
 
     run: str
     attempt: int
-    nonce: str
+    secret: str
     round: int
     members: tuple[str, ...]
     """Host names; the others report to the first one (training.runtime.node_rendezvous)."""
@@ -65,7 +65,7 @@ def torchrun_environment(rendezvous: Rendezvous, ranks: dict[str, str]) -> dict[
     return {
         **ranks,
         # Only this user may read it, unlike the arguments.
-        "TORCHRELAY_SECRET": rendezvous.nonce,
+        "TORCHRELAY_SECRET": rendezvous.secret,
         # All nodes have the same number of ranks: torchrun need not ask the others for theirs.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }

@@ -106,7 +106,7 @@ def _command(
     logs, num_ranks, python = run.attempt_logs(number), spec.resources.gpus_per_node, setup.python
     logs.mkdir(parents=True, exist_ok=True)
     rendezvous = Rendezvous(
-        run=run.name, attempt=number, nonce=node.attempt.nonce, round=directive.round,
+        run=run.name, attempt=number, secret=node.attempt.secret, round=directive.round,
         members=tuple(allocation.hostnames[rank] for rank in directive.members), port=directive.port,
         node=directive.members.index(allocation.node_rank),
     )  # fmt: skip

@@ -42,7 +42,7 @@ class NodeGroup(StagingGroup):
     def __init__(self, node: NodeAttempt, channel: ControlChannel, source: Path) -> None:
         self._allocation, self._channel, self._source = node.allocation, channel, str(source)
         self.host, self.is_head = node.allocation.host, node.allocation.is_head
-        self.has_peers, self.nonce = node.allocation.num_nodes > 1, node.attempt.nonce
+        self.has_peers, self.secret = node.allocation.num_nodes > 1, node.attempt.secret
         self._published_at: float | None = None
 
     def publish_listing(self, version: str, port: int) -> None:
@@ -111,7 +111,7 @@ class NodeStaging:
 
         Raises:
             StagingStopped: the agent was asked to stop, or the attempt is over.
-            UnfitNodeError: the source's mount on this node hangs.
+            BadNodeError: the source's mount on this node hangs.
             TorchrelayError: the data can be read neither from the disk nor in place.
         """
         spec = self.node.spec

@@ -12,7 +12,7 @@ import uuid
 from functools import partial
 from pathlib import Path
 
-from hpc.core.errors import TorchrelayError, UnfitNodeError
+from hpc.core.errors import BadNodeError, TorchrelayError
 from hpc.staging.copy_progress import CancellableWait, Watch, stop_if
 from hpc.staging.python_environment import EnvironmentDescription
 from hpc.staging.source import inside_name
@@ -34,7 +34,7 @@ _TRY_SECONDS = 300.0
 def stage_environment(staging: NodeStaging) -> str:
     """Stage the Python environment on this node's disk, if the run asks for it. Returns the ranks' interpreter.
 
-    Raises StagingStopped and UnfitNodeError as `NodeStaging.stage_data` does.
+    Raises StagingStopped and BadNodeError as `NodeStaging.stage_data` does.
     """
     node, python, fallback = staging.node, sys.executable, None
     if node.spec.stage_env is None:
@@ -42,7 +42,7 @@ def stage_environment(staging: NodeStaging) -> str:
     archive, began = Path(node.spec.stage_env), time.monotonic()
     try:
         python = _copy(staging, archive)
-    except UnfitNodeError:
+    except BadNodeError:
         raise  # the archive lies beside the run directory, which this node cannot read either
     except (TorchrelayError, OSError) as error:
         NodeGroup(node, staging.channel, archive).withdraw()

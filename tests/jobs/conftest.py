@@ -23,7 +23,7 @@ def node(tmp_path: Path) -> NodeAttempt:
         allocation=NodeAllocation(
             cluster="slurm", job_id="7", restart=0, node_rank=0, hostnames=("gpu01",), cpus=1
         ),
-        attempt=Attempt(attempt=1, job_id="7", restart=0, nonce="n", port=1, nodes=("gpu01",), started=1.0),
+        attempt=Attempt(attempt=1, job_id="7", restart=0, secret="n", port=1, nodes=("gpu01",), started=1.0),
         writer=EventWriter(tmp_path / "events" / "node.jsonl"),
     )  # fmt: skip
 

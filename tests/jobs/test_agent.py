@@ -132,7 +132,7 @@ def test_agent_that_fails_after_its_claim_ends_the_attempt_and_has_the_run_conti
     assert requeued["attempt"] == 1
 
 
-def test_agent_of_another_node_that_fails_makes_its_node_unfit(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_of_another_node_that_fails_marks_its_node_as_bad(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOCAL_JOB, "SUBMITIT_LOCAL_NTASKS", "2")
     run = make_run(shared / "r", nodes=2)
     with start_agent(run) as head, start_agent(run, mounts=NO_MEMORY, rank=1) as other:

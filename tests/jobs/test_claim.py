@@ -24,7 +24,7 @@ def run_with_a_lost_attempt(tmp_path: Path, cluster: Cluster, began: float) -> R
     run = RunDir(tmp_path / "r")
     run.events.mkdir(parents=True)
     RunSpec(name="r", cluster=cluster, data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)).save(run)
-    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01"]}
+    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01"]}
     append_json_line(run.events / "attempt-001-node-00.jsonl", {"time": began, "event": "claimed", **claimed})
     return run
 

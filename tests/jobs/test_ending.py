@@ -16,7 +16,7 @@ from hpc.core.files import append_json_line
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
-from hpc.slurm import relaunch
+from hpc.slurm import resubmit
 from hpc.spec import Resources, RunSpec
 from jobs import ending, last_resort, node_attempt
 from jobs.claim import event_file
@@ -54,7 +54,7 @@ def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyP
     )
     spec.save(run)
     run.script.touch()
-    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01", "gpu02"]}
+    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01", "gpu02"]}
     append_json_line(event_file(run, 1, 0).path, ledger.record("claimed", **claimed))
     run.alive.touch()
     os.utime(run.alive, (time.time() - 200,) * 2)
@@ -88,38 +88,38 @@ def test_agent_that_takes_over_sends_heartbeats(survivor: NodeAttempt, tmp_path:
     alive, asked = survivor.run.alive, tmp_path / "asked"
     slurm_command("sbatch", f"touch {asked}; until [ {alive} -nt {asked} ]; do sleep 0.1; done; echo 8")
     assert take_over(survivor) == 0
-    assert [event["job_id"] for event in survivor.events("relaunched")] == ["8"]
+    assert [event["job_id"] for event in survivor.events("resubmitted")] == ["8"]
     assert (tmp_path / "cancelled").read_text() == "7\n"
 
 
 def test_agent_that_takes_over_is_left_to_finish_while_it_lives(
     survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaunch, "HANDOVER_SECONDS", 0.5)
+    monkeypatch.setattr(resubmit, "HANDOVER_SECONDS", 0.5)
     assert ending.record_end(survivor, cause="node_failure", step=None)
 
     def other() -> None:
         for _ in range(20):
             time.sleep(0.1)
             survivor.run.alive.touch()
-        survivor.record_event("relaunched", job_id="8", old_job_id="7", excluded=[])
+        survivor.record_event("resubmitted", job_id="8", old_job_id="7", excluded=[])
 
     thread = threading.Thread(target=other)
     thread.start()
     assert take_over(survivor) == 0
-    assert not survivor.events("relaunching"), "it leaves the next job to the other one"
+    assert not survivor.events("resubmitting"), "it leaves the next job to the other one"
     thread.join()
-    assert survivor.events("relaunched")
+    assert survivor.events("resubmitted")
 
 
 def test_agent_that_died_while_it_took_over_has_a_successor(
     survivor: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaunch, "HANDOVER_SECONDS", 0.3)
+    monkeypatch.setattr(resubmit, "HANDOVER_SECONDS", 0.3)
     slurm_command("sbatch", "echo 8")
     assert ending.record_end(survivor, cause="node_failure", step=None)
     assert take_over(survivor) == 0
-    assert [event["job_id"] for event in survivor.events("relaunched")] == ["8"]
+    assert [event["job_id"] for event in survivor.events("resubmitted")] == ["8"]
 
 
 # What Slurm 22.05 answered.
@@ -145,7 +145,7 @@ def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
     slurm_command("sinfo", "printf 'gpu01|idle\\ngpu02|idle*\\n'")
     return NodeAttempt(
         run=run, spec=spec, allocation=allocation(0, 2),
-        attempt=Attempt(attempt=1, job_id="7", restart=0, nonce="n", port=1, nodes=("gpu01", "gpu02"), started=1.0),
+        attempt=Attempt(attempt=1, job_id="7", restart=0, secret="n", port=1, nodes=("gpu01", "gpu02"), started=1.0),
         writer=EventWriter(run.events / "attempt-001-node-00.jsonl"),
     )  # fmt: skip
 
@@ -153,7 +153,7 @@ def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
 def test_job_is_requeued(node: NodeAttempt) -> None:
     start_next_attempt(node, [], [])
     assert node.events("requeued")
-    assert not node.events("relaunched")
+    assert not node.events("resubmitted")
 
 
 def test_requeue_that_is_refused_for_good_is_replaced_by_a_new_job(
@@ -162,8 +162,8 @@ def test_requeue_that_is_refused_for_good_is_replaced_by_a_new_job(
     slurm_command("scontrol", DISABLED)
     slurm_command("scancel", f"echo $1 >> {tmp_path}/ended; test $(wc -l < {tmp_path}/ended) = 3 || {{ {AWAY}; }}")
     start_next_attempt(node, [], [])
-    [relaunched] = node.events("relaunched")
-    assert (relaunched["job_id"], relaunched["old_job_id"]) == ("8", "7")
+    [resubmitted] = node.events("resubmitted")
+    assert (resubmitted["job_id"], resubmitted["old_job_id"]) == ("8", "7")
     assert (tmp_path / "ended").read_text().split() == ["7"] * 3, "until Slurm has heard it"
 
 
@@ -175,14 +175,14 @@ def test_job_with_a_lost_node_and_no_second_job_waits_until_slurm_has_noticed(
     slurm_command("sinfo", f"case $* in *%P*) echo 'gpu01|gpu*|idle';; *) {states};; esac")
     start_next_attempt(node, ["gpu02"], [])
     assert node.events("requeued")
-    assert not node.events("relaunched")
+    assert not node.events("resubmitted")
 
 
 def test_job_with_a_dead_node_is_replaced_by_a_new_one(node: NodeAttempt, slurm_command: Command) -> None:
     """Though it might be requeued by now: Slurm would hold it for two minutes."""
     slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
     start_next_attempt(node, ["gpu02"], [])
-    assert node.events("relaunched")
+    assert node.events("resubmitted")
     assert not node.events("requeued")
 
 

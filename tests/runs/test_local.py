@@ -121,7 +121,7 @@ time.sleep(1000)
 """
 
 
-def test_dead_gpu_makes_its_node_unfit(site: Site) -> None:
+def test_dead_gpu_marks_its_node_as_bad(site: Site) -> None:
     (site.path / "dead.py").write_text(DEAD_GPU)
     for command in (("git", "init", "-q"), ("git", "add", "dead.py")):
         assert site.type(*command).returncode == 0
@@ -219,7 +219,7 @@ def test_other_users_do_not_learn_the_secret_of_a_run_nor_disturb_it(site: Site)
         look = ["sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ"]
         seen = subprocess.run(look, user="nobody", capture_output=True, check=False).stdout.decode(errors="replace")
         assert f"--rdzv-id={run.directory.name}-1-1" in seen
-        assert claimed["nonce"] not in seen
+        assert claimed["secret"] not in seen
     # The agents', and that of the first torchrun; those of the ranks are torch's.
     of_run = ((process, b" ".join(command)) for process, command in commands())
     words = b"jobs.agent", b"torchrun_main.py"

@@ -143,15 +143,15 @@ def test_lost_node_of_a_run_that_needs_all(site: Site, undisturbed: RunDir, whic
     run.wait_for_steps(50)
     nodes = run.status()["attempts"][0]["nodes"]
     with dead(site, nodes[0 if which == "head" else 1]):
-        run.wait("the new job", lambda: run.events("relaunched"))
+        run.wait("the new job", lambda: run.events("resubmitted"))
         status = run.wait_for_state("completed")
     run.assert_no_gap()
     assert_equal(undisturbed, run.directory)
     first, second = status["attempts"]
     assert (first["cause"], second["cause"]) == ("node_failure", "completed")
-    [relaunched] = run.events("relaunched")
-    assert (first["job_id"], second["job_id"]) == (run.job_id, relaunched["job_id"]) != (run.job_id, run.job_id)
-    assert not set(relaunched["excluded"]) & set(second["nodes"])
+    [resubmitted] = run.events("resubmitted")
+    assert (first["job_id"], second["job_id"]) == (run.job_id, resubmitted["job_id"]) != (run.job_id, run.job_id)
+    assert not set(resubmitted["excluded"]) & set(second["nodes"])
     assert not run.events("requeued")
     assert status["interruptions"][0]["steps_lost"] <= 6
     run.wait("the end of the crippled job", lambda: run.job_id not in site.slurm("squeue", "--me", "-h", "-o%A"))
@@ -176,7 +176,7 @@ def test_node_that_loses_its_link_for_seconds_comes_back(site: Site, undisturbed
     assert [event["node"] for event in run.events("node_returned")] == [attempt["nodes"][1]]
     [interruption] = status["interruptions"]
     assert (interruption["cause"], interruption["steps_lost"] <= 6) == ("node_failure", True)
-    assert not run.events("relaunched")
+    assert not run.events("resubmitted")
 
 
 def test_hung_worker(site: Site, undisturbed: RunDir) -> None:
@@ -251,12 +251,12 @@ def test_refused_requeue_is_replaced_by_a_new_job(site: Site, undisturbed: RunDi
     run.wait_for_steps(50)
     site.slurm("scontrol", "update", f"JobId={run.job_id}", "Requeue=0")
     send(run, "TERM")
-    run.wait("the new job", lambda: run.events("relaunched"))
+    run.wait("the new job", lambda: run.events("resubmitted"))
     status = run.wait_for_state("completed")
     run.assert_no_gap()
     assert status["steps_lost"] == 0
     assert [attempt["cause"] for attempt in status["attempts"]] == ["requeued", "completed"]
-    assert status["attempts"][1]["job_id"] == run.events("relaunched")[0]["job_id"] != run.job_id
+    assert status["attempts"][1]["job_id"] == run.events("resubmitted")[0]["job_id"] != run.job_id
     assert_equal(undisturbed, run.directory)
 
 
@@ -310,8 +310,8 @@ def test_same_failure_twice_in_a_row_ends_the_run_with_the_rank_that_failed_firs
     assert not run.events("requeued")
 
 
-def test_unfit_node_is_excluded(site: Site) -> None:
-    run = site.submit("--data=data", "--name=unfit", *LONG, TORCHRELAY_FAULT="preflight@0:1")
+def test_bad_node_is_excluded(site: Site) -> None:
+    run = site.submit("--data=data", "--name=bad-node", *LONG, TORCHRELAY_FAULT="preflight@0:1")
     run.wait("the requeue", lambda: run.events("requeued"))
     [first] = run.status()["attempts"]
     assert first["cause"] == "bad_node"

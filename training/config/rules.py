@@ -54,8 +54,8 @@ def _choices(owner: Any) -> dict[str, tuple[str, ...]]:
     return {name: get_args(kind) for name, kind in get_type_hints(owner).items() if get_origin(kind) is Literal}
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_whole(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _is_number(value: Any) -> bool:

@@ -164,13 +164,13 @@ def check_world(config: TrainConfig, world_size: int, samples: int | None = None
     Raises:
         UserError: there are too few images in a batch, which is no larger than the training set (`samples`, if known).
     """
-    least = world_size * config.grad_accum_steps * samples_per_group(config)
+    minimum = world_size * config.grad_accum_steps * samples_per_group(config)
     among = f"the {world_size} ranks that share it"
     among += f" in {config.grad_accum_steps} parts each" if config.grad_accum_steps > 1 else ""
     among += ", in pairs to be mixed" if samples_per_group(config) > 1 else ""
-    if config.batch_size < least:
-        raise UserError(f"--batch-size is {config.batch_size}, too small for {among}: use {least} or more")
-    if samples is not None and samples < least:
+    if config.batch_size < minimum:
+        raise UserError(f"--batch-size is {config.batch_size}, too small for {among}: use {minimum} or more")
+    if samples is not None and samples < minimum:
         fix = "fewer ranks" + (" or a smaller --grad-accum-steps" if config.grad_accum_steps > 1 else "")
         raise UserError(f"--data has {samples} training images, too few for {among}: use {fix}")
 

@@ -26,7 +26,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
 
     Raises:
         UserError: a flag, the data or the run directory does not suit.
-        UnfitNodeError: this rank's node cannot train.
+        BadNodeError: this rank's node cannot train.
         TorchrelayError: the training failed.
     """
     make_deterministic(everything=context.config.deterministic)

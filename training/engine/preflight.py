@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from hpc.core.errors import TorchrelayError, UnfitNodeError
+from hpc.core.errors import BadNodeError, TorchrelayError
 from hpc.core.rundir import RunDir
 from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
@@ -43,7 +43,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     """Let all devices compute and all ranks communicate.
 
     Raises:
-        UnfitNodeError: this rank's device or network returned wrong results.
+        BadNodeError: this rank's device or network returned wrong results.
         TorchrelayError: another rank's did.
     """
     began = time.monotonic()
@@ -56,7 +56,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
             problem = f"{_describe_device(group)} computes wrongly: {elements} are wrong"
     problems = {rank: text for rank, text in enumerate(group.all_gather_json(problem)) if text}
     if problem:
-        raise UnfitNodeError(problem)
+        raise BadNodeError(problem)
     if problems:
         raise TorchrelayError(f"this rank passed, but {next(iter(problems.values()))}")
     if group.device.type == "cuda":
@@ -117,9 +117,7 @@ def _all_reduce_seconds(values: Tensor, group: ProcessGroup) -> float:
     seconds = time.perf_counter() - began
     expected = group.world_size * (group.world_size + 1) / 2
     if wrong := int((values != expected).sum()):
-        raise UnfitNodeError(
-            f"{_describe_device(group)} got {wrong} of {len(values)} elements of an all-reduce wrongly"
-        )
+        raise BadNodeError(f"{_describe_device(group)} got {wrong} of {len(values)} elements of an all-reduce wrongly")
     return seconds
 
 

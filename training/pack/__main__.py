@@ -67,10 +67,10 @@ def main() -> int:
     """From the command line to the exit code, unless an error is raised."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     options = program.parse(PackOptions, sys.argv[1:], "python -m training.pack")
-    for name, least in (("size", 8), ("num_workers", 1)):
+    for name, minimum in (("size", 8), ("num_workers", 1)):
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}: use {least} or more")
+        if value is not None and value < minimum:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: use {minimum} or more")
     workers = options.num_workers or len(os.sched_getaffinity(0))
     verify(options.dst, workers) if options.verify else pack(options, workers)
     return 0

@@ -40,7 +40,7 @@ _ARRIVAL_SECONDS = 600.0
 _POLL_SECONDS = 0.2
 # Ranks that fail as soon as they start wait for the coordinator, which decides in two seconds whether they start again:
 # without this, a script that cannot start would be started ten times meanwhile.
-_LEAST_BETWEEN_STARTS_SECONDS = 3.0
+_MIN_BETWEEN_STARTS_SECONDS = 3.0
 # In rounds of more than 200 nodes: the first one's torchrun needs a fifth of a core for a thousand answers a second.
 _POLL_SECONDS_PER_NODE = 0.001
 _LIMITS = Limits(timeout_seconds=5.0, max_message_bytes=2**12)
@@ -123,7 +123,7 @@ class NodeRendezvous(RendezvousHandler):
             if answer.get("ended"):
                 raise RendezvousClosedError("the ranks of another node have ended, and cannot be restarted")
             if answer.get("arrived") == self._num_nodes and time.monotonic() >= self._next_start:
-                self._next_start = time.monotonic() + _LEAST_BETWEEN_STARTS_SECONDS
+                self._next_start = time.monotonic() + _MIN_BETWEEN_STARTS_SECONDS
                 address, port = answer["master"]
                 store = cast("Store", _ExitBarrier(self))
                 return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(address, port))

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn import functional
 
 from hpc.core.causes import is_device_failure
-from hpc.core.errors import TorchrelayError, UnfitNodeError, UserError
+from hpc.core.errors import BadNodeError, TorchrelayError, UserError
 from hpc.core.kernel import resident_memory_bytes
 from training.runtime.run_context import RankInfo
 
@@ -156,7 +156,7 @@ def device_of_the_node() -> Iterator[None]:
     """While this rank's device is tried for the first time: an error of CUDA is the node's fault.
 
     Raises:
-        UnfitNodeError: CUDA has failed.
+        BadNodeError: CUDA has failed.
     """
     try:
         yield
@@ -165,7 +165,7 @@ def device_of_the_node() -> Iterator[None]:
         # An NCCL that cannot reach another node says nothing of this one's device.
         if "cuda" not in message.lower() and not is_device_failure(message):
             raise
-        raise UnfitNodeError(f"{platform.node()} cannot use its GPUs: {message}") from error
+        raise BadNodeError(f"{platform.node()} cannot use its GPUs: {message}") from error
 
 
 @device_of_the_node()
@@ -176,7 +176,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     loopback interface. If the rank is `watched`, a node agent ends ranks that hang, and waits need no short timeout.
 
     Raises:
-        UnfitNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
+        BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
         TorchrelayError: that is so on another node.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
@@ -214,7 +214,7 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, given: str) ->
     else empty. All ranks share the store.
 
     Raises:
-        UnfitNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
+        BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
         TorchrelayError: that is so on another node.
     """
     broken, able = bool(given and not usable), rank_info.local_rank < usable
@@ -226,9 +226,9 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, given: str) ->
     some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)
     where = f"local rank {rank_info.local_rank} on {platform.node()}"
     if broken:
-        raise UnfitNodeError(f"{where} was given GPUs {given}, but torch {torch.__version__} can use none of them")
+        raise BadNodeError(f"{where} was given GPUs {given}, but torch {torch.__version__} can use none of them")
     if some and not able:
-        raise UnfitNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")
+        raise BadNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")
     if store.add("broken", 0) or (some and lacking):
         raise TorchrelayError(f"this rank passed, but {lacking} of the {rank_info.world_size} ranks have no GPU")
     return torch.device("cuda", rank_info.local_rank) if able else torch.device("cpu")

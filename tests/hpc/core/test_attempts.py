@@ -28,13 +28,13 @@ def run(tmp_path: Path) -> RunDir:
 
 HISTORY = [
     {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm"},
-    {"time": 1.0, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "aa", "nodes": ["a", "b"]},
+    {"time": 1.0, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "aa", "nodes": ["a", "b"]},
     {"time": 2.0, "event": "train_started", "attempt": 1, "step": 0, "world_size": 4},
     {"time": 3.0, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 7, "signature": "1: KeyError"},
     {"time": 3.5, "event": "rendezvous", "attempt": 1, "round": 2, "port": 1, "members": [1]},
     {"time": 4.0, "event": "train_started", "attempt": 1, "step": 5, "world_size": 4},
     {"time": 12.0, "event": "attempt_ended", "attempt": 1, "cause": "node_failure", "step": 20, "detail": None},
-    {"time": 20.0, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "nonce": "bb", "nodes": ["c", "d"]},
+    {"time": 20.0, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "secret": "bb", "nodes": ["c", "d"]},
     {"time": 21.0, "event": "train_started", "attempt": 2, "step": 10, "world_size": 2},
 ]
 
@@ -89,7 +89,7 @@ def test_attempt_that_began_at_a_later_step_has_used_nothing() -> None:
 
 def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:
     assert claim(run, place(), 1, "n").attempt == 1
-    event_file(run, 2, 0).append("claimed", attempt=2, job_id="8", restart=0, nonce="x", port=1, nodes=[])
+    event_file(run, 2, 0).append("claimed", attempt=2, job_id="8", restart=0, secret="x", port=1, nodes=[])
     assert claim(run, place(restart=1), 1, "n").attempt == 3
     event_file(run, 4, 0).append("something else")
     with pytest.raises(TorchrelayError, match=r"attempt 4 .* has just been claimed"):
@@ -137,7 +137,7 @@ def test_newest_job_is_known_though_the_clocks_were_set_back() -> None:
     events = [
         {"time": 9000.0, "event": "submitted", "job_id": "7"},
         {"time": 9001.0, "event": "claimed", "attempt": 1, "job_id": "7"},
-        {"time": 5400.0, "event": "relaunched", "attempt": 1, "job_id": "8"},
+        {"time": 5400.0, "event": "resubmitted", "attempt": 1, "job_id": "8"},
     ]
     assert last_job_id(sorted(events, key=lambda event: event["time"])) == "8"
     events.append({"time": 5000.0, "event": "claimed", "attempt": 2, "job_id": "9"})

@@ -125,5 +125,5 @@ def test_failure_that_may_come_from_outside_has_a_signature_only_with_its_step()
     assert rank_signature("crashed", "SIGSEGV", -11, "", step=7) == "SIGSEGV: "
     assert rank_signature("crashed", "SIGSEGV", -11, "", step=None) is None, "it died while it started"
     assert rank_signature("crashed", None, 1, "KeyError: 7", step=None) == "1: KeyError: #"
-    assert rank_signature("bad_node", None, 3, "2 GPUs of 4", step=None) is None, "another node may be unfit, too"
+    assert rank_signature("bad_node", None, 3, "2 GPUs of 4", step=None) is None, "another node may be bad, too"
     assert rank_signature("crashed", None, 1, "Connection closed by peer", step=7) is None

@@ -50,7 +50,7 @@ def make_run(path: Path) -> RunDir:
     spec.save(run)
     run.script.write_text(f"#!/bin/sh\necho {run.path}\n")
     run.environment.write_text("{}")
-    claim = {"job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01"]}
+    claim = {"job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01"]}
     ended = {"cause": "node_failure", "step": 5, "node": "gpu01"}
     for event, fields in (("claimed", claim), ("attempt_ended", ended)):
         append_json_line(run.events / "x.jsonl", {**record(event, attempt=1, **fields), "time": time.time() - 3600})
@@ -99,7 +99,7 @@ def test_supervisor_submits_no_script_of_another_user(runs: Path, cluster: dict[
     own = make_run(runs / "own")
     done = by(0, *hpc("supervise", "--once", "--json", "--runs-dir", runs), **cluster)
     assert [line.split()[-1] for line in called(cluster, "sbatch")] == [str(own.script)]
-    assert [(line["run"], line["action"]) for line in json.loads(done.stdout)] == [("own", "relaunch")]
+    assert [(line["run"], line["action"]) for line in json.loads(done.stdout)] == [("own", "resubmit")]
     assert f"run theirs is not yours alone: {runs}/theirs belongs to nobody" in done.stderr
 
 

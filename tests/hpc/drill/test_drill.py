@@ -214,7 +214,7 @@ def rank(run: RunDir, memory: NodeDir, spawn: Callable[..., Process]) -> Process
     beat(memory, 0, 0, process.pid)
     events = EventWriter(run.events / "x.jsonl")
     events.append("submitted", job_id=str(own), cluster="local", started=start_time(own))
-    events.append("claimed", attempt=1, job_id=str(own), restart=0, nonce="aa", nodes=["here"])
+    events.append("claimed", attempt=1, job_id=str(own), restart=0, secret="aa", nodes=["here"])
     append_json_line(run.train_metrics, {"step": 9, "epoch": 1, "world_size": 1, "time": time.time()})
     return process
 

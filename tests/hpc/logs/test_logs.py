@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDir:
         directory.mkdir(parents=True)
     found.spec.write_text("{}")
     for attempt in (1, 2):
-        happened(found, "claimed", attempt=attempt, job_id="7", restart=0, nonce="a", nodes=["gpu01", "gpu02"])
+        happened(found, "claimed", attempt=attempt, job_id="7", restart=0, secret="a", nodes=["gpu01", "gpu02"])
     return found
 
 

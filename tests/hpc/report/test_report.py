@@ -149,7 +149,7 @@ def test_failed_run_shows_its_last_message(tmp_path: Path, capsys: Capture) -> N
     run = pending_run(tmp_path / "r")
     events = [
         {"event": "submitted", "job_id": "7", "cluster": "local", "started": 0.0},
-        {"event": "claimed", "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["a1"]},
+        {"event": "claimed", "job_id": "7", "restart": 0, "secret": "a", "nodes": ["a1"]},
         {"event": "attempt_ended", "cause": "bad_input", "step": None, "detail": "error: --lr is 9 & diverged"},
     ]
     lines = [json.dumps({"time": 1_700_000_001.0 + at, "attempt": 1, **event}) for at, event in enumerate(events)]

@@ -9,7 +9,7 @@ import pytest
 from cluster import need
 from staging_rig import hanging
 
-from hpc.core.errors import UnfitNodeError
+from hpc.core.errors import BadNodeError
 from hpc.staging.coordination import StagingGroup
 from hpc.staging.stager import Stager
 
@@ -56,7 +56,7 @@ def test_node_whose_mount_hangs_gives_up_and_names_it(
     else:
         group = HangsLater(source, mounted)
     with (
-        pytest.raises(UnfitNodeError, match=f"has got nothing of {data} for 1 s: that mount"),
+        pytest.raises(BadNodeError, match=f"has got nothing of {data} for 1 s: that mount"),
         Stager(local, group=group, timeout_seconds=1) as stager,
     ):
         stager.stage(data)

@@ -176,7 +176,7 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
     """A node that has all of the data."""
     (tmp_path / "disk").mkdir()
     listing, copy = list_source(source), stage(source, tmp_path / "disk").path
-    server = PeerServer("nonce")
+    server = PeerServer("secret")
     server.listings[listing.version] = listing.pack()
     server.chunk_stores[listing.version] = store = ChunkStore(listing, copy)
     yield server
@@ -186,11 +186,11 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
 
 def test_listing_arrives_unchanged(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
-    with Peer(("127.0.0.1", server.port), "nonce", listing.version) as peer:
+    with Peer(("127.0.0.1", server.port), "secret", listing.version) as peer:
         assert peer.listing() == listing
 
 
-def test_peer_without_the_nonce_gets_nothing(server: PeerServer, source: Path) -> None:
+def test_peer_without_the_secret_gets_nothing(server: PeerServer, source: Path) -> None:
     with (
         pytest.raises(PeerError, match="does not have the run's secret"),
         Peer(("127.0.0.1", server.port), "guess", list_source(source).version) as peer,
@@ -201,7 +201,7 @@ def test_peer_without_the_nonce_gets_nothing(server: PeerServer, source: Path) -
 def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     server.chunk_stores[listing.version].put(0, ("0" * 64,) * len(listing.batches[0]))
-    peer = Peer(("127.0.0.1", server.port), "nonce", listing.version)
+    peer = Peer(("127.0.0.1", server.port), "secret", listing.version)
     with peer, pytest.raises(PeerError, match=r"what 127\.0\.0\.1 sent is not what it had read"):
         peer.receive(memoryview(bytearray(listing.batches[0][0].length)), peer.ask(0)[0])
 
@@ -209,7 +209,7 @@ def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: 
 def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     threading.Timer(0.3, server.chunk_stores[listing.version].fail, ["its disk is full"]).start()
-    peer = Peer(("127.0.0.1", server.port), "nonce", listing.version)
+    peer = Peer(("127.0.0.1", server.port), "secret", listing.version)
     with peer, pytest.raises(PeerError, match="its disk is full"):
         peer.ask(1)
 
@@ -226,7 +226,7 @@ def test_impostor_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Pa
 
         threading.Thread(target=talk, daemon=True).start()
         version = list_source(source).version
-        with pytest.raises(PeerError), Peer(impostor.getsockname()[:2], "nonce", version) as peer:
+        with pytest.raises(PeerError), Peer(impostor.getsockname()[:2], "secret", version) as peer:
             peer.ask(0)
 
 

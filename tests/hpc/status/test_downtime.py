@@ -25,7 +25,7 @@ def happened(time: float, event: str, attempt: int = 1, **fields: Any) -> dict[s
 
 
 def claimed(time: float, attempt: int = 1) -> dict[str, Any]:
-    return happened(time, "claimed", attempt, job_id="7", restart=attempt - 1, nonce="aa", nodes=["a", "b"])
+    return happened(time, "claimed", attempt, job_id="7", restart=attempt - 1, secret="aa", nodes=["a", "b"])
 
 
 def started(time: float, step: int, attempt: int = 1) -> dict[str, Any]:

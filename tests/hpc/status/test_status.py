@@ -17,7 +17,7 @@ from hpc.status.run_view import summarize
 CRASH = {"cause": "crashed", "rank": 3, "node": "gpu02", "detail": "KeyError: '[x]'", "round": 1}
 EVENTS = (
     {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30},
-    {"time": 1.0, "event": "claimed", "job_id": "7", "restart": 0, "nonce": "aa", "nodes": ["gpu01", "gpu02"]},
+    {"time": 1.0, "event": "claimed", "job_id": "7", "restart": 0, "secret": "aa", "nodes": ["gpu01", "gpu02"]},
     {"time": 10.0, "event": "train_started", "step": 0, "total_steps": 90, "world_size": 4, "seconds": 5.0},
     {"time": 30.0, "event": "interruption", "step": 57, "failed_at": 29.0, **CRASH},
     {"time": 38.0, "event": "train_started", "step": 55, "total_steps": 90, "world_size": 4, "seconds": 5.0},
@@ -51,7 +51,7 @@ def test_control_characters_of_ranks_and_nodes_reach_no_terminal(
 ) -> None:
     hostile = "\x1b[2J\x1b]0;owned\x07"
     failed = {"event": "interruption", "attempt": 2, "step": 3, "cause": hostile, "node": hostile, "rank": 1}
-    claimed = {"event": "claimed", "job_id": "8", "restart": 0, "nonce": "b", "nodes": [hostile]}
+    claimed = {"event": "claimed", "job_id": "8", "restart": 0, "secret": "b", "nodes": [hostile]}
     ended = {"event": "attempt_ended", "cause": "bad_input", "step": 3, "detail": hostile}
     off = {"event": "snapshot_off", "reason": hostile}
     for number, event in enumerate((claimed, {**failed, "detail": hostile, "failed_at": 80.0}, off, ended)):

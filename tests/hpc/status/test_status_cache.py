@@ -22,7 +22,7 @@ from hpc.status.table import wait_reason
 from hpc.supervise import __main__ as supervise
 
 Squeue = Callable[[str], None]
-CLAIMED = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "nonce": "a", "nodes": ["gpu01"]}
+CLAIMED = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "nodes": ["gpu01"]}
 ENDED = {"event": "attempt_ended", "attempt": 1, "step": 5}
 ALIVE = "7|{state}|{reason}|gpu01|0|N/A|{start}|{script}|"
 

@@ -101,7 +101,7 @@ def make_run(runs: Path, name: str, *, claimed: bool = True) -> RunDir:
     run.script.write_text("#!/bin/sh\n")
     append_json_line(run.events / "x.jsonl", {"time": 1.0, "event": "submitted", "job_id": "1", "cluster": "slurm"})
     if claimed:
-        claim = {"attempt": 1, "job_id": "1", "restart": 0, "nonce": "a", "nodes": ["gpu01"]}
+        claim = {"attempt": 1, "job_id": "1", "restart": 0, "secret": "a", "nodes": ["gpu01"]}
         append_json_line(run.events / "x.jsonl", {"time": 2.0, "event": "claimed", **claim})
     return run
 

@@ -106,9 +106,9 @@ def test_spares_are_additional_nodes() -> None:
 
 
 def test_elastic_run_starts_on_all_nodes_and_continues_on_one() -> None:
-    assert spec(Recovery(elastic=True), nodes="4").least_nodes == 1
+    assert spec(Recovery(elastic=True), nodes="4").min_nodes == 1
     assert spec(Recovery(elastic=True), nodes="4").job_nodes == (4, 4)
-    assert spec(Recovery(), nodes="2:4").least_nodes == 2
+    assert spec(Recovery(), nodes="2:4").min_nodes == 2
 
 
 def test_stop_lead_is_a_tenth_of_the_limit_unless_it_is_given() -> None:

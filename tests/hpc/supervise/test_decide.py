@@ -22,7 +22,7 @@ def job(state: JobState, job_id: str = "7", **fields: Any) -> SlurmJob:
 def attempt(cause: Cause | None = None, **fields: Any) -> Attempt:
     """One that started a quarter of an hour ago, and ended just now if it has a cause."""
     usual = {
-        "attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": ("gpu01", "gpu02"),
+        "attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ("gpu01", "gpu02"),
         "started": NOW - 900, "cause": cause, "ended": NOW - 1 if cause else None, "last_step": 50 if cause else None,
     }  # fmt: skip
     return Attempt(**{**usual, **fields})
@@ -65,35 +65,36 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("ends", {"jobs": [ENDING], "attempts": [attempt(Cause.PREEMPTED)]}, Action.KEEP, "ending"),
     ("in no known state", {"jobs": [job(JobState.UNKNOWN)]}, Action.KEEP, "unknown state"),
     # Slurm's delays and holds.
-    ("requeued", {"jobs": [BEGIN_TIME], "attempts": [attempt(Cause.PREEMPTED)]}, Action.RELEASE, "requeued"),
-    ("requeued by Slurm, without a word", {"jobs": [BEGIN_TIME], "attempts": [attempt()]}, Action.RELEASE, "requeued"),
+    ("requeued", {"jobs": [BEGIN_TIME], "attempts": [attempt(Cause.PREEMPTED)]}, Action.START_NOW, "requeued"),
+    ("requeued by Slurm", {"jobs": [BEGIN_TIME], "attempts": [attempt()]}, Action.START_NOW, "requeued"),
     ("released before", {"jobs": [replace(BEGIN_TIME, eligible=NOW + 2)]}, Action.KEEP, "is pending (BeginTime)"),
     ("to begin tomorrow, as its user wants after a requeue",
      {"jobs": [replace(BEGIN_TIME, eligible=NOW + 86400)]}, Action.KEEP, "is pending"),
     ("to begin later, as its user wants", {"jobs": [replace(BEGIN_TIME, restarts=0)]}, Action.KEEP, "is pending"),
-    ("failed for the first time", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:1]}, Action.RELEASE, "requeued"),
+    ("failed for the first time", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:1]}, Action.START_NOW, "requeued"),
     ("failed twice", {"jobs": [BEGIN_TIME], "attempts": DEATHS[:2]}, Action.KEEP, "next attempt in 20 s"),
     ("failed three times", {"jobs": [BEGIN_TIME], "attempts": DEATHS}, Action.KEEP, "next attempt in 50 s"),
-    ("could not be started", {"jobs": [HELD]}, Action.UNHOLD, "could not start"),
+    ("could not be started", {"jobs": [HELD]}, Action.RELEASE, "could not start"),
     ("could never be started", {"jobs": [replace(HELD, restarts=5)]}, Action.KEEP, "scontrol release 7"),
     ("could not be started after preemptions", {"jobs": [replace(HELD, restarts=6)], "attempts": [attempt(restart=4)]},
-     Action.UNHOLD, "could not start"),
+     Action.RELEASE, "could not start"),
     ("suspended", {"jobs": [job(JobState.SUSPENDED)], "attempts": [attempt()]}, Action.KEEP, "suspended"),
     ("held by its user", {"jobs": [job(JobState.PENDING, reason="JobHeldUser")]}, Action.KEEP, "JobHeldUser"),
     ("keeps away from too many nodes", {"jobs": [job(JobState.PENDING, reason="ReqNodeNotAvail")],
-      "excluded": ["gpu03", "gpu04"], "excludable": ["gpu03"]}, Action.ADMIT, "too few nodes are left without gpu04"),
+      "excluded": ["gpu03", "gpu04"], "excludable": ["gpu03"]}, Action.ALLOW_NODES,
+     "too few nodes are left without gpu04"),
     ("keeps away from what it can", {"jobs": [job(JobState.PENDING, reason="Priority")],
       "excluded": ["gpu03"], "excludable": ["gpu03", "gpu02"]}, Action.KEEP, "is pending (Priority)"),
     # Nothing works in the job's nodes.
-    ("silent", {"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW - 75}, Action.RELAUNCH, "75 s"),
-    ("silent from the first moment", {"jobs": [RUNNING], "attempts": [attempt()]}, Action.RELAUNCH, "900 s"),
+    ("silent", {"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW - 75}, Action.RESUBMIT, "75 s"),
+    ("silent from the first moment", {"jobs": [RUNNING], "attempts": [attempt()]}, Action.RESUBMIT, "900 s"),
     ("silent, and its node's clock was ahead", {"jobs": [RUNNING], "attempts": [attempt(started=NOW + 500)],
-      "heartbeat_at": NOW - 75}, Action.RELAUNCH, "75 s"),
-    ("its agents never came", {"jobs": [RUNNING]}, Action.RELAUNCH, "not started within 900 s"),
+      "heartbeat_at": NOW - 75}, Action.RESUBMIT, "75 s"),
+    ("its agents never came", {"jobs": [RUNNING]}, Action.RESUBMIT, "not started within 900 s"),
     ("a restart whose agents never came", {"jobs": [replace(RUNNING, restarts=1)], "attempts": [attempt(Cause.LOST)]},
-     Action.RELAUNCH, "not started"),
+     Action.RESUBMIT, "not started"),
     ("its agents died when they handed over", {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST, ended=NOW - 101)]},
-     Action.RELAUNCH, "queued no next one"),
+     Action.RESUBMIT, "queued no next one"),
     ("ended for good, but not its job", {"jobs": [RUNNING], "attempts": [attempt(Cause.BAD_INPUT, ended=NOW - 101)]},
      Action.CANCEL, "its job still runs"),
     ("an old listing of a job that began anew",
@@ -106,18 +107,18 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("never began, and another one trains", {"jobs": [RUNNING, job(JobState.RUNNING, "8")],
       "attempts": [attempt(job_id="8")], "heartbeat_at": NOW}, Action.CANCEL, "replaced it"),
     ("an old one is ending, and the new one is silent", {"jobs": [ENDING, job(JobState.RUNNING, "8")],
-      "attempts": [attempt(attempt=2, job_id="8")]}, Action.RELAUNCH, "no heartbeat"),
-    ("ends for hours", {"jobs": [ENDING], "attempts": [attempt(Cause.LOST, ended=NOW - 700)]}, Action.RELAUNCH, "gone"),
+      "attempts": [attempt(attempt=2, job_id="8")]}, Action.RESUBMIT, "no heartbeat"),
+    ("ends for hours", {"jobs": [ENDING], "attempts": [attempt(Cause.LOST, ended=NOW - 700)]}, Action.RESUBMIT, "gone"),
     ("its place is taken", {"jobs": [RUNNING, job(JobState.PENDING, "8")], "attempts": [attempt(Cause.LOST)]},
      Action.CANCEL, "replaced it"),
     ("its successor runs", {"jobs": [RUNNING, job(JobState.RUNNING, "8")],
       "attempts": [attempt(Cause.LOST), attempt(attempt=2, job_id="8")]}, Action.CANCEL, "replaced it"),
     # There is no job.
     ("another supervisor submits one", {"attempts": [attempt()], "handover_deadline": NOW + 9}, Action.KEEP, "another"),
-    ("another supervisor died at it", {"attempts": [attempt()], "handover_deadline": NOW - 9}, Action.RELAUNCH, "gone"),
-    ("gone without a word", {"attempts": [attempt()]}, Action.RELAUNCH, "gone"),
+    ("another supervisor died at it", {"attempts": [attempt()], "handover_deadline": NOW - 9}, Action.RESUBMIT, "gone"),
+    ("gone without a word", {"attempts": [attempt()]}, Action.RESUBMIT, "gone"),
     ("gone a moment ago", {"attempts": [attempt()], "heartbeat_at": NOW - 9}, Action.KEEP, "just ended"),
-    ("gone, and its requeue was refused", {"attempts": [attempt(Cause.CRASHED)]}, Action.RELAUNCH, "gone"),
+    ("gone, and its requeue was refused", {"attempts": [attempt(Cause.CRASHED)]}, Action.RESUBMIT, "gone"),
     ("gone while it waited", {"attempts": [attempt(Cause.CRASHED)], "handed_over_at": NOW - 300},
      Action.KEEP, "sbatch submit.sbatch"),
     ("never began", {}, Action.KEEP, "sbatch submit.sbatch"),
@@ -127,11 +128,11 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
      Action.KEEP, "5 times before it started"),
     ("its node failed", {"jobs": [job(JobState.NODE_FAIL)], "attempts": [attempt()]}, Action.REQUEUE, "a node failed"),
     ("its node failed, accounting says", {"attempts": [attempt()], "last_job_state": JobState.NODE_FAIL},
-     Action.RELAUNCH, "node_fail"),
+     Action.RESUBMIT, "node_fail"),
     ("ran out of time without a word", {"jobs": [job(JobState.TIMEOUT)], "attempts": [attempt()]},
-     Action.RELAUNCH, "timeout"),
+     Action.RESUBMIT, "timeout"),
     ("completed without having done anything", {"jobs": [job(JobState.COMPLETED)], "attempts": [attempt()]},
-     Action.RELAUNCH, "completed"),
+     Action.RESUBMIT, "completed"),
     ("scancelled when its agents were dead", {"jobs": [job(JobState.CANCELLED)], "attempts": [attempt()]},
      Action.RECORD, "scancel"),
     ("scancelled while it waited", {"jobs": [job(JobState.CANCELLED)], "attempts": [attempt(Cause.PREEMPTED)],
@@ -140,7 +141,7 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
      Action.KEEP, "scancel"),
     ("scancelled by who could not submit the next one",
      {"last_job_state": JobState.CANCELLED, "handover_unfinished": True,
-      "attempts": [attempt(Cause.LOST)]}, Action.RELAUNCH, "cancelled"),
+      "attempts": [attempt(Cause.LOST)]}, Action.RESUBMIT, "cancelled"),
     ("squeue leaves it out", {"last_job_state": JobState.RUNNING, "attempts": [attempt()]},
      Action.KEEP, "accounting does"),
     ("its jobs end before they begin",
@@ -150,7 +151,7 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
      {"attempts": [attempt(Cause.LOST, ended=NOW - 20)], "last_job_state": JobState.FAILED,
       "queued_jobs": 1, "handed_over_at": NOW - 10}, Action.KEEP, "next attempt in 20 s"),
     ("its node failed before it began, accounting says", {"last_job_state": JobState.NODE_FAIL},
-     Action.RELAUNCH, "node_fail"),
+     Action.RESUBMIT, "node_fail"),
     ("scancelled while it waited, accounting says", {"last_job_state": JobState.CANCELLED,
       "attempts": [attempt(Cause.PREEMPTED)], "handed_over_at": NOW - 900}, Action.RECORD, "scancel"),
     ("gone after two deaths", {"attempts": DEATHS[:2]}, Action.KEEP, "next attempt in 20 s"),
@@ -183,12 +184,12 @@ def test_cause_of_an_end_that_was_not_recorded(jobs: Sequence[SlurmJob], state: 
 
 def test_an_end_that_is_known_is_not_recorded_again() -> None:
     decision = decide(view(attempts=[attempt(Cause.CRASHED)]))
-    assert decision == Decision(action=Action.RELAUNCH, reason="its job is gone", cause=None)
+    assert decision == Decision(action=Action.RESUBMIT, reason="its job is gone", cause=None)
 
 
 def test_job_that_never_started_is_no_cause_of_the_end_of_the_last_attempt() -> None:
     decision = decide(view(jobs=[replace(RUNNING, restarts=1)], attempts=[attempt()]))
-    assert (decision.action, decision.cause) == (Action.RELAUNCH, None)
+    assert (decision.action, decision.cause) == (Action.RESUBMIT, None)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hpc.supervise.decide import Action, Decision
 from hpc.supervise.observe import observe
 from hpc.supervise.perform import perform
 
-RELAUNCH = Decision(action=Action.RELAUNCH, reason="its job is gone")
+RESUBMIT = Decision(action=Action.RESUBMIT, reason="its job is gone")
 
 
 @pytest.fixture(autouse=True)
@@ -35,25 +35,25 @@ def submitted(path: Path) -> RunDir:
     )
     spec.save(run)
     write_atomic(run.script, SlurmExecutor(run, spec).script())
-    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01"]}
+    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01"]}
     append_json_line(run.events / "x.jsonl", {"time": time.time() - 900, "event": "claimed", **claimed})
     ended = {"attempt": 1, "cause": "preempted", "step": 5}
     append_json_line(run.events / "x.jsonl", {"time": time.time() - 800, "event": "attempt_ended", **ended})
     return run
 
 
-def relaunched(run: RunDir) -> list[str]:
-    perform(observe(run, {}, time.time()), RELAUNCH)
-    return [event["job_id"] for event in ledger.read(run.events) if event["event"] == "relaunched"]
+def resubmitted(run: RunDir) -> list[str]:
+    perform(observe(run, {}, time.time()), RESUBMIT)
+    return [event["job_id"] for event in ledger.read(run.events) if event["event"] == "resubmitted"]
 
 
 @pytest.mark.parametrize("name", ["it's", "a b", 'say "run"', "$HOME"])
 def test_any_name_of_a_directory_is_found_in_the_script(name: str, tmp_path: Path) -> None:
-    assert relaunched(submitted(tmp_path / name / "run")) == ["8"]
+    assert resubmitted(submitted(tmp_path / name / "run")) == ["8"]
 
 
 def test_copy_is_refused_though_its_name_begins_the_others(tmp_path: Path) -> None:
     run = submitted(tmp_path / "run-2")
     run.path.rename(tmp_path / "run")
     with pytest.raises(TorchrelayError, match="is this one a copy, or was it moved"):
-        relaunched(RunDir(tmp_path / "run"))
+        resubmitted(RunDir(tmp_path / "run"))

@@ -43,7 +43,7 @@ def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs"
     run = site.submit("--data=data", f"--name={name}", f"--runs-dir={runs_dir}", "--nodes=1", PATH=lost)
     run.directory.script.write_text(SLEEP.format(run.directory.path))
     job_id = site.slurm("sbatch", "--parsable", str(run.directory.script)) if holds_nodes else "999999"
-    claim = {"attempt": 1, "job_id": job_id, "restart": 0, "nonce": "n", "port": 1, "nodes": ["gpu01"]}
+    claim = {"attempt": 1, "job_id": job_id, "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01"]}
     line = {"time": time.time() - 900, "event": "claimed", **claim}
     (run.directory.events / "attempt-001-node-00.jsonl").write_text(json.dumps(line) + "\n")
     submitted = {**run.events("submitted")[0], "time": time.time() - 1000, "job_id": job_id}
@@ -73,7 +73,7 @@ def live_jobs(run: Run) -> list[str]:
 def assert_one_new_job(run: Run) -> None:
     [job_id] = live_jobs(run)
     assert job_id != run.job_id
-    assert [event["job_id"] for event in run.events("relaunched")] in ([job_id], []), "killed before it was recorded"
+    assert [event["job_id"] for event in run.events("resubmitted")] in ([job_id], []), "killed before it was recorded"
     [ended] = run.events("attempt_ended")
     assert ended["cause"] == "lost"
 
@@ -117,7 +117,7 @@ def test_dry_run_prints_decisions_and_does_nothing(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=True)
     before = sorted(path.name for path in run.directory.events.iterdir())
     [line] = supervise(site, "--dry-run")
-    assert (line["action"], line["job_id"]) == ("relaunch", run.job_id)
+    assert (line["action"], line["job_id"]) == ("resubmit", run.job_id)
     assert "no heartbeat" in line["reason"]
     assert live_jobs(run) == [run.job_id]
     assert sorted(path.name for path in run.directory.events.iterdir()) == before
@@ -126,8 +126,8 @@ def test_dry_run_prints_decisions_and_does_nothing(site: Site) -> None:
 def test_no_more_runs_are_started_at_once_than_it_may(site: Site) -> None:
     for number in range(3):
         crippled(site, f"run-{number}", holds_nodes=False)
-    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "relaunch", "relaunch"]
-    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "keep", "relaunch"]
+    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "resubmit", "resubmit"]
+    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "keep", "resubmit"]
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_run_directory_that_is_deleted_or_damaged_harms_no_other(site: Site) -> 
     (broken.directory.events / "attempt-001-node-00.jsonl").write_text('{"time": 1, "event": "cla')
     gone = crippled(site, "gone", holds_nodes=True)
     shutil.rmtree(gone.directory.path)
-    assert actions(site) == {"whole": "relaunch", "broken": "keep"}
+    assert actions(site) == {"whole": "resubmit", "broken": "keep"}
     assert_one_new_job(run)
 
 
 def test_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
     EventWriter(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed", step=0)
-    assert actions(site, "--dry-run") == {"run": "relaunch"}
+    assert actions(site, "--dry-run") == {"run": "resubmit"}
     run.site.hpc("cancel", str(run.directory.path))
     assert actions(site) == {"run": "keep"}
     assert run.status()["state"] == "cancelled"
@@ -182,7 +182,7 @@ def test_next_job_does_not_wait_for_what_the_first_one_waited_for(site: Site) ->
     script = run.directory.script.read_text().replace("#SBATCH ", f"#SBATCH --dependency=afterok:{failed} ", 1)
     run.directory.script.write_text(script)
     run.wait("the failure", lambda: site.type("squeue", "-h", "-j", failed).stdout.strip() == "")
-    assert actions(site) == {"run": "relaunch"}
+    assert actions(site) == {"run": "resubmit"}
     [job_id] = live_jobs(run)
     run.wait("the start", lambda: "RUNNING" in site.slurm("squeue", "-h", "-j", job_id, "-o", "%T %r"))
 
@@ -192,9 +192,9 @@ def test_answer_of_sbatch_that_was_lost_costs_no_second_job(site: Site) -> None:
     site.slurm("sbatch", "--begin=now+1hour", str(run.directory.script))
     taken = {**os.environ, "SLURM_CONF": site.slurm_conf}
     code = (
-        "import sys; from pathlib import Path; from hpc.slurm import relaunch; from hpc.core.rundir import RunDir; "
+        "import sys; from pathlib import Path; from hpc.slurm import resubmit; from hpc.core.rundir import RunDir; "
         "from hpc.spec import RunSpec; run = RunDir(Path(sys.argv[1])); "
-        "print(relaunch.submit_next_job(run, RunSpec.load(run), [], {'999999'}))"
+        "print(resubmit.submit_next_job(run, RunSpec.load(run), [], {'999999'}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(run.directory.path)], env=taken, cwd=ROOT, capture_output=True, text=True,
@@ -250,8 +250,8 @@ def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site,
     assert [attempt["cause"] for attempt in status["attempts"]] == ["node_failure", "completed"]
     assert node not in status["attempts"][1]["nodes"]
     zombie.assert_no_gap()
-    [relaunched] = zombie.events("relaunched")
-    assert relaunched["old_job_id"] == zombie.job_id
+    [resubmitted] = zombie.events("resubmitted")
+    assert resubmitted["old_job_id"] == zombie.job_id
     assert zombie.events("attempt_ended")[0]["cause"] == "lost"
     zombie.wait("the end of the zombie's job", lambda: zombie.job_id not in live_jobs(zombie))
 
@@ -274,7 +274,7 @@ def test_job_that_slurm_could_not_start_is_released(site: Site, ordinary_user: S
         drained = site.slurm("sinfo", "--noheader", "--Node", "--states=drain", "--format=%N").split()
         for node in set(drained):
             site.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
-    assert actions(ordinary_user) == {"held": "unhold"}
+    assert actions(ordinary_user) == {"held": "release"}
     status = run.wait_for_state("completed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]
 
@@ -304,4 +304,4 @@ def test_ledger_of_a_supervised_run_is_readable(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
     supervise(site)
     kinds = [event["event"] for event in ledger.read(RunDir(run.directory.path).events)]
-    assert kinds == ["submitted", "claimed", "attempt_ended", "relaunching", "relaunched"]
+    assert kinds == ["submitted", "claimed", "attempt_ended", "resubmitting", "resubmitted"]

@@ -31,7 +31,7 @@ def server() -> Iterator[ControlServer]:
 def coordinate(node: NodeAttempt, server: ControlServer, hosts: tuple[str, ...] = ("gpu01",)) -> Coordinator:
     """The coordinator of an attempt that trains."""
     node.run.events.mkdir()
-    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "nonce": "n", "port": 1, "nodes": hosts}
+    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": hosts}
     append_json_line(event_file(node.run, 1, 0).path, ledger.record("claimed", **claimed))
     spec = replace(node.spec, train=TrainConfig(data="x"), recovery=Recovery(hang_timeout="1s"))
     allocation = replace(node.allocation, hostnames=hosts)
@@ -45,9 +45,9 @@ def hung(rank: int, state: str = "S") -> RankHeartbeat:
     )
 
 
-@pytest.mark.parametrize(("states", "cause", "unfit"), [("SD", "bad_node", {1}), ("DD", "hang", set[int]())])
+@pytest.mark.parametrize(("states", "cause", "bad_nodes"), [("SD", "bad_node", {1}), ("DD", "hang", set[int]())])
 def test_node_where_a_rank_cannot_be_killed_is_left_out(
-    node: NodeAttempt, server: ControlServer, states: str, cause: str, unfit: set[int]
+    node: NodeAttempt, server: ControlServer, states: str, cause: str, bad_nodes: set[int]
 ) -> None:
     """Unless it is so on several nodes: then it is their storage."""
     coordinator = coordinate(node, server, ("gpu01", "gpu02"))
@@ -60,8 +60,8 @@ def test_node_where_a_rank_cannot_be_killed_is_left_out(
     coordinator.poll()
     client.close()
     [interruption] = node.events("interruption")
-    assert (interruption["cause"], coordinator.unfit, coordinator.stuck) == (cause, unfit, unfit)
-    assert interruption["node"] == ("gpu02" if unfit else None)
+    assert (interruption["cause"], coordinator.bad_nodes, coordinator.stuck) == (cause, bad_nodes, bad_nodes)
+    assert interruption["node"] == ("gpu02" if bad_nodes else None)
 
 
 def test_clock_that_is_set_back_hides_no_hang(

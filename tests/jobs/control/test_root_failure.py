@@ -32,9 +32,9 @@ def test_rank_that_lost_its_peer_did_not_fail_first(root: RootFailure) -> None:
     assert root.find({consequence, failure(1, 5.3)}, all_heard=True) == failure(1, 5.3)
 
 
-def test_unfit_node_comes_before_ranks_that_left_because_of_it(root: RootFailure) -> None:
-    unfit = failure(1, 5.3, cause="bad_node")
-    assert root.find({failure(0, 5.0), unfit}, all_heard=True) == unfit
+def test_bad_node_comes_before_ranks_that_left_because_of_it(root: RootFailure) -> None:
+    bad_node = failure(1, 5.3, cause="bad_node")
+    assert root.find({failure(0, 5.0), bad_node}, all_heard=True) == bad_node
 
 
 def test_failure_waits_for_all_nodes_to_report(root: RootFailure, monkeypatch: pytest.MonkeyPatch) -> None:

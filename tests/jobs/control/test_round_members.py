@@ -8,7 +8,7 @@ WAIT = RoundDecision()
 
 def view(
     *phases: Phase | None, excluded: tuple[int, ...] = (), waited: float = 1.0, failed: int = 0, code: int = 0,
-    least: int = 2, most: int = 2, awaited: tuple[int, ...] = (),
+    min_nodes: int = 2, max_nodes: int = 2, awaited: tuple[int, ...] = (),
 ) -> MembershipView:  # fmt: skip
     """One node per phase; None: has not reported yet."""
     statuses = {
@@ -18,8 +18,8 @@ def view(
     }
     return MembershipView(
         num_nodes=len(phases),
-        least=least,
-        most=most,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
         statuses=statuses,
         excluded=frozenset({*excluded, *awaited}),
         awaited=frozenset(awaited),
@@ -46,9 +46,9 @@ def test_spare_that_is_not_ready_is_not_waited_for() -> None:
 
 
 def test_elastic_run_waits_for_a_slow_node_but_not_for_ever() -> None:
-    assert decide_round(Directive(), view(READY, STARTING, least=1)) == WAIT
-    assert decide_round(Directive(), view(READY, STARTING, least=1, waited=61.0)) == RoundDecision(members=(0,))
-    assert decide_round(Directive(), view(READY, FAILED, least=1)) == RoundDecision(members=(0,))
+    assert decide_round(Directive(), view(READY, STARTING, min_nodes=1)) == WAIT
+    assert decide_round(Directive(), view(READY, STARTING, min_nodes=1, waited=61.0)) == RoundDecision(members=(0,))
+    assert decide_round(Directive(), view(READY, FAILED, min_nodes=1)) == RoundDecision(members=(0,))
 
 
 def test_too_few_nodes_from_the_start() -> None:
@@ -66,13 +66,15 @@ def test_spare_takes_the_place_of_a_lost_node() -> None:
 
 
 def test_elastic_run_continues_without_a_lost_node() -> None:
-    elastic, fixed = (view(RUNNING, RUNNING, RUNNING, excluded=(1,), least=least, most=3) for least in (1, 3))
+    elastic, fixed = (
+        view(RUNNING, RUNNING, RUNNING, excluded=(1,), min_nodes=min_nodes, max_nodes=3) for min_nodes in (1, 3)
+    )
     assert decide_round(running(0, 1, 2), elastic) == RoundDecision(members=(0, 2))
     assert decide_round(running(0, 1, 2), fixed).failed
 
 
 def test_late_node_joins_if_there_is_a_place() -> None:
-    assert decide_round(running(0), view(RUNNING, READY, least=1)) == RoundDecision(members=(0, 1))
+    assert decide_round(running(0), view(RUNNING, READY, min_nodes=1)) == RoundDecision(members=(0, 1))
 
 
 def test_round_is_done_when_every_member_has_ended_well() -> None:
@@ -101,7 +103,7 @@ def test_round_ends_while_a_lost_node_may_come_back() -> None:
 
 def test_lost_node_is_not_waited_for_if_the_others_can_go_on() -> None:
     assert decide_round(running(0, 1), view(RUNNING, RUNNING, READY, awaited=(1,))) == RoundDecision(members=(0, 2))
-    elastic = view(RUNNING, RUNNING, awaited=(1,), least=1)
+    elastic = view(RUNNING, RUNNING, awaited=(1,), min_nodes=1)
     assert decide_round(running(0, 1), elastic) == RoundDecision(members=(0,))
 
 

@@ -73,7 +73,7 @@ def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         pick_port(tries=7)
 
 
-MEETING = Rendezvous(run="r", attempt=1, nonce="n", round=1, members=("gpu02", "gpu03"), port=12345, node=0)
+MEETING = Rendezvous(run="r", attempt=1, secret="n", round=1, members=("gpu02", "gpu03"), port=12345, node=0)
 
 
 def test_rendezvous_id_differs_by_attempt_and_round() -> None:
@@ -82,7 +82,7 @@ def test_rendezvous_id_differs_by_attempt_and_round() -> None:
 
 
 def test_the_secret_is_in_torchruns_environment_and_not_in_its_arguments() -> None:
-    rendezvous = replace(MEETING, nonce="5ecret")
+    rendezvous = replace(MEETING, secret="5ecret")
     assert "5ecret" not in " ".join(torchrun_argv(rendezvous, 4, "10.0.0.1", "python", ["program"]))
     assert "5ecret" in torchrun_environment(rendezvous, {"HOME": "/"}).values()
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # exporte
 from trainer_rig import Starter, events
 
 from hpc.core.causes import EXIT_BAD_NODE
-from hpc.core.errors import TorchrelayError, UnfitNodeError
+from hpc.core.errors import BadNodeError, TorchrelayError
 from training.engine.preflight import count_wrong, run_preflight
 from training.runtime.fault_injection import parse_fault
 from training.runtime.process_group import ProcessGroup, choose_device, device_of_the_node
@@ -37,7 +37,7 @@ def test_a_single_rank_has_no_bandwidth(group: ProcessGroup) -> None:
 
 def test_a_device_that_computes_wrongly_is_found(group: ProcessGroup) -> None:
     message = r"rank 0 on .+ \(the CPU\) computes wrongly: 1 of 65536 elements of a matrix product are wrong"
-    with pytest.raises(UnfitNodeError, match=message) as raised:
+    with pytest.raises(BadNodeError, match=message) as raised:
         run_preflight(group, parse_fault("preflight@0:0"))
     assert raised.value.exit_code == EXIT_BAD_NODE
 
@@ -68,8 +68,8 @@ def test_partial_sums_of_the_large_product_are_exact_in_bfloat16() -> None:
         "NCCL error in: /x/ProcessGroupNCCL.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
     ],
 )
-def test_a_device_that_fails_before_the_training_makes_its_node_unfit(message: str) -> None:
-    with pytest.raises(UnfitNodeError, match="cannot use its GPUs: ") as raised, device_of_the_node():
+def test_a_device_that_fails_before_the_training_marks_its_node_as_bad(message: str) -> None:
+    with pytest.raises(BadNodeError, match="cannot use its GPUs: ") as raised, device_of_the_node():
         raise RuntimeError(message)
     assert str(raised.value).endswith(message.splitlines()[0])
 
@@ -83,14 +83,14 @@ def test_other_errors_before_the_training_stay_what_they_are(message: str) -> No
         raise RuntimeError(message)
 
 
-def test_the_exit_code_identifies_the_unfit_rank(start: Starter) -> None:
+def test_the_exit_code_identifies_the_rank_on_a_bad_node(start: Starter) -> None:
     training = start(*SHORT, "--fault=preflight@0:1", world_size=3)
     assert training.wait() == [TorchrelayError.exit_code, EXIT_BAD_NODE, TorchrelayError.exit_code]
     output = training.output()
     assert output.count("error: this rank passed, but rank 1 on ") == 2
     assert output.count("error: rank 1 on ") == 1
     assert "Traceback" not in output
-    assert not training.run_dir.exists(), "an unfit node leaves nothing behind"
+    assert not training.run_dir.exists(), "a bad node leaves nothing behind"
 
 
 def test_a_complete_run_needs_no_check(start: Starter) -> None:
@@ -119,17 +119,17 @@ def test_all_ranks_have_gpus_or_none_has() -> None:
     assert choose([0, 0], ["", ""]) == ["cpu", "cpu"]
 
 
-def test_a_node_whose_driver_is_not_loaded_is_unfit() -> None:
-    well, unfit = choose([1, 0], ["0", ""])
+def test_a_node_whose_driver_is_not_loaded_is_bad() -> None:
+    well, bad_node = choose([1, 0], ["0", ""])
     assert well == "TorchrelayError: this rank passed, but 1 of the 2 ranks have no GPU"
-    assert unfit.startswith("UnfitNodeError: local rank 0 on ")
-    assert "has no GPU: this node has 0" in unfit
+    assert bad_node.startswith("BadNodeError: local rank 0 on ")
+    assert "has no GPU: this node has 0" in bad_node
 
 
-def test_a_node_whose_gpus_cannot_be_used_is_unfit() -> None:
+def test_a_node_whose_gpus_cannot_be_used_is_bad() -> None:
     first, second = choose([0, 0], ["0", ""])
     assert "was given GPUs 0, but torch" in first
-    assert first.startswith("UnfitNodeError")
+    assert first.startswith("BadNodeError")
     assert second.startswith("TorchrelayError: this rank passed")
 
 

@@ -66,7 +66,7 @@ def torchrun(directory: Path, rendezvous: Rendezvous, ranks: int = 1, *, c10d: b
 @pytest.fixture
 def pair() -> Rendezvous:
     return Rendezvous(
-        run="r", attempt=1, nonce=SECRET, round=1, members=("localhost", "localhost"), port=pick_port(), node=0
+        run="r", attempt=1, secret=SECRET, round=1, members=("localhost", "localhost"), port=pick_port(), node=0
     )
 
 

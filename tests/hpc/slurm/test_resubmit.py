@@ -13,7 +13,7 @@ from hpc.core import ledger
 from hpc.core.attempts import Attempt
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
-from hpc.slurm import relaunch
+from hpc.slurm import resubmit
 from hpc.spec import Resources, RunSpec
 
 CLAIM = """
@@ -21,9 +21,9 @@ import sys
 from pathlib import Path
 from hpc.core import ledger
 from hpc.core.rundir import RunDir
-from hpc.slurm import relaunch
+from hpc.slurm import resubmit
 run = RunDir(Path(sys.argv[1]))
-assert relaunch.claim_next_job(run, 1, ledger.read(run.events))
+assert resubmit.claim_next_job(run, 1, ledger.read(run.events))
 """
 
 
@@ -35,18 +35,18 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def claims(run: RunDir, attempt: int = 1) -> bool:
-    return relaunch.claim_next_job(run, attempt, ledger.read(run.events))
+    return resubmit.claim_next_job(run, attempt, ledger.read(run.events))
 
 
 def claimed_elsewhere(run: RunDir, seconds_ago: float) -> None:
-    line = {"event": "relaunching", "attempt": 1, "host": "another", "pid": 1, "started": 1}
+    line = {"event": "resubmitting", "attempt": 1, "host": "another", "pid": 1, "started": 1}
     append_json_line(run.events / "next-001.jsonl", {"time": time.time() - seconds_ago, **line})
 
 
 def test_one_claim_at_a_time(run: RunDir) -> None:
     assert claims(run)
     assert not claims(run), "the first one is not done"
-    append_json_line(run.events / "x.jsonl", ledger.record("relaunched", attempt=1, job_id="8"))
+    append_json_line(run.events / "x.jsonl", ledger.record("resubmitted", attempt=1, job_id="8"))
     assert claims(run), "its job has ended before it started"
 
 
@@ -70,7 +70,7 @@ def test_expired_claim_has_one_successor(run: RunDir) -> None:
     claimed_elsewhere(run, 150.0)
     seen = ledger.read(run.events)
     with ThreadPoolExecutor() as several:
-        found = list(several.map(lambda _: relaunch.claim_next_job(run, 1, seen), range(8)))
+        found = list(several.map(lambda _: resubmit.claim_next_job(run, 1, seen), range(8)))
     assert sum(found) == 1
 
 
@@ -90,19 +90,19 @@ def test_preemption_in_the_log_of_the_job(run: RunDir, words: str, seconds: int,
     run.logs.mkdir()
     at = datetime.fromtimestamp(began + seconds).isoformat(timespec="seconds")  # noqa: DTZ006 - as Slurm prints it
     (run.logs / "7_0_log.out").write_text("x" * 500_000 + LOG.format(at=at, words=words))
-    assert relaunch.was_preempted(run, "7", began) is preempted
-    assert not relaunch.was_preempted(run, "8", began), "there is no log"
+    assert resubmit.was_preempted(run, "7", began) is preempted
+    assert not resubmit.was_preempted(run, "8", began), "there is no log"
 
 
 def test_agents_that_were_killed_by_a_preemption_are_not_lost(run: RunDir) -> None:
     """With GraceTime=0 they have no time to record the end."""
     RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)).save(run)
     last = Attempt(
-        attempt=1, job_id="7", restart=0, nonce="n", port=1, nodes=("gpu01",), started=time.time() - 300
+        attempt=1, job_id="7", restart=0, secret="n", port=1, nodes=("gpu01",), started=time.time() - 300
     )  # fmt: skip
     run.logs.mkdir()
     at = datetime.now().isoformat(timespec="seconds")  # noqa: DTZ005 - as Slurm prints it
     (run.logs / "7_0_log.out").write_text(LOG.format(at=at, words="PREEMPTION"))
-    assert relaunch.record_missing_end(run, last, "its job is gone", suspect="gpu01")
+    assert resubmit.record_missing_end(run, last, "its job is gone", suspect="gpu01")
     [ended] = ledger.read(run.events)
     assert (ended["cause"], ended.get("node")) == ("preempted", None)

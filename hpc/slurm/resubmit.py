@@ -117,9 +117,9 @@ def last_step(run: RunDir) -> int | None:
 
 def unfinished_handover(events: Iterable[Event], attempt: int) -> Event | None:
     """The newest claim of the job after an attempt, if that job has not been recorded."""
-    kinds = {"relaunching", "relaunched", "requeued"}
+    kinds = {"resubmitting", "resubmitted", "requeued"}
     own = [event for event in events if event["event"] in kinds and event.get("attempt") == attempt]
-    return own[-1] if own and own[-1]["event"] == "relaunching" else None
+    return own[-1] if own and own[-1]["event"] == "resubmitting" else None
 
 
 def handover_deadline(claim: Event | None) -> float:
@@ -136,9 +136,9 @@ def claim_next_job(run: RunDir, attempt: int, seen: Sequence[Event]) -> bool:
     """
     if time.time() < handover_deadline(unfinished_handover(seen, attempt)):
         return False
-    number = sum(event["event"] == "relaunching" for event in seen) + 1
+    number = sum(event["event"] == "resubmitting" for event in seen) + 1
     pid = os.getpid()
-    event = ledger.record("relaunching", attempt=attempt, host=socket.gethostname(), pid=pid, started=start_time(pid))
+    event = ledger.record("resubmitting", attempt=attempt, host=socket.gethostname(), pid=pid, started=start_time(pid))
     return write_exclusive(run.events / f"next-{number:03d}.jsonl", json_line(event))
 
 
