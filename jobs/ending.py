@@ -152,7 +152,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
 
     Returns the exit code.
     """
-    failed_at, head = time.time() - channel.silent_seconds, node.allocation.head
+    failed_at, head = steady_time() - channel.silent_seconds, node.allocation.head
     detail = f"lost contact with {head}"
     log(detail)
     node.record_event("node_lost", node=head, last_heard=failed_at, detail=detail)

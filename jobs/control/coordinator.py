@@ -215,8 +215,9 @@ class Coordinator:
             )
 
     def _node_of(self, rank: int) -> int | None:
-        statuses = self._server.statuses().items()
-        return next((node for node, status in statuses for each in status.heartbeats if each.rank == rank), None)
+        """The node rank of a rank; a lost node's last status may still name it."""
+        present = [(node, status) for node, status in self._server.statuses().items() if node not in self.lost]
+        return next((node for node, status in present for each in status.heartbeats if each.rank == rank), None)
 
     def _name(self, node_rank: int) -> str:
         return self._node.allocation.hostnames[node_rank]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster import need
+from cluster import mounted_volume, need
 from staging_rig import stage
 
 from hpc.core.errors import TorchrelayError
@@ -45,12 +45,8 @@ def store(local: Path) -> CacheStore:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 24 MB, in memory."""
-    need("mount")
-    path = tmp_path / "small"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=1777", "tmpfs", str(path)], check=True)
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+    with mounted_volume(tmp_path / "small", "size=24m,mode=1777") as path:
+        yield path
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import need, tiny_data
+from cluster import mounted_volume, tiny_data
 from environments import BASE, ROOT, SITE, described, make_venv, pack, set_version
 from staging_rig import stage
 
@@ -186,16 +186,11 @@ def test_environment_that_changes_while_it_is_packed_is_refused(venv: Path, tmp_
 
 
 def test_full_disk_is_reported_and_leaves_nothing(venv: Path, tmp_path: Path) -> None:
-    need("mount")
     (venv / SITE / "torch" / "weights").write_bytes(os.urandom(3 * 2**20))
-    (tmp_path / "runs").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "runs")], check=True)
-    try:
+    with mounted_volume(tmp_path / "runs", "size=1m") as runs:
         with pytest.raises(TorchrelayError, match="No space left on device"):
-            pack(venv, tmp_path / "runs")
-        assert left(tmp_path / "runs") == []
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path / "runs")], check=True)
+            pack(venv, runs)
+        assert left(runs) == []
 
 
 def test_directory_that_others_can_write_to_is_refused(venv: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Site, need
+from cluster import Site, mounted_volume
 from environments import BASE, SITE, make_venv, pack
 from staging_rig import disk, end_nodes, start_nodes
 
@@ -105,12 +105,8 @@ def test_archive_that_is_gone_holds_nobody_up(nodes: Nodes, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("rank", range(NODES))
 def test_node_without_room_uses_the_shared_one_alone(nodes: Nodes, tmp_path: Path, rank: int) -> None:
-    need("mount")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(nodes.disk(rank))], check=True)
-    try:
+    with mounted_volume(nodes.disk(rank), "size=1m,mode=700"):
         pythons = nodes.use(pack(make_venv(tmp_path / "venv"), tmp_path))
-    finally:
-        subprocess.run(["umount", "--lazy", str(nodes.disk(rank))], check=True)
     assert pythons[rank] == Path(sys.executable)
     assert pythons[1 - rank].is_relative_to(nodes.disk(1 - rank))
     assert "larger than the available 0 MB" in nodes.events()[rank]["fallback"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cluster import mounted_volume
 from PIL import Image
 from trainer_rig import load, make_folder
 
@@ -266,12 +267,8 @@ def test_a_full_disk_ends_it_resumably(many: Path, tmp_path: Path, *, begun: boo
 @pytest.fixture
 def little_room(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MB."""
-    place = tmp_path / "little"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", place], check=False).returncode:
-        pytest.skip("mounting needs root")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
+    with mounted_volume(tmp_path / "little", "size=2m") as place:
+        yield place
 
 
 def test_space_is_looked_at_first(photos: Path, little_room: Path) -> None:
