@@ -250,7 +250,8 @@ def test_submission_returns_though_the_run_goes_on(site: Site) -> None:
     run.wait_for_steps(1)
     assert run.is_alive()
     followed = site.hpc("logs", run.directory.name, "--rank=0")
-    assert followed.stdout.startswith("[1:0] starting")
+    # Where no DNS answers, a warning of torch's comes first.
+    assert any(line.startswith("[1:0] starting") for line in followed.stdout.splitlines())
     run.cancel()
 
 
