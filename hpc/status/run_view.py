@@ -19,6 +19,7 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.files import last_json_line, storage_time
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
+from hpc.core.ownership import user_name
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
@@ -195,6 +196,15 @@ def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> d
     return {one.run.path: decide(one.known) for one in with_final_states(found)}
 
 
+def _other_owner(run: RunDir) -> str | None:
+    """The name of the run's owner, if that is not this user."""
+    try:
+        owner = run.path.stat().st_uid
+    except OSError:
+        return None
+    return None if owner == os.getuid() else user_name(owner)
+
+
 def _modified_ns(path: Path) -> int | None:
     try:
         return path.stat().st_mtime_ns
@@ -217,17 +227,23 @@ class StatusCache:
     def summaries(self, runs: Sequence[RunDir]) -> list[Summary]:
         """One summary per run; a deleted run has none."""
         jobs = self._queue(runs)
-        own = jobs_by_run(runs, jobs) if jobs is not None else {}
+        # Only the user's jobs are listed: of another user's run, its directory alone tells.
+        others = {run.path: owner for run in runs if (owner := _other_owner(run)) is not None}
+        mine = [run for run in runs if run.path not in others]
+        own = jobs_by_run(mine, jobs) if jobs is not None else {}
         # A process that resumes or ends a run adds a file to its ledger.
         stamps = {run.path: _modified_ns(run.events) for run in runs}
         ended = {
             path: row for path, (stamp, row) in self._ended.items() if stamp == stamps.get(path) and not own.get(path)
         }
         known = {*ended, *self._decisions, *(path for path, listed in own.items() if listed)}
-        self._decisions |= _decisions([run for run in runs if run.path not in known], jobs)
+        self._decisions |= _decisions([run for run in mine if run.path not in known], jobs)
         rows = list[Summary]()
         for run in runs:
             row = ended.get(run.path) or summarize(run, own.get(run.path), self._decisions.get(run.path))
+            if run.path in others:
+                note = f"it belongs to {others[run.path]}, so this is only what its directory says"
+                row["warnings"] = [note, *(one for one in row["warnings"] if one != note)]
             stamp = stamps[run.path]
             if stamp is not None and row["state"] in TERMINAL:
                 self._ended[run.path] = stamp, row

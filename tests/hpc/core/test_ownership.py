@@ -103,6 +103,18 @@ def test_supervisor_submits_no_script_of_another_user(runs: Path, cluster: dict[
     assert f"run theirs is not yours alone: {runs}/theirs belongs to nobody" in done.stderr
 
 
+def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, cluster: dict[str, str]) -> None:
+    make_run_of_the_stranger(runs / "theirs")
+    make_run(runs / "own")
+    done = by(0, *hpc("status", "--json", "--runs-dir", runs), **cluster)
+    rows = {row["run"]: row for row in json.loads(done.stdout)}
+    own, theirs = rows["own"], rows["theirs"]
+    assert (theirs["state"], theirs["reason"]) == ("pending", None)
+    assert theirs["warnings"][0].startswith("it belongs to nobody, so this is only what")
+    assert own["reason"].startswith("its job is gone")
+    assert not any("belongs to" in warning for warning in own["warnings"])
+
+
 def test_supervisor_says_once_what_it_skips(runs: Path, cluster: dict[str, str]) -> None:
     make_run_of_the_stranger(runs / "theirs")
     command = hpc("supervise", "--interval=1s", "--runs-dir", runs)
