@@ -37,7 +37,7 @@ def target(*, cluster: str = "slurm", testbed: bool = False) -> DrillTarget:
 
 
 @pytest.mark.parametrize(
-    ("kind", "testbed", "first", "last"),
+    ("kind", "pretended", "first", "last"),
     [
         ("worker-kill", True, ["srun", "--jobid=7", "--overlap"], ["/r/x", "kill", "3"]),
         ("hang", False, ["srun", "--jobid=7"], ["/r/x", "stop", "3"]),
@@ -49,8 +49,8 @@ def target(*, cluster: str = "slurm", testbed: bool = False) -> DrillTarget:
         ("node-kill", False, ["srun", "--jobid=7", "--overlap", "--nodes=1", "--nodelist=gpu02"], ["/r/x", "kill-all"]),
     ],
 )
-def test_command_of_a_drill(kind: Kind, testbed: bool, first: list[str], last: list[str]) -> None:
-    command, _ = plan(kind, target(testbed=testbed))
+def test_command_of_a_drill(kind: Kind, pretended: bool, first: list[str], last: list[str]) -> None:
+    command, _ = plan(kind, target(testbed=pretended))
     assert command[: len(first)] == first
     assert command[-len(last) :] == last
 
