@@ -207,13 +207,15 @@ class Run:
     def wait_for_state(self, state: str) -> dict[str, Any]:
         """Wait for a state of the contract.
 
-        It is asked for when there are new events, and now and then: asking takes a core for a fifth of a second, which
-        the run may need.
+        It is asked for when there are new events, and now and then: asking takes a core for a third of a second, which
+        the run may need. What is completed has recorded it.
         """
         asked: tuple[int, float] = (0, 0.0)
 
         def reached() -> bool:
             nonlocal asked
+            if state == "completed" and not any(end["cause"] == state for end in self.events("attempt_ended")):
+                return False
             written = sum(path.stat().st_size for path in self.directory.events.glob("*.jsonl"))
             if written == asked[0] and time.monotonic() < asked[1] + 1.5:
                 return False

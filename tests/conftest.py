@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 from cluster import ROOT, Command, Site, hpc_json, need, tiny_data, what_slurm_holds
 
-USER = "torchrelay-test"
+# Workers of pytest-xdist share the machine's users, though each has a testbed of its own.
+USER = "torchrelay-" + os.environ.get("PYTEST_XDIST_WORKER", "test")
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it.
 LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what uses the testbed, so that `-m slurm` selects all of it, before pytest selects."""
+    """Mark what uses the testbed, so that `-m slurm` selects all of it, before pytest selects; and sort."""
     for item in items:
         if "testbed" in getattr(item, "fixturenames", ()):
             item.add_marker("slurm")
+    # What takes long, begun last, would keep a worker busy when the others have nothing left.
+    long = (ROOT / "tests/runs", ROOT / "tests/training/verify_resume")
+    items.sort(key=lambda item: item.path.parent not in long)
 
 
 @pytest.fixture(autouse=True)

@@ -122,6 +122,7 @@ def test_directory_that_another_user_has_planted_is_refused_by_name(ordinary_use
     data = photos(ordinary_user)
     planted = f"/tmp/torchrelay-{pwd.getpwnam(str(ordinary_user.user)).pw_uid}"
     on_the_node = ("srun", "--nodes=1", "--nodelist=gpu02")
+    site.slurm(*on_the_node, "rm", "-rf", planted)  # what runs of a former user with this number have staged
     site.slurm(*on_the_node, "install", "-d", "-m", "700", "-o", "nobody", planted)
     try:
         run = submit(ordinary_user, data, "--nodes=1", "--name=planted", "--sbatch=nodelist=gpu02")

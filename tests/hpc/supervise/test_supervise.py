@@ -245,7 +245,7 @@ def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site,
             zombie.wait("the next attempt's steps", lambda: zombie.attempts_logged()[-1] == 2)
         watching.terminate()
         output, _ = watching.communicate()
-    assert "one: release" in output
+    assert "one: start_now" in output
     run.assert_no_gap()
     assert [attempt["cause"] for attempt in status["attempts"]] == ["node_failure", "completed"]
     assert node not in status["attempts"][1]["nodes"]
