@@ -62,6 +62,9 @@ class Resources:
     """Nodes to exclude: gpu01,gpu[07-09]."""
     sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Another sbatch option, KEY=VALUE."""
+    setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A line of bash for the head node, at each start of the job: 'module load cuda/12.4'. All ranks get what it
+    exports (docs/environment.md)."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
@@ -182,7 +185,8 @@ class RunSpec:
         except (OSError, ValueError) as error:
             raise UserError(f"{run.path} is no run directory: {run.spec.name} cannot be read ({error})") from error
         try:
-            fields["resources"]["sbatch"] = tuple(fields["resources"]["sbatch"])
+            for name in ("sbatch", "setup"):
+                fields["resources"][name] = tuple(fields["resources"].get(name, ()))
             fields["resources"] = Resources(**fields["resources"])
             fields["recovery"] = Recovery(**fields.get("recovery", {}))
             fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None

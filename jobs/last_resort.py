@@ -1,11 +1,13 @@
-"""The last resort of the batch script, when its agents have ended and none has recorded the end of their attempt.
+"""The last resort of the batch script, when no agent has recorded the end of the attempt, or none could start.
 
 A signal in the first second of their step kills agents before they can handle it; lack of memory, or a defect, at any
 time. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
 
     python -m jobs.last_resort RUN_DIR EXIT_CODE_OF_SRUN
+    python -m jobs.last_resort RUN_DIR EXIT_CODE SETUP_LINE
 
-srun has ended, so every agent has: none of them still submits the next job.
+The second, before srun, if a line of --setup fails: the next attempt avoids this node, and if the line fails there too,
+the run has failed. Otherwise srun has ended, so every agent has: none of them still submits the next job.
 """
 
 import os
@@ -49,9 +51,12 @@ def main(argv: list[str]) -> int:
         run=run, spec=RunSpec.load(run), allocation=allocation, attempt=attempt,
         writer=claim.event_file(run, attempt.attempt, allocation.node_rank),
     )  # fmt: skip
-    detail = f"its agents ended with {killed_by or f'exit code {exit_code}'} and recorded no end"
+    ended_with = f"ended with {killed_by or f'exit code {exit_code}'}"
+    cause, detail = Cause.LOST, f"its agents {ended_with} and recorded no end"
+    if len(argv) > 2:
+        cause, detail = Cause.BAD_NODE, f"--setup {argv[2]!r} {ended_with}: hpc logs --all has what it printed"
     stopped_by = killed_by if number in STOP_SIGNALS else None
-    return conclude_failed_agent(node, Cause.LOST, detail, stopped_by)
+    return conclude_failed_agent(node, cause, detail, stopped_by)
 
 
 def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:

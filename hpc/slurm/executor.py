@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,26 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
     return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-P", "-m", module, str(run.path)])
 
 
+def setup(run: RunDir, lines: Sequence[str]) -> list[str]:
+    """Lines of the script before srun: the user's (--setup), each of which must succeed, or no agent starts. Pure.
+
+    With eval, a line is exactly itself: it cannot continue in ours. Nor does `exit`, or a `set -e` of its own, end the
+    script without a word.
+    """
+    if not lines:
+        return [_UNSET, _OUTLIVE]
+    failed = (
+        f'exit_code=$?; trap "" TERM USR2; exec {agent_command(run, "jobs.last_resort")} $exit_code "$torchrelay_setup"'
+    )
+    return [
+        _UNSET, _OUTLIVE, "export SUBMITIT_EXECUTOR=slurm", f"trap {shlex.quote(failed)} EXIT",
+        *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in lines),
+        "trap - EXIT", "set +eu",
+        # For the user's script. The agents have an environment of their own, which other packages could break.
+        'export TORCHRELAY_PYTHONPATH="${PYTHONPATH-}"',
+    ]  # fmt: skip
+
+
 def last_resort(run: RunDir) -> list[str]:
     """Lines of the script after srun: agents that were killed cannot have the run continue (jobs.last_resort)."""
     return ["exit_code=$?", "[ $exit_code = 0 ] && exit", "trap '' TERM USR2",
@@ -57,7 +78,8 @@ class SlurmExecutor(submitit.SlurmExecutor):
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs)
         self.run, self.spec = run, spec
-        self.update_parameters(**sbatch_parameters(spec), teardown=last_resort(run))
+        before, after = setup(run, spec.resources.setup), last_resort(run)
+        self.update_parameters(**sbatch_parameters(spec), setup=before, teardown=after)
 
     @property
     def _submitit_command_str(self) -> str:
@@ -134,7 +156,6 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
         "signal_delay_s": spec.stop_lead_seconds,
         "stderr_to_stdout": True,
         "wckey": None,  # clusters with a list of keys refuse submitit's default
-        "setup": [_UNSET, _OUTLIVE],
         "srun_args": [
             # Not an option of sbatch, which would ask for one task on each of the fewest nodes of a range: Slurm then
             # gives the job no more nodes than those.

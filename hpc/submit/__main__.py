@@ -167,6 +167,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         pack = checks.pack_size(options.pack, options.pack_size, train)
         checks.check_data_on_device(train)
     cluster = choose_cluster(options.cluster)
+    checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
         resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)
         checks.check_is_shared("--data", data)

@@ -7,13 +7,15 @@ import dataclasses
 import difflib
 import os
 import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.ownership import who_may_rename
 from hpc.core.units import format_minutes, walltime_minutes
 from hpc.slurm.client import Partition
-from hpc.spec import Resources, RunSpec
+from hpc.spec import Cluster, Resources, RunSpec
 from hpc.staging import archive
 from hpc.staging.source import ARCHIVES, is_archive
 from training.config.dataset_layout import check_data, resolve_data
@@ -94,6 +96,19 @@ def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
             "(at the time limit, the run continues in a new attempt)"
         )
     return minutes
+
+
+def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
+    """Refuse --setup without Slurm, and lines that are no bash."""
+    if lines and cluster == "local":
+        raise UserError(
+            f"--setup is {lines[0]!r}, but --cluster local has no batch script: type it in this shell before hpc submit"
+        )
+    for line in lines:
+        done = subprocess.run(["bash", "-n", "-c", line], capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode != 0:
+            problem = done.stderr.strip().partition("\n")[0].removeprefix("bash: -c: ")
+            raise UserError(f"--setup {line!r} is no bash ({problem}): write each --setup as a whole command")
 
 
 def check_recovery(spec: RunSpec) -> None:

@@ -120,8 +120,9 @@ def _command(
         program = preflight_command(run, number, python)
     else:
         program = [python, "-u", str(run.code / spec.script[0]), *spec.script[1:]]
-        # The user's modules on the path, ours not.
-        path = [entry for entry in environment.get("PYTHONPATH", "").split(":") if entry not in {"", str(run.packages)}]
+        # The user's modules on the path, also those of --setup, ours not.
+        given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
+        path = [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
         environment |= {
             "PYTHONPATH": ":".join([str(run.code), *path]),
             "TORCHRELAY_RUN_DIR": str(run.path),

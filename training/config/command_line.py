@@ -177,7 +177,7 @@ def _read_settings(flag: str, path: Path, known: Mapping[str, bool]) -> dict[str
             similar = f"did you mean {', '.join(close)}?" if close else "see hpc submit --help"
             raise UserError(f"{where}: there is no flag {key!r}: {advice_for(name, known) or similar}")
         if isinstance(value, dict):
-            raise UserError(f"{where}: {key} is a mapping: give one value, or a list for --sbatch")
+            raise UserError(f"{where}: {key} is a mapping: give one value, or a list for --sbatch and --setup")
         if known.get(name) and value not in {"true", "false"}:
             raise UserError(f"{where}: {name} is {value!r}: write true or false")
         settings[name] = value

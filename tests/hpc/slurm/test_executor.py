@@ -1,10 +1,15 @@
 """What sbatch and srun are told: pure, so no cluster is needed."""
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpc.slurm.executor import sbatch_parameters
+from hpc.core.rundir import RunDir
+from hpc.report.command import submit_command
+from hpc.slurm.executor import SlurmExecutor, sbatch_parameters, setup
 from hpc.spec import Recovery, Resources, RunSpec
 
 
@@ -38,3 +43,55 @@ def test_spares_are_additional_nodes_of_the_job() -> None:
 def test_signal_is_sent_stop_lead_before_the_limit() -> None:
     assert told("2")["signal_delay_s"] == 300
     assert told("2", stop_lead="20m")["signal_delay_s"] == 1200
+
+
+def exported(*lines: str, **environment: str) -> dict[str, str]:
+    """What a program gets that the batch script starts after these lines of --setup."""
+    script = "\n".join([*setup(RunDir(Path("/runs/r")), lines), "env -0"])
+    done = subprocess.run(
+        ["bash", "-c", script], env={"PATH": os.environ["PATH"], **environment}, capture_output=True, check=True
+    )
+    return dict(entry.split("=", 1) for entry in done.stdout.decode().split("\0") if entry)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("export X='a  \"b\"'", 'a  "b"'),
+        ('export X="it\'s $Y"', "it's y"),
+        (r"export X=\$Y\\n", r"$Y\n"),
+        ("export X=`echo $Y`!", "y!"),
+        ("export X=a # b", "a"),
+        ("if true\nthen export X=a; fi", "a"),
+        ("set -eu; export X=${Y}", "y"),
+    ],
+)
+def test_line_of_setup_is_what_was_typed(line: str, value: str) -> None:
+    got = exported("Y=y", line, "export Z=z")
+    assert (got["X"], got["Z"]) == (value, "z")
+
+
+def test_module_is_a_function_that_the_submission_has_exported() -> None:
+    lmod = {"BASH_FUNC_module%%": "() { export LOADED=$2; }"}
+    assert exported("module load cuda/12.4", **lmod)["LOADED"] == "cuda/12.4"
+
+
+def test_path_of_python_modules_from_setup_is_for_the_ranks_of_a_script() -> None:
+    assert exported("export PYTHONPATH=/a:$PYTHONPATH", PYTHONPATH="/b")["TORCHRELAY_PYTHONPATH"] == "/a:/b"
+    assert exported("true")["TORCHRELAY_PYTHONPATH"] == ""
+
+
+def test_script_survives_signals_before_setup_begins(tmp_path: Path) -> None:
+    resources = Resources(time="2h", setup=("module load cuda/12.4", "source it's.sh"))
+    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources)
+    lines = SlurmExecutor(RunDir(tmp_path), spec).script().splitlines()
+    places = ["trap : TERM USR2", "torchrelay_setup='module load cuda/12.4'", 'eval "$torchrelay_setup" || exit']
+    numbers = [lines.index(line) for line in places]
+    agents = next(number for number, line in enumerate(lines) if line.startswith("srun "))
+    assert sorted(numbers) == numbers
+    assert numbers[-1] < agents
+    assert [word for word in submit_command(spec) if word.startswith("--setup")] == [
+        "--setup=module load cuda/12.4", "--setup=source it's.sh"
+    ]  # fmt: skip
+    spec.save(RunDir(tmp_path))
+    assert RunSpec.load(RunDir(tmp_path)) == spec

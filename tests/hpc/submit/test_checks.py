@@ -5,7 +5,14 @@ import pytest
 from hpc.core.errors import UserError
 from hpc.slurm.client import Partition, parse_partitions
 from hpc.spec import Cluster, Recovery, Resources, RunSpec
-from hpc.submit.checks import check_data_on_device, check_recovery, local_resources, pack_size, resolve_resources
+from hpc.submit.checks import (
+    check_data_on_device,
+    check_recovery,
+    check_setup,
+    local_resources,
+    pack_size,
+    resolve_resources,
+)
 from training.config.train_config import TrainConfig
 
 # As sinfo prints it: two kinds of node in one partition, one without GPUs, one that is down.
@@ -94,6 +101,16 @@ def test_impossible_recovery_is_refused() -> None:
     with pytest.raises(UserError, match="--stop-lead is 10m, but the time limit is 00:10:00"):
         check_recovery(spec(Recovery(stop_lead="10m")))
     check_recovery(spec(Recovery(spares=1, stop_lead="9m")))
+
+
+def test_setup_that_could_not_run_is_refused() -> None:
+    check_setup(["module load cuda/12.4", "if true\nthen\n  source it\\'s.sh\nfi"], "slurm")
+    with pytest.raises(
+        UserError, match=r"--setup 'if true' is no bash \(.*unexpected end of file\): write each --setup"
+    ):
+        check_setup(["true", "if true"], "slurm")
+    with pytest.raises(UserError, match="--setup is 'true', but --cluster local has no batch script: type it in this"):
+        check_setup(["true"], "local")
 
 
 @pytest.fixture
