@@ -88,7 +88,9 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
     step = (resubmit.last_step(node.run) or 0) if node.spec.train else None
-    if not record_end(node, cause=cause, step=step, detail=detail, node=node.host, signature=signature_of(detail)):
+    # Agents that recorded nothing may have ended of anything, such as a node that died while srun started them.
+    signature = None if failure is Cause.LOST else signature_of(detail)
+    if not record_end(node, cause=cause, step=step, detail=detail, node=node.host, signature=signature):
         return 1
     log(f"attempt {node.attempt.attempt} ended: {cause} ({detail})")
     for node_dir in node_dirs(node.run.path) if cause is not Cause.COMPLETED else ():

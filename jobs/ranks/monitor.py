@@ -53,10 +53,15 @@ class LocalRanks:
         self._mentioned = set[tuple[int, str]]()
         self.failures: tuple[RankFailure, ...] = ()
         """The last few, the newest last."""
+        # An agent that was killed has left what its ranks wrote: those belong to an earlier attempt.
+        self._remove_files()
 
     def begin(self, number: int, *, ours: bool) -> None:
         """Begin a round: remove what the ranks of the last one left. `ours`: they run our code, with its exit codes."""
         self._round, self._ours, self._last_signs = number, ours, {}
+        self._remove_files()
+
+    def _remove_files(self) -> None:
         for path in (*self._node_dir.exits.iterdir(), *self._node_dir.heartbeat(0).parent.iterdir()):
             path.unlink(missing_ok=True)
 

@@ -214,3 +214,5 @@ def test_last_resort_sends_heartbeats(
         monkeypatch.setenv(name, value)
     assert last_resort.main([str(survivor.run.path), "137"]) == 0
     assert [event["job_id"] for event in survivor.events("requeued")] == ["7"]
+    [ended] = survivor.events("attempt_ended")
+    assert (ended["cause"], ended["signature"]) == ("lost", None), "unknown, so a second one need not be the same"

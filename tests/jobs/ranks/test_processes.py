@@ -118,6 +118,14 @@ def ranks(tmp_path: Path) -> LocalRanks:
     return LocalRanks(memory, 2, "gpu01", AgentClock())
 
 
+def test_what_an_earlier_attempt_left_is_no_failure(tmp_path: Path, ranks: LocalRanks) -> None:
+    """Its agent and its wrappers were killed together."""
+    code = "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"
+    assert wrap(tmp_path, sys.executable, "-c", code) == -signal.SIGKILL
+    assert list(ranks.running())
+    assert LocalRanks(NodeDir(tmp_path), 2, "gpu01", AgentClock()).new_failures() == []
+
+
 WRAPPER = [sys.executable, "-S", str(PROCESS_WRAPPER), "rank"]
 
 
