@@ -46,10 +46,10 @@ else
 test: $(READY)
 ifeq ($(ROOT),)
 	@echo "$(NO_ROOT), and skipping the tests that need one"
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 else
 	@$(call INSTALL,$(TEST_PACKAGES))
-	$(BIN)/python -m pytest $(WORKERS)
+	$(BIN)/python -m pytest $(WORKERS) $(TESTS)
 endif
 endif
 
