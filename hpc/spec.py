@@ -147,6 +147,8 @@ class RunSpec:
     """Side in pixels of the packed images that the nodes train from; None: they do not pack."""
     stage_env: str | None = None
     """The packed environment that every node unpacks for its ranks; None: the shared one."""
+    python: str | None = None
+    """The interpreter of torchrun and the ranks of a user's script; None: that of hpc."""
     recovery: Recovery = field(default_factory=Recovery)
     recipe: str | None = None
     """The recipe behind the trainer's flags."""

@@ -158,7 +158,8 @@ class _Agent:
             threads = threads_per_rank(self._node.allocation, self._node.spec.resources.gpus_per_node)
             self._record_joined()
             data = self._staging.stage_data()
-            setup = RankSetup(data=data, python=stage_environment(self._staging), threads=threads)
+            python = self._node.spec.python or stage_environment(self._staging)
+            setup = RankSetup(data=data, python=python, threads=threads)
             self._channel.report(phase=Phase.READY, port=pick_port())
             while directive := self._next_round():
                 self._channel.report(phase=Phase.RUNNING, round=directive.round)

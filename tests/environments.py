@@ -1,10 +1,13 @@
-"""What the tests of the packed environment share: a real venv, small, with a torch of a few lines in it."""
+"""What the tests of environments share: real venvs, with a torch of a few lines in them, or with the real one."""
 
 import compileall
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from hpc.staging.python_environment import PythonEnvironment
 from hpc.submit.environment_archive import find_or_make
@@ -50,3 +53,22 @@ def described(venv: Path, python: str = "bin/python") -> PythonEnvironment:
 def pack(venv: Path, runs_dir: Path) -> Path:
     """Its archive."""
     return find_or_make(described(venv), runs_dir)
+
+
+def make_torch_venv(path: Path) -> Path:
+    """A venv in which this one's torch and torch's own dependencies can be imported, and nothing else: no numpy."""
+    subprocess.run([BASE, "-m", "venv", "--without-pip", str(path)], check=True)
+    needed, known = ["torch"], set[str]()
+    while needed:
+        name = needed.pop()
+        if name in known:
+            continue
+        known.add(name)
+        installed = metadata.distribution(name)
+        required = map(Requirement, installed.requires or ())
+        needed += [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+        for top in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
+            link = path / SITE / top
+            if not link.exists():  # several packages are in the directory nvidia
+                link.symlink_to(Path(sysconfig.get_path("purelib"), top))
+    return path

@@ -17,6 +17,7 @@ def submit_command(spec: RunSpec) -> list[str]:
     flags += [f"--stage-timeout={spec.stage_timeout}"] if spec.stage_timeout != "5m" else []
     flags += [] if spec.pack is None else ["--pack=on", f"--pack-size={spec.pack}"]
     flags += ["--stage-env"] if spec.stage_env else []
+    flags += [f"--python={spec.python}"] if spec.python else []
     script = ["--", *spec.script] if spec.script else []
     return ["python", "-m", "hpc.submit", *flags, *script]
 

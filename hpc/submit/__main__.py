@@ -23,12 +23,13 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
+from hpc.core.text import visible
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, agent_command, start_local
 from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
-from hpc.submit import checks, environment_archive
+from hpc.submit import checks, environment_archive, user_python
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.model_names import check_model, resolve_weights
@@ -62,6 +63,9 @@ class SubmitOptions(cli.Common):
     """Leave out a node that gets nothing of the data for this long: its mount hangs. 90s, 10m."""
     stage_env: bool = False
     """Pack this Python environment once, and start the ranks of every node from a copy on its own disk."""
+    python: Path | None = None
+    """The interpreter of your own environment, ENV/bin/python, for torchrun and the ranks of your own script.
+    It needs torch and nothing of torchrelay. Default: this one."""
     dry_run: bool = False
     """Check everything and print the script, but submit nothing."""
     wait: bool = False
@@ -130,7 +134,9 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     }  # fmt: skip
     if options.dry_run:
         text = SlurmExecutor(run, spec).script() if on_slurm else agent_command(run) + "\n"
-        cli.print_json({**answer, "text": text}) if options.json else print(text, end="")
+        cli.print_json({**answer, "text": text, "python": spec.python}) if options.json else print(text, end="")
+        if spec.python:
+            print(f"hpc submit: torchrun and the ranks start in {visible(spec.python)}", file=sys.stderr)
         return 0
     if environment is not None:
         watch = None if options.json else environment_archive.show_progress
@@ -177,6 +183,10 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if train is not None:
         check_world(train, resources.max_nodes * resources.gpus_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
+    python = None
+    if options.python is not None:
+        user_python.check_use(options.python, trains=train is not None, stages=options.stage_env)
+        python = user_python.check(options.python, resources.setup, on_cluster=cluster == "slurm")
     kind = train.model if train else Path(script[0]).stem
     name = options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDir(options.runs_dir.expanduser().resolve() / name)
@@ -186,7 +196,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=str(options.stage_dir.absolute()),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
-        recipe=getattr(options, "recipe", None),
+        recipe=getattr(options, "recipe", None), python=python,
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)

@@ -40,7 +40,7 @@ class RankSetup:
     data: Path | None
     """This node's copy; None: the run reads none."""
     python: str
-    """The interpreter of torchrun and its ranks: this process's own, or that of a copy on this node's disk."""
+    """The interpreter of torchrun and its ranks: this process's own, a copy's on this node's disk, or the user's."""
     threads: int
     """Per rank."""
 
@@ -101,28 +101,30 @@ def _start(
 def _command(
     node: NodeAttempt, directive: Directive, setup: RankSetup, node_dir: NodeDir
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and environment of torchrun on this node."""
+    """The command line and environment of torchrun on this node. Raises OSError if there is no such interpreter."""
     spec, run, number, allocation = node.spec, node.run, node.attempt.attempt, node.allocation
     logs, num_ranks, python = run.attempt_logs(number), spec.resources.gpus_per_node, setup.python
     logs.mkdir(parents=True, exist_ok=True)
+    if not os.access(python, os.X_OK):
+        raise FileNotFoundError(f"{node.host} cannot run {python}, in which the ranks are to start (--python)")
     rendezvous = Rendezvous(
         run=run.name, attempt=number, secret=node.attempt.secret, round=directive.round,
         members=tuple(allocation.hostnames[rank] for rank in directive.members), port=directive.port,
         node=directive.members.index(allocation.node_rank),
     )  # fmt: skip
     address = local_address(allocation)
-    environment = rank_environment(
-        activated_environment(os.environ, python), allocation, num_ranks, address, setup.threads
-    )
+    base = dict(os.environ) if spec.python and not is_environment(python) else activated_environment(os.environ, python)
+    environment = rank_environment(base, allocation, num_ranks, address, setup.threads)
+    # The modules of the user's environment, also those of --setup, without ours.
+    given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
+    path = [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
     if spec.train is not None:
         program = trainer_command(run, number, setup.data, node_dir, python)
     elif directive.preflight:
         program = preflight_command(run, number, python)
+        environment["PYTHONPATH"] = ":".join([str(run.packages), *path])
     else:
         program = [python, "-u", str(run.code / spec.script[0]), *spec.script[1:]]
-        # The user's modules on the path, also those of --setup, ours not.
-        given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
-        path = [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
         environment |= {
             "PYTHONPATH": ":".join([str(run.code), *path]),
             "TORCHRELAY_RUN_DIR": str(run.path),
@@ -174,7 +176,7 @@ def rank_environment(
 
 
 def activated_environment(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:
-    """A process environment in which the Python environment of `python`, its `bin/python`, is the active one. Pure.
+    """A process environment in which the Python environment of `python`, its `bin/python`, is the active one.
 
     In `base` the one at `prefix` is active: paths to its programs and libraries become paths to the new one's.
     """
@@ -184,8 +186,16 @@ def activated_environment(base: Mapping[str, str], python: str, prefix: str = sy
     changes = {name: _replace_prefix(base[name], prefix, copy) for name in ("PATH", "LD_LIBRARY_PATH") if name in base}
     others = (entry for entry in changes.get("PATH", "").split(":") if entry not in {f"{copy}/bin", ""})
     changes["PATH"] = ":".join([f"{copy}/bin", *others])
-    active = "CONDA_PREFIX" if base.get("CONDA_PREFIX") == prefix else "VIRTUAL_ENV"
-    return {**{name: value for name, value in base.items() if name != "PYTHONHOME"}, **changes, active: copy}
+    is_conda = base.get("CONDA_PREFIX") == prefix or Path(copy, "conda-meta").is_dir()
+    others_active = {name for name in ("CONDA_PREFIX", "VIRTUAL_ENV") if base.get(name) == prefix}
+    kept = {name: value for name, value in base.items() if name not in {"PYTHONHOME", *others_active}}
+    return {**kept, **changes, "CONDA_PREFIX" if is_conda else "VIRTUAL_ENV": copy}
+
+
+def is_environment(python: str) -> bool:
+    """Whether an interpreter is that of a venv or of conda, and not one that modules or the system provide."""
+    prefix = Path(python).parent.parent
+    return Path(prefix, "pyvenv.cfg").is_file() or Path(prefix, "conda-meta").is_dir()
 
 
 def _replace_prefix(path: str, old: str, new: str) -> str:

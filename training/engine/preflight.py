@@ -1,6 +1,7 @@
 """Checks that each device computes correctly and that all ranks communicate. Runs on every rank, before a training.
 
-`python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script.
+`python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script. It runs
+in the user's environment (--python), so all that it imports is the standard library, torch, and ours that do the same.
 """
 
 import faulthandler
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor, distributed
 
 from hpc.core.errors import BadNodeError, TorchrelayError
+from hpc.core.ledger import EventWriter, attempt_prefix
 from hpc.core.rundir import RunDir
-from training.monitoring.run_logger import RunLogger
-from training.runtime.console import Console
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, connect, device_of_the_node, disconnect
 from training.runtime.run_context import rank_info_from
@@ -139,8 +139,12 @@ def main(run_dir: str, attempt: str) -> int:
         speed = report.allreduce_gb_per_second
         bandwidth = f", all-reduce {speed} GB/s" if speed is not None else ""
         print(f"preflight: {group.description}{bandwidth}, {report.seconds} s", flush=True)
-        logger = RunLogger(RunDir(Path(run_dir)), int(attempt), Console(enabled=True), writes=True)
-        logger.event("preflight", **asdict(report))
+        ledger = EventWriter(RunDir(Path(run_dir)).events / f"{attempt_prefix(int(attempt))}trainer.jsonl")
+        try:
+            ledger.path.parent.mkdir(parents=True, exist_ok=True)
+            ledger.append("preflight", attempt=int(attempt), **asdict(report))
+        except OSError as error:
+            print(f"warning: {ledger.path} cannot be written ({error}): this result is lost", flush=True)
     disconnect()
     return 0
 

@@ -126,7 +126,8 @@ class ProcessGroup:
         longest = max(map(int, sizes))
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
         distributed.all_gather(texts, functional.pad(own, (0, longest - len(own))), group=self.control)
-        return [json.loads(text[:size].numpy().tobytes()) for text, size in zip(texts, map(int, sizes), strict=True)]
+        # Without numpy, which the environment of a user's script may lack (training.engine.preflight).
+        return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, map(int, sizes), strict=True)]
 
     def new_group(self) -> "ProcessGroup":
         """The same ranks with a control group of their own, for another thread. All ranks must call this."""
