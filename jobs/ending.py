@@ -96,6 +96,10 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     for node_dir in node_dirs(node.run.path) if cause is not Cause.COMPLETED else ():
         save_snapshot(node, node_dir)
     lost = node.reported_lost()
+    if cause is Cause.LOST:
+        # srun fails, too, if a node has died that Slurm still takes for alive: its job must not be requeued.
+        joined = {event["node"] for event in node.events("joined")}
+        lost = [*lost, *(name for name in node.allocation.hostnames if name not in {*joined, *lost, node.host})]
     bad_nodes = [node.host] if cause in {Cause.BAD_NODE, Cause.LOST} else []
     return _continue_run(node, cause, ending.job_state, lost=lost, bad_nodes=bad_nodes)
 

@@ -199,19 +199,36 @@ def test_controller_that_is_away_is_asked_again(node: NodeAttempt, slurm_command
     assert node.events("requeued")
 
 
-def test_last_resort_sends_heartbeats(
-    survivor: NodeAttempt, tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def batch_script(survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
+    """What outlives the agents on the head node, when srun has ended."""
+    environment = {
+        "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_PROCID": "0",
+    }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return survivor
+
+
+def test_job_of_a_node_that_never_joined_is_not_requeued(batch_script: NodeAttempt, slurm_command: Command) -> None:
+    """It has died, and Slurm has not noticed: srun could not start its agent, and ended the others."""
+    slurm_command("scontrol", "echo JobId=7 JobState=RUNNING Restarts=0 Reason=None")
+    slurm_command("sbatch", "echo 8")
+    batch_script.record_event("joined", node="gpu01", node_rank=0)
+    assert last_resort.main([str(batch_script.run.path), "233"]) == 0
+    assert [event["job_id"] for event in batch_script.events("resubmitted")] == ["8"]
+    assert not batch_script.events("requeued")
+
+
+def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path, slurm_command: Command) -> None:
     """Its agents were killed; Slurm takes the requeue once there is a heartbeat."""
+    survivor = batch_script
+    for number, name in enumerate(("gpu01", "gpu02")):
+        survivor.record_event("joined", node=name, node_rank=number)
     alive, asked = survivor.run.alive, tmp_path / "asked"
     requeue = f"touch {asked}; until [ {alive} -nt {asked} ]; do sleep 0.1; done"
     show = "echo JobId=7 JobState=RUNNING Restarts=0 Reason=None"
     slurm_command("scontrol", f'case "$*" in *requeue*) {requeue};; *show*) {show};; esac')
-    batch = {
-        "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_PROCID": "0",
-    }  # fmt: skip
-    for name, value in batch.items():
-        monkeypatch.setenv(name, value)
     assert last_resort.main([str(survivor.run.path), "137"]) == 0
     assert [event["job_id"] for event in survivor.events("requeued")] == ["7"]
     [ended] = survivor.events("attempt_ended")
