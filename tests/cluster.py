@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pwd
+import re
 import shutil
 import struct
 import subprocess
@@ -250,6 +251,16 @@ class Run:
 
 
 @contextmanager
+def with_profile(profile: str) -> Iterator[None]:
+    """The testbed as another kind of cluster; the usual one is back afterwards."""
+    hpc_json("testbed", "up", "--profile", profile)
+    try:
+        yield
+    finally:
+        hpc_json("testbed", "up")
+
+
+@contextmanager
 def dead(site: Site, node: str) -> Iterator[None]:
     """A node without power, which is restored afterwards."""
     assert site.hpc("testbed", "kill-node", node).returncode == 0
@@ -271,7 +282,7 @@ def what_slurm_holds(seconds: float = 30.0) -> list[str]:
             ).stdout.splitlines()
             for words in ask
         )
-        left = [*jobs, *(node for node in nodes if "GresUsed=gpu:0" not in node)]
+        left = [*jobs, *(node for node in nodes if not re.search(r"GresUsed=gpu:(\w+:)?0", node))]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.3)

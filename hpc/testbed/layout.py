@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core.errors import UserError
+from hpc.testbed.profiles import PROFILES, Profile, ProfileName
 
 LOGIN_NAME = "login"
 LOGIN_ADDRESS = "10.77.0.254"
@@ -25,6 +26,9 @@ class TestbedShape:
     CPUs and memory are only declared: the pretended nodes may have more of them than the machine.
     """
 
+    profile: ProfileName = "usual"
+    """Kind of cluster. `typed`: GPUs of two types, a node without GPUs, CPUs allocated one by one. `bare`: no
+    grace time on preemption, jobs of at most 5 minutes that are not requeued, 300 s until a dead node is noticed."""
     nodes: int = 4
     """Compute nodes: gpu01, gpu02, and so on."""
     gpus_per_node: int = 4
@@ -33,8 +37,8 @@ class TestbedShape:
     """CPUs that each node declares."""
     memory_mb_per_node: int = 32_768
     """Memory, in MiB, that each node declares."""
-    slurmd_timeout: int = 20
-    """Seconds after which Slurm marks a dead node down (SlurmdTimeout; 300 by default on a cluster)."""
+    slurmd_timeout: int | None = None
+    """Seconds after which Slurm marks a dead node down (SlurmdTimeout). Default: 20; 300 with `--profile bare`."""
     accounting: bool = False
     """Also run slurmdbd on a private MariaDB, so that sacct works."""
 
@@ -45,10 +49,20 @@ class TestbedShape:
             ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),
             ("--cpus-per-node", self.cpus_per_node, 1, 256, 8),
             ("--memory-mb-per-node", self.memory_mb_per_node, 1, 2**30, 32_768),
-            ("--slurmd-timeout", self.slurmd_timeout, 5, 65_533, 300),
+            ("--slurmd-timeout", self.seconds_to_down, 5, 65_533, 300),
         ):
             if not minimum <= value <= maximum:
                 raise UserError(f"{flag} {value}: give {minimum} to {maximum}; type for example {flag} {example}")
+
+    @property
+    def kind(self) -> Profile:
+        """What the name of the profile means."""
+        return PROFILES[self.profile]
+
+    @property
+    def seconds_to_down(self) -> int:
+        """`slurmd_timeout`, resolved."""
+        return self.kind.slurmd_timeout if self.slurmd_timeout is None else self.slurmd_timeout
 
     @property
     def all_nodes(self) -> tuple[TestbedNode, ...]:

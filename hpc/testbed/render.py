@@ -1,6 +1,8 @@
 """The text of the testbed's configuration files. Pure: same shape, paths and host name, same text."""
 
 import shlex
+from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 
 from hpc.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, TestbedPaths, TestbedShape
@@ -33,17 +35,18 @@ MpiDefault=none
 # A node that was down and registers again is used without an administrator.
 ReturnToService=2
 # Mark a dead node down within a minute (Slurm's default is 300 s, and the tests would wait for it).
-SlurmdTimeout={shape.slurmd_timeout}
+SlurmdTimeout={shape.seconds_to_down}
 KillWait=15
-JobRequeue=1
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 # Schedule at once after a submission (default: 2 to 3 s later), and every second (default: 60; backfill 30), so that
 # a requeued job starts as soon as it may, not a minute later.
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=5
 """
+
+# What a profile may change.
+_SETTINGS = {"JobRequeue": "1", "SelectTypeParameters": "CR_Core"}
 
 _ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
@@ -57,9 +60,9 @@ JobAcctGatherType=jobacct_gather/linux
 
 # GraceTime: on preemption SIGTERM comes at once, SIGKILL this many seconds later. Requested time limits are checked
 # against MaxTime and DefaultTime.
+_GPU_PARTITION = {"GraceTime": "20", "MaxTime": "1-00:00:00", "DefaultTime": "01:00:00"}
 _PARTITIONS = """\
-PartitionName=gpu Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20 \
-MaxTime=1-00:00:00 DefaultTime=01:00:00
+PartitionName=gpu Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE {gpu}
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=04:00:00 DefaultTime=00:30:00
 """
 
@@ -111,25 +114,43 @@ exec slurmd -b -N {name} -f {slurm_conf}
 def slurm_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
     """The text of slurm.conf."""
     text = _CONTROLLER.format(shape=shape, paths=paths, **_NAMES)
+    text += _assignments({**_SETTINGS, **shape.kind.slurm_conf}, "\n") + "\n"
     if shape.accounting:
         text += _ACCOUNTING.format(paths=paths, **_NAMES)
     text += "GresTypes=gpu\n" if shape.gpus_per_node else ""
-    gres = f" Gres=gpu:{shape.gpus_per_node}" if shape.gpus_per_node else ""
+    types = _gpu_types(shape)
     for node in shape.all_nodes:
         text += (
             f"NodeName={node.name} NodeAddr={node.address} Sockets=1 CoresPerSocket={shape.cpus_per_node} "
-            f"ThreadsPerCore=1 RealMemory={shape.memory_mb_per_node}{gres}\n"
+            f"ThreadsPerCore=1 RealMemory={shape.memory_mb_per_node}"
         )
-    return text + _PARTITIONS
+        if node.name in types:
+            # Weight: a job that needs no GPUs goes to a node without GPUs, if one is free.
+            text += f" Gres=gpu:{types[node.name]}{':' if types[node.name] else ''}{shape.gpus_per_node} Weight=2"
+        text += "\n"
+    return text + _PARTITIONS.format(gpu=_assignments({**_GPU_PARTITION, **shape.kind.gpu_partition}, " "))
+
+
+def _assignments(values: Mapping[str, str], separator: str) -> str:
+    return separator.join(f"{name}={value}" for name, value in values.items())
+
+
+def _gpu_types(shape: TestbedShape) -> dict[str, str]:
+    """The type of the GPUs of each node that has some, empty if they have none."""
+    names = [node.name for node in shape.all_nodes] if shape.gpus_per_node else []
+    pairs = zip(names, cycle(shape.kind.gpu_types), strict=False)
+    return {name: gpu_type for name, gpu_type in pairs if gpu_type is not None}
 
 
 def gres_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
     """The text of gres.conf. Every GPU needs a device file: a count without files leaves the node INVAL."""
-    if not shape.gpus_per_node:
-        return "# no GPUs\n"
     last = shape.gpus_per_node - 1
     files = f"{paths.devices}/nvidia[0-{last}]" if last else f"{paths.devices}/nvidia0"
-    return f"Name=gpu File={files}\n"
+    lines = [
+        f"NodeName={name} Name=gpu{' Type=' if gpu_type else ''}{gpu_type} File={files}\n"
+        for name, gpu_type in _gpu_types(shape).items()
+    ]
+    return "".join(lines) or "# no GPUs\n"
 
 
 def hosts(shape: TestbedShape, host_name: str) -> str:

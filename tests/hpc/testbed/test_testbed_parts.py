@@ -28,6 +28,26 @@ def test_every_gpu_has_a_device_file() -> None:
     assert render.gres_conf(layout.TestbedShape(gpus_per_node=1), PATHS).endswith("/dev/nvidia0\n")
 
 
+def test_typed_profile_has_gpus_of_two_types_and_a_node_without() -> None:
+    shape = layout.TestbedShape(profile="typed", nodes=5, gpus_per_node=2)
+    text = render.slurm_conf(shape, PATHS)
+    nodes = [line.split() for line in text.splitlines() if line.startswith("NodeName=")]
+    gres = [[word for word in words if word.startswith("Gres=")] for words in nodes]
+    assert gres == [["Gres=gpu:a100:2"], ["Gres=gpu:a100:2"], ["Gres=gpu:h100:2"], [], ["Gres=gpu:a100:2"]]
+    typed = [line.split()[:3] for line in render.gres_conf(shape, PATHS).splitlines()]
+    assert typed[2:] == [["NodeName=gpu03", "Name=gpu", "Type=h100"], ["NodeName=gpu05", "Name=gpu", "Type=a100"]]
+    assert text.count("SelectTypeParameters=") == text.count("SelectTypeParameters=CR_CPU\n") == 1
+
+
+def test_bare_profile_is_hard_on_runs() -> None:
+    lines = render.slurm_conf(layout.TestbedShape(profile="bare"), PATHS).splitlines()
+    assert {"JobRequeue=0", "SlurmdTimeout=300"} <= set(lines)
+    [gpu] = [line.split() for line in lines if line.startswith("PartitionName=gpu")]
+    assert {"GraceTime=0", "MaxTime=00:05:00", "DefaultTime=00:02:00"} <= set(gpu)
+    quick = render.slurm_conf(layout.TestbedShape(profile="bare", slurmd_timeout=10), PATHS)
+    assert "SlurmdTimeout=10\n" in quick
+
+
 def test_nodes_without_gpus_mention_none() -> None:
     shape = layout.TestbedShape(gpus_per_node=0)
     assert "gpu:" not in render.slurm_conf(shape, PATHS) + render.gres_conf(shape, PATHS)

@@ -1,0 +1,33 @@
+"""Kinds of cluster that a testbed can be: what differs in the configuration. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+ProfileName = Literal["usual", "typed", "bare"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A kind of cluster."""
+
+    slurm_conf: Mapping[str, str] = field(default_factory=dict)
+    """Values of slurm.conf instead of the usual ones."""
+    gpu_partition: Mapping[str, str] = field(default_factory=dict)
+    """The same for the preemptable partition."""
+    gpu_types: tuple[str | None, ...] = ("",)
+    """Of the first node's GPUs, the second's, and so on, from the beginning again; empty: GPUs without a type; None: no
+    GPUs."""
+    slurmd_timeout: int = 20
+    """Unless the shape says otherwise."""
+
+
+PROFILES: dict[ProfileName, Profile] = {
+    "usual": Profile(),
+    "typed": Profile(slurm_conf={"SelectTypeParameters": "CR_CPU"}, gpu_types=("a100", "a100", "h100", None)),
+    "bare": Profile(
+        slurm_conf={"JobRequeue": "0"},
+        gpu_partition={"GraceTime": "0", "MaxTime": "00:05:00", "DefaultTime": "00:02:00"},
+        slurmd_timeout=300,
+    ),
+}
