@@ -19,6 +19,8 @@ Cluster = Literal["slurm", "local"]
 _MANAGED_SBATCH = {
     "nodes": "use --nodes instead", "ntasks": "use --nodes and --gpus-per-node instead",
     "ntasks-per-node": "use --gpus-per-node instead", "gpus-per-node": "use --gpus-per-node instead",
+    "gpus": "use --nodes and --gpus-per-node instead", "gpus-per-task": "use --gpus-per-node instead",
+    "gpus-per-socket": "use --gpus-per-node instead", "cpus-per-gpu": "use --cpus-per-gpu instead",
     "cpus-per-task": "use --cpus-per-gpu instead", "mem": "use --mem instead", "time": "use --time instead",
     "partition": "use --partition instead", "account": "use --account instead", "qos": "use --qos instead",
     "constraint": "use --constraint instead", "exclude": "use --exclude instead", "job-name": "use --name instead",
@@ -29,8 +31,11 @@ _MANAGED_SBATCH = {
     "array": "job arrays are not supported: submit one run per setting",
     "chdir": "runs start in the current directory: change it before hpc submit",
     "export": "runs get the whole environment: set variables before hpc submit",
+    "wait": "use --wait instead", "test-only": "use --dry-run instead",
     "wrap": "to run a script of your own, use -- script.py ARGS",
 }  # fmt: skip
+# As sbatch takes them, and sinfo prints them.
+_GPUS = re.compile(r"((?P<type>[^\s:,=()]+):)?(?P<count>\d+)")
 _LONGEST_NAME = 100
 # The requeue itself takes some of it; sbatch holds the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
@@ -42,10 +47,11 @@ class Resources:
 
     nodes: str = "1"
     """Number of nodes: `N`, or `MIN:MAX` for as many as are free, at least MIN."""
-    gpus_per_node: int = 1
-    """GPUs per node, with one rank each."""
+    gpus_per_node: str = "1"
+    """GPUs per node, with one rank each: `N`, or `TYPE:N` for those of one type, as in a100:2.
+    0: no GPUs, but one rank per node on its CPUs, by gloo."""
     cpus_per_gpu: int | None = None
-    """CPUs per GPU. Default: a node's CPUs divided by its GPUs."""
+    """CPUs per rank. Default: a node's CPUs divided by its GPUs."""
     mem: str | None = None
     """Memory per node, as in Slurm: 64G. Default: the partition's."""
     time: str | None = None
@@ -61,7 +67,7 @@ class Resources:
     exclude: str | None = None
     """Nodes to exclude: gpu01,gpu[07-09]."""
     sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Another sbatch option, KEY=VALUE."""
+    """Another sbatch option: KEY=VALUE, or KEY alone, such as exclusive."""
     setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A line of bash for the head node, at each start of the job: 'module load cuda/12.4'. All ranks get what it
     exports (docs/environment.md)."""
@@ -70,17 +76,25 @@ class Resources:
         """Check what can be checked without a cluster."""
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nodes) or self.max_nodes < self.min_nodes:
             raise UserError(f"--nodes is {self.nodes!r}: use a number such as 2, or a range such as 2:4")
-        for flag, value in (("--gpus-per-node", self.gpus_per_node), ("--cpus-per-gpu", self.cpus_per_gpu)):
-            if value is not None and value < 1:
-                raise UserError(f"{flag} is {value}: use 1 or more")
+        gpus = _GPUS.fullmatch(self.gpus_per_node)
+        if gpus is None or (gpus["type"] and not self.num_gpus):
+            raise UserError(
+                f"--gpus-per-node is {self.gpus_per_node!r}: use a number such as 2, or a type and a number such as "
+                "a100:2; 0 for one rank per node on its CPUs"
+            )
+        if self.cpus_per_gpu is not None and self.cpus_per_gpu < 1:
+            raise UserError(f"--cpus-per-gpu is {self.cpus_per_gpu}: use 1 or more")
         if self.time is not None:
             walltime_minutes(self.time)
         for option in self.sbatch:
             key, separator, given = option.partition("=")
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or not (separator and given) or "\n" in given:
-                raise UserError(f"--sbatch {option!r} is not KEY=VALUE: use for example --sbatch mail-type=END")
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(given) or "\n" in given:
+                raise UserError(f"--sbatch {option!r}: use KEY=VALUE, such as mail-type=END, or KEY, such as exclusive")
             if key in _MANAGED_SBATCH:
                 raise UserError(f"--sbatch {key}: {_MANAGED_SBATCH[key]}")
+            # sbatch would ignore it silently: both set the same field of the job.
+            if key == "gres" and self.num_gpus and re.search(r"(^|,)(gres:)?gpu\b", given):
+                raise UserError(f"--sbatch {option}: use --gpus-per-node instead, for example --gpus-per-node a100:2")
 
     @property
     def min_nodes(self) -> int:
@@ -93,9 +107,24 @@ class Resources:
         return int(self.nodes.split(":")[-1])
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs per node."""
+        return int(self.gpus_per_node.rpartition(":")[2])
+
+    @property
+    def gpu_type(self) -> str | None:
+        """The type that they must have; None: any."""
+        return self.gpus_per_node.rpartition(":")[0] or None
+
+    @property
+    def ranks_per_node(self) -> int:
+        """One per GPU; without GPUs one."""
+        return self.num_gpus or 1
+
+    @property
     def cpus_per_node(self) -> int:
         """CPUs of the one task per node; `cpus_per_gpu` must be resolved by now."""
-        return self.gpus_per_node * (self.cpus_per_gpu or 1)
+        return self.ranks_per_node * (self.cpus_per_gpu or 1)
 
 
 @dataclass(frozen=True, kw_only=True)

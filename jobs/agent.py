@@ -155,7 +155,7 @@ class _Agent:
     def _train(self) -> None:
         """Prepare this node, and take part in rounds until there are no more."""
         try:
-            threads = threads_per_rank(self._node.allocation, self._node.spec.resources.gpus_per_node)
+            threads = threads_per_rank(self._node.allocation, self._node.spec.resources.ranks_per_node)
             self._record_joined()
             data = self._staging.stage_data()
             python = self._node.spec.python or stage_environment(self._staging)

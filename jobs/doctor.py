@@ -1,6 +1,6 @@
 """A node's part in `hpc doctor --node`: inspect the node, and run the preflight on its GPUs and between all nodes.
 
-Runs on compute nodes, once per node, in a job of its own. `python -m jobs.doctor DIRECTORY STAGE_DIR RANKS` prints a
+Runs on compute nodes, once per node, in a job of its own. `python -m jobs.doctor DIRECTORY STAGE_DIR GPUS` prints a
 `NodeInfo` as JSON. DIRECTORY was made beside the runs, on the login node.
 """
 
@@ -38,10 +38,10 @@ _LONGEST_MESSAGE = 500
 
 def main(argv: list[str]) -> int:
     """Inspect this node and print the result."""
-    shared, stage_dir, ranks = Path(argv[0]), Path(argv[1]), int(argv[2])
+    shared, stage_dir, num_gpus = Path(argv[0]), Path(argv[1]), int(argv[2])
     allocation, sees_runs = find_allocation(os.environ), shared.is_dir()
     own = shared if sees_runs else Path(tempfile.mkdtemp(prefix="torchrelay-doctor-"))
-    passed, message = preflight(allocation, own, ranks)
+    passed, message = preflight(allocation, own, num_gpus)
     if not sees_runs:
         shutil.rmtree(own, ignore_errors=True)
     interface = None
@@ -73,7 +73,7 @@ def client_error() -> str:
     return ""
 
 
-def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, str]:
+def preflight(allocation: NodeAllocation, own: Path, num_gpus: int) -> tuple[bool, str]:
     """Start the ranks as an attempt does, and run the preflight on them. Returns whether it passed, and its message."""
     try:
         address = local_address(allocation)
@@ -85,10 +85,10 @@ def preflight(allocation: NodeAllocation, own: Path, ranks: int) -> tuple[bool, 
         port=LOWEST_PORT + int(allocation.job_id) % 20_000, node=allocation.node_rank,
     )  # fmt: skip
     program = preflight_command(RunDir(own), 1, sys.executable)
-    argv = torchrun_argv(rendezvous, ranks, address, sys.executable, program, max_restarts=0)
+    argv = torchrun_argv(rendezvous, num_gpus or 1, address, sys.executable, program, max_restarts=0)
     done = subprocess.run(
         ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS), *argv],
-        env=torchrun_environment(rendezvous, rank_environment(os.environ, allocation, ranks, address, threads=1)),
+        env=torchrun_environment(rendezvous, rank_environment(os.environ, allocation, num_gpus, address, threads=1)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

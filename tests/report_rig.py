@@ -40,7 +40,7 @@ EVENTS: tuple[dict[str, Any], ...] = (
 def spec_of(name: str, **settings: Any) -> RunSpec:
     """Of a training on the cluster."""
     train = TrainConfig(**{"data": "/data/pets", "epochs": 4, "batch_size": 64, **settings})
-    resources = Resources(nodes="2", gpus_per_node=1, cpus_per_gpu=4, time="1d", partition="gpu")
+    resources = Resources(nodes="2", gpus_per_node="1", cpus_per_gpu=4, time="1d", partition="gpu")
     return RunSpec(name=name, cluster="slurm", resources=resources, data=train.data, train=train, stage_dir="/tmp")
 
 

@@ -44,16 +44,17 @@ def srun_argv(resources: Resources, names: Sequence[str], shared: Path, stage_di
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     return [
         "srun", "--quit-on-interrupt", "--label", "--job-name=doctor", f"--partition={resources.partition}",
-        f"--nodes={resources.nodes}", "--ntasks-per-node=1", f"--gpus-per-node={resources.gpus_per_node}",
+        f"--nodes={resources.nodes}", "--ntasks-per-node=1",
+        *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.num_gpus else []),
         # One CPU per rank: a larger share might have to wait for other jobs.
-        f"--cpus-per-task={resources.gpus_per_node}", f"--time={walltime_minutes(resources.time or '10m')}",
+        f"--cpus-per-task={resources.ranks_per_node}", f"--time={walltime_minutes(resources.time or '10m')}",
         *(f"--{key}={value}" for key, value in given.items() if value is not None),
         *(f"--{option}" for option in resources.sbatch),
         *([f"--nodelist={','.join(names)}"] if names else []),
         "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
         # As in submitit's scripts: it selects the reader of the allocation.
         "env", f"PYTHONPATH={path}", "SUBMITIT_EXECUTOR=slurm", sys.executable, "-P", "-m", "jobs.doctor",
-        str(shared), str(stage_dir), str(resources.gpus_per_node),
+        str(shared), str(stage_dir), str(resources.num_gpus),
     ]  # fmt: skip
 
 

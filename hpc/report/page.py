@@ -108,8 +108,9 @@ def _with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]
 
 def _headline(spec: RunSpec) -> list[str]:
     """What was trained, and on how many GPUs."""
-    nodes, gpus = spec.resources.nodes, spec.resources.gpus_per_node
-    where = f"{nodes} node{'s' * (nodes != '1')} × {formats.plural(gpus, 'GPU')}"  # noqa: RUF001 - times
+    nodes, resources = spec.resources.nodes, spec.resources
+    gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
+    where = f"{nodes} node{'s' * (nodes != '1')}" + (f" × {gpus}" if resources.num_gpus else " without GPUs")  # noqa: RUF001 - times
     if spec.train is None:
         return [" ".join(spec.script), where]
     train = spec.train

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,12 @@ class Partition:
     max_nodes_per_job: int | None
     nodes: int
     cpus: int
-    gpus: int
+    gpu_types: Mapping[str, int]
+    """GPUs of a node by their type, which is empty if they have none."""
+
+    def gpus(self, gpu_type: str | None = None) -> int:
+        """GPUs of a node, of one type or of all."""
+        return sum(self.gpu_types.values()) if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
 
 # Slurm's words for what it will not do however often it is asked (slurm_errno.c): a plugin or a limit forbids it.
@@ -164,16 +170,19 @@ def parse_partitions(text: str) -> list[Partition]:
             limit_minutes=None if seconds is None else seconds // 60,
             max_nodes_per_job=int(most) if most.isdigit() else None,
             nodes=int(nodes),
-            gpus=gpus_in(gres),
+            gpu_types=gpus_in(gres),
             cpus=int(re.match(r"\d+", cpus)[0]),  # type: ignore[index]  # sinfo prints a number, or `8+`
         )  # fmt: skip
         found.append(partition)
     return found
 
 
-def gpus_in(gres: str) -> int:
-    """GPUs in a gres text such as `gpu:a100:4(S:0-1),nvme:1`."""
-    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
+def gpus_in(gres: str) -> dict[str, int]:
+    """GPUs by type in a gres text such as `gpu:a100:4(S:0-1),nvme:1`; those without a type as the type ''."""
+    found = Counter[str]()
+    for gpu_type, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", gres):
+        found[gpu_type] += int(count)
+    return dict(found)
 
 
 def jobs() -> dict[str, SlurmJob]:

@@ -133,7 +133,8 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     """Parameters for submitit. Pure."""
     resources = spec.resources
     minutes = walltime_minutes(resources.time or "1d")
-    extra: dict[str, Any] = dict(option.split("=", 1) for option in resources.sbatch)
+    given = (option.partition("=") for option in resources.sbatch)
+    extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
     # So that Slurm requeues a job whose node died even where JobRequeue=0.
     extra["requeue"] = True
     fewest, most = spec.job_nodes
@@ -151,7 +152,8 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
         "job_name": spec.name,
         "time": minutes,
         "nodes": fewest,
-        "gpus_per_node": resources.gpus_per_node,
+        # Nothing for 0: a cluster without GPUs refuses the option.
+        "gpus_per_node": resources.gpus_per_node if resources.num_gpus else None,
         "cpus_per_task": resources.cpus_per_node,
         "signal_delay_s": spec.stop_lead_seconds,
         "stderr_to_stdout": True,
@@ -180,7 +182,7 @@ class LocalExecutor(submitit.LocalExecutor):
         nodes, minutes = spec.resources.max_nodes, walltime_minutes(spec.resources.time or "1d")
         self.update_parameters(
             tasks_per_node=nodes,
-            gpus_per_node=nodes * spec.resources.gpus_per_node,
+            gpus_per_node=nodes * spec.resources.num_gpus,
             timeout_min=minutes,
             signal_delay_s=spec.stop_lead_seconds,
             stderr_to_stdout=True,

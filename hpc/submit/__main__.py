@@ -181,7 +181,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     else:
         resources = checks.local_resources(options.resources)
     if train is not None:
-        check_world(train, resources.max_nodes * resources.gpus_per_node)
+        check_world(train, resources.max_nodes * resources.ranks_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     python = None
     if options.python is not None:

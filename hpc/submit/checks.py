@@ -35,23 +35,17 @@ def resolve_resources(asked: Resources, partitions: list[Partition], spares: int
     """Fill in the cluster's defaults, and refuse what the partition cannot provide."""
     kinds = _chosen_partition(asked.partition, partitions)
     name = kinds[0].name
-    fitting = [kind for kind in kinds if kind.gpus >= asked.gpus_per_node]
+    fitting = [kind for kind in kinds if kind.gpus(asked.gpu_type) >= asked.num_gpus]
     if not fitting:
-        most = max(kind.gpus for kind in kinds)
-        with_gpus = sorted({kind.name for kind in partitions if kind.gpus >= asked.gpus_per_node})
-        other = f", or one of the partitions {', '.join(with_gpus)}" if with_gpus else ""
-        raise UserError(
-            f"--gpus-per-node is {asked.gpus_per_node}, but partition {name} has {most} per node: "
-            f"use --gpus-per-node {most} or fewer{other}"
-        )
+        raise UserError(_no_such_gpus(asked, kinds, partitions))
     _check_nodes(asked, spares, fitting, some=len(fitting) < len(kinds))
-    cpus_per_gpu, most = asked.cpus_per_gpu, max(kind.cpus for kind in fitting) // asked.gpus_per_node
+    cpus_per_gpu, most = asked.cpus_per_gpu, max(kind.cpus for kind in fitting) // asked.ranks_per_node
     if cpus_per_gpu is None:
         # An equal share of the smallest node.
-        cpus_per_gpu = max(1, min(kind.cpus // kind.gpus for kind in fitting))
+        cpus_per_gpu = max(1, min(kind.cpus // (kind.gpus() if asked.num_gpus else 1) for kind in fitting))
     elif cpus_per_gpu > most:
         raise UserError(
-            f"--cpus-per-gpu is {cpus_per_gpu}, but partition {name} has {most} per GPU with "
+            f"--cpus-per-gpu is {cpus_per_gpu}, but partition {name} has {most} per rank with "
             f"--gpus-per-node {asked.gpus_per_node}: use --cpus-per-gpu {most} or fewer"
         )
     minutes = _limit_minutes(asked, fitting)
@@ -71,13 +65,31 @@ def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Par
     return chosen
 
 
+def _no_such_gpus(asked: Resources, kinds: list[Partition], partitions: list[Partition]) -> str:
+    """What to say when no node of the partition has the GPUs."""
+    by_type = {f"{name}:{count}" for kind in kinds for name, count in kind.gpu_types.items() if name}
+    total = max(kind.gpus() for kind in kinds)
+    if asked.gpu_type and by_type:
+        has, advice = ", ".join(sorted(by_type)), "one of these, or fewer"
+    elif total:
+        has, advice = f"{total} without a type" if asked.gpu_type else f"{total}", f"--gpus-per-node {total} or fewer"
+    else:
+        has, advice = "0", "--gpus-per-node 0 to train on CPUs"
+    others = sorted({kind.name for kind in partitions if kind.gpus(asked.gpu_type) >= asked.num_gpus})
+    other = f", or one of the partitions {', '.join(others)}" if others else ""
+    return (
+        f"--gpus-per-node is {asked.gpus_per_node}, but partition {kinds[0].name} has {has} per node: "
+        f"use {advice}{other}"
+    )
+
+
 def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some: bool) -> None:
     """Refuse more nodes than the partition has, or allows for one job."""
     has = sum(kind.nodes for kind in kinds)
     most = min([has, *(kind.max_nodes_per_job for kind in kinds if kind.max_nodes_per_job is not None)])
     if asked.max_nodes + spares > most:
         gives = f"has {has}" if most == has else f"allows {most} per job"
-        suffix = f" with {asked.gpus_per_node} or more GPUs" if some else ""
+        suffix = f" with {asked.num_gpus} or more {asked.gpu_type or ''} GPUs".replace("  ", " ") if some else ""
         given = f"--nodes is {asked.nodes}" + (f" and --spares {spares}" if spares else "")
         advice = f"--nodes {most}" if asked.max_nodes > most else f"--spares {most - asked.max_nodes}"
         raise UserError(f"{given}, but partition {kinds[0].name} {gives}{suffix}: use {advice} or fewer")
@@ -125,7 +137,12 @@ def check_recovery(spec: RunSpec) -> None:
 
 def local_resources(asked: Resources) -> Resources:
     """`resolve_resources` for this machine: the pretended nodes share its CPUs."""
-    share = (os.cpu_count() or 1) // (asked.max_nodes * asked.gpus_per_node)
+    if asked.gpu_type:
+        raise UserError(
+            f"--gpus-per-node is {asked.gpus_per_node}, but --cluster local knows no types of GPUs: "
+            f"use --gpus-per-node {asked.num_gpus}"
+        )
+    share = (os.cpu_count() or 1) // (asked.max_nodes * asked.ranks_per_node)
     minutes = _DAY_MINUTES if asked.time is None else walltime_minutes(asked.time)
     return dataclasses.replace(asked, cpus_per_gpu=asked.cpus_per_gpu or max(1, share), time=format_minutes(minutes))
 

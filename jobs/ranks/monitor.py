@@ -165,7 +165,7 @@ class NodeMonitor:
         self._node, self._held, self._channel, self._stop = node, held, channel, stop
         self.node_dir = held.files
         """The run's files on this node."""
-        self.ranks = LocalRanks(self.node_dir, node.spec.resources.gpus_per_node, node.host, channel.clock)
+        self.ranks = LocalRanks(self.node_dir, node.spec.resources.ranks_per_node, node.host, channel.clock)
         self.callbacks = list[Callable[[], None]]()
         """Called at every poll, on the head node."""
         self._patience = Patience(node)

@@ -103,7 +103,7 @@ def _command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and environment of torchrun on this node. Raises OSError if there is no such interpreter."""
     spec, run, number, allocation = node.spec, node.run, node.attempt.attempt, node.allocation
-    logs, num_ranks, python = run.attempt_logs(number), spec.resources.gpus_per_node, setup.python
+    logs, resources, python = run.attempt_logs(number), spec.resources, setup.python
     logs.mkdir(parents=True, exist_ok=True)
     if not os.access(python, os.X_OK):
         raise FileNotFoundError(f"{node.host} cannot run {python}, in which the ranks are to start (--python)")
@@ -114,7 +114,7 @@ def _command(
     )  # fmt: skip
     address = local_address(allocation)
     base = dict(os.environ) if spec.python and not is_environment(python) else activated_environment(os.environ, python)
-    environment = rank_environment(base, allocation, num_ranks, address, setup.threads)
+    environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads)
     # The modules of the user's environment, also those of --setup, without ours.
     given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
     path = [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
@@ -132,7 +132,7 @@ def _command(
             **({"TORCHRELAY_DATA": str(setup.data)} if setup.data else {}),
         }
     wrapper = [python, "-S", str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
-    argv = torchrun_argv(rendezvous, num_ranks, address, python, [*wrapper, *program])
+    argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, [*wrapper, *program])
     return argv, torchrun_environment(rendezvous, environment)
 
 
@@ -159,7 +159,7 @@ def preflight_command(run: RunDir, attempt: int, python: str) -> list[str]:
 
 
 def rank_environment(
-    base: Mapping[str, str], allocation: NodeAllocation, num_ranks: int, address: str, threads: int
+    base: Mapping[str, str], allocation: NodeAllocation, num_gpus: int, address: str, threads: int
 ) -> dict[str, str]:
     """The environment of this node's ranks, without torchrun's own variables."""
     # A hung rank gets SIGABRT: Python then prints its stacks.
@@ -169,10 +169,13 @@ def rank_environment(
     if interface:
         changes["GLOO_SOCKET_IFNAME"] = interface
     visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if allocation.cluster == "local" and len(visible) == num_ranks * allocation.num_nodes:
-        first = allocation.node_rank * num_ranks
-        changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + num_ranks])
-    return {**base, **changes}
+    if allocation.cluster == "local" and len(visible) == num_gpus * allocation.num_nodes:
+        first = allocation.node_rank * num_gpus
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + num_gpus])
+    # Where jobs are not confined to their GPUs, a rank would take those of another job. What Slurm has given, such as
+    # a part of a GPU by --sbatch gres=shard:1, it has named here.
+    hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    return {**hidden, **base, **changes}
 
 
 def activated_environment(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:

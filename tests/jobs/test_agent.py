@@ -66,6 +66,13 @@ def test_pretended_nodes_share_the_gpus() -> None:
     assert "GLOO_SOCKET_IFNAME" not in on_cluster
 
 
+def test_rank_of_a_run_without_gpus_takes_none() -> None:
+    assert rank_environment({}, allocation(), 0, "127.0.0.1", 1)["CUDA_VISIBLE_DEVICES"] == ""
+    given = {"CUDA_VISIBLE_DEVICES": "2"}
+    assert rank_environment(given, allocation(), 0, "127.0.0.1", 1)["CUDA_VISIBLE_DEVICES"] == "2", "by Slurm"
+    assert "CUDA_VISIBLE_DEVICES" not in rank_environment({}, allocation(), 1, "127.0.0.1", 1)
+
+
 LIMITED = """
 import resource
 from jobs import agent

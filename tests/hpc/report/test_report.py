@@ -271,7 +271,9 @@ def test_mistakes_are_reported_in_one_line(
 
 def test_command_submits_the_same_run_again() -> None:
     train = TrainConfig(data="/d a", lr=0.1, ema_decay=0.99, sync_bn=True, image_size=64, checkpoint_every="30s")
-    resources = Resources(nodes="2:4", gpus_per_node=8, mem="64G", time="90m", sbatch=("mail-type=END", "comment=a b"))
+    resources = Resources(
+        nodes="2:4", gpus_per_node="a100:8", mem="64G", time="90m", sbatch=("mail-type=END", "comment=a b", "hold")
+    )
     recovery = Recovery(elastic=True, spares=1, stop_lead="2m")
     spec = RunSpec(
         name="x",

@@ -13,10 +13,17 @@ from hpc.slurm.squeue import explain_reason, job_state, parse_jobs
 
 @pytest.mark.parametrize(
     ("gres", "gpus"),
-    [("gpu:4", 4), ("gpu:a100:4(S:0-1)", 4), ("gpu:a100:2,gpu:v100:3", 5), ("(null)", 0), ("nvme:1,gpu:8(IDX:0-7)", 8),
-     ("mps:gpu:100", 0)],
-)  # fmt: skip
-def test_gpus_in_gres(gres: str, gpus: int) -> None:
+    [
+        ("gpu:4", {"": 4}),
+        ("gpu:a100:4(S:0-1)", {"a100": 4}),
+        ("gpu:a100:2,gpu:v100:3", {"a100": 2, "v100": 3}),
+        ("gpu:2080ti:2(S:0),gpu:2080ti:2(S:1)", {"2080ti": 4}),
+        ("(null)", {}),
+        ("nvme:1,gpu:8(IDX:0-7)", {"": 8}),
+        ("mps:gpu:100", {}),
+    ],
+)
+def test_gpus_in_gres(gres: str, gpus: dict[str, int]) -> None:
     assert slurm.gpus_in(gres) == gpus
 
 

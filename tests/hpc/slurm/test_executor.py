@@ -14,11 +14,32 @@ from hpc.spec import Recovery, Resources, RunSpec
 
 
 def told(nodes: str, **recovery: Any) -> dict[str, Any]:
-    resources = Resources(nodes=nodes, gpus_per_node=2, cpus_per_gpu=3, time="2h")
-    spec = RunSpec(
-        name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources, recovery=Recovery(**recovery)
-    )
-    return sbatch_parameters(spec)
+    resources = Resources(nodes=nodes, gpus_per_node="2", cpus_per_gpu=3, time="2h")
+    return sbatch_parameters(spec(resources, Recovery(**recovery)))
+
+
+def spec(resources: Resources, recovery: Recovery = Recovery()) -> RunSpec:  # noqa: B008 - frozen
+    return RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources, recovery=recovery)
+
+
+def script(tmp_path: Path, **resources: Any) -> list[str]:
+    return SlurmExecutor(RunDir(tmp_path), spec(Resources(**resources))).script().splitlines()
+
+
+def test_gpus_of_a_type_are_asked_for(tmp_path: Path) -> None:
+    lines = script(tmp_path, gpus_per_node="a100:2", cpus_per_gpu=3)
+    assert {"#SBATCH --gpus-per-node=a100:2", "#SBATCH --cpus-per-task=6"} <= set(lines)
+
+
+def test_without_gpus_none_are_asked_for(tmp_path: Path) -> None:
+    lines = script(tmp_path, gpus_per_node="0", cpus_per_gpu=3)
+    assert "#SBATCH --cpus-per-task=3" in lines
+    assert not any(line.startswith(("#SBATCH --gpu", "#SBATCH --gres")) for line in lines)
+
+
+def test_sbatch_options_with_and_without_a_value(tmp_path: Path) -> None:
+    lines = script(tmp_path, sbatch=("exclusive", "comment=a b=c"))
+    assert {"#SBATCH --exclusive", "#SBATCH --comment='a b=c'"} <= set(lines)
 
 
 def test_slurm_requeues_a_job_of_one_node() -> None:

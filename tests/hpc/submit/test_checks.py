@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,13 @@ def partitions() -> list[Partition]:
 
 
 def test_defaults_come_from_the_cluster(partitions: list[Partition]) -> None:
-    resolved = resolve_resources(Resources(gpus_per_node=4), partitions)
+    resolved = resolve_resources(Resources(gpus_per_node="4"), partitions)
     assert (resolved.partition, resolved.cpus_per_gpu, resolved.time) == ("gpu", 4, "1-00:00:00")
-    assert resolve_resources(Resources(gpus_per_node=2, partition="small"), partitions).time == "00:30:00"
+    assert resolve_resources(Resources(gpus_per_node="2", partition="small"), partitions).time == "00:30:00"
 
 
 def test_given_resources_are_kept(partitions: list[Partition]) -> None:
-    asked = Resources(nodes="6", gpus_per_node=4, cpus_per_gpu=2, time="90m", partition="gpu")
+    asked = Resources(nodes="6", gpus_per_node="4", cpus_per_gpu=2, time="90m", partition="gpu")
     resolved = resolve_resources(asked, partitions)
     assert (resolved.nodes, resolved.cpus_per_gpu, resolved.time) == ("6", 2, "01:30:00")
 
@@ -46,18 +47,29 @@ def test_given_resources_are_kept(partitions: list[Partition]) -> None:
     ("asked", "message"),
     [
         (Resources(nodes="7"), "--nodes is 7, but partition gpu has 6"),
-        (Resources(nodes="3", gpus_per_node=8), "--nodes is 3, but partition gpu has 2 with 8 or more GPUs"),
+        (Resources(nodes="3", gpus_per_node="8"), "--nodes is 3, but partition gpu has 2 with 8 or more GPUs"),
         (Resources(nodes="3", partition="small"), "--nodes is 3, but partition small allows 2 per job"),
-        (Resources(gpus_per_node=9), "--gpus-per-node is 9, but partition gpu has 8 per node"),
-        (Resources(gpus_per_node=4, partition="small"), "has 2 per node: use --gpus-per-node 2 or fewer, or .* gpu"),
-        (Resources(partition="cpu"), "has 0 per node"),
+        (Resources(gpus_per_node="9"), "--gpus-per-node is 9, but partition gpu has 8 per node"),
+        (Resources(gpus_per_node="4", partition="small"), "has 2 per node: use --gpus-per-node 2 or fewer, or .* gpu"),
+        (Resources(partition="cpu"), "has 0 per node: use --gpus-per-node 0 to train on CPUs, or .* gpu, old, small"),
+        (
+            Resources(gpus_per_node="v100:2"),
+            "is v100:2, but partition gpu has a100:4, h100:8 per node: use one of these, or fewer$",
+        ),
+        (Resources(gpus_per_node="a100:5"), "is a100:5, but partition gpu has a100:4, h100:8 per node"),
+        (
+            Resources(gpus_per_node="a100:2", partition="small"),
+            "small has 2 without a type per node: use --gpus-per-node 2 or fewer, or one of the partitions gpu",
+        ),
+        (Resources(nodes="3", gpus_per_node="h100:8"), "partition gpu has 2 with 8 or more h100 GPUs"),
+        (Resources(gpus_per_node="0", partition="cpu", cpus_per_gpu=9), "has 8 per rank .*use --cpus-per-gpu 8"),
         (
             Resources(partition="gpus"),
             "--partition 'gpus' does not exist: use --partition with one of gpu, cpu, small, old",
         ),
         (Resources(partition="old"), "partition old is down"),
         (Resources(time="25h"), "--time is 25h, but partition gpu allows 1-00:00:00"),
-        (Resources(gpus_per_node=4, cpus_per_gpu=17), "--cpus-per-gpu is 17.*use --cpus-per-gpu 16 or fewer"),
+        (Resources(gpus_per_node="4", cpus_per_gpu=17), "--cpus-per-gpu is 17.*use --cpus-per-gpu 16 or fewer"),
     ],
 )
 def test_resources_that_the_partition_lacks_are_refused(
@@ -68,13 +80,30 @@ def test_resources_that_the_partition_lacks_are_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_only_nodes_with_gpus_of_the_type_count(partitions: list[Partition]) -> None:
+    # A share of these nodes' CPUs: the others, which have fewer, are not asked for.
+    assert resolve_resources(Resources(gpus_per_node="h100:2", nodes="2"), partitions).cpus_per_gpu == 8
+    assert resolve_resources(Resources(gpus_per_node="a100:2", nodes="4"), partitions).cpus_per_gpu == 4
+
+
+def test_without_gpus_the_one_rank_of_a_node_gets_its_cpus(partitions: list[Partition]) -> None:
+    resolved = resolve_resources(Resources(gpus_per_node="0", nodes="10", partition="cpu"), partitions)
+    assert (resolved.ranks_per_node, resolved.cpus_per_node) == (1, 8)
+    assert local_resources(Resources(gpus_per_node="0")).cpus_per_node == os.cpu_count()
+
+
+def test_this_machine_knows_no_types_of_gpus() -> None:
+    with pytest.raises(UserError, match=r"is a100:2, but --cluster local .*: use --gpus-per-node 2"):
+        local_resources(Resources(gpus_per_node="a100:2"))
+
+
 def test_cluster_without_default_partition(partitions: list[Partition]) -> None:
     with pytest.raises(UserError, match="no default partition: use --partition with one of cpu"):
         resolve_resources(Resources(), [kind for kind in partitions if kind.name == "cpu"])
 
 
 def test_pretended_nodes_share_the_cpus() -> None:
-    assert local_resources(Resources(nodes="100", gpus_per_node=100)).cpus_per_gpu == 1
+    assert local_resources(Resources(nodes="100", gpus_per_node="100")).cpus_per_gpu == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     spec = RunSpec(
         name="a b", cluster="slurm", data="/d", stage_dir="/tmp",
-        resources=Resources(nodes="2:4", gpus_per_node=4, cpus_per_gpu=2, sbatch=("mail-type=END",)),
+        resources=Resources(nodes="2:4", gpus_per_node="a100:4", cpus_per_gpu=2, sbatch=("mail-type=END", "hold")),
         train=TrainConfig(data="/d", lr=0.3),
         recovery=Recovery(elastic=True, spares=1, hang_timeout="90s", stop_lead="2m"),
     )  # fmt: skip
@@ -35,6 +35,32 @@ def test_spec_without_recovery_has_the_defaults(tmp_path: Path) -> None:
     del fields["recovery"]
     run.spec.write_text(json.dumps(fields))
     assert RunSpec.load(run) == spec
+
+
+@pytest.mark.parametrize("gpus", ["", "a100", "a100:", ":2", "a100:0", "-1", "1.5", "gpu:a100:2", "a b:2"])
+def test_gpus_that_cannot_be_read_are_refused(gpus: str) -> None:
+    with pytest.raises(UserError, match=r"--gpus-per-node is '.*use a number such as 2, or .* a100:2"):
+        Resources(gpus_per_node=gpus)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("requeue", "--sbatch requeue: runs are always requeued"),
+        ("wait", "--sbatch wait: use --wait instead"),
+        ("gpus=4", "--sbatch gpus: use --nodes and --gpus-per-node instead"),
+        ("exclusive=", "--sbatch 'exclusive=': use KEY=VALUE, .* or KEY, such as exclusive"),
+        ("gres=nvme:1,gpu:a100:2", "--sbatch gres=nvme:1,gpu:a100:2: use --gpus-per-node instead"),
+    ],
+)
+def test_sbatch_options_that_we_set_are_refused(option: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Resources(sbatch=(option,))
+
+
+def test_gres_that_we_do_not_set_is_taken() -> None:
+    Resources(gpus_per_node="2", sbatch=("gres=nvme:1",))
+    Resources(gpus_per_node="0", sbatch=("gres=gpu:1",))
 
 
 def test_directory_without_spec_is_no_run(tmp_path: Path) -> None:
@@ -72,7 +98,7 @@ def test_node_range() -> None:
 @pytest.mark.parametrize(
     ("option", "hint"),
     [("nodes=3", "use --nodes"), ("output=x", "use --runs-dir"), ("signal=USR1@9", "use --stop-lead"),
-     ("requeue=1", "leave it out"), ("x", "KEY=VALUE"),
+     ("requeue=1", "leave it out"), ("X", "KEY=VALUE"),
      ("=y", "KEY=VALUE"), ("comment=a\nb", "KEY=VALUE")],
 )  # fmt: skip
 def test_bad_sbatch_option(option: str, hint: str) -> None:

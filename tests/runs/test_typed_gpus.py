@@ -1,0 +1,67 @@
+"""Runs on a cluster whose nodes have GPUs of two types, or none: gpu01 and gpu02 a100, gpu03 h100, gpu04 none."""
+
+from collections.abc import Iterator
+
+import pytest
+from cluster import SMALL_BATCH, Site, with_profile
+
+SCRIPT = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'] or 'none', 'of', os.environ['WORLD_SIZE'])\n"
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("typed")]
+
+
+@pytest.fixture(scope="module")
+def typed(testbed: dict[str, object]) -> Iterator[None]:
+    assert testbed["up"]
+    with with_profile("typed"):
+        yield
+
+
+@pytest.fixture
+def script(site: Site) -> str:
+    (site.path / "look.py").write_text(SCRIPT)
+    for command in (("git", "init", "-q"), ("git", "add", "look.py")):
+        assert site.type(*command).returncode == 0
+    return "look.py"
+
+
+def test_gpus_of_a_type(site: Site, script: str) -> None:
+    run = site.submit("--nodes=1", "--gpus-per-node=h100:2", "--cpus-per-gpu=1", "--name=typed", "--", script)
+    [attempt] = run.wait_for_state("completed")["attempts"]
+    assert attempt["nodes"] == ["gpu03"]
+    assert "TresPerNode=gres:gpu:h100:2" in site.slurm("scontrol", "show", "job", run.job_id)
+    assert "sees 0,1 of 2" in site.hpc("logs", "typed", "--all").stdout
+
+
+def test_types_that_the_partition_lacks_are_refused(site: Site) -> None:
+    for gpus in ("v100:2", "h100:5"):
+        done = site.hpc("submit", "--data=data", f"--gpus-per-node={gpus}")
+        assert (done.returncode, done.stdout) == (2, "")
+        has = "partition gpu has a100:4, h100:4 per node: use one of these, or fewer"
+        assert done.stderr == f"hpc submit: --gpus-per-node is {gpus}, but {has}\n"
+    done = site.hpc("submit", "--data=data", "--nodes=2", "--gpus-per-node=h100:2")
+    assert "but partition gpu has 1 with 2 or more h100 GPUs: use --nodes 1 or fewer" in done.stderr
+
+
+def test_training_without_gpus_goes_to_the_node_without(site: Site) -> None:
+    run = site.submit("--data=data", *SMALL_BATCH, "--epochs=1", "--gpus-per-node=0", "--log-every=1")
+    status = run.wait_for_state("completed")
+    assert (status["attempts"][0]["nodes"], status["world_size"]) == (["gpu04"], 1)
+    job = site.slurm("scontrol", "show", "job", run.job_id)
+    assert "gres" not in job
+    assert "NumCPUs=8 " in job, "all of the node's"
+
+
+def test_exclusive_job_gets_whole_nodes_and_no_gpus_it_did_not_ask_for(site: Site, script: str) -> None:
+    flags = ("--gpus-per-node=0", "--cpus-per-gpu=1", "--sbatch=nodelist=gpu01", "--sbatch=exclusive")
+    run = site.submit(*flags, "--name=whole", "--", script)
+    run.wait_for_state("completed")
+    job = site.slurm("scontrol", "show", "job", run.job_id)
+    assert "NumCPUs=8 " in job
+    assert "sees none of 1" in site.hpc("logs", "whole", "--all").stdout
+
+
+def test_gres_of_the_users_own(site: Site, script: str) -> None:
+    run = site.submit("--gpus-per-node=0", "--sbatch=gres=gpu:h100:1", "--name=own", "--", script)
+    [attempt] = run.wait_for_state("completed")["attempts"]
+    assert attempt["nodes"] == ["gpu03"]
+    assert "sees 0 of 1" in site.hpc("logs", "own", "--all").stdout
