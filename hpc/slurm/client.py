@@ -126,6 +126,8 @@ def run_srun(command: Sequence[str]) -> str:
 def first_error(stderr: str) -> str:
     """The line of a Slurm command's stderr that names the error."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    # It follows an option that the command does not know, or that lacks its value.
+    lines = [line for line in lines if not line.startswith('Try "')]
     errors = [line for line in lines if "error" in line.lower() or "unable" in line.lower()]
     return (errors or lines or [""])[-1]
 

@@ -149,6 +149,8 @@ def test_commands_do_not_see_the_users_formats_and_filters(
 def test_error_is_the_line_that_names_it() -> None:
     stderr = "sbatch: lua: hello\nsbatch: error: Batch job submission failed: Invalid account\n"
     assert slurm.first_error(stderr) == "sbatch: error: Batch job submission failed: Invalid account"
+    unknown = "sbatch: unrecognized option '--nosuchoption'"
+    assert slurm.first_error(f'{unknown}\nTry "sbatch --help" for more information\n') == unknown
     assert slurm.first_error("") == ""
 
 

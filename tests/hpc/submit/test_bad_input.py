@@ -89,6 +89,7 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--gpus-per-node=a100:2"], r"partition gpu has 4 without a type per node: use --gpus-per-node 4 or fewer"),
         (["--sbatch=requeue"], r"--sbatch requeue: runs are always requeued: leave it out"),
         (["--sbatch=nosuchoption"], r"sbatch refused the job: .*nosuchoption"),
+        (["--sbatch=mail-type"], r"sbatch refused the job: .*mail-type"),
         (["--sbatch=mem-bind=nonsense"], r"sbatch refused the job: .*mem-bind"),
         (["--constraint=nosuchfeature", "--runs-dir=new/runs"], r"sbatch refused the job: .*[Ff]eature"),
         (["--constraint=nosuchfeature"], r"sbatch refused the job: .*[Ff]eature"),

@@ -1,0 +1,28 @@
+"""Runs where nothing is kind to them: no grace time, JobRequeue=0, no accounting, jobs of at most five minutes."""
+
+from collections.abc import Iterator
+
+import pytest
+from cluster import PAIR, SMALL_BATCH, Site, with_profile
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("bare")]
+
+
+@pytest.fixture(scope="module")
+def bare(testbed: dict[str, object]) -> Iterator[None]:
+    assert testbed["up"]
+    with with_profile("bare"):
+        yield
+
+
+def test_preempted_run_completes(site: Site) -> None:
+    run = site.submit("--data=data", *PAIR, *SMALL_BATCH, "--epochs=20", "--log-every=1", "--checkpoint-every=5")
+    assert run.queue("%l") == "5:00", "the most that the partition allows, not its default"
+    run.wait_for_steps(20)
+    site.slurm("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    # Slurm requeues the job: with JobRequeue=0 because the script asks for it.
+    run.wait_for_release()
+    status = run.wait_for_state("completed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
+    assert run.attempts_logged() == [1, 2]
+    assert set(run.steps()) == set(range(1, 20 * 29 + 1))
