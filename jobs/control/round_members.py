@@ -96,7 +96,7 @@ def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision
     ended = [status for status in members if status.phase is Phase.ENDED and status.round == directive.round]
     if any(status.exit_code for status in ended):
         if view.failed_rounds >= _MAX_FAILED_ROUNDS:
-            return RoundDecision(failed=f"torchrun failed {view.failed_rounds} times in a row")
+            return RoundDecision(failed=f"torchrun failed {view.failed_rounds} times in a row: hpc logs --all has why")
         return RoundDecision(members=_choose(directive, view))
     if ended:
         return RoundDecision(done=len(ended) == len(members))

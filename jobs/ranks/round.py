@@ -106,7 +106,7 @@ def _command(
     logs, resources, python = run.attempt_logs(number), spec.resources, setup.python
     logs.mkdir(parents=True, exist_ok=True)
     if not os.access(python, os.X_OK):
-        raise FileNotFoundError(f"{node.host} cannot run {python}, in which the ranks are to start (--python)")
+        raise FileNotFoundError(f"{node.host} cannot run {python}, the interpreter of the ranks")
     rendezvous = Rendezvous(
         run=run.name, attempt=number, secret=node.attempt.secret, round=directive.round,
         members=tuple(allocation.hostnames[rank] for rank in directive.members), port=directive.port,

@@ -1,10 +1,11 @@
 """What a user's script finds on the nodes: the environment that --setup makes, and the user's own Python."""
 
 import json
+import subprocess
 
 import pytest
 from cluster import PAIR, Site
-from environments import make_torch_venv
+from environments import BASE, SITE, make_torch_venv
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 # As on a cluster, where /etc/profile.d defines the function, which no batch script reads.
@@ -102,3 +103,16 @@ def test_script_trains_in_an_environment_that_has_nothing_of_ours(site: Site) ->
         lines = run.directory.rank_log(1, rank).read_text().splitlines()
         assert lines.count(f"found mine {environment} {environment} []") == 2, "torchrun has restarted both"
         assert lines.count("trained 4.0") == 1
+
+
+def test_torch_may_come_from_a_module(site: Site) -> None:
+    """The interpreter imports torch with --setup alone: torchrun, preflight and ranks have it, on the nodes."""
+    module, python = make_torch_venv(site.path / "module") / SITE, site.path / "env" / "bin" / "python"
+    subprocess.run([BASE, "-m", "venv", "--without-pip", str(python.parents[1])], check=True)
+    add_script(site, "prints.py", "import sys, torch; print('found', sys.prefix, torch.__file__)\n")
+    flags = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", f"--python={python}")
+    run = site.submit(*flags, f"--setup=export PYTHONPATH={module}", "--", "prints.py")
+    run.wait_for_state("completed")
+    assert run.directory.rank_log(1, 0).read_text().splitlines()[-1] == (
+        f"found {python.parents[1]} {module}/torch/__init__.py"
+    )

@@ -65,3 +65,12 @@ def test_round_that_is_over_is_not_started(node: NodeAttempt, channel: ControlSe
     node.run.logs.touch()
     channel.directive = Directive(round=2, members=(0,), port=1)
     assert run_round(node, channel, monitor, StopRequest(), Directive(round=1, members=(0,), port=1), SETUP) is None
+
+
+def test_interpreter_that_stays_away_is_named(
+    node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.ranks.round._START_SECONDS", 0.0)
+    gone = replace(SETUP, python="/removed/bin/python")
+    with pytest.raises(OSError, match="gpu01 cannot run /removed/bin/python, the interpreter of the ranks"):
+        run_round(node, channel, monitor, StopRequest(), channel.directive, gone)
