@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
         slurm_error=client_error(),
         interface=interface,
         nccl_interfaces=os.environ.get("NCCL_SOCKET_IFNAME", ""),
+        num_gpus=num_gpus,
         passed=passed,
         preflight=message,
     )

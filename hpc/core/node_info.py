@@ -29,6 +29,8 @@ class NodeInfoInJob:
     """The network interface towards the other nodes of the job; None if there are none."""
     nccl_interfaces: str
     """NCCL_SOCKET_IFNAME."""
+    num_gpus: int
+    """How many GPUs per node the job asked for."""
     passed: bool
     """Whether the preflight passed."""
     preflight: str

@@ -279,7 +279,7 @@ def _preflight(node: NodeInfo) -> Verdict | None:
     result = node.job.preflight
     if not node.job.passed:
         return costs(result, "no run can train on these nodes", "use --exclude, and tell the administrators")
-    if " on CPU" in result:
+    if node.job.num_gpus and " on CPU" in result:
         return costs(
             result,
             "torch found no GPU in a job with GPUs: ranks would train on the CPU",

@@ -205,7 +205,7 @@ def test_finding_about_the_login_node(check: str, changes: dict[str, Any], sever
 
 
 JOB = NodeInfoInJob(
-    sees_runs=True, slurm_error="", interface="eth0", nccl_interfaces="", passed=True,
+    sees_runs=True, slurm_error="", interface="eth0", nccl_interfaces="", num_gpus=2, passed=True,
     preflight="preflight: 2 ranks on GPU, all-reduce 9.1 GB/s, 0.4 s",
 )  # fmt: skip
 NODE = NodeInfo(
@@ -233,6 +233,7 @@ NODE = NodeInfo(
         ("network interface", {}, {"nccl_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
         ("preflight", {}, {"passed": False, "preflight": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
         ("preflight", {}, {"preflight": "preflight: 2 ranks on CPU, 0.1 s"}, "cost", "nvidia-smi"),
+        ("preflight", {}, {"preflight": "preflight: 1 rank on CPU, 0.1 s", "num_gpus": 0}, "ok", "1 rank on CPU"),
     ],
 )  # fmt: skip
 def test_finding_about_a_node(
