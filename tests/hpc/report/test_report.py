@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -51,6 +52,12 @@ def test_page_of_a_run_has_everything_and_loads_nothing(tmp_path: Path, capsys: 
     outside = [found for pair in addresses for found in pair if found and not found.startswith(("#", "data:image/png"))]
     assert outside == ["train.csv", "eval.csv", "attempts.csv", "interruptions.csv", "classes.csv"]
     assert "http" not in re.sub(r"http-equiv", "", html)
+
+
+@pytest.mark.parametrize(("gpus", "words"), [("a100:4", "4 a100 GPUs"), ("1", "1 GPU"), ("0", "2 nodes without GPUs")])
+def test_page_says_on_which_gpus_the_run_trains(gpus: str, words: str, tmp_path: Path, capsys: Capture) -> None:
+    spec = replace(spec_of("r"), resources=Resources(nodes="2", gpus_per_node=gpus))
+    assert f"{words}</p>" in report(capsys, pending_run(tmp_path / "r", spec).path).html
 
 
 def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> None:
