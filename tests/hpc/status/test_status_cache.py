@@ -284,7 +284,9 @@ def test_unreadable_run_hides_no_other(shared: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     damaged, other = json.loads(done.stdout)
-    assert "Permission denied" in damaged["warnings"][0]
+    owner, problem = damaged["warnings"]
+    assert owner.startswith("it belongs to root")
+    assert "Permission denied" in problem
     assert other["attempt"] == 1
 
 
