@@ -16,6 +16,7 @@ from hpc.report.gather import RunRecord, labels_of
 from hpc.report.plots import attempt_spans, line_style, plots_of
 from hpc.spec import RunSpec
 from hpc.status.downtime import PARTS
+from training.config.train_config import highest_learning_rate
 
 # Nobody reads a matrix of more classes than this, and a thousand would make a page of a million cells.
 _MAX_CLASSES, _MAX_LISTED = 30, 20
@@ -115,7 +116,8 @@ def _headline(spec: RunSpec) -> list[str]:
         return [" ".join(spec.script), where]
     train = spec.train
     sizes = f"{train.epochs} epochs, batch size {train.batch_size:,}"
-    return [f"{train.model} on {train.data}", sizes, f"{train.optimizer}, lr {train.lr:g}", f"seed {train.seed}", where]
+    optimizer = f"{train.optimizer}, lr {highest_learning_rate(train):.3g}"
+    return [f"{train.model} on {train.data}", sizes, optimizer, f"seed {train.seed}", where]
 
 
 def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:

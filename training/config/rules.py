@@ -72,7 +72,7 @@ _VALUES: dict[str, tuple[Test, str]] = {
     "head_hidden": (lambda v: _is_whole(v, 0), "use 0 or more"),
     "epochs": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "batch_size": (lambda v: _is_whole(v, 1), "use 1 or more (images of all ranks together)"),
-    "lr": (lambda v: _is_number(v) and v > 0, "use a number above 0"),
+    "lr": (lambda v: v is None or (_is_number(v) and v > 0), "use a number above 0, or leave it out"),
     "momentum": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
     "weight_decay": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),

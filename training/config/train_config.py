@@ -6,7 +6,8 @@ read `spec.json`; a rank that was started by hand parses its command line (`trai
 """
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,10 @@ LrScheduler = Literal["cosine", "step", "one-cycle", "plateau", "constant"]
 LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
 """The batch size that --lr is for with --lr-scaling."""
+_DEFAULT_BATCH = 512
+# For _DEFAULT_BATCH images and more: docs/training.md has what was measured.
+_DEFAULT_LR: dict[Optimizer, float] = {"sgd": 0.15, "adamw": 0.001, "adam": 0.001}
+_SCALINGS: dict[LrScaling, Callable[[float], float]] = {"none": lambda _: 1.0, "sqrt": math.sqrt, "linear": float}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +46,11 @@ class TrainConfig:
     """Width of an additional hidden layer in the head; 0: none."""
     epochs: int = 8
     """Passes over the training set."""
-    batch_size: int = 512
+    batch_size: int = _DEFAULT_BATCH
     """Images per optimizer step on all ranks together (the global batch)."""
-    lr: float = 0.15
-    """Highest learning rate, reached after the warm-up; see also --lr-scaling."""
+    lr: float | None = None
+    """Highest learning rate, reached after the warm-up; see also --lr-scaling. Default: 0.15 (sgd) or 0.001 (adamw,
+    adam), for batches below 512 images times the square root of --batch-size / 512."""
     lr_scaling: LrScaling = "none"
     """Scale --lr with the global batch size.
     - none: --lr is used as it is
@@ -151,6 +157,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work: `training.config.rules.check`."""
         rules.check(self)
+
+
+def highest_learning_rate(config: TrainConfig) -> float:
+    """`--lr` or its default, scaled with the global batch size."""
+    lr = config.lr
+    if lr is None:
+        batch_size = config.batch_size if config.lr_scaling == "none" else SCALE_BATCH
+        lr = _DEFAULT_LR[config.optimizer] * math.sqrt(min(1.0, batch_size / _DEFAULT_BATCH))
+    return lr * _SCALINGS[config.lr_scaling](config.batch_size / SCALE_BATCH)
 
 
 def samples_per_group(config: TrainConfig) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from training.config.rules import parse_step_epochs
-from training.config.train_config import SCALE_BATCH, TrainConfig
+from training.config.train_config import TrainConfig, highest_learning_rate
 from training.runtime.train_progress import Progress
 
 Groups = list[dict[str, Any]]
@@ -20,14 +20,14 @@ Groups = list[dict[str, Any]]
 def _sgd(groups: Groups, config: TrainConfig) -> Optimizer:
     # torch refuses Nesterov momentum without momentum.
     nesterov = config.nesterov and config.momentum > 0
-    return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov)
+    return SGD(groups, lr=highest_learning_rate(config), momentum=config.momentum, nesterov=nesterov)
 
 
 # By the names of `training.config.train_config.Optimizer`.
 OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig], Optimizer]] = {
     "sgd": _sgd,
-    "adamw": lambda groups, config: AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999)),
-    "adam": lambda groups, config: Adam(groups, lr=config.lr, betas=(config.momentum, 0.999)),
+    "adamw": lambda groups, config: AdamW(groups, lr=highest_learning_rate(config), betas=(config.momentum, 0.999)),
+    "adam": lambda groups, config: Adam(groups, lr=highest_learning_rate(config), betas=(config.momentum, 0.999)),
 }
 
 
@@ -98,12 +98,6 @@ SCHEDULES: dict[str, Callable[[TrainConfig, LrPosition], float]] = {
     "plateau": lambda *_: 1.0,
     "constant": lambda *_: 1.0,
 }
-_SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda _: 1.0, "sqrt": math.sqrt, "linear": float}
-
-
-def highest_learning_rate(config: TrainConfig) -> float:
-    """`--lr`, scaled with the global batch size."""
-    return config.lr * _SCALINGS[config.lr_scaling](config.batch_size / SCALE_BATCH)
 
 
 def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> float:

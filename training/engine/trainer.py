@@ -15,7 +15,7 @@ from training.checkpoint.restore import Restorer
 from training.checkpoint.state import TrainState, identity
 from training.checkpoint.writer import CheckpointDestination, SnapshotDestination, StateWriter
 from training.config.rules import without_effect
-from training.config.train_config import TrainConfig, samples_per_group
+from training.config.train_config import TrainConfig, highest_learning_rate, samples_per_group
 from training.data.batch_schedule import BatchSchedule, make_schedule
 from training.data.dataset import Data
 from training.data.loader import load_device_batches
@@ -320,5 +320,6 @@ def describe(config: TrainConfig, data: Data, schedule: BatchSchedule, group: Pr
     on_device = ", images in its memory" if data.on_device else ""
     return (
         f"{config.model} ({parameters:,} parameters) on {len(data.train):,} images of {len(data.classes)} classes, "
-        f"{schedule.total_steps} steps of {schedule.batch_size} images, {group.description}{on_device}"
+        f"{schedule.total_steps} steps of {schedule.batch_size} images, "
+        f"{config.optimizer} with lr {highest_learning_rate(config):.3g}, {group.description}{on_device}"
     )

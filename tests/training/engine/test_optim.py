@@ -14,15 +14,8 @@ from trainer_rig import Starter, lines
 
 from hpc.core.errors import UserError
 from training.config.rules import parse_step_epochs
-from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig
-from training.engine.optim import (
-    OPTIMIZERS,
-    SCHEDULES,
-    follow_plateau,
-    highest_learning_rate,
-    learning_rate,
-    make_optimizer,
-)
+from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig, highest_learning_rate
+from training.engine.optim import OPTIMIZERS, SCHEDULES, follow_plateau, learning_rate, make_optimizer
 from training.runtime.train_progress import Progress
 
 EPOCH = 10
@@ -48,6 +41,7 @@ def test_every_name_has_an_implementation() -> None:
     assert OPTIMIZERS.keys() == set(get_args(Optimizer))
     assert SCHEDULES.keys() == set(get_args(LrScheduler))
     assert [highest_learning_rate(TrainConfig(data="x", lr_scaling=name)) for name in get_args(LrScaling)]
+    assert [highest_learning_rate(TrainConfig(data="x", optimizer=name)) for name in get_args(Optimizer)]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +95,29 @@ def test_the_rate_is_scaled_by_the_global_batch(batch_size: int, none: float, sq
     wanted = {"none": none, "sqrt": sqrt, "linear": linear}
     found = {name: rates(lr_scaling=name, batch_size=batch_size, lr_scheduler="constant")[0] for name in wanted}
     assert found == pytest.approx({name: 0.4 * factor for name, factor in wanted.items()})
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, 0.15),
+        ({"batch_size": 128}, 0.075),
+        ({"batch_size": 2048}, 0.15),
+        ({"optimizer": "adam"}, 0.001),
+        ({"optimizer": "adamw", "batch_size": 128}, 0.0005),
+        # With a scaling, --lr is that of 256 images, given or not.
+        ({"batch_size": 1024, "lr_scaling": "sqrt"}, 0.15 * 2**0.5),
+        ({"batch_size": 1024, "lr_scaling": "linear"}, 0.15 * 2**-0.5 * 4),
+    ],
+)
+def test_the_default_rate_goes_with_the_batch_and_the_optimizer(settings: dict[str, object], wanted: float) -> None:
+    assert rates(lr=None, lr_scheduler="constant", **settings)[0] == pytest.approx(wanted)
+
+
+def test_the_rate_that_was_chosen_is_printed_at_the_start_and_reached(start: Starter) -> None:
+    training = start.complete("--epochs=2", "--batch-size=8", "--log-every=1")
+    assert "sgd with lr 0.0187," in training.output()
+    assert max(line["lr"] for line in lines(training.run_dir / "metrics" / "train.jsonl")) == 0.15 / 8
 
 
 # --- plateau ---
