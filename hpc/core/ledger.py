@@ -35,7 +35,8 @@ that are known):
   signature (by which the same failure is known) pause_seconds (before the ranks start again) |
 | train_stopped | rank 0 | step signal seconds (from the signal to the saved state) |
 | diverged | rank 0 | step (first with a loss that is not finite) loss |
-| train_completed | rank 0 | step ended (patience, max_hours, or null for the last epoch) |
+| train_completed | rank 0 | step ended (patience, max_hours, or null for the last epoch) learned_nothing (a sentence \
+  with the numbers, or null) |
 | attempt_ended | head node's agent, its successor, or supervisor | cause step detail last_heard failed_at rank node \
   signature |
 | requeued | head node's agent, or supervisor | job_id |

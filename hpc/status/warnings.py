@@ -18,7 +18,10 @@ _ADVICE = {
 
 
 def warnings_of(events: Sequence[Event]) -> list[str]:
-    """One sentence per warning, with the flag to type; all but those of the time to save are the last attempt's."""
+    """One sentence per warning, with the flag to type.
+
+    All but those of the result and of the time to save are the last attempt's.
+    """
     last = {event["event"]: event for event in events}
     attempt = last.get("claimed", {}).get("attempt")
     found = _too_little_time(last.get("submitted", {}), save_seconds(events))
@@ -34,6 +37,9 @@ def warnings_of(events: Sequence[Event]) -> list[str]:
         found.append(f"snapshots are off: {off['reason']}")
     if (ended := now.get("attempt_ended")) and ended["cause"] in _ADVICE:
         found.append(_ADVICE[ended["cause"]])
+    # A later attempt finds the run complete, and says no more.
+    if nothing := last.get("train_completed", {}).get("learned_nothing"):
+        found.append(nothing)
     return found
 
 

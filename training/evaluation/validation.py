@@ -3,6 +3,7 @@
 Runs on every rank; rank 0 writes.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from hpc.core.errors import UserError
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import CLASSES, CONFUSION, HISTORY, MODEL_CARD, SAMPLES
 from training.checkpoint.state import TrainState
+from training.config.train_config import TrainConfig, highest_learning_rate
 from training.data.dataset import Data, check_corrupt_limit
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation, Evaluator
@@ -92,10 +94,13 @@ class Validator:
         self.context.heartbeat.beat("end")
         result = {**_test_numbers(test), "best": best, "ended": ended, **self._result()}
         self.logger.save_final(self._weights(), result, self._card() | self.final_files(test))
-        self.logger.event("train_completed", step=progress.step, ended=ended)
+        nothing = learned_nothing(self.context.config, self.data.classes, test) if test else None
+        self.logger.event("train_completed", step=progress.step, ended=ended, learned_nothing=nothing)
         outcome = f"test accuracy {test.accuracy:.2%}" if test else "no test set"
         if test and best and best["step"] != progress.step:
             outcome += f"; best model (epoch {best['epoch']}): {best['test_accuracy']:.2%}"
+        if nothing:
+            self.logger.console.warn(nothing)
         self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
     def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
@@ -169,6 +174,21 @@ class Validator:
                 # Another rank could read the image. A missing sample must not cost the result of the training.
                 self.logger.console.warn(f"{SAMPLES} is missing: {error}")
         return {name: text.encode() for name, text in texts.items()}
+
+
+def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluation) -> str | None:
+    """A sentence with what to try, if always predicting the most frequent class of the test is as accurate; or None."""
+    images, number = (int(value) for value in test.confusion.sum(1).max(0))
+    share = images / test.total
+    # Two standard errors: a model that has diverged may hit some more images by chance. Of a single class there is
+    # nothing to learn.
+    if share == 1 or test.accuracy > share + 2 * math.sqrt(share * (1 - share) / test.total):
+        return None
+    return (
+        f"the model seems to have learned nothing: its test accuracy of {test.accuracy:.2%} is not clearly above "
+        f"the {share:.2%} of always predicting the most frequent class, {classes[number]}; the learning rate went up "
+        f"to {highest_learning_rate(config):.3g}: train again with a smaller --lr"
+    )
 
 
 def _test_numbers(test: Evaluation | None) -> dict[str, Any]:

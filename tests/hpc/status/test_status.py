@@ -112,6 +112,21 @@ def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys
     assert (f"result   {run.final}" in capsys.readouterr().out) is final
 
 
+def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(("claimed", "train_completed", "attempt_ended", "claimed", "attempt_ended")):
+        fields = {"time": 70.0 + number, "attempt": 2 + (number > 2), "cause": "completed", "step": None}
+        nothing = {"learned_nothing": "the model has learned nothing"} if name == "train_completed" else {}
+        append_json_line(run.events / "y.jsonl", {**EVENTS[1], **fields, "event": name, **nothing})
+    run.final.mkdir()
+    run.final_result.write_text("{}")
+    assert "warning: the model has learned nothing\n" in printed(capsys, str(run.path))
+    assert status.wait_for_end(run, None) == 0
+    assert "warning: the model has learned nothing\n" in capsys.readouterr().out
+    assert json.loads(printed(capsys, str(run.path), "--json"))[0]["warnings"][-1] == "the model has learned nothing"
+
+
 def test_largest_parts_come_first() -> None:
     parts = {
         "notice": 1.0,

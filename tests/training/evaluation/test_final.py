@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from trainer_rig import Starter, lines
+from safetensors.torch import load_file, save_file
+from trainer_rig import Starter, events, lines
 
 from hpc.core import code_copy
 from hpc.core.rundir import RunDir
@@ -23,7 +23,9 @@ from training.config.command_line import flag_names, with_config
 from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
 from training.engine.loss_meter import LossMeter
+from training.evaluation.evaluator import Evaluation
 from training.evaluation.final_files import classes_csv, history_csv
+from training.evaluation.validation import learned_nothing
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
 from training.runtime.process_group import ProcessGroup
@@ -90,6 +92,44 @@ def test_classes_have_recall_precision_and_f1() -> None:
     assert [rows[2][name] for name in ("images", "accuracy", "precision", "f1", "most confused with")] == ["0"] + 4 * [
         ""
     ]
+
+
+# --- a model that learned nothing ---
+
+
+def test_model_no_better_than_the_most_frequent_class_has_learned_nothing(start: Starter) -> None:
+    weights = load_file(start.complete(*FLAGS).run_dir / "final" / "model.safetensors")
+    # With weights of zero all classes are equally likely: the first is predicted, which 34 of the 101 images have.
+    save_file({name: torch.zeros_like(value) for name, value in weights.items()}, start.directory / "zero.safetensors")
+    still = ("--weights", str(start.directory / "zero.safetensors"), "--lr=1e-30", "--weight-decay=0")
+    useless = start.complete(*FLAGS, *still, run="useless")
+    sentence = (
+        "the model seems to have learned nothing: its test accuracy of 33.66% is not clearly above the 33.66% of "
+        "always predicting the most frequent class, 0; the learning rate went up to 1e-30: train again with a "
+        "smaller --lr"
+    )
+    assert useless.output().splitlines()[-2] == f"warning: {sentence}"
+    assert [event["learned_nothing"] for event in events(useless.run_dir, "train_completed")] == [sentence]
+    assert [event["learned_nothing"] for event in events(start.directory / "run", "train_completed")] == [None]
+
+
+@pytest.mark.parametrize(
+    ("confusion", "nothing"),
+    [
+        ([[0, 50], [0, 50]], True),
+        ([[5, 45], [50, 0]], True),
+        ([[9, 41], [0, 50]], True),
+        ([[11, 39], [0, 50]], False),
+        ([[0, 0], [0, 9]], False),
+    ],
+    ids=["one answer", "worse", "better by chance", "better", "nothing to learn"],
+)
+def test_the_most_frequent_class_is_the_bar(confusion: list[list[int]], nothing: bool) -> None:
+    empty = torch.zeros(0)
+    test = Evaluation(
+        loss=0.0, confusion=torch.tensor(confusion), corrupt=(), predicted=empty, probability=empty, top5_correct=0
+    )
+    assert (learned_nothing(TrainConfig(data="x"), ("cat", "dog"), test) is not None) is nothing
 
 
 def test_waiting_for_data_is_counted_once_the_clock_runs(group: ProcessGroup) -> None:
