@@ -15,7 +15,7 @@ ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 HIDDEN := $(if $(ROOT),$(shell setpriv --reuid=65534 --regid=65534 --clear-groups test -r $(CURDIR)/pyproject.toml || echo yes))
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill test check format lock clean
+.PHONY: demo drill test matrix check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -52,6 +52,18 @@ else
 	$(BIN)/python -m pytest $(WORKERS) $(TESTS)
 endif
 endif
+
+# The tests on the Slurm, on that of other releases of Debian: make matrix SLURM=24.11 TESTS=tests/runs/test_job.py
+SLURM := 22.05 24.11 26.05
+RELEASE_22.05 := bookworm
+RELEASE_24.11 := trixie
+RELEASE_26.05 := sid
+CACHE := /var/cache/torchrelay
+
+matrix:
+	@$(call INSTALL,debootstrap rsync)
+	@set -e; for release in $(foreach version,$(SLURM),$(RELEASE_$(version))); do \
+		TORCHRELAY_REQUIRE_SLURM=1 tests/on-debian $$release $(CACHE) make test TESTS="-m slurm $(TESTS)"; done
 
 check: $(READY)
 	$(BIN)/ruff check
