@@ -120,9 +120,11 @@ class NodeRendezvous(RendezvousHandler):
             answer = self._report()
             if self._host_has_left:
                 raise RendezvousConnectionError("the torchrun of the round's first node has ended")
-            if answer.get("ended"):
+            # Where all have arrived, the ranks of another node may have started, and ended, already.
+            has_arrived = answer.get("arrived") == self._num_nodes
+            if answer.get("ended") and not has_arrived:
                 raise RendezvousClosedError("the ranks of another node have ended, and cannot be restarted")
-            if answer.get("arrived") == self._num_nodes and time.monotonic() >= self._next_start:
+            if has_arrived and time.monotonic() >= self._next_start:
                 self._next_start = time.monotonic() + _MIN_BETWEEN_STARTS_SECONDS
                 address, port = answer["master"]
                 store = cast("Store", _ExitBarrier(self))

@@ -166,6 +166,26 @@ def meet(*members: NodeRendezvous) -> list[RendezvousInfo]:
     return [found[each] for each in members]
 
 
+def test_member_that_looks_late_starts_though_the_ranks_of_another_have_ended(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script of a few milliseconds, on nodes of which one is busy."""
+    quick = make(0)
+    monkeypatch.setattr(node_rendezvous, "_POLL_SECONDS", 1.0)
+    late, found = make(1), list[RendezvousInfo]()
+    arrives = threading.Thread(target=lambda: found.append(late.next_rendezvous()), daemon=True)
+    arrives.start()
+    wait_for(lambda: quick.num_nodes_waiting() == 1)
+    quick.next_rendezvous()
+    ends = threading.Thread(target=quick.wait_for_end, daemon=True)
+    ends.start()
+    arrives.join(30)
+    assert [(info.rank, info.world_size) for info in found] == [(1, 2)]
+    late.wait_for_end()
+    ends.join(30)
+    assert not ends.is_alive()
+
+
 def test_members_have_their_places_and_meet_again_and_again(make: Make) -> None:
     first, second, third = (make(node, num_nodes=3) for node in range(3))
     ports = set[int]()
