@@ -14,8 +14,20 @@ from cluster import ROOT, Command, Site, hpc_json, need, tiny_data, what_slurm_h
 
 # Workers of pytest-xdist share the machine's users, though each has a testbed of its own.
 USER = "torchrelay-" + os.environ.get("PYTEST_XDIST_WORKER", "test")
-# What a test starts must see neither a job's nor a rank's variables of the machine that runs it.
-LEAKS = ("SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
+# What a test starts must see neither a job's nor a rank's variables of the machine that runs it, nor the size of a
+# terminal, which pytest-xdist sets.
+LEAKS = (
+    "COLUMNS",
+    "LINES",
+    "SLURM_",
+    "SBATCH_",
+    "SUBMITIT_",
+    "TORCHELASTIC_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_",
+)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -99,7 +99,7 @@ def test_gradients_are_clipped_to_the_norm_after_they_are_unscaled(start: Starte
 def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_halved(
     group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
-    config = TrainConfig(data=str(idx_data), batch_size=20, amp="fp16", epochs=1)
+    config = TrainConfig(data=str(idx_data), batch_size=20, lr=0.15, amp="fp16", epochs=1)
     trainer = make_trainer(RunContext(config=config, run_dir=RunDir(tmp_path / "run"), attempt=1, started=0.0), group)
     trainer.state.scaler.load_state_dict({**trainer.state.scaler.state_dict(), "scale": 2.0**40})
     before = [parameter.detach().clone() for parameter in trainer.state.model.parameters()]
