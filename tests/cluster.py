@@ -251,16 +251,6 @@ class Run:
 
 
 @contextmanager
-def with_profile(profile: str) -> Iterator[None]:
-    """The testbed as another kind of cluster; the usual one is back afterwards."""
-    hpc_json("testbed", "up", "--profile", profile)
-    try:
-        yield
-    finally:
-        hpc_json("testbed", "up")
-
-
-@contextmanager
 def dead(site: Site, node: str) -> Iterator[None]:
     """A node without power, which is restored afterwards."""
     assert site.hpc("testbed", "kill-node", node).returncode == 0

@@ -66,6 +66,14 @@ def testbed() -> Iterator[dict[str, Any]]:
         hpc_json("testbed", "down")
 
 
+@pytest.fixture(scope="module")
+def profile(testbed: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[None]:  # noqa: ARG001  # is up first
+    """The testbed as the kind of cluster that the module names as PROFILE; afterwards the usual one."""
+    hpc_json("testbed", "up", "--profile", request.module.PROFILE)
+    yield
+    hpc_json("testbed", "up")
+
+
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A directory outside /tmp: the nodes of the testbed have a /tmp of their own."""

@@ -35,6 +35,15 @@ def check_is_own(run: RunDir) -> None:
             )
 
 
+def other_owner(path: Path) -> str | None:
+    """The name of the user to whom a file or directory belongs, if that is not this user; None also if it is gone."""
+    try:
+        owner = path.stat().st_uid
+    except OSError:
+        return None
+    return None if owner == os.getuid() else user_name(owner)
+
+
 def others_may_write(status: os.stat_result) -> bool:
     """Whether other users than the owner can write to a file or directory."""
     # A group with the user's own name and number has no other members.

@@ -19,7 +19,7 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.files import last_json_line, storage_time
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
-from hpc.core.ownership import user_name
+from hpc.core.ownership import other_owner
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
@@ -196,15 +196,6 @@ def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> d
     return {one.run.path: decide(one.known) for one in with_final_states(found)}
 
 
-def _other_owner(run: RunDir) -> str | None:
-    """The name of the run's owner, if that is not this user."""
-    try:
-        owner = run.path.stat().st_uid
-    except OSError:
-        return None
-    return None if owner == os.getuid() else user_name(owner)
-
-
 def _modified_ns(path: Path) -> int | None:
     try:
         return path.stat().st_mtime_ns
@@ -228,7 +219,7 @@ class StatusCache:
         """One summary per run; a deleted run has none."""
         jobs = self._queue(runs)
         # Only the user's jobs are listed: of another user's run, its directory alone tells.
-        others = {run.path: owner for run in runs if (owner := _other_owner(run)) is not None}
+        others = {run.path: owner for run in runs if (owner := other_owner(run.path)) is not None}
         mine = [run for run in runs if run.path not in others]
         own = jobs_by_run(mine, jobs) if jobs is not None else {}
         # A process that resumes or ends a run adds a file to its ledger.
@@ -240,10 +231,12 @@ class StatusCache:
         self._decisions |= _decisions([run for run in mine if run.path not in known], jobs)
         rows = list[Summary]()
         for run in runs:
-            row = ended.get(run.path) or summarize(run, own.get(run.path), self._decisions.get(run.path))
-            if run.path in others:
-                note = f"it belongs to {others[run.path]}, so this is only what its directory says"
-                row["warnings"] = [note, *(one for one in row["warnings"] if one != note)]
+            row = ended.get(run.path)
+            if row is None:
+                row = summarize(run, own.get(run.path), self._decisions.get(run.path))
+                if run.path in others:
+                    note = f"it belongs to {others[run.path]}, so this is only what its directory says"
+                    row["warnings"] = [note, *row["warnings"]]
             stamp = stamps[run.path]
             if stamp is not None and row["state"] in TERMINAL:
                 self._ended[run.path] = stamp, row

@@ -1,18 +1,10 @@
 """Runs where nothing is kind to them: no grace time, JobRequeue=0, no accounting, jobs of at most five minutes."""
 
-from collections.abc import Iterator
-
 import pytest
-from cluster import PAIR, SMALL_BATCH, Site, with_profile
+from cluster import PAIR, SMALL_BATCH, Site
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("bare")]
-
-
-@pytest.fixture(scope="module")
-def bare(testbed: dict[str, object]) -> Iterator[None]:
-    assert testbed["up"]
-    with with_profile("bare"):
-        yield
+PROFILE = "bare"
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
 
 
 def test_preempted_run_completes(site: Site) -> None:

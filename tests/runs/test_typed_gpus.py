@@ -1,19 +1,11 @@
 """Runs on a cluster whose nodes have GPUs of two types, or none: gpu01 and gpu02 a100, gpu03 h100, gpu04 none."""
 
-from collections.abc import Iterator
-
 import pytest
-from cluster import SMALL_BATCH, Site, with_profile
+from cluster import SMALL_BATCH, Site
 
 SCRIPT = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'] or 'none', 'of', os.environ['WORLD_SIZE'])\n"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("typed")]
-
-
-@pytest.fixture(scope="module")
-def typed(testbed: dict[str, object]) -> Iterator[None]:
-    assert testbed["up"]
-    with with_profile("typed"):
-        yield
+PROFILE = "typed"
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
 
 
 @pytest.fixture

@@ -59,8 +59,8 @@ def test_sbatch_options_that_we_set_are_refused(option: str, message: str) -> No
 
 
 def test_gres_that_we_do_not_set_is_taken() -> None:
-    Resources(gpus_per_node="2", sbatch=("gres=nvme:1",))
-    Resources(gpus_per_node="0", sbatch=("gres=gpu:1",))
+    assert Resources(gpus_per_node="2", sbatch=("gres=nvme:1",)).sbatch == ("gres=nvme:1",)
+    assert Resources(gpus_per_node="0", sbatch=("gres=gpu:1",)).sbatch == ("gres=gpu:1",)
 
 
 def test_directory_without_spec_is_no_run(tmp_path: Path) -> None:
