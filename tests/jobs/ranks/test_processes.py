@@ -93,11 +93,12 @@ def test_nothing_outlives_a_killed_agent() -> None:
 
 def test_aborted_rank_prints_its_stacks(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    code = f"import os, time; os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT), 2); time.sleep(300)"
+    write = f"import os, time; os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT), 2); os.write(2, b'1')"
+    code = f"{write}; time.sleep(300)"
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     nested = NESTED.format(code=NESTED.format(code=code, new=False), new=True)
     with Torchrun([sys.executable, "-c", nested], environment, Path("/")) as torchrun:
-        wait_for(lambda: torchrun.ranks() and log.exists())
+        wait_for(lambda: torchrun.ranks() and log.exists() and log.read_text())
         torchrun.abort_ranks()
         wait_for(lambda: torchrun.exit_code is not None)
     assert "Fatal Python error: Aborted" in log.read_text()
