@@ -27,7 +27,7 @@ from jobs.ranks.rendezvous import (
     torchrun_argv,
     torchrun_environment,
 )
-from jobs.ranks.round import preflight_command, rank_environment
+from jobs.ranks.round import preflight_module, rank_environment
 
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 # Enough for a slow import of torch from shared storage.
@@ -85,7 +85,7 @@ def preflight(allocation: NodeAllocation, own: Path, num_gpus: int) -> tuple[boo
         run="doctor", attempt=1, secret=allocation.job_id, round=1, members=allocation.hostnames,
         port=LOWEST_PORT + int(allocation.job_id) % 20_000, node=allocation.node_rank,
     )  # fmt: skip
-    program = preflight_command(RunDir(own), 1, sys.executable)
+    program = [sys.executable, "-u", "-P", *preflight_module(RunDir(own), 1)]
     argv = torchrun_argv(rendezvous, num_gpus or 1, address, sys.executable, program, max_restarts=0)
     done = subprocess.run(
         ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS), *argv],

@@ -30,10 +30,20 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 TIMEOUT_SECONDS = 150.0
 # Two nodes with a rank each: every rank imports torch at every start, on the few cores that there are.
 PAIR = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-gpu=1")
-# Many steps with little data.
-SMALL_BATCH = ("--batch-size=64",)
+# Many steps with little data: enough to learn something, or only quick.
+SMALL_BATCH, TINY_BATCH = ("--batch-size=64",), ("--batch-size=16",)
 # Small steps, each of them logged, far more than any test lets happen.
-LONG = (*PAIR, *SMALL_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
+LONG = (*PAIR, *TINY_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
+# Long enough to be interrupted, short enough to be trained to the end: 30 steps an epoch.
+WHOLE = (
+    *TINY_BATCH,
+    "--epochs=7",
+    "--log-every=1",
+    "--gpus-per-node=1",
+    "--cpus-per-gpu=1",
+    "--snapshot-every=5",
+    "--log-samples",
+)
 
 
 @contextmanager
@@ -292,12 +302,20 @@ def is_on(process: Path, node: str) -> bool:
     return False
 
 
+def ranks_of(run: Run) -> dict[int, int]:
+    """The rank of each process of our trainer on this machine: they are forks of torchrun, with its command line."""
+    option, found = f"--run-dir={run.directory.path}".encode(), {}
+    for process in [process for process, words in commands() if option in words]:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            kind, _, rank = (process / "comm").read_text().partition(" ")
+            if kind == "rank":
+                found[int(process.name)] = int(rank)
+    return found
+
+
 def rank_pids(run: Run, node: str) -> list[int]:
     """The processes of the ranks that run on a node, seen from the testbed's machine."""
-    option = f"--run-dir={run.directory.path}".encode()
-    # The command lines of the rank wrapper and of torchrun end with the rank's.
-    ranks = [at for at, words in commands() if words[1:5] == [b"-u", b"-P", b"-m", b"training"] and option in words]
-    return [int(at.name) for at in ranks if is_on(at, node)]
+    return [pid for pid in ranks_of(run) if is_on(Path(f"/proc/{pid}"), node)]
 
 
 def parent(pid: int) -> int:

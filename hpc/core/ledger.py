@@ -60,6 +60,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc.core.causes import Cause
 from hpc.core.files import append_json_line, read_json_lines
 
 Event = dict[str, Any]
@@ -87,7 +88,7 @@ def attempt_prefix(attempt: int) -> str:
 
 
 def read(events: Path, prefix: str = "") -> list[Event]:
-    """All events of a run, in the order of their times; with `prefix`, those in files whose names begin with it."""
+    """All events of a run, in the order in which they happened; with `prefix`, those in files with such names."""
     try:
         with os.scandir(events) as entries:
             paths = sorted(
@@ -96,4 +97,11 @@ def read(events: Path, prefix: str = "") -> list[Event]:
     except FileNotFoundError:
         return []
     found = [event for path in paths for event in read_json_lines(path)]
-    return sorted((event for event in found if "event" in event), key=lambda event: event.get("time", 0.0))
+    return sorted((event for event in found if "event" in event), key=_happened_at)
+
+
+def _happened_at(event: Event) -> float:
+    """When something happened. torchrun replaces ranks that have failed before the head node's agent records that."""
+    is_rank_failure = event["event"] == "interruption" and event.get("cause") not in {Cause.HANG, Cause.NODE_FAILURE}
+    at: float | None = event.get("failed_at") if is_rank_failure else None
+    return event.get("time", 0.0) if at is None else at

@@ -3,8 +3,8 @@
 Two controllers act when a rank dies:
 
 - torchrun, on each node, restarts the round's ranks at once, as often as necessary (--max-restarts=1000000). It knows
-  nothing of steps, budgets, or of nodes that are silent. It does not wait for the coordinator. Most runs go on, and the
-  coordinator decides before the restarted ranks have finished their imports.
+  nothing of steps, budgets, or of nodes that are silent. It does not wait for the coordinator: most runs go on, and the
+  restarted ranks often train already when the coordinator decides.
 - The coordinator (jobs.control.coordinator) decides whether the run goes on, and on which nodes. It never restarts
   ranks in a round: it ends the attempt, announces another round, or has hung ranks aborted, for torchrun to restart.
 
@@ -56,10 +56,12 @@ class RootFailure:
         if time.monotonic() - self._settling_since < _SETTLE_SECONDS or not all_heard:
             return None
         self._settling_since = None
-        self._handled |= unhandled
         # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the bad node is the
         # cause all the same.
-        return min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))
+        root = min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))
+        # Restarted ranks may have failed, too, meanwhile: that is the next failure.
+        self._handled |= {each for each in unhandled if each.started_at <= root.failed_at}
+        return root
 
     def _is_aborted(self, failure: RankFailure) -> bool:
         return failure.signal == "SIGABRT" and 0.0 <= failure.failed_at - self.aborted_at < _ABORT_SECONDS

@@ -4,6 +4,10 @@ Runs as a script, without site-packages, so that it starts in milliseconds and a
 
     process_wrapper.py torchrun PROGRAM ARGS...                 becomes the program, which ignores SIGTERM and SIGUSR2
     process_wrapper.py rank LOG_DIR NODE_DIR PROGRAM ARGS...    runs the program as one rank, and records how it failed
+    process_wrapper.py rank LOG_DIR NODE_DIR -m MODULE ARGS...  the same for a Python module, in a fork of this process
+
+In the last form torchrun has forked this process from its own, which has imported what the module needs (torchrun's
+`--run-path`, training.runtime.torchrun_main): a rank that is started again imports nothing.
 
 Signals are ignored here because that survives exec, and because the agent, which has threads, must not run code
 between fork and exec. torchrun's own log files are numbered by local rank and restart, and it reports how a rank ended
@@ -14,16 +18,19 @@ import contextlib
 import json
 import os
 import resource
+import runpy
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from hpc.core.parent_death import set_parent_death_signal
 
 _TAIL_BYTES, _LONGEST_DETAIL, _MAX_LINES_AFTER = 65536, 500, 20
+_END_SECONDS = 0.5  # torchrun waits twice as long (training.runtime.torchrun_main)
 
 
 def become_torchrun(*program: str) -> None:
@@ -35,8 +42,14 @@ def become_torchrun(*program: str) -> None:
 
 
 def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
-    """Run one rank, record its failure, and end as it ended."""
+    """Run one rank, record its failure, and end as it ended: return if that was without one."""
     set_parent_death_signal()
+    is_fork = program[0] == "-m"
+    if is_fork:
+        # torchrun makes a session only for what it executes. A session is killed as a whole: wrapper, rank, and the
+        # rank's loader workers.
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun has its own
     # A rank that hangs is aborted: its memory would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -57,9 +70,16 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     running = f"running-{os.getpid()}.json"
     with contextlib.suppress(OSError):
         _write_whole(exits, running, {"rank": rank, "pid": os.getpid(), "started_at": started})
-    # torchrun ends the ranks of a round in which another one has failed: SIGTERM comes before SIGKILL.
-    signal.signal(signal.SIGTERM, lambda *_: _remove(os.path.join(exits, running)))
-    pid, status = _run(program)
+
+    def end(*_: object) -> None:
+        """Handle SIGTERM: torchrun ends the ranks of a round in which another one has failed. SIGKILL comes later."""
+        _remove(os.path.join(exits, running))
+        if is_fork:
+            # torchrun would kill this process alone. A rank that is about to end has time to do so.
+            signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)
+
+    pid, status = _run(program, end)
     by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if status:
         names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
@@ -80,24 +100,46 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         if by_signal != signal.SIGKILL:
             signal.signal(by_signal, signal.SIG_DFL)
         os.kill(os.getpid(), by_signal)
-    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
+    if status:
+        os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
-def _run(program: tuple[str, ...]) -> tuple[int, int]:
+def _run(program: tuple[str, ...], on_sigterm: Callable[..., None]) -> tuple[int, int]:
     """Run the program to its end and return its pid and wait status. It does not outlive this process."""
     parent = os.getpid()
+    # The program ignores it until it has its own handler: the agent takes a rank that has one for one that can save.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pid = os.fork()
-    if pid == 0:
-        try:
-            set_parent_death_signal()
-            # Until it has a handler of its own.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if os.getppid() == parent:
-                os.execvp(program[0], program)  # noqa: S606 - a list, no shell
-        except OSError as error:
-            os.write(2, f"{program[0]} cannot be started: {error}\n".encode())
-        os._exit(127)
-    return os.waitpid(pid, 0)
+    if pid:
+        signal.signal(signal.SIGTERM, on_sigterm)
+        return os.waitpid(pid, 0)
+    try:
+        set_parent_death_signal()
+        if os.getppid() == parent:
+            _become(program)
+    except OSError as error:
+        os.write(2, f"{program[0]} cannot be started: {error}\n".encode())
+    except SystemExit as end:
+        sys.stdout.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+    except BaseException:  # noqa: BLE001  # the interpreter would print it, too
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(127)
+
+
+def _become(program: tuple[str, ...]) -> None:
+    if program[0] != "-m":
+        os.execvp(program[0], program)  # noqa: S606 - a list, no shell
+    # As after exec: torchrun's connections are not this rank's.
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > sys.stderr.fileno():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
+        name.write(f"rank {os.environ['RANK']}")  # what `top` shows
+    sys.argv = list(program[1:])
+    runpy.run_module(program[1], run_name="__main__", alter_sys=True)
 
 
 def _out_of_memory_kills() -> int:

@@ -40,7 +40,10 @@ class Rendezvous:
 def torchrun_argv(
     rendezvous: Rendezvous, ranks: int, address: str, python: str, program: list[str], max_restarts: int = 1_000_000
 ) -> list[str]:
-    """The command line of this node's torchrun with the program that it runs as each rank. Pure."""
+    """The command line of this node's torchrun with the program that it runs as each rank. Pure.
+
+    torchrun executes the program, or runs it, if it is a Python script, in forks of itself.
+    """
     return [
         python, "-P", str(_TORCHRUN),
         f"--nnodes={len(rendezvous.members)}",
@@ -54,7 +57,7 @@ def torchrun_argv(
         f"--rdzv-id={rendezvous.id}",
         f"--rdzv-conf=rank={rendezvous.node}",
         f"--local-addr={address}",
-        "--no-python",
+        *(("--run-path", "--start-method=fork") if program[0].endswith(".py") else ("--no-python",)),
         # For torchrun, `$$` stands for `$`.
         program[0], *(argument.replace("$", "$$") for argument in program[1:]),
     ]  # fmt: skip

@@ -118,28 +118,31 @@ def _command(
     # The modules of the user's environment, also those of --setup, without ours.
     given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
     path = [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
+    wrapper = [str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
     if spec.train is not None:
-        program = trainer_command(run, number, setup.data, node_dir, python)
+        program = [*wrapper, *trainer_module(run, number, setup.data, node_dir)]
     elif directive.preflight:
-        program = preflight_command(run, number, python)
+        program = [*wrapper, *preflight_module(run, number)]
         environment["PYTHONPATH"] = ":".join([str(run.packages), *path])
     else:
-        program = [python, "-u", str(run.code / spec.script[0]), *spec.script[1:]]
+        program = [python, "-S", *wrapper, python, "-u", str(run.code / spec.script[0]), *spec.script[1:]]
         environment |= {
             "PYTHONPATH": ":".join([str(run.code), *path]),
             "TORCHRELAY_RUN_DIR": str(run.path),
             "TORCHRELAY_ATTEMPT": str(number),
             **({"TORCHRELAY_DATA": str(setup.data)} if setup.data else {}),
         }
-    wrapper = [python, "-S", str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
-    argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, [*wrapper, *program])
+    argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, program)
     return argv, torchrun_environment(rendezvous, environment)
 
 
-def trainer_command(run: RunDir, attempt: int, data: Path | None, memory: NodeDir, python: str) -> list[str]:
+def trainer_module(run: RunDir, attempt: int, data: Path | None, memory: NodeDir) -> list[str]:
     """Our trainer, with this node's copy of the data, unless they are generated."""
-    flags = spec_argv(run.spec, run.path, attempt, memory.path, data=find_data(data) if data else None)
-    return [python, "-u", "-P", "-m", "training", *flags]
+    return [
+        "-m",
+        "training",
+        *spec_argv(run.spec, run.path, attempt, memory.path, data=find_data(data) if data else None),
+    ]
 
 
 def find_data(staged: Path) -> Path:
@@ -153,9 +156,9 @@ def find_data(staged: Path) -> Path:
         return inside[0]
 
 
-def preflight_command(run: RunDir, attempt: int, python: str) -> list[str]:
+def preflight_module(run: RunDir, attempt: int) -> list[str]:
     """Checks that the nodes can train, before a user's script runs on them for the first time."""
-    return [python, "-u", "-P", "-m", "training.engine.preflight", str(run.path), str(attempt)]
+    return ["-m", "training.engine.preflight", str(run.path), str(attempt)]
 
 
 def rank_environment(

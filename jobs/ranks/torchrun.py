@@ -84,9 +84,10 @@ class Torchrun:
         # While it is stopped it starts no new ranks.
         self._process.send_signal(signal.SIGSTOP)
         for wrapper in children(self._process.pid):
-            # A wrapper leads a session, with its rank and the rank's loader workers in it.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(wrapper, signal.SIGKILL)
+            # A wrapper leads a session, with its rank and the rank's loader workers in it; but not at once.
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(wrapper, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
 

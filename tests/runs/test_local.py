@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from attacks import attack
-from cluster import LONG, SMALL_BATCH, Run, Site, commands, tiny_data
+from cluster import LONG, SMALL_BATCH, Run, Site, commands, parent, ranks_of, tiny_data
 from PIL import Image
 
 from hpc.core import ledger
@@ -73,26 +73,17 @@ def test_two_kills_in_an_unlucky_minute_end_nothing(site: Site) -> None:
     """The second one comes as soon as the ranks are back, about where the first one came."""
     run = site.submit("--data=data", LOCAL, *LONG, "--snapshot-every=off", "--checkpoint-every=1000000")
     run.wait_for_steps(200)
-    victim = ranks_of(run)[0]
-    rank = dict(part.split("=", 1) for part in environment(victim))["RANK"]
+    victim, rank = next(iter(ranks_of(run).items()))
     # A rank whose wrapper is killed cannot report itself, and its peer complains of a lost connection.
     os.kill(parent(victim), signal.SIGKILL)
     run.wait("the second start", lambda: len(run.events("first_step")) == 2)
-    os.kill(ranks_of(run)[0], signal.SIGKILL)
+    os.kill(next(iter(ranks_of(run))), signal.SIGKILL)
     run.wait("the third start", lambda: len(run.events("first_step")) == 3)
     first, _ = run.events("interruption")
-    assert (first["cause"], str(first["rank"])) == ("crashed", rank)
+    assert (first["cause"], first["rank"]) == ("crashed", rank)
     assert first["detail"].endswith("signal SIGKILL: its process wrapper was killed")
     assert run.status()["state"] == "running"
     run.cancel()
-
-
-def environment(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_suspended_run_does_not_hang(site: Site) -> None:
@@ -131,13 +122,6 @@ def test_dead_gpu_marks_its_node_as_bad(site: Site) -> None:
     assert (ended["cause"], ended["rank"]) == ("bad_node", 1)
     assert "CUDA error: uncorrectable ECC error encountered" in ended["detail"]
     run.cancel()
-
-
-def ranks_of(run: Run) -> list[int]:
-    """The processes of our trainer's ranks on this machine."""
-    option = f"--run-dir={run.directory.path}".encode()
-    found = [at for at, words in commands() if words[1:5] == [b"-u", b"-P", b"-m", b"training"] and option in words]
-    return [int(at.name) for at in found]
 
 
 # torchrun restarts it at once: it must not fail again before the first failure has been judged.

@@ -14,16 +14,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from signal import SIGKILL
 
+from training.runtime.preload import MODULES
+
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ["training.__main__", "training.engine.launch", "torch.utils.tensorboard", "torch._dynamo"]
-_PRELOADED += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor"]
-_PRELOADED += ["torchvision.models", "torchvision.transforms.v2"]
 
 
 def prepare_server() -> None:
     """Let the server import what ranks need, once the first rank starts. One thread per rank, as with torchrun."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _FORKSERVER.set_forkserver_preload(_PRELOADED)
+    _FORKSERVER.set_forkserver_preload(["training.__main__", *MODULES])
 
 
 def start_ranks(

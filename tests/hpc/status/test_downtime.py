@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hpc.core import ledger
+from hpc.core.attempts import attempts_of
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.status.downtime import PARTS, Interruption, goodput, interruptions_of, recovery_by_cause
@@ -71,6 +72,17 @@ def test_worker_that_was_restarted_in_place(tmp_path: Path) -> None:
     assert (interruption.rank, interruption.node, interruption.detail) == (3, "b", "KeyError: 1")
     assert interruption.steps_lost == 2
     assert interruption.seconds == seconds(notice=0.5, rendezvous=7.0, restore=2.0, first_step=1.5, total=11.0)
+
+
+def test_worker_that_trained_again_before_its_failure_was_recorded(tmp_path: Path) -> None:
+    again = {**started(30.9, step=55), "seconds": 0.3, "connect_seconds": 0.2}
+    crash = happened(31.6, "interruption", cause="crashed", step=57, rank=3, failed_at=30.5, round=1)
+    [interruption] = interruptions(tmp_path, *FIRST, again, happened(31.0, "first_step", step=56), crash)
+    assert interruption.steps_lost == 2
+    assert interruption.seconds == seconds(notice=0.3, restore=0.1, first_step=0.1, total=0.5)
+    [attempt] = attempts_of(ledger.read(tmp_path))
+    assert attempt.restored_step == 55, "the ranks that run now have this step"
+    assert attempt.interruptions[0].restored_step == 0
 
 
 def test_preempted_attempt_that_was_requeued(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from environments import BASE, ROOT, SITE, described, make_venv, pack, set_versi
 from staging_rig import stage
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.report.command import submit_command
 from hpc.spec import Resources, RunSpec
 from hpc.submit.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
-from jobs.ranks.round import activated_environment, preflight_command, trainer_command
+from jobs.ranks.rendezvous import Rendezvous, torchrun_argv
+from jobs.ranks.round import activated_environment
+from jobs.ranks.torchrun import PROCESS_WRAPPER
 from jobs.staging.unpack_environment import make_link
 
 
@@ -271,13 +272,10 @@ def test_dry_run_packs_nothing(venv: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_our_commands_of_a_rank_start_with_the_copys_interpreter(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    commands = (
-        trainer_command(run, 1, tmp_path, NodeDir(tmp_path), "/copy/bin/python"),
-        preflight_command(run, 1, "/copy/bin/python"),
-    )
-    assert {command[0] for command in commands} == {"/copy/bin/python"}
+def test_our_ranks_have_the_copys_interpreter() -> None:
+    meeting = Rendezvous(run="r", attempt=1, secret="n", round=1, members=("gpu02",), port=12345, node=0)
+    torchrun = torchrun_argv(meeting, 2, "10.0.0.1", "/copy/bin/python", [str(PROCESS_WRAPPER), "rank"])
+    assert torchrun[0] == "/copy/bin/python", "and the ranks are forks of it"
 
 
 def test_copy_is_the_active_environment() -> None:

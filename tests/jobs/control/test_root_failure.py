@@ -54,6 +54,15 @@ def test_victims_of_a_known_interruption_are_no_failures(root: RootFailure) -> N
     assert root.find({aborted, restarted}, all_heard=True) == restarted
 
 
+def test_failure_of_a_restarted_rank_is_the_next_one(root: RootFailure) -> None:
+    first, peer, next_one = failure(0, 5.0), failure(1, 5.1), failure(0, 5.9, started_at=5.5)
+    reported = {first, peer, next_one}
+    assert root.find(reported, all_heard=True) == first
+    root.explained_until = first.failed_at
+    assert root.find(reported, all_heard=True) == next_one
+    assert root.find(reported, all_heard=True) is None
+
+
 def test_rank_that_aborts_by_itself_has_failed(root: RootFailure) -> None:
     root.aborted_at = 7.0
     own = failure(1, 60.0, started_at=8.0, signal="SIGABRT", detail="what():  CUDA error: unspecified launch failure")

@@ -153,6 +153,69 @@ def test_wrapper_ends_as_its_rank_and_records_why(tmp_path: Path, ranks: LocalRa
     assert "fine" in (tmp_path / "rank-05.log").read_text()
 
 
+# As torchrun does it with --run-path; a connection is open meanwhile.
+FORK = """
+import os, runpy, socket, sys
+connection = socket.socket()
+sys.argv = sys.argv[1:]
+if (wrapper := os.fork()) == 0:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    os._exit(0)
+status = os.waitstatus_to_exitcode(os.waitpid(wrapper, 0)[1])
+sys.exit(status if status >= 0 else 128 - status)
+"""
+
+
+def fork(directory: Path, code: str) -> subprocess.Popen[bytes]:
+    """Start a process that forks a wrapper, which forks a rank, which runs a module with this code."""
+    (directory / "program.py").write_text(code)
+    rank = [str(PROCESS_WRAPPER), "rank", str(directory), str(directory), "-m", "program", "--flag"]
+    environment = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "PYTHONPATH": str(directory)}
+    return subprocess.Popen([sys.executable, "-c", FORK, *rank], env=environment)
+
+
+def test_forked_rank_is_as_one_that_is_executed(tmp_path: Path, ranks: LocalRanks) -> None:
+    code = """
+import json, os, sys
+record = {"argv": sys.argv[1:], "name": __name__, "open": len(os.listdir("/proc/self/fd")),
+          "leader": os.getsid(0) == os.getppid(), "comm": open("/proc/self/comm").read()}
+print(json.dumps(record), flush=True)
+"""
+    assert fork(tmp_path, code + "os._exit(0)").wait() == 0
+    assert ranks.new_failures() == []
+    # The fourth of the descriptors lists them.
+    expected = {"argv": ["--flag"], "name": "__main__", "open": 4, "leader": True, "comm": "rank 5\n"}
+    assert json.loads((tmp_path / "rank-05.log").read_text()) == expected
+    assert fork(tmp_path, "raise ValueError('no luck')").wait() == 1
+    assert fork(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)").wait() == 128 + signal.SIGKILL
+    raised, killed = ranks.new_failures()
+    assert (raised.rank, raised.exit_code, raised.detail) == (5, 1, "ValueError: no luck")
+    assert (killed.rank, killed.signal) == (5, "SIGKILL")
+
+
+def test_forked_rank_ends_with_its_workers_when_torchrun_ends_it(tmp_path: Path, ranks: LocalRanks) -> None:
+    code = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+os.fork()
+time.sleep(300)
+"""
+    with fork(tmp_path, code) as torchrun:
+        wait_for(
+            lambda: [
+                worker for wrapper in children(torchrun.pid) for rank in children(wrapper) for worker in children(rank)
+            ]
+        )
+        [wrapper] = children(torchrun.pid)
+        [rank] = children(wrapper)
+        [worker] = children(rank)
+        os.kill(wrapper, signal.SIGTERM)
+        assert torchrun.wait() == 128 + signal.SIGKILL
+    wait_for(lambda: all(process_state(pid) in {None, "Z"} for pid in (rank, worker)))
+    assert ranks.new_failures() == []
+    assert not list(ranks.running())
+
+
 CUDA_ERROR = """CUDA error: uncorrectable ECC error encountered
 Search for `cudaErrorECCUncorrectable' in the documentation for more information.
 CUDA kernel errors might be asynchronously reported at some other API call.
