@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slurm")
     # What takes long, begun last, would keep a worker busy when the others have nothing left.
     long = (ROOT / "tests/runs", ROOT / "tests/training/verify_resume")
-    items.sort(key=lambda item: item.path.parent not in long)
+    items.sort(key=lambda item: not any(map(item.path.is_relative_to, long)))
 
 
 @pytest.fixture(autouse=True)

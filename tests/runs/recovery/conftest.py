@@ -1,0 +1,36 @@
+"""Fixtures of the tests that interrupt one training in different ways, and compare the results."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import WHOLE, Site, tiny_data
+
+from hpc.core.rundir import RunDir
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    path.chmod(0o755)
+    tiny_data(path / "data", 510, 100)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def site(testbed: dict[str, Any], place: Path) -> Iterator[Site]:
+    here = Site(place, testbed["slurm_conf"])
+    yield here
+    here.end_all_jobs()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(testbed: dict[str, Any], place: Path) -> RunDir:
+    """The same training on two nodes with a rank each, without interruption."""
+    run = Site(place, testbed["slurm_conf"]).submit("--data=data", "--name=undisturbed", "--nodes=2", *WHOLE)
+    run.wait_for_state("completed")
+    return run.directory
