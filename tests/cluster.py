@@ -36,8 +36,8 @@ SMALL_BATCH, TINY_BATCH = ("--batch-size=64",), ("--batch-size=16",)
 LONG = (*PAIR, *TINY_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
 # Long enough to be interrupted, short enough to be trained to the end: 30 steps an epoch.
 WHOLE = (
-    *TINY_BATCH,
-    "--epochs=7",
+    *SMALL_BATCH,
+    "--epochs=10",
     "--log-every=1",
     "--gpus-per-node=1",
     "--cpus-per-gpu=1",

@@ -183,7 +183,7 @@ class Coordinator:
     def _handle(self, failure: Failure) -> None:
         """Record an interruption, or end the attempt if no budget is left for it."""
         self._last_failure, self.last_step = failure, 0
-        self._root_failure.explained_until = failure.failed_at
+        self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at)
         # The interruptions of this attempt are taken from memory: a full disk may not have recorded them.
         *earlier, this = attempts_of(self._node.run_events())
         self._interruptions.append(this.interrupted_by(failure.cause, failure.step, failure.signature))

@@ -26,6 +26,9 @@ from jobs.control.messages import RankFailure
 
 # Long enough for all agents to report ranks that ended together.
 _SETTLE_SECONDS = 1.0
+# Nodes start the ranks of a round at almost the same time, and restart them 3 s later at the earliest
+# (training.runtime.node_rendezvous).
+_TOGETHER_SECONDS = 2.0
 # An agent that is not lost has a directive by then, and has killed its ranks.
 _ABORT_SECONDS = 15.0
 
@@ -60,7 +63,8 @@ class RootFailure:
         # cause all the same.
         root = min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))
         # Restarted ranks may have failed, too, meanwhile: that is the next failure.
-        self._handled |= {each for each in unhandled if each.started_at <= root.failed_at}
+        self.explained_until = max(root.failed_at, root.started_at + _TOGETHER_SECONDS)
+        self._handled |= {each for each in unhandled if each.started_at <= self.explained_until}
         return root
 
     def _is_aborted(self, failure: RankFailure) -> bool:

@@ -58,9 +58,14 @@ def test_failure_of_a_restarted_rank_is_the_next_one(root: RootFailure) -> None:
     first, peer, next_one = failure(0, 5.0), failure(1, 5.1), failure(0, 5.9, started_at=5.5)
     reported = {first, peer, next_one}
     assert root.find(reported, all_heard=True) == first
-    root.explained_until = first.failed_at
     assert root.find(reported, all_heard=True) == next_one
     assert root.find(reported, all_heard=True) is None
+
+
+def test_ranks_of_another_node_that_started_a_little_later_failed_with_the_first(root: RootFailure) -> None:
+    reported = {failure(0, 5.0, started_at=4.9), failure(1, 5.6, started_at=5.5)}
+    assert root.find(reported, all_heard=True) == failure(0, 5.0, started_at=4.9)
+    assert root.find({*reported, failure(2, 5.8, started_at=5.7)}, all_heard=True) is None, "reported late"
 
 
 def test_rank_that_aborts_by_itself_has_failed(root: RootFailure) -> None:

@@ -16,7 +16,7 @@ from hpc.core.rundir import RunDir
 def place() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
     path.chmod(0o755)
-    tiny_data(path / "data", 510, 100)
+    tiny_data(path / "data")
     yield path
     shutil.rmtree(path)
 
