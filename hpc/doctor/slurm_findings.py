@@ -72,6 +72,27 @@ def _preemption(site: ClusterFacts) -> Verdict | None:
     )
 
 
+def _preempt_mode(site: ClusterFacts) -> Verdict | None:
+    mode, partition = site.cluster.partition.get("PreemptMode"), site.cluster.partition.get("PartitionName", "")
+    if mode is None:
+        return None
+    value = f"PreemptMode={mode} in partition {partition}"
+    if "SUSPEND" in mode:
+        return note(
+            value,
+            "a preempted run stands still, with its memory and GPU memory, until Slurm resumes it; hpc status says "
+            "suspended",
+            "nothing to do: it goes on at the same step. If it must not wait, use a partition without preemption",
+        )
+    if mode == "CANCEL" and may_be_preempted(site.cluster) is not False:
+        return note(
+            value,
+            "Slurm ends a preempted job for good: what continues the run are its own agents, before the job is killed",
+            "start hpc supervise: it submits a new job for a run whose agents did not manage to",
+        )
+    return ok(value)
+
+
 def _user_signal(site: ClusterFacts) -> Verdict | None:
     given = site.cluster.config.get("SlurmctldParameters")
     if given is None:
@@ -182,6 +203,7 @@ def _private_tmp(site: ClusterFacts) -> Verdict | None:
 
 OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "preemption": _preemption,
+    "PreemptMode": _preempt_mode,
     "preempt_send_user_signal": _user_signal,
     "KillWait": _kill_wait,
     "SlurmdTimeout": _slurmd_timeout,

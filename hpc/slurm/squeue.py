@@ -125,6 +125,8 @@ _REASONS = {
     "Association": "its user has reached a limit of the account",
     "InvalidAccount": "it will never start: its account is invalid",
     "InvalidQOS": "it will never start: its QOS is invalid",
+    # Ours, for a job in that state: Slurm gives no reason.
+    "suspended": "suspended: it continues when Slurm or an administrator resumes it",
 }
 
 

@@ -77,6 +77,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     attempts, interruptions, best = attempts_of(events), interruptions_of(events), final.get("best")
     job = next(iter(jobs or ()), None)
     pending = job if job and job.state is JobState.PENDING else None
+    suspended = "suspended" if job and job.state is JobState.SUSPENDED else None
     # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
     ending = bool(attempts) and attempts[-1].cause is None and job is not None
     state = decision.state if decision else _state(events, attempts, job, slurm_answers=jobs is not None)
@@ -109,7 +110,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
         "warnings": warnings_of(events),
         "staging": _staging(events) if state == "running" else None,
-        "reason": pending.reason if pending else decision and _reason(decision),
+        "reason": pending.reason if pending else suspended or (decision and _reason(decision)),
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
         "detail": attempts[-1].detail if attempts else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,

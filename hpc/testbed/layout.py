@@ -28,7 +28,8 @@ class TestbedShape:
 
     profile: ProfileName = "usual"
     """Kind of cluster. `typed`: GPUs of two types, a node without GPUs, CPUs allocated one by one. `bare`: no
-    grace time on preemption, jobs of at most 5 minutes that are not requeued, 300 s until a dead node is noticed."""
+    grace time on preemption, jobs of at most 5 minutes that are not requeued, 300 s until a dead node is noticed.
+    `cancel`: a preempted job is cancelled. `suspend`: it is suspended."""
     nodes: int = 4
     """Compute nodes: gpu01, gpu02, and so on."""
     gpus_per_node: int = 4

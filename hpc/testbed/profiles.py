@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-ProfileName = Literal["usual", "typed", "bare"]
+ProfileName = Literal["usual", "typed", "bare", "cancel", "suspend"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,5 +29,11 @@ PROFILES: dict[ProfileName, Profile] = {
         slurm_conf={"JobRequeue": "0"},
         gpu_partition={"GraceTime": "0", "MaxTime": "00:05:00", "DefaultTime": "00:02:00"},
         slurmd_timeout=300,
+    ),
+    "cancel": Profile(slurm_conf={"PreemptMode": "CANCEL"}, gpu_partition={"PreemptMode": "CANCEL"}),
+    # FORCE: without it no two jobs share a node, and none can be suspended for the other.
+    "suspend": Profile(
+        slurm_conf={"PreemptMode": "SUSPEND,GANG"},
+        gpu_partition={"PreemptMode": "SUSPEND", "GraceTime": "0", "OverSubscribe": "FORCE:1"},
     ),
 }

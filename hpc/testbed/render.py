@@ -39,14 +39,13 @@ SlurmdTimeout={shape.seconds_to_down}
 KillWait=15
 SelectType=select/cons_tres
 PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 # Schedule at once after a submission (default: 2 to 3 s later), and every second (default: 60; backfill 30), so that
 # a requeued job starts as soon as it may, not a minute later.
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=5
 """
 
 # What a profile may change.
-_SETTINGS = {"JobRequeue": "1", "SelectTypeParameters": "CR_Core"}
+_SETTINGS = {"JobRequeue": "1", "PreemptMode": "REQUEUE", "SelectTypeParameters": "CR_Core"}
 
 _ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
@@ -60,9 +59,11 @@ JobAcctGatherType=jobacct_gather/linux
 
 # GraceTime: on preemption SIGTERM comes at once, SIGKILL this many seconds later. Requested time limits are checked
 # against MaxTime and DefaultTime.
-_GPU_PARTITION = {"GraceTime": "20", "MaxTime": "1-00:00:00", "DefaultTime": "01:00:00"}
+_GPU_PARTITION = {
+    "PreemptMode": "REQUEUE", "GraceTime": "20", "MaxTime": "1-00:00:00", "DefaultTime": "01:00:00",
+}  # fmt: skip
 _PARTITIONS = """\
-PartitionName=gpu Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE {gpu}
+PartitionName=gpu Nodes=ALL Default=YES PriorityTier=1 {gpu}
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=04:00:00 DefaultTime=00:30:00
 """
 

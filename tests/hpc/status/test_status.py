@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from hpc.core.causes import JobState
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
+from hpc.slurm.squeue import SlurmJob
 from hpc.spec import Resources, RunSpec
 from hpc.status import __main__ as status
 from hpc.status import table
@@ -146,3 +148,12 @@ def test_used_budgets_are_shown() -> None:
     assert table.budget_lines({"used": used, "same_failure_twice": False}) == [line]
     ended = "the same failure twice in a row has ended the run"
     assert table.budget_lines({"used": used, "same_failure_twice": True}) == [line, ended]
+
+
+def test_suspended_run_says_so(run: RunDir) -> None:
+    claimed = {"event": "claimed", "attempt": 2, "job_id": "8", "restart": 0, "secret": "b", "nodes": ["gpu01"]}
+    append_json_line(run.events / "y.jsonl", {"time": 80.0, **claimed})
+    job = SlurmJob(job_id="8", state=JobState.SUSPENDED, reason="None", nodes="gpu01", command=str(run.script))
+    row = summarize(run, [job])
+    assert (row["state"], row["reason"]) == ("pending", "suspended")
+    assert table.wait_reason(row).startswith("suspended: it continues when")

@@ -8,6 +8,7 @@ import pytest
 from hpc.core.errors import UserError
 from hpc.slurm import client
 from hpc.testbed import daemons, layout, render
+from hpc.testbed.profiles import ProfileName
 from hpc.testbed.system import locked
 
 PATHS = layout.TestbedPaths(Path("/run/torchrelay-testbed"))
@@ -46,6 +47,15 @@ def test_bare_profile_is_hard_on_runs() -> None:
     assert {"GraceTime=0", "MaxTime=00:05:00", "DefaultTime=00:02:00"} <= set(gpu)
     quick = render.slurm_conf(layout.TestbedShape(profile="bare", slurmd_timeout=10), PATHS)
     assert "SlurmdTimeout=10\n" in quick
+
+
+@pytest.mark.parametrize(("profile", "mode"), [("cancel", "CANCEL"), ("suspend", "SUSPEND"), ("usual", "REQUEUE")])
+def test_profiles_differ_in_what_preemption_does(profile: ProfileName, mode: str) -> None:
+    lines = render.slurm_conf(layout.TestbedShape(profile=profile), PATHS).splitlines()
+    [gpu] = [line.split() for line in lines if line.startswith("PartitionName=gpu")]
+    assert [word for word in gpu if word.startswith("PreemptMode=")] == [f"PreemptMode={mode}"]
+    [general] = [line for line in lines if line.startswith("PreemptMode=")]
+    assert general.startswith(f"PreemptMode={mode}")
 
 
 def test_nodes_without_gpus_mention_none() -> None:
