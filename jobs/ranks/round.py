@@ -169,7 +169,7 @@ def rank_environment(
     changes = {"OMP_NUM_THREADS": str(threads), "PYTHONFAULTHANDLER": "1"}
     # gloo publishes the address that this node's own name resolves to, and on many systems that is 127.0.1.1.
     interface = interface_of(address)
-    if interface:
+    if interface and "GLOO_SOCKET_IFNAME" not in base:
         changes["GLOO_SOCKET_IFNAME"] = interface
     visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if allocation.cluster == "local" and len(visible) == num_gpus * allocation.num_nodes:

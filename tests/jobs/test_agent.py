@@ -66,6 +66,11 @@ def test_pretended_nodes_share_the_gpus() -> None:
     assert "GLOO_SOCKET_IFNAME" not in on_cluster
 
 
+def test_interfaces_that_the_user_chose_win() -> None:
+    chosen = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1"}
+    assert chosen.items() <= rank_environment(chosen, allocation("local"), 1, "127.0.0.1", 1).items()
+
+
 def test_rank_of_a_run_without_gpus_takes_none() -> None:
     assert rank_environment({}, allocation(), 0, "127.0.0.1", 1)["CUDA_VISIBLE_DEVICES"] == ""
     given = {"CUDA_VISIBLE_DEVICES": "2"}
