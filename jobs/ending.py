@@ -268,19 +268,20 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
 
     With lost nodes a new job comes first: a requeue is possible only once Slurm has marked them down, and is held for
     two minutes. If Slurm refuses one of the two for good, the other is done: some clusters allow no requeues, others no
-    jobs from their compute nodes, or no second job.
-    Returns whether one of the two was possible.
+    jobs from their compute nodes, or no second job. If it refuses both, this job ends first, and is then replaced.
+    Returns whether one of the three was possible.
     """
     claim = functools.cache(lambda: resubmit.claim_next_job(node.run, node.attempt.attempt, node.run_events()))
     ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
     ways = {"take a new job": _resubmit, **ways} if lost else {**ways, "take a new job": _resubmit}
+    ways["take a new job after the end of this one"] = _end_and_resubmit
 
     def ask() -> None:
         must_wait = set(slurm.dead_nodes(lost)) != set(lost) if lost else False
         for what, way in list(ways.items()):
-            if way is _requeue and must_wait:
+            if (way is _requeue and must_wait) or (way is _end_and_resubmit and len(ways) > 1):
                 continue
-            if (lost or way is _resubmit) and not claim():
+            if (lost or way is not _requeue) and not claim():
                 return None  # another process continues the run
             try:
                 return way(node, [*lost, *bad_nodes])
@@ -288,7 +289,7 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
                 del ways[what]
                 log(f"Slurm refuses to {what}: {error}")
         if not ways:
-            raise slurm.SlurmRefusalError("neither is possible")
+            raise slurm.SlurmRefusalError("none of this is possible")
         raise TorchrelayError(f"Slurm has not yet marked {', '.join(lost)} down")
 
     try:
@@ -325,6 +326,16 @@ def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     node.record_event("resubmitted", job_id=new, old_job_id=job_id, excluded=excluded)
     log(f"the run continues in job {new}; this one ends")
     end_job(node)
+
+
+def _end_and_resubmit(node: NodeAttempt, avoid: list[str]) -> None:
+    """End this job, and submit a new one in the seconds (KillWait) that Slurm leaves its processes.
+
+    Limits such as MaxSubmitJobs=1 count a job until then.
+    """
+    log("this job ends, so that Slurm takes a new one")
+    slurm.cancel(node.allocation.job_id)
+    _resubmit(node, avoid)
 
 
 def end_job(node: NodeAttempt) -> None:

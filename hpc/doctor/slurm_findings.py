@@ -187,6 +187,20 @@ def _submits_from_nodes(site: ClusterFacts) -> Verdict | None:
     )
 
 
+def _max_submit_jobs(site: ClusterFacts) -> Verdict | None:
+    most = site.cluster.max_submit_jobs
+    if most is None:
+        return None
+    if most > 1:
+        return ok(f"MaxSubmitJobs={most}")
+    return note(
+        f"MaxSubmitJobs={most}: you may have one job at a time, also pending ones",
+        "a run that needs a new job must end the old one first: if its agents do not manage to submit in the seconds "
+        "that Slurm then leaves them (KillWait), it stops",
+        "start hpc supervise, which then submits it; or ask the administrators for MaxSubmitJobs=2 for your account",
+    )
+
+
 def _private_tmp(site: ClusterFacts) -> Verdict | None:
     config = site.cluster.config
     kind = config.get("JobContainerType", config.get("NamespaceType"))  # its name since 25.11
@@ -210,5 +224,6 @@ OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "cred_expire": _cred_expire,
     "accounting": _accounting,
     "AllocNodes": _submits_from_nodes,
+    "MaxSubmitJobs": _max_submit_jobs,
     "private /tmp": _private_tmp,
 }

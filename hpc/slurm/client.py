@@ -3,6 +3,7 @@
 No accounting is needed: `final_states` uses it, and `query_cluster` tests it.
 """
 
+import getpass
 import os
 import re
 import shutil
@@ -340,6 +341,8 @@ class ClusterConfig:
     """All, including those that the user may not use: their jobs may preempt."""
     sacct_error: str = ""
     """Empty if sacct works."""
+    max_submit_jobs: int | None = None
+    """How many jobs the user may have, running and pending ones, if a limit is enforced."""
 
 
 def query_cluster(name: str | None) -> ClusterConfig:
@@ -355,12 +358,24 @@ def query_cluster(name: str | None) -> ClusterConfig:
         run("sacct", "--noheader", "--allocations", "--starttime=now-1minute")
     except TorchrelayError as error:
         sacct_error = str(error)
+    config = parse_config(run("scontrol", "show", "config"))
     return ClusterConfig(
-        config=parse_config(run("scontrol", "show", "config")),
+        config=config,
         partition=partition,
         partitions=partitions,
         sacct_error=sacct_error,
+        max_submit_jobs=_max_submit_jobs() if "limits" in config.get("AccountingStorageEnforce", "") else None,
     )
+
+
+def _max_submit_jobs() -> int | None:
+    """The least MaxSubmitJobs of the user's accounts; None if there is none, or sacctmgr does not answer."""
+    user = f"user={getpass.getuser()}"
+    try:
+        text = run("sacctmgr", "--noheader", "--parsable2", "show", "associations", user, "format=MaxSubmitJobs")
+    except TorchrelayError:
+        return None
+    return min((int(word) for word in text.split() if word.isdigit()), default=None)
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:

@@ -6,6 +6,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
             _exclude(observed, decision, observed.known.excludable)
         case Action.REQUEUE:
             if _record_missing_end(observed, decision):
-                slurm.requeue(str(job_id))
-                _record_event(observed, "requeued", job_id=job_id)
+                _requeue(observed, decision)
         case Action.RESUBMIT:
             _resubmit(observed, decision)
         case Action.CANCEL:
@@ -51,6 +51,16 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
             _record_missing_end(observed, decision)
         case Action.RECORD:
             _record_event(observed, "scancelled", job_id=last_job_id(observed.events))
+
+
+def _requeue(observed: ObservedRun, decision: Decision) -> None:
+    """Requeue a job that has ended, or submit a new one where no job may be requeued."""
+    try:
+        slurm.requeue(str(decision.job_id))
+    except slurm.SlurmRefusalError:
+        _resubmit(observed, replace(decision, job_id=None, cause=None))  # its end is recorded
+    else:
+        _record_event(observed, "requeued", job_id=decision.job_id)
 
 
 def _names(script: Path, path: Path) -> bool:

@@ -1,6 +1,7 @@
 """The login host's daemons: munged, slurmctld, with accounting slurmdbd and MariaDB. Runs as root on its machine."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
@@ -86,8 +87,8 @@ def parse_states(text: str) -> dict[str, str]:
 # --- accounting: sacct works ---
 
 
-def start_accounting(paths: TestbedPaths) -> None:
-    """Start MariaDB and slurmdbd, and register the cluster.
+def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
+    """Start MariaDB and slurmdbd, and register the cluster; with limits, also the account `users` that has them.
 
     MariaDB listens only on a Unix socket, which only root can reach.
     """
@@ -111,7 +112,11 @@ def start_accounting(paths: TestbedPaths) -> None:
     _start_on_login_host("slurmdbd", paths=paths, log=paths.log("slurmdbd.out"), **environment)
     log = paths.log("slurmdbd")
     wait_until(lambda: accounting_answers(paths), seconds=60, what=f"slurmdbd to answer (log: {log})")
-    run("sacctmgr", "--immediate", "add", "cluster", CLUSTER_NAME, SLURM_CONF=str(paths.slurm_conf))
+    add = ("sacctmgr", "--immediate", "add")
+    run(*add, "cluster", CLUSTER_NAME, SLURM_CONF=str(paths.slurm_conf))
+    if account:
+        limits = (f"{name}={value}" for name, value in account.items())
+        run(*add, "account", "users", *limits, SLURM_CONF=str(paths.slurm_conf))
 
 
 def accounting_answers(paths: TestbedPaths) -> bool:

@@ -29,7 +29,8 @@ class TestbedShape:
     profile: ProfileName = "usual"
     """Kind of cluster. `typed`: GPUs of two types, a node without GPUs, CPUs allocated one by one. `bare`: no
     grace time on preemption, jobs of at most 5 minutes that are not requeued, 300 s until a dead node is noticed.
-    `cancel`: a preempted job is cancelled. `suspend`: it is suspended."""
+    `cancel`: a preempted job is cancelled. `suspend`: it is suspended. `strict`: one job at a time for the users of the
+    account `users`, and no requeues or changes of jobs."""
     nodes: int = 4
     """Compute nodes: gpu01, gpu02, and so on."""
     gpus_per_node: int = 4
@@ -59,6 +60,11 @@ class TestbedShape:
     def kind(self) -> Profile:
         """What the name of the profile means."""
         return PROFILES[self.profile]
+
+    @property
+    def has_accounting(self) -> bool:
+        """`accounting`, resolved."""
+        return self.accounting or bool(self.kind.account)
 
     @property
     def seconds_to_down(self) -> int:
@@ -93,6 +99,7 @@ class TestbedPaths:
         self.slurm_conf = root / "slurm.conf"
         self.gres_conf = root / "gres.conf"
         self.slurmdbd_conf = root / "slurmdbd.conf"
+        self.job_submit = root / "job_submit.lua"
         # Every node's /etc/hosts.
         self.hosts = root / "hosts"
         self.munge = root / "munge"

@@ -49,7 +49,7 @@ def status() -> TestbedStatus:
 
 def up(shape: TestbedShape) -> None:
     """Start a testbed of this shape, or repair it, and wait until all nodes are idle."""
-    require_packages(accounting=shape.accounting)
+    require_packages(accounting=shape.has_accounting)
     with locked(PATHS.lock):
         if not _is_healthy(shape):
             _tear_down()
@@ -110,7 +110,7 @@ def _is_healthy(shape: TestbedShape) -> bool:
         return False
     if not (daemons.munge_answers(PATHS) and daemons.controller_answers(PATHS)):
         return False
-    if shape.accounting and not daemons.accounting_answers(PATHS):
+    if shape.has_accounting and not daemons.accounting_answers(PATHS):
         return False
     states = daemons.node_states(PATHS)
     return all(
@@ -141,8 +141,8 @@ def _build(shape: TestbedShape) -> None:
     # The namespace of the login host's daemons, with the host name that slurm.conf gives.
     nodes.pin(PATHS.controller_uts, "hostname", LOGIN_NAME)
     daemons.start_munged(PATHS)
-    if shape.accounting:
-        daemons.start_accounting(PATHS)
+    if shape.has_accounting:
+        daemons.start_accounting(PATHS, shape.kind.account)
     daemons.start_slurmctld(PATHS)
     for node in shape.all_nodes:
         nodes.power_on(node, PATHS)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-ProfileName = Literal["usual", "typed", "bare", "cancel", "suspend"]
+ProfileName = Literal["usual", "typed", "bare", "cancel", "suspend", "strict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,22 @@ class Profile:
     GPUs."""
     slurmd_timeout: int = 20
     """Unless the shape says otherwise."""
+    account: Mapping[str, str] = field(default_factory=dict)
+    """Limits of the account `users`, with which accounting runs."""
+    job_submit: str = ""
+    """The site's job_submit.lua."""
 
+
+# Slurm asks no plugin about a requeue, but one can make every job one that may not be requeued.
+_NO_REQUEUE_NO_UPDATE = """\
+function slurm_job_submit(job, partitions, user)
+   job.requeue = 0
+   return slurm.SUCCESS
+end
+function slurm_job_modify(job, old, partitions, user)
+   return slurm.ESLURM_ACCESS_DENIED
+end
+"""
 
 PROFILES: dict[ProfileName, Profile] = {
     "usual": Profile(),
@@ -35,5 +50,10 @@ PROFILES: dict[ProfileName, Profile] = {
     "suspend": Profile(
         slurm_conf={"PreemptMode": "SUSPEND,GANG"},
         gpu_partition={"PreemptMode": "SUSPEND", "GraceTime": "0", "OverSubscribe": "FORCE:1"},
+    ),
+    "strict": Profile(
+        slurm_conf={"AccountingStorageEnforce": "associations,limits,qos", "JobSubmitPlugins": "lua"},
+        account={"MaxSubmitJobs": "1"},
+        job_submit=_NO_REQUEUE_NO_UPDATE,
     ),
 }

@@ -116,7 +116,7 @@ def slurm_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
     """The text of slurm.conf."""
     text = _CONTROLLER.format(shape=shape, paths=paths, **_NAMES)
     text += _assignments({**_SETTINGS, **shape.kind.slurm_conf}, "\n") + "\n"
-    if shape.accounting:
+    if shape.has_accounting:
         text += _ACCOUNTING.format(paths=paths, **_NAMES)
     text += "GresTypes=gpu\n" if shape.gpus_per_node else ""
     types = _gpu_types(shape)
@@ -172,6 +172,8 @@ def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path
     }
     for node in shape.all_nodes:
         found[paths.boot_script(node)] = _BOOT.format(name=node.name, address=node.address, **quoted)
-    if shape.accounting:
+    if shape.has_accounting:
         found[paths.slurmdbd_conf] = _SLURMDBD.format(paths=paths, **_NAMES)
+    if shape.kind.job_submit:
+        found[paths.job_submit] = shape.kind.job_submit
     return found

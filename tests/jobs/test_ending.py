@@ -186,10 +186,26 @@ def test_job_with_a_dead_node_is_replaced_by_a_new_one(node: NodeAttempt, slurm_
     assert not node.events("requeued")
 
 
-def test_two_refusals_are_final(node: NodeAttempt, slurm_command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_that_a_limit_counts_ends_before_it_is_replaced(
+    node: NodeAttempt, slurm_command: Command, tmp_path: Path
+) -> None:
+    slurm_command("scontrol", DISABLED)
+    slurm_command("scancel", f"echo $1 > {tmp_path}/ended")
+    slurm_command("sbatch", f"test -e {tmp_path}/ended || {{ {TOO_MANY} }}; echo 8")
+    assert start_next_attempt(node, [], [])
+    assert (tmp_path / "ended").read_text() == "7\n"
+    [resubmitted] = node.events("resubmitted")
+    assert (resubmitted["job_id"], resubmitted["old_job_id"]) == ("8", "7")
+
+
+def test_refusals_of_all_are_final(
+    node: NodeAttempt, slurm_command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     slurm_command("scontrol", DISABLED)
     slurm_command("sbatch", TOO_MANY)
+    slurm_command("scancel", f"touch {tmp_path}/ended")
     assert not start_next_attempt(node, [], [])
+    assert (tmp_path / "ended").exists()
     assert f"type sbatch {node.run.script}" in capsys.readouterr().out
 
 

@@ -177,6 +177,12 @@ def test_accounting_is_judged_by_sacct() -> None:
     assert one(judge(OF_SLURM, site, "cluster"), "accounting").severity is Severity.NOTE
 
 
+@pytest.mark.parametrize(("most", "severity"), [(None, "unknown"), (1, "note"), (8, "ok")])
+def test_one_job_at_a_time_is_a_note(most: int | None, severity: str) -> None:
+    site = ClusterFacts(cluster=cluster({}, {}, max_submit_jobs=most))
+    assert one(judge(OF_SLURM, site, "cluster"), "MaxSubmitJobs").severity == severity
+
+
 def test_run_that_read_in_place_and_took_no_snapshots() -> None:
     run = experience(1.0, in_place="/tmp has room for 5 MB", no_snapshots="/dev/shm has 60 MB free")
     assert [finding.severity for finding in judge(OF_RUN, run, "run r")] == [Severity.COST, Severity.COST]

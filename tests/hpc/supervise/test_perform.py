@@ -57,3 +57,12 @@ def test_copy_is_refused_though_its_name_begins_the_others(tmp_path: Path) -> No
     run.path.rename(tmp_path / "run")
     with pytest.raises(TorchrelayError, match="is this one a copy, or was it moved"):
         resubmitted(RunDir(tmp_path / "run"))
+
+
+def test_job_that_may_not_be_requeued_is_replaced(tmp_path: Path, slurm_command: Command) -> None:
+    run = submitted(tmp_path / "run")
+    slurm_command("scontrol", "test $1 != requeue || { echo 'Requested operation is presently disabled' >&2; exit 1; }")
+    requeue = Decision(action=Action.REQUEUE, job_id="7", reason="a node failed", cause=None)
+    perform(observe(run, {}, time.time()), requeue)
+    [resubmitted] = [event for event in ledger.read(run.events) if event["event"] == "resubmitted"]
+    assert resubmitted["job_id"] == "8"

@@ -58,6 +58,15 @@ def test_profiles_differ_in_what_preemption_does(profile: ProfileName, mode: str
     assert general.startswith(f"PreemptMode={mode}")
 
 
+def test_strict_profile_enforces_limits_and_has_a_plugin() -> None:
+    shape = layout.TestbedShape(profile="strict")
+    files = render.files(shape, PATHS, "here")
+    assert {PATHS.slurmdbd_conf, PATHS.job_submit} <= set(files)
+    conf = set(files[PATHS.slurm_conf].splitlines())
+    enforced = "AccountingStorageEnforce=associations,limits,qos"
+    assert {"AccountingStorageType=accounting_storage/slurmdbd", enforced, "JobSubmitPlugins=lua"} <= conf
+
+
 def test_nodes_without_gpus_mention_none() -> None:
     shape = layout.TestbedShape(gpus_per_node=0)
     assert "gpu:" not in render.slurm_conf(shape, PATHS) + render.gres_conf(shape, PATHS)
