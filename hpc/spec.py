@@ -167,7 +167,7 @@ class RunSpec:
     script: tuple[str, ...] = ()
     """The user's torchrun script, by its path in `code/`, and its arguments."""
     stage_dir: str
-    """A directory on each node's own disk."""
+    """A directory on each node's own disk; variables in it are the node's."""
     stage_keep: str = "7d"
     """How long an unused copy there is kept."""
     stage_timeout: str = "5m"

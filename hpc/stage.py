@@ -66,6 +66,8 @@ def stage(options: StageOptions) -> int:
     else:
         how = "reused" if staged.reused else f"{decimal(staged.bytes_from_source)} in {staged.seconds:.1f} s"
         print(f"{staged.path} ({how})")
+        if staged.shared:
+            print(f"{options.stage_dir} is no disk of this machine's own: {staged.shared}")
         if staged.in_memory:
             available = decimal(available_bytes(options.stage_dir))
             print(f"{options.stage_dir} is RAM-backed: the copy takes memory; {available} remain available for copies")

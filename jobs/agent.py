@@ -188,7 +188,7 @@ class _Agent:
         node.record_event(
             "joined", node=node.host, node_rank=allocation.node_rank,
             clock_skew_seconds=round(skew, 3),
-            tmp_free_bytes=shutil.disk_usage(node.spec.stage_dir).free,
+            tmp_free_bytes=shutil.disk_usage(node.stage_dir).free,
             shm_free_bytes=shutil.disk_usage(DEV_SHM).free if DEV_SHM.exists() else 0,
         )  # fmt: skip
         if abs(skew) > _MAX_SKEW_SECONDS:

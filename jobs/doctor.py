@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.node_info import NodeInfoInJob, inspect_node
+from hpc.core.nodedir import stage_dir_on_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAllocation, find_allocation
@@ -56,6 +57,8 @@ def main(argv: list[str]) -> int:
         passed=passed,
         preflight=message,
     )
+    with contextlib.suppress(TorchrelayError):  # the finding is that it does not exist
+        stage_dir = stage_dir_on_node(argv[1], os.environ)
     node = replace(inspect_node(stage_dir), name=allocation.host, job=job)
     # Short lines: those of several nodes arrive mixed, line by line.
     print(json.dumps(asdict(node), indent=0), flush=True)

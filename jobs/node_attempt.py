@@ -4,10 +4,14 @@ Runs on compute nodes.
 """
 
 import contextlib
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
 
 import submitit
@@ -16,6 +20,7 @@ from hpc.core import ledger
 from hpc.core.attempts import Attempt, lost_nodes
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
+from hpc.core.nodedir import stage_dir_on_node
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.slurm.client import SlurmRefusalError
@@ -103,6 +108,17 @@ class NodeAttempt:
     def host(self) -> str:
         """This node's host name."""
         return self.allocation.host
+
+    @cached_property
+    def stage_dir(self) -> Path:
+        """The directory for copies on this node. Raises TorchrelayError if there is none."""
+        return stage_dir_on_node(self.spec.stage_dir, os.environ)
+
+    @property
+    def stage_dir_is_per_job(self) -> bool:
+        """Whether the cluster makes it for this job, and so deletes it with the job: the job's id is in its path."""
+        named = re.search(rf"(?<!\d){self.allocation.job_id}(?!\d)", str(self.stage_dir.resolve()))
+        return self.on_slurm and named is not None
 
     @property
     def on_slurm(self) -> bool:

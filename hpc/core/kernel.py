@@ -16,6 +16,13 @@ _RESERVE = 0.05
 # The files with the limit and the usage of memory, in both versions of control groups.
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
+RAM_BACKED = frozenset({"tmpfs", "ramfs", "rootfs"})
+"""File systems in memory; `rootfs` is that of a diskless node that runs from its initramfs."""
+NETWORK_BACKED = frozenset({
+    "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "fuse.ceph-fuse", "cifs", "smb3", "9p", "afs",
+    "wekafs", "panfs", "pvfs2", "fuse.glusterfs", "fuse.sshfs", "fuse.juicefs", "fuse.moosefs", "fuse.s3fs",
+})  # fmt: skip
+"""File systems on other machines."""
 _CLOCK_OFFSET = time.time() - time.monotonic()
 
 
@@ -126,14 +133,27 @@ def file_system_type(path: Path) -> str | None:
 
 
 def mounted_type(mounts: str, path: Path) -> str | None:
-    """The type of an absolute path's file system, from the text of /proc/mounts: the innermost and last mount."""
-    found, longest = None, 0
+    """The type of an absolute path's file system, from the text of /proc/mounts: the innermost and last mount.
+
+    Of an overlay it is that of the directory that it writes to: on a diskless node, that is memory.
+    """
+    found, longest = "", 0
     for line in mounts.splitlines():
-        _, mount_point, kind, *_ = line.split()
-        point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point))
+        point = Path(_unescape(line.split()[1]))
         if path.is_relative_to(point) and len(point.parts) >= longest:
-            found, longest = kind, len(point.parts)
-    return found
+            found, longest = line, len(point.parts)
+    if not found:
+        return None
+    _, _, kind, options, *_ = found.split()
+    upper = re.search(r"(?:^|,)upperdir=([^,]+)", options)
+    # Unless that directory is hidden, as it is in a container.
+    below = "\n".join(line for line in mounts.splitlines() if line != found)
+    return (mounted_type(below, Path(_unescape(upper[1]))) if upper else None) or kind
+
+
+def _unescape(path: str) -> str:
+    """A path as the kernel prints it in /proc/mounts, with the characters for which it prints octal numbers."""
+    return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
 def interface_addresses() -> dict[str, str]:

@@ -8,15 +8,17 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import stat
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core import ledger
-from hpc.core.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.ownership import user_name, who_may_rename
 from hpc.core.rundir import RunDir, SubPath
 
@@ -25,6 +27,7 @@ DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
 _PARENTS = DEV_SHM, Path("/tmp")  # noqa: S108
 _OTHERWISE = "ask an administrator to mend it"
 _MAX_LINKS = 10
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 # An agent of the previous attempt may not have exited yet.
 _LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
 # The storage of another run may hang.
@@ -51,6 +54,34 @@ def private_directory(parent: Path, otherwise: str = "use another --stage-dir") 
                 f"that only you can use, so another user may have made it: remove it, or {otherwise}"
             ) from None
     return root
+
+
+def check_stage_dir(directory: str) -> str:
+    """--stage-dir as the nodes get it: absolute, but for variables, which mean something on the nodes alone."""
+    if "$" in _VARIABLE.sub("", directory):
+        raise UserError(f"--stage-dir is {directory!r}: write variables as $NAME or ${{NAME}}")
+    return directory if directory.startswith("$") else str(Path(directory).absolute())
+
+
+def stage_dir_on_node(directory: str, environment: Mapping[str, str]) -> Path:
+    """--stage-dir on this node, with the variables that the job has here.
+
+    Raises:
+        TorchrelayError: it has no such variable, or there is no such directory.
+    """
+    host, names = os.uname().nodename, [plain or braced for plain, braced in _VARIABLE.findall(directory)]
+    if missing := next((name for name in names if not environment.get(name)), None):
+        raise TorchrelayError(
+            f"--stage-dir is {directory}, but the job has no variable {missing} on {host}: type srun env to see which "
+            "it has, and submit with another --stage-dir"
+        )
+    path = Path(_VARIABLE.sub(lambda name: environment[name[1] or name[2]], directory))
+    if not path.is_absolute() or not path.is_dir():
+        means = f", which is {path}" if names else ""
+        raise TorchrelayError(
+            f"--stage-dir is {directory}{means}, but {host} has no such directory: submit with another --stage-dir"
+        )
+    return path
 
 
 def _root(parent: Path) -> Path:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
+from hpc.core.kernel import NETWORK_BACKED, RAM_BACKED
 from hpc.core.node_info import NodeInfo, TorchBuild
 from hpc.core.nodedir import DEV_SHM
 from hpc.slurm.client import Fields
@@ -15,7 +16,6 @@ _MIN_STAGE_BYTES = 10 * 10**9
 _MIN_MEMORY_BYTES = 10**9
 _MIN_OPEN_FILES = 1024
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
-_RAM_BACKED = frozenset({"tmpfs", "ramfs"})
 # Prefixes of virtual interfaces, which lead to no other node. NCCL itself skips the first two if there is another.
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
 
@@ -111,7 +111,7 @@ def _runs_dir(login: LoginNode) -> Verdict | None:
     if login.runs_type is None:
         return None
     value = f"{login.runs_dir} is on {login.runs_type}"
-    if login.runs_type in _RAM_BACKED:
+    if login.runs_type in RAM_BACKED:
         share = "use --runs-dir on storage that all nodes share"
         return costs(value, "compute nodes do not see it: no run can start", share)
     if login.nodes_see_runs or login.runs_type not in _LOCAL_DISK:
@@ -187,11 +187,17 @@ def _stage(node: NodeInfo) -> Verdict:
     if free is None:
         return costs(f"{directory} does not exist", "no run can stage its data or start", "use another --stage-dir")
     value = f"{directory} has {_gigabytes(free)} free on {node.stage_type or 'an unknown file system'}"
-    if node.stage_type in _RAM_BACKED:
+    if node.stage_type in RAM_BACKED:
         return note(
             f"{value}, which is memory",
             "the staged data count as memory of the job and may exceed its limit",
             "add the size of the data set to --mem, or use --stage-dir with a directory on the nodes' disks",
+        )
+    if node.stage_type in NETWORK_BACKED:
+        return note(
+            f"{value}, which is on other machines",
+            "every node copies the data there, and reads the copy over the network all the same",
+            "use --stage-dir with a directory on the nodes' own disks; '$NAME' is a variable of the job on the node",
         )
     if free >= _MIN_STAGE_BYTES:
         return ok(value)

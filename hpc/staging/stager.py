@@ -59,6 +59,8 @@ class Staged:
     """Names of the copies that were deleted to make room."""
     in_memory: bool = False
     """Whether the copy is RAM-backed."""
+    shared: str | None = None
+    """Why the copy is on no disk of this node's own; None if it is."""
 
 
 class NoRoomError(TorchrelayError):
@@ -99,6 +101,7 @@ class Stager:
         self._held = ExitStack()
         self._server: PeerServer | None = None
         self._archive: Path | None = None
+        self._shared: str | None = None
         self._notes = list[str]()
         self._evicted = list[str]()
 
@@ -132,12 +135,15 @@ class Stager:
                 f"or the disk of {self._stage_dir} hangs there; leave the node out with --exclude, or wait longer with "
                 "--stage-timeout"
             ) from None
+        # Again: the node that shares it may have begun at the same moment.
+        shared = None if staged.in_place else self._shared or open_store(self._stage_dir).why_shared()
         return replace(
             staged,
             seconds=time.monotonic() - began,
             fallback="; ".join(self._notes) or None,
             evicted=tuple(self._evicted),
             in_memory=is_memory(self._stage_dir) and staged.in_place is None,
+            shared=shared,
         )
 
     def _list_and_copy(self, source: Path, *, read_all: bool) -> Staged:
@@ -193,6 +199,7 @@ class Stager:
 
     def _find_or_copy(self, listing: SourceListing, *, read_all: bool) -> Staged:
         store = open_store(self._stage_dir)
+        self._shared = store.why_shared()
         if not self._keep_seconds:
             self._held.callback(store.delete_unused, 0)
         entry = store.entry(listing.version)

@@ -4,6 +4,7 @@
     NAME-FINGERPRINT/manifest    its files with sizes and checksums
     locks/NAME-FINGERPRINT.use   shared by the readers of the copy, exclusive for its deletion
     locks/NAME-FINGERPRINT.copy  exclusive for making or repairing the copy
+    locks/node                   the name of the node that was the last to use this cache
     .NAME-FINGERPRINT.ID.partial an unfinished copy; renamed when it is complete
 
 All locks are the kernel's (flock): it releases those of a killed process.
@@ -24,7 +25,7 @@ import xxhash
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import fsync_directory, remove_abandoned, write_atomic
-from hpc.core.kernel import available_memory_bytes, file_system_type
+from hpc.core.kernel import NETWORK_BACKED, RAM_BACKED, available_memory_bytes, file_system_type
 from hpc.core.nodedir import open_lock, private_directory, try_lock
 from hpc.staging.copy_progress import stop_if
 from hpc.staging.source import pack_records, unpack_records
@@ -32,7 +33,6 @@ from hpc.staging.source import pack_records, unpack_records
 # A copying process sends a heartbeat every few seconds; after this long without one it is suspended, or its storage
 # hangs.
 _STALLED_SECONDS = 60.0
-_RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 # Part of the disk that a copy leaves free, for other users' files and for what the job itself writes to /tmp.
 _RESERVED_DISK_SHARE = 0.05
 # Part of the free memory that a copy in RAM may take: it counts as the job's, and the ranks need memory, too.
@@ -149,7 +149,7 @@ def describe_file(directory: Path, name: str, stopped: Callable[[], bool]) -> Co
 
 def is_memory(directory: Path) -> bool:
     """Whether a directory is RAM-backed: its files take memory, not disk."""
-    return file_system_type(directory) in _RAM_FILE_SYSTEMS
+    return file_system_type(directory) in RAM_BACKED
 
 
 def available_bytes(directory: Path) -> int:
@@ -340,6 +340,17 @@ class CacheStore:
     def locks(self) -> Path:
         """The lock files. Never deleted: if they were, two processes could lock two files of the same name."""
         return self.root / "locks"
+
+    def why_shared(self) -> str | None:
+        """Why this is no disk of this node's own; None if it seems to be. Leaves this node's name for the others."""
+        own, last = os.uname().nodename, self.locks / "node"
+        before = last.read_text().strip() if last.exists() else own
+        with contextlib.suppress(OSError):  # the disk may be full
+            write_atomic(last, f"{own}\n", mode=0o600)
+        if before != own:
+            return f"{before} uses it too"
+        kind = file_system_type(self.root)
+        return f"it is on {kind}, a network file system" if kind in NETWORK_BACKED else None
 
     def entry(self, name: str) -> CacheEntry:
         """A copy, which need not exist."""

@@ -75,4 +75,9 @@ def _staging_warning(event: Event) -> str | None:
         )
     if event.get("in_memory"):
         return f"the copy of {event['source']} on {event['node']} is RAM-backed: add the size of the data set to --mem"
+    if event.get("shared"):
+        return (
+            f"the copy of {event['source']} on {event['node']} is on no disk of that node's own ({event['shared']}): "
+            "set --stage-dir to a directory on the nodes' disks"
+        )
     return None

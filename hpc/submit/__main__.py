@@ -22,6 +22,7 @@ from hpc.core.code_copy import copy_code
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
+from hpc.core.nodedir import check_stage_dir
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.core.units import duration_seconds
@@ -55,7 +56,8 @@ class SubmitOptions(cli.Common):
     config: Path | None = None
     """YAML file of flags. It overrides --recipe; the command line overrides both."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
-    """Directory on each node's own disk for the copy of the data."""
+    """Directory on each node's own disk for the copy of the data. Variables in quotes, such as '$SLURM_TMPDIR', are
+    those that the job has on the node."""
     stage_keep: str = "7d"
     """How long to keep unused copies there for later attempts: 0s, 12h, 30d.
     If the disk is full, the least recently used are removed earlier."""
@@ -194,7 +196,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
-        script=script, pack=pack, stage_dir=str(options.stage_dir.absolute()),
+        script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         recipe=getattr(options, "recipe", None), python=python,
     )  # fmt: skip

@@ -126,7 +126,7 @@ class NodeStaging:
         if staged.in_place:
             raise TorchrelayError(f"{staged.in_place}, so they cannot be packed either: submit with --pack off")
         began, watch = time.monotonic(), self.watch(source)
-        packed = pack(Path(spec.stage_dir), self._resources, find_data(staged.path), spec.pack, watch)
+        packed = pack(self.node.stage_dir, self._resources, find_data(staged.path), spec.pack, watch)
         seconds = round(time.monotonic() - began, 3)
         self.node.record_event("packed", node=self.node.host, path=str(packed), seconds=seconds)
         return packed
@@ -137,7 +137,7 @@ class NodeStaging:
         if group.is_head:
             self.monitor.callbacks.append(group.update)
         stager = Stager(
-            Path(node.spec.stage_dir),
+            node.stage_dir,
             group=group,
             watch=self.watch(source),
             keep_seconds=duration_seconds("--stage-keep", node.spec.stage_keep),
@@ -149,12 +149,19 @@ class NodeStaging:
         except (TorchrelayError, OSError):
             group.withdraw()
             raise
-        fields = {**asdict(staged), "path": str(staged.path), "seconds": round(staged.seconds, 3)}
+        per_job = node.stage_dir_is_per_job and staged.in_place is None
+        fields = {
+            **asdict(staged), "path": str(staged.path), "seconds": round(staged.seconds, 3), "per_job": per_job,
+        }  # fmt: skip
         node.record_event("staged", node=node.host, source=str(source), **fields)
         if staged.fallback:
             log(f"read from shared storage instead of other nodes: {staged.fallback}")
         if staged.in_memory:
-            log(f"{node.spec.stage_dir} on {node.host} is RAM-backed: add the size of the data set to --mem")
+            log(f"{node.stage_dir} on {node.host} is RAM-backed: add the size of the data set to --mem")
+        if staged.shared:
+            log(f"{node.stage_dir} on {node.host} is no disk of its own: {staged.shared}")
+        if per_job:
+            log(f"{node.stage_dir} on {node.host} is deleted with this job: the next job copies {source} again")
         return staged
 
     def watch(self, source: Path) -> Watch:

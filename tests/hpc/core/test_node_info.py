@@ -1,10 +1,12 @@
 """What a machine is like, from what its kernel, its Slurm and its torch say."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
+from cluster import mounted_volume
 
-from hpc.core.kernel import mounted_type
+from hpc.core.kernel import file_system_type, mounted_type
 from hpc.core.node_info import parse_torch_version
 from hpc.doctor.findings import inherits_open_files, nccl_interfaces
 
@@ -43,6 +45,22 @@ def test_file_system_is_the_innermost_and_last_mount() -> None:
     paths = ("/home/me", "/home/a b/c", "/homes", "/")
     assert [mounted_type(mounts, Path(path)) for path in paths] == ["nfs4", "tmpfs", "ext4", "ext4"]
     assert mounted_type("", Path("/")) is None
+
+
+def test_overlay_in_memory_is_memory(tmp_path: Path) -> None:
+    """The root of a diskless node; but of one whose upper directory is hidden, as in a container, nothing is known."""
+    (tmp_path / "lower").mkdir()
+    with mounted_volume(tmp_path / "ram disk", "size=1m") as memory:
+        for name in ("upper", "work", "root"):
+            (memory / name).mkdir()
+        options = f"lowerdir={tmp_path}/lower,upperdir={memory}/upper,workdir={memory}/work"
+        subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", str(memory / "root")], check=True)
+        try:
+            assert file_system_type(memory / "root" / "tmp") == "tmpfs"
+        finally:
+            subprocess.run(["umount", str(memory / "root")], check=True)
+    hidden = "overlay / overlay rw,lowerdir=/a,upperdir=/b/c,workdir=/b/w 0 0\n"
+    assert mounted_type(hidden, Path("/tmp")) == "overlay"
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 from cluster import ROOT, need
 from staging_rig import hanging
 
-from hpc.core.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.ledger import EventWriter
-from hpc.core.nodedir import DEV_SHM, HeldNodeDir, private_directory
+from hpc.core.nodedir import DEV_SHM, HeldNodeDir, check_stage_dir, private_directory, stage_dir_on_node
 from hpc.core.rundir import RunDir
 
 
@@ -196,3 +196,20 @@ def test_directory_that_was_emptied_under_its_agent_is_made_again(run: Path) -> 
     HeldNodeDir(Path("/runs/other"), 0).close(remove=True)
     assert held.files.path.exists(), "its lock is held again"
     held.close(remove=True)
+
+
+def test_variables_of_a_stage_dir_are_those_of_the_node(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    job = {"SCRATCH": str(tmp_path), "SLURM_JOB_ID": "7", "EMPTY": ""}
+    for given in ("$SCRATCH/${SLURM_JOB_ID}", f"{tmp_path}/$SLURM_JOB_ID"):
+        assert stage_dir_on_node(check_stage_dir(given), job) == tmp_path / "7"
+    assert check_stage_dir("disk") == f"{Path.cwd()}/disk"
+    with pytest.raises(UserError, match=r"--stage-dir is '\$\(pwd\)': write variables as \$NAME"):
+        check_stage_dir("$(pwd)")
+    for missing in ("NOWHERE", "EMPTY"):
+        with pytest.raises(
+            TorchrelayError, match=rf"is \${missing}/x, but the job has no variable {missing} on .* srun"
+        ):
+            stage_dir_on_node(f"${missing}/x", job)
+    with pytest.raises(TorchrelayError, match=r"is \$SCRATCH/8, which is .*/8, but .* has no such directory: submit"):
+        stage_dir_on_node("$SCRATCH/8", job)

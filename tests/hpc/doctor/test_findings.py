@@ -229,6 +229,7 @@ NODE = NodeInfo(
     [
         ("stage directory", {}, {}, "ok", "1000.0 GB"),
         ("stage directory", {"stage_type": "tmpfs"}, {}, "note", "memory"),
+        ("stage directory", {"stage_type": "nfs4"}, {}, "note", "on nfs4, which is on other machines"),
         ("stage directory", {"stage_free_bytes": 10**9}, {}, "note", "shared storage"),
         ("stage directory", {"stage_free_bytes": None}, {}, "cost", "--stage-dir"),
         ("/dev/shm", {"memory_free_bytes": 64 * 2**20}, {}, "cost", "bus error"),

@@ -90,4 +90,6 @@ def test_data_that_are_not_on_the_nodes_disk_are_warned_of() -> None:
     [warning] = warnings_of([SUBMITTED, claimed(1), staged(in_memory=True)])
     assert "is RAM-backed" in warning
     assert "--mem" in warning
+    [warning] = warnings_of([SUBMITTED, claimed(1), staged(shared="gpu02 uses it too")])
+    assert warning.startswith("the copy of /photos on gpu01 is on no disk of that node's own (gpu02 uses it too): set")
     assert warnings_of([SUBMITTED, claimed(1), staged(in_place="no room"), claimed(2)]) == []

@@ -1,0 +1,51 @@
+"""Stage directories of other clusters than the usual: scratch of the job's own, a directory that the nodes share."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Run, Site
+
+pytestmark = pytest.mark.slurm
+
+
+def submit(site: Site, *flags: str, **environment: str) -> Run:
+    return site.submit("--data=data", "--gpus-per-node=1", "--name=r", *flags, **environment)
+
+
+def staged_on_two_nodes(run: Run) -> list[dict[str, Any]]:
+    run.wait("the staging", lambda: len(run.events("staged")) == 2)
+    assert len({event["node"] for event in run.events("staged")}) == 2
+    return run.events("staged")
+
+
+def test_scratch_of_the_job_is_found_on_the_nodes_and_known_to_vanish(site: Site) -> None:
+    # What the prolog of such a cluster does. The login node has such a variable, too.
+    scratch = ("--setup=export SLURM_TMPDIR=/tmp/scratch-$SLURM_JOB_ID", "--setup=srun mkdir $SLURM_TMPDIR")
+    run = submit(site, "--nodes=2", "--stage-dir=$SLURM_TMPDIR", *scratch, SLURM_TMPDIR="/login")
+    for staged in staged_on_two_nodes(run):
+        assert staged["path"].startswith(f"/tmp/scratch-{run.job_id}/torchrelay-")
+        assert (staged["per_job"], staged["shared"], staged["in_place"]) == (True, None, None)
+    log = run.directory.logs / f"{run.job_id}_0_log.out"
+    line = f"/tmp/scratch-{run.job_id} on gpu01 is deleted with this job: the next job copies {site.path}/data again"
+    run.wait("what the log says of it", lambda: line in log.read_text())
+    run.cancel()
+
+
+def test_variable_that_the_nodes_do_not_have_ends_the_attempt_in_words(site: Site) -> None:
+    run = submit(site, "--nodes=1", "--stage-dir=$NOWHERE")
+    run.wait("the refusal", lambda: run.events("node_failed"))
+    detail = run.events("node_failed")[0]["detail"]
+    assert detail.startswith("--stage-dir is $NOWHERE, but the job has no variable NOWHERE on gpu0")
+    run.cancel()
+
+
+def test_directory_that_the_nodes_share_is_recognised(site: Site) -> None:
+    shared = site.path / "disk"
+    shared.mkdir()
+    run = submit(site, "--nodes=2", f"--stage-dir={shared}")
+    staged = staged_on_two_nodes(run)
+    assert all(Path(event["path"]).is_relative_to(shared) and not event["per_job"] for event in staged)
+    assert {event["shared"] for event in staged} & {"gpu01 uses it too", "gpu02 uses it too"}
+    assert any("on no disk of that node's own (gpu0" in warning for warning in run.status()["warnings"])
+    run.cancel()
