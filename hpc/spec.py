@@ -29,6 +29,7 @@ _MANAGED_SBATCH = {
     "no-requeue": "runs are always requeued until hpc cancel: leave it out",
     "no-kill": "always set for several nodes: leave it out", "signal": "use --stop-lead instead",
     "array": "job arrays are not supported: submit one run per setting",
+    "hetjob": "heterogeneous jobs are not supported: submit one run, or one per kind of node",
     "chdir": "runs start in the current directory: change it before hpc submit",
     "export": "runs get the whole environment: set variables before hpc submit",
     "wait": "use --wait instead", "test-only": "use --dry-run instead",

@@ -34,6 +34,11 @@ _UNSET = "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU
 
 # slurmd may send a signal to this script too, which must outlive its agents.
 _OUTLIVE = "trap : TERM USR2"
+# sbatch in the shell of such a job passes its variables on, and srun would obey them.
+_REFUSED = (
+    "torchrelay: {} is set, so this job is a part of {}, or was submitted in one, but a run is one job. Nothing was "
+    "started: type sbatch {} {}, outside of such a job"
+)
 
 
 def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
@@ -46,6 +51,16 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
     return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-P", "-m", module, str(run.path)])
 
 
+def _one_job(run: RunDir) -> list[str]:
+    """Lines that end a job that was submitted by hand as more than one: each part would be a job of the same run."""
+    parts = (
+        ("SLURM_ARRAY_JOB_ID", "a job array", "without --array"),
+        ("SLURM_HET_SIZE", "a heterogeneous job", "alone"),
+    )
+    texts = {name: shlex.quote(_REFUSED.format(name, what, run.script, how)) for name, what, how in parts}
+    return [f'[ -z "${{{name}-}}" ] || {{ echo {text}; exit 1; }}' for name, text in texts.items()]
+
+
 def setup(run: RunDir, lines: Sequence[str]) -> list[str]:
     """Lines of the script before srun: the user's (--setup), each of which must succeed, or no agent starts. Pure.
 
@@ -53,12 +68,12 @@ def setup(run: RunDir, lines: Sequence[str]) -> list[str]:
     script without a word.
     """
     if not lines:
-        return [_UNSET, _OUTLIVE]
+        return [*_one_job(run), _UNSET, _OUTLIVE]
     failed = (
         f'exit_code=$?; trap "" TERM USR2; exec {agent_command(run, "jobs.last_resort")} $exit_code "$torchrelay_setup"'
     )
     return [
-        _UNSET, _OUTLIVE, "export SUBMITIT_EXECUTOR=slurm", f"trap {shlex.quote(failed)} EXIT",
+        *_one_job(run), _UNSET, _OUTLIVE, "export SUBMITIT_EXECUTOR=slurm", f"trap {shlex.quote(failed)} EXIT",
         *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in lines),
         "trap - EXIT", "set +eu",
         # For the user's script. The agents have an environment of their own, which other packages could break.

@@ -86,6 +86,11 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--config=type.yaml"], r"--epochs.*'many'"),
         (["--sbatch=nodes=3"], r"--sbatch nodes: use --nodes instead"),
         (["--sbatch=array=0-3"], r"--sbatch array: job arrays are not supported: submit one run per setting"),
+        (
+            ["--sbatch=hetjob"],
+            r"--sbatch hetjob: heterogeneous jobs are not supported: submit one run, or one per kind",
+        ),
+        (["--stage-dir=$(pwd)"], r"--stage-dir is '\$\(pwd\)': write variables as \$NAME or \$\{NAME\}"),
         (["--gpus-per-node=a100:2"], r"partition gpu has 4 without a type per node: use --gpus-per-node 4 or fewer"),
         (["--sbatch=requeue"], r"--sbatch requeue: runs are always requeued: leave it out"),
         (["--sbatch=nosuchoption"], r"sbatch refused the job: .*nosuchoption"),
