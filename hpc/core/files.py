@@ -22,6 +22,8 @@ _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _LINES_PER_PARSE = 1000
 # Endings of a directory that is being written or removed, and of one that is being replaced.
 _UNFINISHED, _REPLACED = "tmp", "old"
+UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+"""Errors of file systems that have no hard links, no locks, or no fsync of directories."""
 
 
 def sha256_of(path: Path) -> str:
@@ -30,13 +32,21 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable: a rename is on the disk only after this."""
+def fsync_directory(path: Path) -> bool:
+    """Make the names in a directory durable: a rename is on the disk only after this.
+
+    False: its file system cannot, of which `hpc submit` has warned.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
     finally:
         os.close(descriptor)
+    return True
 
 
 def fsync_file(path: Path) -> None:

@@ -151,6 +151,16 @@ def mounted_type(mounts: str, path: Path) -> str | None:
     return (mounted_type(below, Path(_unescape(upper[1]))) if upper else None) or kind
 
 
+def automounted_at(path: Path) -> Path | None:
+    """The directory below which an automounter mounts a path, which need not exist yet, on demand; None: none does."""
+    try:
+        mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    points = [Path(_unescape(line.split()[1])) for line in mounts if line.split()[2] == "autofs"]
+    return next((point for point in points if path.is_relative_to(point)), None)
+
+
 def _unescape(path: str) -> str:
     """A path as the kernel prints it in /proc/mounts, with the characters for which it prints octal numbers."""
     return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), path)

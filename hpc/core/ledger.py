@@ -11,7 +11,8 @@ that are known):
 | refused | head node's agent | job_id restart detail |
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
 | staging | an agent with a long copy | node source activity bytes_done bytes_total bytes_per_second eta_seconds |
-| staged | every agent | node source and the fields of hpc.staging.stager.Staged |
+| staged | every agent | node source per_job (the cluster deletes the copy with the job) and the fields of \
+  hpc.staging.stager.Staged |
 | packed | every agent, with --pack | node path seconds |
 | environment | every agent, with --stage-env | node python seconds fallback (why the shared environment is used) |
 | node_failed | the agent that failed | node cause detail |

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hpc.core import ledger
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.files import UNSUPPORTED
 from hpc.core.ownership import user_name, who_may_rename
 from hpc.core.rundir import RunDir, SubPath
 
@@ -32,6 +33,10 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
 # The storage of another run may hang.
 _REMOVE_SECONDS = 5.0
+
+
+class NoLocksError(TorchrelayError):
+    """A file system has no locks."""
 
 
 def private_directory(parent: Path, otherwise: str = "use another --stage-dir") -> Path:
@@ -105,11 +110,20 @@ def open_lock(path: Path) -> int:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock, alone or shared, unless another process holds it. The kernel releases a killed process's."""
+    """Take the lock, alone or shared, unless another process holds it. The kernel releases a killed process's.
+
+    Raises:
+        NoLocksError: the file system has none.
+    """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - for people
+        raise NoLocksError(f"{path} cannot be locked: its file system has no locks (flock)") from error
     return True
 
 
@@ -274,7 +288,7 @@ def _remove_abandoned(root: Path, own: NodeDir) -> None:
         except FileNotFoundError:
             continue  # another agent has just removed it
         # The storage of another run may not answer: then its directory stays.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, NoLocksError):
             if try_lock(descriptor) and not other.is_needed():
                 shutil.rmtree(found, ignore_errors=True)
         os.close(descriptor)

@@ -1,8 +1,10 @@
 """`hpc doctor`: settings of a cluster that cost runs work or time, and what to change. Runs on the login node."""
 
+import os
 import resource
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.table import Table
 from hpc import cli
 from hpc.core import ledger, node_info
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.kernel import file_system_type
+from hpc.core.kernel import automounted_at, file_system_type
 from hpc.core.node_info import NodeInfo
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
@@ -40,6 +42,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
 from hpc.spec import Resources, RunSpec
 from hpc.status.warnings import save_seconds
+from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
@@ -104,7 +107,7 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
             "runs use this machine only (--cluster local), and end when it fails",
             "run hpc doctor on a login node",
         )
-        here = node_info.inspect_node(stage_dir)
+        here = node_info.inspect_node(Path(os.path.expandvars(stage_dir)))
         return [verdict.at("slurm", "login"), *found, *judge(OF_MACHINE, here, here.name)]
     try:
         site = slurm.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
@@ -138,12 +141,20 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
 def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node."""
     inherited = site is not None and inherits_open_files(site.config)
+    real = runs_dir.expanduser().resolve()
+    existing, lacks = next(path for path in (real, *real.parents) if path.exists()), list[Feature]()
+    with suppress(OSError):  # it is full, or not the user's
+        lacks = missing_features(existing)
+    point = automounted_at(real)
     return LoginNode(
-        runs_dir=str(runs_dir.expanduser().resolve()),
+        runs_dir=str(real),
         runs_type=file_system_type(runs_dir),
         torch=node_info.torch_build(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if inherited else None,
-        nodes_see_runs=bool(nodes) and all(node.job is not None and node.job.sees_runs for node in nodes),
+        runs_lack=tuple(lacks),
+        automounted=str(point) if point else None,
+        nodes_see_runs=has_been_seen_by_nodes(real)
+        or (bool(nodes) and all(node.job is not None and node.job.sees_runs for node in nodes)),
     )
 
 

@@ -11,6 +11,7 @@ from hpc.core.kernel import NETWORK_BACKED, RAM_BACKED
 from hpc.core.node_info import NodeInfo, TorchBuild
 from hpc.core.nodedir import DEV_SHM
 from hpc.slurm.client import Fields
+from hpc.submit.runs_storage import LOST, Feature
 
 _MIN_STAGE_BYTES = 10 * 10**9
 _MIN_MEMORY_BYTES = 10**9
@@ -103,6 +104,10 @@ class LoginNode:
     torch: TorchBuild | None
     open_files: int | None
     """How many a process of a job may have, if jobs inherit the limit of the login node."""
+    runs_lack: tuple[Feature, ...] = ()
+    """What its file system lacks, as far as it could be tried out."""
+    automounted: str | None = None
+    """The directory below which an automounter mounts it."""
     nodes_see_runs: bool = False
     """Whether compute nodes were inspected, and all see the runs directory."""
 
@@ -114,6 +119,18 @@ def _runs_dir(login: LoginNode) -> Verdict | None:
     if login.runs_type in RAM_BACKED:
         share = "use --runs-dir on storage that all nodes share"
         return costs(value, "compute nodes do not see it: no run can start", share)
+    if login.runs_lack:
+        verdict = costs if Feature.HARD_LINKS in login.runs_lack else note
+        lost = "; ".join(LOST[feature] for feature in login.runs_lack)
+        return verdict(
+            f"{value}, which has no {' and no '.join(login.runs_lack)}", lost, "use --runs-dir on other storage"
+        )
+    if login.automounted is not None and not login.nodes_see_runs:
+        return note(
+            f"{value}, below {login.automounted}, where this machine mounts on demand (autofs)",
+            "unless the nodes do the same, no run can start",
+            "check with hpc doctor --node; or use --runs-dir with another path to it",
+        )
     if login.nodes_see_runs or login.runs_type not in _LOCAL_DISK:
         return ok(value)
     return note(

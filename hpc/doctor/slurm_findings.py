@@ -215,6 +215,25 @@ def _private_tmp(site: ClusterFacts) -> Verdict | None:
     )
 
 
+def _oversubscription(site: ClusterFacts) -> Verdict | None:
+    given = site.cluster.partition.get("OverSubscribe")
+    if given is None:
+        return None
+    # With YES only jobs that ask for it share; ours do not. FORCE:1 is one job at a time.
+    if not given.startswith("FORCE") or given == "FORCE:1":
+        return ok(f"OverSubscribe={given}")
+    slice_seconds = leading_number(site.cluster.config, "SchedulerTimeSlice") or 30
+    gang = "GANG" in site.cluster.config.get("PreemptMode", "")
+    return note(
+        f"OverSubscribe={given}" + (" with gang scheduling" if gang else ""),
+        f"Slurm suspends runs in turn with other jobs, for {slice_seconds} s each time: they take that much longer"
+        if gang
+        else "other jobs use the CPUs of a run: all its ranks wait for the slowest one",
+        "use another --partition, or ask the administrators for OverSubscribe=NO in the line PartitionName="
+        f"{site.cluster.partition.get('PartitionName', '...')} of slurm.conf",
+    )
+
+
 OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "preemption": _preemption,
     "PreemptMode": _preempt_mode,
@@ -226,4 +245,5 @@ OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "AllocNodes": _submits_from_nodes,
     "MaxSubmitJobs": _max_submit_jobs,
     "private /tmp": _private_tmp,
+    "oversubscription": _oversubscription,
 }

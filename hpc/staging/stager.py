@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from hpc.core.errors import BadNodeError, TorchrelayError
+from hpc.core.nodedir import NoLocksError
 from hpc.staging.archive import unpack
 from hpc.staging.coordination import Address, CacheStatus, StagingGroup
 from hpc.staging.copy import Copy, CopyStats, checksums_by_batch, copied_files
@@ -150,7 +151,7 @@ class Stager:
         listing = self._find_listing(source)
         try:
             return self._find_or_copy(listing, read_all=read_all)
-        except StalledError as error:
+        except (StalledError, NoLocksError) as error:
             return self._read_in_place(listing, str(error))
         except OSError as error:
             if error.errno not in _DISK_FULL:

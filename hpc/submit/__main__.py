@@ -126,7 +126,8 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     # What the run is made of must be writable by its user alone (hpc.core.ownership). The job inherits this.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
-    for warning in without_effect(spec.train) if spec.train else []:
+    warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
+    for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
         print(f"hpc submit: warning: {warning}", file=sys.stderr)
     environment = this_environment() if options.stage_env else None
     on_slurm = spec.cluster == "slurm"

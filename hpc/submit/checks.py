@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.kernel import automounted_at, file_system_type
 from hpc.core.ownership import who_may_rename
 from hpc.core.units import format_minutes, walltime_minutes
 from hpc.slurm.client import Partition
 from hpc.spec import Cluster, Resources, RunSpec
 from hpc.staging import archive
 from hpc.staging.source import ARCHIVES, is_archive
+from hpc.submit.runs_storage import LOST, Feature, has_been_seen_by_nodes, missing_features
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation
 from training.config.train_config import TrainConfig
@@ -166,6 +168,28 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         raise UserError(
             f"--runs-dir {runs_dir}: its file system is full ({free // 2**20} MB free): make room or use another one"
         )
+
+
+def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
+    """What may go wrong with the runs directory, though runs can be submitted.
+
+    Raises:
+        UserError: its file system lacks what no run can do without.
+    """
+    real = runs_dir.expanduser().resolve()
+    existing = next(path for path in (real, *real.parents) if path.exists())
+    missing = missing_features(existing)
+    where = f"--runs-dir {runs_dir}: its file system ({file_system_type(real)}) has no"
+    found = [f"{where} {feature}: {LOST[feature]}; use a directory on other storage" for feature in missing]
+    if Feature.HARD_LINKS in missing:
+        raise UserError(found[0])
+    point = automounted_at(real)
+    if on_cluster and point is not None and not has_been_seen_by_nodes(real):
+        found.append(
+            f"--runs-dir {real} is below {point}, where this machine mounts on demand (autofs): unless the nodes do "
+            f"the same, no run starts; check with hpc doctor --node --runs-dir {real}, or use another path to it"
+        )
+    return found
 
 
 def check_is_shared(flag: str, path: Path | None) -> None:

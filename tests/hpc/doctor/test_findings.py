@@ -10,6 +10,7 @@ from hpc.core.node_info import NodeInfo, NodeInfoInJob, TorchBuild
 from hpc.doctor.findings import OF_LOGIN, OF_NODE, OF_RUN, Finding, LoginNode, RunMeasurements, Severity, judge, merge
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm.client import ClusterConfig, choose_partition, leading_number, parse_config, parse_records
+from hpc.submit.runs_storage import Feature
 
 # As Slurm 22.05.8 prints them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T18:38:39
@@ -32,7 +33,7 @@ Slurmctld(primary) at login is UP
 """
 PARTITIONS = (
     "PartitionName=gpu AllowGroups=ALL AllocNodes=ALL Default=YES GraceTime=20 Hidden=NO Nodes=gpu[01-06] "
-    "PriorityTier=1 OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TRES=cpu=48,mem=192G\n"
+    "PriorityTier=1 OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TRES=cpu=48,mem=192G\n"
     "PartitionName=urgent AllocNodes=ALL Default=NO GraceTime=0 PriorityTier=10 PreemptMode=OFF State=UP\n"
 )
 NODES = (
@@ -92,6 +93,7 @@ MEASURED = experience(12.0)
 SCRIPT = experience(1.0, is_script=True)
 NO_GRACE = {"GraceTime": "0"}
 NOT_PREEMPTED = {"PreemptMode": "OFF"}
+GANG = {"PreemptMode": "GANG,SUSPEND", "SchedulerTimeSlice": "30 sec"}
 TEXTS = {
     "qos": {"PreemptType": "preempt/qos"},
     "signal": {"SlurmctldParameters": "idle_on_node_suspend,preempt_send_user_signal"},
@@ -139,6 +141,11 @@ TEXTS = {
         ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, None, "note", ["login[1-2]", "PartitionName=gpu"]),
         ("private /tmp", {}, {}, None, "ok", []),
         ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, None, "note", ["--stage-dir"]),
+        ("oversubscription", {}, {"OverSubscribe": "NO"}, None, "ok", []),
+        ("oversubscription", {}, {"OverSubscribe": "YES:4"}, None, "ok", []),
+        ("oversubscription", {}, {"OverSubscribe": "FORCE:1"}, None, "ok", []),
+        ("oversubscription", {}, {"OverSubscribe": "FORCE:4"}, None, "note", ["slowest one", "PartitionName=gpu"]),
+        ("oversubscription", GANG, {"OverSubscribe": "FORCE:4"}, None, "note", ["suspends", "in turn", "--partition"]),
     ],
 )  # fmt: skip
 def test_finding_about_slurm(
@@ -202,6 +209,10 @@ LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA, open_f
         ("runs directory", {"runs_type": "ext4"}, "note"),
         ("runs directory", {"runs_type": "ext4", "nodes_see_runs": True}, "ok"),
         ("runs directory", {"runs_type": "tmpfs"}, "cost"),
+        ("runs directory", {"runs_lack": (Feature.HARD_LINKS, Feature.DIRECTORY_FSYNC)}, "cost"),
+        ("runs directory", {"runs_lack": (Feature.DIRECTORY_FSYNC,)}, "note"),
+        ("runs directory", {"automounted": "/net"}, "note"),
+        ("runs directory", {"automounted": "/net", "nodes_see_runs": True}, "ok"),
         ("torch", {}, "ok"),
         ("torch", {"torch": None}, "cost"),
         ("torch", {"torch": TorchBuild(version="2.15.0+cpu", accelerator=None)}, "cost"),

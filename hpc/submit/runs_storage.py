@@ -1,0 +1,46 @@
+"""What runs need of the file system of the runs directory, tried out there. Runs on the login node."""
+
+import os
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+
+from hpc.core.files import UNSUPPORTED, fsync_directory
+from hpc.core.ledger import attempt_prefix
+
+
+class Feature(StrEnum):
+    """What a file system may lack."""
+
+    HARD_LINKS = "hard links"
+    DIRECTORY_FSYNC = "fsync of directories"
+
+
+LOST = {
+    Feature.HARD_LINKS: "two jobs of a run could both train it, so no run can start",
+    Feature.DIRECTORY_FSYNC: "when the storage loses power, the newest checkpoint may go, and the run continues from "
+    "the one before",
+}
+"""What their lack costs."""
+
+
+def missing_features(directory: Path) -> list[Feature]:
+    """What the file system of a directory lacks. Raises OSError if nothing can be written there."""
+    missing = []
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=directory) as name:
+        probe = Path(name)
+        (probe / "file").touch()
+        try:
+            os.link(probe / "file", probe / "link")
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            missing.append(Feature.HARD_LINKS)
+        if not fsync_directory(probe):
+            missing.append(Feature.DIRECTORY_FSYNC)
+    return missing
+
+
+def has_been_seen_by_nodes(runs_dir: Path) -> bool:
+    """Whether a run in this directory has started, so that compute nodes see it under this path."""
+    return any(runs_dir.glob(f"*/events/{attempt_prefix(1)}*"))
