@@ -215,6 +215,10 @@ class Run:
         """Wait until the metrics have this many steps."""
         self.wait(f"step {count}", lambda: len(self.steps()) >= count)
 
+    def nodes(self) -> list[str]:
+        """Those of the first attempt."""
+        return self.events("claimed")[0]["nodes"]
+
     def wait_for_state(self, state: str) -> dict[str, Any]:
         """Wait for a state of the contract.
 

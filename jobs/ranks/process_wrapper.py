@@ -30,7 +30,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from hpc.core.parent_death import set_parent_death_signal
 
 _TAIL_BYTES, _LONGEST_DETAIL, _MAX_LINES_AFTER = 65536, 500, 20
-_END_SECONDS = 0.5  # torchrun waits twice as long (training.runtime.torchrun_main)
 
 
 def become_torchrun(*program: str) -> None:
@@ -44,10 +43,8 @@ def become_torchrun(*program: str) -> None:
 def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     """Run one rank, record its failure, and end as it ended: return if that was without one."""
     set_parent_death_signal()
-    is_fork = program[0] == "-m"
-    if is_fork:
-        # torchrun makes a session only for what it executes. A session is killed as a whole: wrapper, rank, and the
-        # rank's loader workers.
+    if program[0] == "-m":
+        # torchrun makes sessions only for what it executes. The agent kills them: wrapper, rank and loader workers.
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun has its own
     # A rank that hangs is aborted: its memory would fill the disk.
@@ -70,16 +67,9 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     running = f"running-{os.getpid()}.json"
     with contextlib.suppress(OSError):
         _write_whole(exits, running, {"rank": rank, "pid": os.getpid(), "started_at": started})
-
-    def end(*_: object) -> None:
-        """Handle SIGTERM: torchrun ends the ranks of a round in which another one has failed. SIGKILL comes later."""
-        _remove(os.path.join(exits, running))
-        if is_fork:
-            # torchrun would kill this process alone. A rank that is about to end has time to do so.
-            signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
-            signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)
-
-    pid, status = _run(program, end)
+    # torchrun ends the ranks of a round in which another one has failed: SIGTERM comes before SIGKILL. Slurm, too, may
+    # send SIGTERM to all processes: then the rank saves.
+    pid, status = _run(program, lambda *_: _remove(os.path.join(exits, running)))
     by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if status:
         names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
@@ -117,8 +107,6 @@ def _run(program: tuple[str, ...], on_sigterm: Callable[..., None]) -> tuple[int
         set_parent_death_signal()
         if os.getppid() == parent:
             _become(program)
-    except OSError as error:
-        os.write(2, f"{program[0]} cannot be started: {error}\n".encode())
     except SystemExit as end:
         sys.stdout.flush()
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
@@ -130,7 +118,11 @@ def _run(program: tuple[str, ...], on_sigterm: Callable[..., None]) -> tuple[int
 
 def _become(program: tuple[str, ...]) -> None:
     if program[0] != "-m":
-        os.execvp(program[0], program)  # noqa: S606 - a list, no shell
+        try:
+            os.execvp(program[0], program)  # noqa: S606 - a list, no shell
+        except OSError as error:
+            os.write(2, f"{program[0]} cannot be started: {error}\n".encode())
+            return
     # As after exec: torchrun's connections are not this rank's.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > sys.stderr.fileno():

@@ -204,8 +204,9 @@ def test_other_users_do_not_learn_the_secret_of_a_run_nor_disturb_it(site: Site)
         seen = subprocess.run(look, user="nobody", capture_output=True, check=False).stdout.decode(errors="replace")
         assert f"--rdzv-id={run.directory.name}-1-1" in seen
         assert claimed["secret"] not in seen
-    # The agents', and that of the first torchrun; those of the ranks are torch's.
-    of_run = ((process, b" ".join(command)) for process, command in commands())
+    # The agents', and that of the first torchrun; those of the ranks, which are its forks, are torch's.
+    ranks = ranks_of(run)
+    of_run = ((process, b" ".join(command)) for process, command in commands() if int(process.name) not in ranks)
     words = b"jobs.agent", b"torchrun_main.py"
     path = os.fsencode(run.directory.path)
     own = [process for process, command in of_run if path in command and any(word in command for word in words)]

@@ -193,27 +193,15 @@ print(json.dumps(record), flush=True)
     assert (killed.rank, killed.signal) == (5, "SIGKILL")
 
 
-def test_forked_rank_ends_with_its_workers_when_torchrun_ends_it(tmp_path: Path, ranks: LocalRanks) -> None:
-    code = """
-import os, signal, time
-signal.signal(signal.SIGTERM, lambda *_: None)
-os.fork()
-time.sleep(300)
-"""
-    with fork(tmp_path, code) as torchrun:
+def test_forked_rank_saves_when_slurm_ends_all_processes(tmp_path: Path, ranks: LocalRanks) -> None:
+    saving = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os._exit(0)))"
+    with fork(tmp_path, f"{saving}; time.sleep(300)") as torchrun:
         wait_for(
-            lambda: [
-                worker for wrapper in children(torchrun.pid) for rank in children(wrapper) for worker in children(rank)
-            ]
+            lambda: any(handles(rank, signal.SIGTERM) for each in children(torchrun.pid) for rank in children(each))
         )
-        [wrapper] = children(torchrun.pid)
-        [rank] = children(wrapper)
-        [worker] = children(rank)
-        os.kill(wrapper, signal.SIGTERM)
-        assert torchrun.wait() == 128 + signal.SIGKILL
-    wait_for(lambda: all(process_state(pid) in {None, "Z"} for pid in (rank, worker)))
+        os.killpg(children(torchrun.pid)[0], signal.SIGTERM)
+        assert torchrun.wait() == 0
     assert ranks.new_failures() == []
-    assert not list(ranks.running())
 
 
 CUDA_ERROR = """CUDA error: uncorrectable ECC error encountered

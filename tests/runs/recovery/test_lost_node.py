@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 def test_lost_node_is_replaced_by_a_spare(site: Site, undisturbed: RunDir) -> None:
     run = site.submit("--data=data", "--name=spare", "--nodes=2", "--spares=1", *WHOLE)
-    run.wait_for_steps(50)
-    nodes = run.status()["attempts"][0]["nodes"]
+    run.wait_for_steps(20)
+    nodes = run.nodes()
     # The first two that are ready train.
     [first] = [event["members"] for event in run.events("rendezvous")]
     [spare] = {0, 1, 2} - set(first)
@@ -39,8 +39,8 @@ def test_lost_node_is_replaced_by_a_spare(site: Site, undisturbed: RunDir) -> No
 
 def test_the_others_go_on_without_a_lost_node(site: Site, undisturbed: RunDir) -> None:
     run = site.submit("--data=data", "--name=elastic", "--nodes=3", "--elastic", *WHOLE)
-    run.wait_for_steps(50)
-    nodes = run.status()["attempts"][0]["nodes"]
+    run.wait_for_steps(20)
+    nodes = run.nodes()
     with dead(site, nodes[2]):
         status = run.wait_for_state("completed")
     run.assert_no_gap()
@@ -64,8 +64,8 @@ def samples_by_step(run: RunDir) -> dict[int, list[int]]:
 def test_lost_node_of_a_run_that_needs_all(site: Site, undisturbed: RunDir, which: str) -> None:
     """Whoever is left hands the run to a new job, long before Slurm notices."""
     run = site.submit("--data=data", f"--name=lost-{which}", "--nodes=2", *WHOLE)
-    run.wait_for_steps(50)
-    nodes = run.status()["attempts"][0]["nodes"]
+    run.wait_for_steps(20)
+    nodes = run.nodes()
     with dead(site, nodes[0 if which == "head" else 1]):
         run.wait("the new job", lambda: run.events("resubmitted"))
         status = run.wait_for_state("completed")
@@ -84,8 +84,8 @@ def test_lost_node_of_a_run_that_needs_all(site: Site, undisturbed: RunDir, whic
 @pytest.mark.parametrize("which", ["head", "other"])
 def test_node_that_loses_its_link_for_seconds_comes_back(site: Site, undisturbed: RunDir, which: str) -> None:
     run = site.submit("--data=data", f"--name=link-{which}", "--nodes=2", *WHOLE)
-    run.wait_for_steps(50)
-    node = run.status()["attempts"][0]["nodes"][0 if which == "head" else 1]
+    run.wait_for_steps(20)
+    node = run.nodes()[0 if which == "head" else 1]
     link = ("nsenter", f"--net={TESTBED_DIRECTORY / 'ns' / node}.net", "ip", "link", "set", "eth0")
     subprocess.run([*link, "down"], check=True)
     try:

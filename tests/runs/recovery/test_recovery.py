@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
     run = site.submit("--data=data", "--name=worker", "--nodes=2", *WHOLE)
-    run.wait_for_steps(50)
-    nodes = run.status()["attempts"][0]["nodes"]
+    run.wait_for_steps(20)
+    nodes = run.nodes()
     [victim] = rank_pids(run, nodes[1])
     os.kill(victim, signal.SIGKILL)
     run.wait("the interruption", lambda: run.events("interruption"))
@@ -47,8 +47,8 @@ def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
 
 def test_hung_worker(site: Site, undisturbed: RunDir) -> None:
     run = site.submit("--data=data", "--name=hang", "--nodes=2", "--hang-timeout=5s", *WHOLE)
-    run.wait_for_steps(50)
-    [victim] = rank_pids(run, run.status()["attempts"][0]["nodes"][1])
+    run.wait_for_steps(20)
+    [victim] = rank_pids(run, run.nodes()[1])
     os.kill(victim, signal.SIGSTOP)
     run.wait("the interruption", lambda: run.events("interruption"))
     status = run.wait_for_state("completed")
@@ -63,7 +63,7 @@ def test_hung_worker(site: Site, undisturbed: RunDir) -> None:
 
 def test_suspension_is_no_hang(site: Site) -> None:
     run = site.submit("--data=data", "--name=suspended", *LONG, "--hang-timeout=5s")
-    run.wait_for_steps(50)
+    run.wait_for_steps(20)
     site.slurm("scontrol", "suspend", run.job_id)
     run.wait("the suspension", lambda: run.queue("%T") == "SUSPENDED")
     before = len(run.steps())
@@ -114,7 +114,7 @@ def test_signals_end_in_a_saved_state_and_one_requeue(site: Site, undisturbed: R
 
 def test_refused_requeue_is_replaced_by_a_new_job(site: Site, undisturbed: RunDir) -> None:
     run = site.submit("--data=data", "--name=refused", "--nodes=2", *WHOLE)
-    run.wait_for_steps(50)
+    run.wait_for_steps(20)
     site.slurm("scontrol", "update", f"JobId={run.job_id}", "Requeue=0")
     send(run, "TERM")
     run.wait("the new job", lambda: run.events("resubmitted"))
