@@ -192,7 +192,7 @@ def _max_submit_jobs(site: ClusterFacts) -> Verdict | None:
     if most is None:
         return None
     if most > 1:
-        return ok(f"MaxSubmitJobs={most}")
+        return ok("you may have several jobs at a time")
     return note(
         f"MaxSubmitJobs={most}: you may have one job at a time, also pending ones",
         "a run that needs a new job must end the old one first: if its agents do not manage to submit in the seconds "

@@ -12,6 +12,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from hpc.core.causes import JobState
@@ -341,8 +342,8 @@ class ClusterConfig:
     """All, including those that the user may not use: their jobs may preempt."""
     sacct_error: str = ""
     """Empty if sacct works."""
-    max_submit_jobs: int | None = None
-    """How many jobs the user may have, running and pending ones, if a limit is enforced."""
+    max_submit_jobs: float | None = None
+    """How many jobs the user may have, running and pending ones; None if Slurm does not say."""
 
 
 def query_cluster(name: str | None) -> ClusterConfig:
@@ -364,18 +365,18 @@ def query_cluster(name: str | None) -> ClusterConfig:
         partition=partition,
         partitions=partitions,
         sacct_error=sacct_error,
-        max_submit_jobs=_max_submit_jobs() if "limits" in config.get("AccountingStorageEnforce", "") else None,
+        max_submit_jobs=_max_submit_jobs() if "limits" in config.get("AccountingStorageEnforce", "") else inf,
     )
 
 
-def _max_submit_jobs() -> int | None:
-    """The least MaxSubmitJobs of the user's accounts; None if there is none, or sacctmgr does not answer."""
+def _max_submit_jobs() -> float | None:
+    """The least MaxSubmitJobs of the user's accounts; None if sacctmgr does not answer."""
     user = f"user={getpass.getuser()}"
     try:
         text = run("sacctmgr", "--noheader", "--parsable2", "show", "associations", user, "format=MaxSubmitJobs")
     except TorchrelayError:
         return None
-    return min((int(word) for word in text.split() if word.isdigit()), default=None)
+    return min((int(word) for word in text.split() if word.isdigit()), default=inf)
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:

@@ -1,6 +1,7 @@
 """The findings of `hpc doctor` about configurations and machines."""
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -184,8 +185,8 @@ def test_accounting_is_judged_by_sacct() -> None:
     assert one(judge(OF_SLURM, site, "cluster"), "accounting").severity is Severity.NOTE
 
 
-@pytest.mark.parametrize(("most", "severity"), [(None, "unknown"), (1, "note"), (8, "ok")])
-def test_one_job_at_a_time_is_a_note(most: int | None, severity: str) -> None:
+@pytest.mark.parametrize(("most", "severity"), [(None, "unknown"), (1, "note"), (8, "ok"), (inf, "ok")])
+def test_one_job_at_a_time_is_a_note(most: float | None, severity: str) -> None:
     site = ClusterFacts(cluster=cluster({}, {}, max_submit_jobs=most))
     assert one(judge(OF_SLURM, site, "cluster"), "MaxSubmitJobs").severity == severity
 
