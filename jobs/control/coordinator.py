@@ -185,7 +185,12 @@ class Coordinator:
         self._last_failure, self.last_step = failure, 0
         self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at)
         # The interruptions of this attempt are taken from memory: a full disk may not have recorded them.
-        *earlier, this = attempts_of(self._node.run_events())
+        *earlier, this = attempts_of(
+            each
+            for each in self._node.run_events()
+            # Ranks that have replaced those that failed may train already.
+            if each["event"] != "train_started" or each["time"] < failure.failed_at
+        )
         self._interruptions.append(this.interrupted_by(failure.cause, failure.step, failure.signature))
         budget = budget_of([*earlier, replace(this, interruptions=tuple(self._interruptions))])
         if not budget.may_restart:

@@ -64,6 +64,29 @@ def test_node_where_a_rank_cannot_be_killed_is_left_out(
     assert interruption["node"] == ("gpu02" if bad_nodes else None)
 
 
+def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(
+    node: NodeAttempt, server: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_failure, "_SETTLE_SECONDS", 0.0)
+    coordinator, now = coordinate(node, server), steady_time()
+    failures = tuple(
+        RankFailure(
+            node="gpu01", round=1, rank=0, started_at=now - started, failed_at=now - failed, exit_code=1, signal=None,
+            cause="crashed", step=step, detail=detail,
+        )
+        for started, failed, step, detail in ((30, 20, 120, "ValueError: x"), (19, 1, 130, "KeyError: y"))
+    )  # fmt: skip
+    trainer = node.run.events / "attempt-001-trainer.jsonl"
+    for ago, step in ((29, 0), (18, 118)):
+        append_json_line(trainer, {"time": now - ago, "event": "train_started", "attempt": 1, "step": step})
+    for number in (1, 2):
+        server.report(phase=Phase.RUNNING, round=1, failures=failures[:number])
+        coordinator.poll()
+    interruptions = node.events("interruption")
+    assert [event["step"] for event in interruptions] == [120, 130]
+    assert [event["pause_seconds"] for event in interruptions] == [0.0, 0.0], "118 new steps lie between the two"
+
+
 def test_clock_that_is_set_back_hides_no_hang(
     node: NodeAttempt, server: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
