@@ -1,0 +1,227 @@
+"""What a large job costs the head node's agent, and how soon it notices a lost node.
+
+    .venv/bin/python benchmarks/scale.py [NODES...]
+
+This process is the head's agent: the real control server and coordinator, polled as in a job. A second process holds
+the real clients of all other nodes, which report eight ranks each, and a third that of the node that falls silent (it
+is stopped). Prints a table and writes benchmarks/results/scale.json. On a machine with few cores the other nodes'
+share of the CPU, a whole core for a thousand of them, delays the head.
+"""
+
+import json
+import os
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from hpc.core import ledger
+from hpc.core.attempts import attempts_of
+from hpc.core.files import write_json
+from hpc.core.ledger import EventWriter
+from hpc.core.rundir import RunDir
+from hpc.spec import Resources, RunSpec
+from jobs.control.channel import ControlClient, ControlServer
+from jobs.control.coordinator import Coordinator
+from jobs.control.messages import NodeStatus, Phase, RankHeartbeat
+from jobs.node_attempt import NodeAllocation, NodeAttempt
+from jobs.stop_request import StopRequest
+
+RANKS_PER_NODE = 8
+SIZES = 16, 128, 512, 1024
+_POLL_SECONDS, _WARM_UP_SECONDS, _MEASURED_SECONDS, _PATIENCE_SECONDS = 0.1, 5.0, 15.0, 300.0
+RESULT = Path(__file__).parent / "results" / "scale.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One size of job."""
+
+    nodes: int
+    joined_seconds: float
+    """Until every node was in the first round."""
+    cores: float
+    """CPU seconds of the head's agent per second, while all train."""
+    poll_ms: float
+    """Median of the coordinator's look at all statuses."""
+    memory_mb: float
+    noticed_seconds: float
+    """From the moment at which a node was stopped until its loss was recorded."""
+    read_ms: float
+    """To read the events of all nodes, one file per node, two events each."""
+
+
+def heartbeats(node_rank: int, step: int) -> tuple[RankHeartbeat, ...]:
+    """The ranks of a node that trains."""
+    first = node_rank * RANKS_PER_NODE
+    return tuple(
+        RankHeartbeat(
+            rank=rank, step=step, phase="step", state="R", still_seconds=0.1, step_seconds=0.25, busy_seconds=0.21
+        )
+        for rank in range(first, first + RANKS_PER_NODE)
+    )
+
+
+def pretend(port: int, secret: str, first: int, last: int) -> None:
+    """Be the agents of some nodes, until killed."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    clients = [
+        ControlClient("127.0.0.1", port, secret, NodeStatus(node_rank=rank, phase=Phase.READY, port=20_000))
+        for rank in range(first, last)
+    ]
+    step = 0
+    while True:
+        step += 2
+        for node_rank, client in enumerate(clients, first):
+            number = client.directive.round
+            if number:
+                client.report(phase=Phase.RUNNING, round=number, heartbeats=heartbeats(node_rank, step))
+        time.sleep(0.5)
+
+
+@contextmanager
+def others(port: int, secret: str, nodes: int) -> Iterator[subprocess.Popen[bytes]]:
+    """All nodes but the head; yields the process of the last one."""
+    command = [sys.executable, __file__, "pretend", str(port), secret]
+    with (
+        subprocess.Popen([*command, "1", str(nodes - 1)]) as most,
+        subprocess.Popen([*command, str(nodes - 1), str(nodes)]) as last,
+    ):
+        try:
+            yield last
+        finally:
+            most.kill()
+            last.kill()
+
+
+class Head:
+    """The head node's agent, without ranks of its own."""
+
+    def __init__(self, nodes: int, directory: Path) -> None:
+        self.secret, self.nodes, self._step = secrets.token_hex(16), nodes, 0
+        run = RunDir(directory)
+        names = tuple(f"node{number:04d}" for number in range(nodes))
+        spec = RunSpec(
+            name="scale", cluster="local", data=None, script=("train.py",), stage_dir=str(directory),
+            resources=Resources(nodes=str(nodes), gpus_per_node=str(RANKS_PER_NODE)),
+        )  # fmt: skip
+        self.server = ControlServer(self.secret, nodes)
+        for node_rank in range(nodes):
+            writer = EventWriter(run.events / f"{ledger.attempt_prefix(1)}node-{node_rank:04d}.jsonl")
+            writer.path.parent.mkdir(exist_ok=True)
+            if node_rank == 0:
+                head = writer
+                writer.append(
+                    "claimed", attempt=1, job_id="1", restart=0, secret=self.secret, port=self.server.port,
+                    nodes=list(names),
+                )  # fmt: skip
+                writer.append("checked", attempt=1, nodes=list(names))
+            writer.append("joined", attempt=1, node=names[node_rank], node_rank=node_rank, clock_skew_seconds=0.0)
+            writer.append("staged", attempt=1, node=names[node_rank], source="shared", seconds=1.0)
+        self.run = run
+        [attempt] = attempts_of(ledger.read(run.events))
+        allocation = NodeAllocation(
+            cluster="local", job_id="1", restart=0, node_rank=0, hostnames=names, cpus=RANKS_PER_NODE
+        )
+        node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=head)
+        self._coordinator = Coordinator(node, self.server, StopRequest())
+        self.server.report(phase=Phase.READY, port=20_000)
+
+    def poll(self) -> float:
+        """Do what an agent does ten times a second. Returns the seconds that the coordinator took."""
+        self._step += 1
+        number = self.server.directive.round
+        phase = Phase.RUNNING if number else Phase.READY
+        self.server.report(phase=phase, round=number, heartbeats=heartbeats(0, self._step) if number else ())
+        began = time.perf_counter()
+        self._coordinator.poll()
+        took = time.perf_counter() - began
+        time.sleep(_POLL_SECONDS)
+        return took
+
+    def has_all(self) -> bool:
+        """Whether all nodes are in the first round."""
+        statuses = self.server.statuses().values()
+        return len(statuses) == self.nodes and all(status.phase is Phase.RUNNING for status in statuses)
+
+    def poll_until(self, condition: str, seconds: float = _PATIENCE_SECONDS) -> float:
+        """Poll until an event is there, or all nodes are; returns how long that took."""
+        began = time.monotonic()
+        while not (self.has_all() if condition == "all" else self._lost_at()):
+            if time.monotonic() - began > seconds:
+                raise TimeoutError(f"{condition} did not happen within {seconds:.0f} s")
+            self.poll()
+        return time.monotonic() - began
+
+    def _lost_at(self) -> float | None:
+        events = ledger.read(self.run.events, f"{ledger.attempt_prefix(1)}node-0000")
+        return next((event["time"] for event in events if event["event"] == "node_lost"), None)
+
+
+def measure(nodes: int) -> Row:
+    """One size of job."""
+    with tempfile.TemporaryDirectory() as directory:
+        head = Head(nodes, Path(directory))
+        with others(head.server.port, head.secret, nodes) as last:
+            joined = head.poll_until("all")
+            end = time.monotonic() + _WARM_UP_SECONDS
+            while time.monotonic() < end:
+                head.poll()
+            cpu, began, polls = time.process_time(), time.monotonic(), list[float]()
+            while time.monotonic() < began + _MEASURED_SECONDS:
+                polls.append(head.poll())
+            cores = (time.process_time() - cpu) / (time.monotonic() - began)
+            last.send_signal(signal.SIGSTOP)
+            noticed = head.poll_until("node_lost")
+            began = time.perf_counter()
+            ledger.read(head.run.events)
+            read = time.perf_counter() - began
+        head.server.close()
+    return Row(
+        nodes=nodes, joined_seconds=round(joined, 1), cores=round(cores, 3), poll_ms=round(median(polls) * 1000, 2),
+        memory_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024), noticed_seconds=round(noticed, 1),
+        read_ms=round(read * 1000, 1),
+    )  # fmt: skip
+
+
+def processor() -> str:
+    """The name of the processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def main(sizes: list[int]) -> None:
+    """Measure each size in a process of its own, print a table in Markdown, write the result."""
+    print("| nodes | ranks | joined, s | cores | look, ms | memory, MB | loss noticed, s | read, ms |")
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
+    rows = []
+    for nodes in sizes:
+        done = subprocess.run([sys.executable, __file__, "one", str(nodes)], stdout=subprocess.PIPE, check=True)
+        row = Row(**json.loads(done.stdout.splitlines()[-1]))
+        rows.append(row)
+        print(
+            f"| {row.nodes} | {row.nodes * RANKS_PER_NODE} | {row.joined_seconds} | {row.cores} | {row.poll_ms} "
+            f"| {row.memory_mb:.0f} | {row.noticed_seconds} | {row.read_ms} |",
+            flush=True,
+        )
+    hardware = {"processor": processor(), "cores": os.cpu_count(), "python": sys.version.split()[0]}
+    write_json(RESULT, {"hardware": hardware, "rows": [asdict(row) for row in rows]})
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["pretend", port, secret, first, last]:
+            pretend(int(port), secret, int(first), int(last))
+        case ["one", nodes]:
+            print(json.dumps(asdict(measure(int(nodes)))))
+        case sizes:
+            main([int(size) for size in sizes] or list(SIZES))
