@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -153,18 +153,19 @@ class Head:
         statuses = self.server.statuses().values()
         return len(statuses) == self.nodes and all(status.phase is Phase.RUNNING for status in statuses)
 
-    def poll_until(self, condition: str, seconds: float = _PATIENCE_SECONDS) -> float:
-        """Poll until an event is there, or all nodes are; returns how long that took."""
+    def has_lost_one(self) -> bool:
+        """Whether the loss of a node is recorded."""
+        events = ledger.read(self.run.events, f"{ledger.attempt_prefix(1)}node-0000")
+        return any(event["event"] == "node_lost" for event in events)
+
+    def poll_until(self, condition: Callable[[], bool]) -> float:
+        """Poll until a condition holds; returns how long that took."""
         began = time.monotonic()
-        while not (self.has_all() if condition == "all" else self._lost_at()):
-            if time.monotonic() - began > seconds:
-                raise TimeoutError(f"{condition} did not happen within {seconds:.0f} s")
+        while not condition():
+            if time.monotonic() - began > _PATIENCE_SECONDS:
+                raise TimeoutError(f"{condition.__name__} of {self.nodes} nodes: not in {_PATIENCE_SECONDS:.0f} s")
             self.poll()
         return time.monotonic() - began
-
-    def _lost_at(self) -> float | None:
-        events = ledger.read(self.run.events, f"{ledger.attempt_prefix(1)}node-0000")
-        return next((event["time"] for event in events if event["event"] == "node_lost"), None)
 
 
 def measure(nodes: int) -> Row:
@@ -172,7 +173,7 @@ def measure(nodes: int) -> Row:
     with tempfile.TemporaryDirectory() as directory:
         head = Head(nodes, Path(directory))
         with others(head.server.port, head.secret, nodes) as last:
-            joined = head.poll_until("all")
+            joined = head.poll_until(head.has_all)
             end = time.monotonic() + _WARM_UP_SECONDS
             while time.monotonic() < end:
                 head.poll()
@@ -181,7 +182,7 @@ def measure(nodes: int) -> Row:
                 polls.append(head.poll())
             cores = (time.process_time() - cpu) / (time.monotonic() - began)
             last.send_signal(signal.SIGSTOP)
-            noticed = head.poll_until("node_lost")
+            noticed = head.poll_until(head.has_lost_one)
             began = time.perf_counter()
             ledger.read(head.run.events)
             read = time.perf_counter() - began

@@ -34,6 +34,9 @@ PAIR = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-gpu=1")
 SMALL_BATCH, TINY_BATCH = ("--batch-size=64",), ("--batch-size=16",)
 # Small steps, each of them logged, far more than any test lets happen.
 LONG = (*PAIR, *TINY_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
+# The site's data, on two nodes: 118 steps an epoch.
+THREE_EPOCHS = ("--data=data", *PAIR, *TINY_BATCH, "--epochs=3", "--log-every=1", "--checkpoint-every=5")
+THREE_EPOCHS_STEPS = set(range(1, 3 * 118 + 1))
 # Long enough to be interrupted, short enough to be trained to the end: 30 steps an epoch.
 WHOLE = (
     *SMALL_BATCH,
@@ -340,6 +343,15 @@ def assert_equal(one: RunDir, other: RunDir) -> None:
 
     different = [part for part in compare_runs(one, other) if part.difference]
     assert not different
+
+
+def assert_continued(run: Run, cause: str) -> None:
+    """A training of THREE_EPOCHS was completed by a second job."""
+    status = run.wait_for_state("completed")
+    first, second = status["attempts"]
+    assert (first["cause"], second["cause"]) == (cause, "completed")
+    assert first["job_id"] != second["job_id"]
+    assert set(run.steps()) == THREE_EPOCHS_STEPS
 
 
 def assert_nothing_left(run: Run) -> None:

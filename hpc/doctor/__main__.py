@@ -142,9 +142,9 @@ def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequ
     """Describe the login node."""
     inherited = site is not None and inherits_open_files(site.config)
     real = runs_dir.expanduser().resolve()
-    existing, lacks = next(path for path in (real, *real.parents) if path.exists()), list[Feature]()
+    lacks = list[Feature]()
     with suppress(OSError):  # it is full, or not the user's
-        lacks = missing_features(existing)
+        lacks = missing_features(real)
     point = automounted_at(real)
     return LoginNode(
         runs_dir=str(real),

@@ -177,8 +177,7 @@ def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
         UserError: its file system lacks what no run can do without.
     """
     real = runs_dir.expanduser().resolve()
-    existing = next(path for path in (real, *real.parents) if path.exists())
-    missing = missing_features(existing)
+    missing = missing_features(real)
     where = f"--runs-dir {runs_dir}: its file system ({file_system_type(real)}) has no"
     found = [f"{where} {feature}: {LOST[feature]}; use a directory on other storage" for feature in missing]
     if Feature.HARD_LINKS in missing:

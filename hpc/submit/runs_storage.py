@@ -25,9 +25,13 @@ LOST = {
 
 
 def missing_features(directory: Path) -> list[Feature]:
-    """What the file system of a directory lacks. Raises OSError if nothing can be written there."""
-    missing = []
-    with tempfile.TemporaryDirectory(prefix=".probe-", dir=directory) as name:
+    """What the file system of a directory, which need not exist yet, lacks.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    missing, existing = [], next(path for path in (directory, *directory.parents) if path.exists())
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=existing) as name:
         probe = Path(name)
         (probe / "file").touch()
         try:

@@ -4,11 +4,10 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from cluster import PAIR, TINY_BATCH, Run, Site, dead
+from cluster import THREE_EPOCHS, Site, assert_continued, dead
 
 PROFILE = "strict"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
-WHOLE = ("--data=data", *PAIR, *TINY_BATCH, "--epochs=3", "--log-every=1", "--checkpoint-every=5")
 
 
 @pytest.fixture
@@ -20,17 +19,8 @@ def user(ordinary_user: Site, site: Site) -> Iterator[Site]:
     site.slurm("sacctmgr", "--immediate", "delete", "user", str(ordinary_user.user))
 
 
-def assert_continued(run: Run, cause: str) -> None:
-    """A second job, which the old one had to make room for, has completed the run."""
-    status = run.wait_for_state("completed")
-    first, second = status["attempts"]
-    assert (first["cause"], second["cause"]) == (cause, "completed")
-    assert first["job_id"] != second["job_id"]
-    assert set(run.steps()) == set(range(1, 3 * 118 + 1))
-
-
 def test_preempted_run_continues_in_the_place_of_its_job(user: Site, site: Site) -> None:
-    run = user.submit(*WHOLE)
+    run = user.submit(*THREE_EPOCHS)
     run.wait_for_steps(20)
     second = user.type("sbatch", "--output=/dev/null", "--wrap=sleep 1")
     assert "violates accounting/QOS policy" in second.stderr
@@ -41,9 +31,9 @@ def test_preempted_run_continues_in_the_place_of_its_job(user: Site, site: Site)
 
 
 def test_run_that_lost_a_node_continues_in_the_place_of_its_job(user: Site, site: Site) -> None:
-    run = user.submit(*WHOLE)
+    run = user.submit(*THREE_EPOCHS)
     run.wait_for_steps(20)
-    with dead(site, run.status()["attempts"][0]["nodes"][1]):
+    with dead(site, run.nodes()[1]):
         assert_continued(run, "node_failure")
 
 
