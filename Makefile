@@ -49,6 +49,7 @@ ifeq ($(ROOT),)
 	$(BIN)/python -m pytest $(TESTS)
 else
 	@$(call INSTALL,$(TEST_PACKAGES))
+	@if apt-cache show apptainer >/dev/null 2>&1; then $(call INSTALL,apptainer); fi  # Debian 12 and 13 do not have it
 	$(BIN)/python -m pytest $(WORKERS) $(TESTS)
 endif
 endif

@@ -48,7 +48,14 @@ def started(directory: Path, after: float) -> dict[int, tuple[int, float]]:
 def measure(backend: str, directory: Path) -> list[float]:
     """Seconds from each kill until the ranks of both nodes have started again."""
     meeting = Rendezvous(
-        run="r", attempt=1, secret=secrets.token_hex(16), round=1, members=("localhost",) * 2, port=pick_port(), node=0
+        run="r",
+        attempt=1,
+        secret=secrets.token_hex(16),
+        round=1,
+        num_nodes=2,
+        host="localhost",
+        port=pick_port(),
+        node=0,
     )
     found, killed_at = list[float](), 0.0
     with ExitStack() as nodes:

@@ -2,10 +2,9 @@
 
     .venv/bin/python benchmarks/scale.py [NODES...]
 
-This process is the head's agent: the real control server and coordinator, polled as in a job. A second process holds
-the real clients of all other nodes, which report eight ranks each, and a third that of the node that falls silent (it
-is stopped). Prints a table and writes benchmarks/results/scale.json. On a machine with few cores the other nodes'
-share of the CPU, a whole core for a thousand of them, delays the head.
+This process is the head's agent: the real control server and coordinator, polled as in a job. A second process has a
+connection for each other node, and sends on it what its agent would: the state of eight ranks, twice a second. A third
+one is the node that falls silent (it is stopped). Prints a table and writes benchmarks/results/scale.json.
 """
 
 import json
@@ -22,22 +21,26 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of
 from hpc.core.files import write_json
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
+from hpc.core.transport import Connection, Limits, connect
 from hpc.spec import Resources, RunSpec
-from jobs.control.channel import ControlClient, ControlServer
+from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import NodeStatus, Phase, RankHeartbeat
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.stop_request import StopRequest
 
 RANKS_PER_NODE = 8
-SIZES = 16, 128, 512, 1024
+SIZES = 16, 128, 512, 1024, 2048
 _POLL_SECONDS, _WARM_UP_SECONDS, _MEASURED_SECONDS, _PATIENCE_SECONDS = 0.1, 5.0, 15.0, 300.0
+# Each node's status comes as often as an agent's, spread over the time between.
+_SEND_SECONDS, _SLOTS, _JOIN_AT_ONCE = 0.5, 10, 32
 RESULT = Path(__file__).parent / "results" / "scale.json"
 
 
@@ -50,6 +53,8 @@ class Row:
     """Until every node was in the first round."""
     cores: float
     """CPU seconds of the head's agent per second, while all train."""
+    reports_per_second: float
+    """How often the head's agent took the status of a node: an agent would send it twice a second."""
     poll_ms: float
     """Median of the coordinator's look at all statuses."""
     memory_mb: float
@@ -71,21 +76,27 @@ def heartbeats(node_rank: int, step: int) -> tuple[RankHeartbeat, ...]:
 
 
 def pretend(port: int, secret: str, first: int, last: int) -> None:
-    """Be the agents of some nodes, until killed."""
+    """Be the agents of some nodes, until killed: on real connections, but in one thread, which a thousand share."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    clients = [
-        ControlClient("127.0.0.1", port, secret, NodeStatus(node_rank=rank, phase=Phase.READY, port=20_000))
-        for rank in range(first, last)
-    ]
-    step = 0
+    limits = Limits(timeout_seconds=_PATIENCE_SECONDS, max_message_bytes=2**20)
+    nodes = list[tuple[Connection, dict[str, Any]]]()
     while True:
-        step += 2
-        for node_rank, client in enumerate(clients, first):
-            number = client.directive.round
-            if number:
-                client.report(phase=Phase.RUNNING, round=number, heartbeats=heartbeats(node_rank, step))
-        time.sleep(0.5)
+        for slot in range(_SLOTS):
+            end = time.monotonic() + _SEND_SECONDS / _SLOTS
+            for connection, status in nodes[slot::_SLOTS]:
+                for heartbeat in status["heartbeats"]:
+                    heartbeat["step"] += 2
+                connection.send(status)
+            for connection, status in nodes[slot::_SLOTS]:
+                number = connection.receive().get("directive", status)["round"]
+                if number != status["round"]:
+                    ranks = list(map(asdict, heartbeats(status["node_rank"], 0)))
+                    status.update(phase=Phase.RUNNING, round=number, heartbeats=ranks)
+            for node_rank in range(first + len(nodes), min(last, first + len(nodes) + _JOIN_AT_ONCE)):
+                status = asdict(NodeStatus(node_rank=node_rank, phase=Phase.READY, port=20_000))
+                nodes.append((connect(("127.0.0.1", port), secret, "control", limits), status))
+            time.sleep(max(0.0, end - time.monotonic()))
 
 
 @contextmanager
@@ -153,6 +164,10 @@ class Head:
         statuses = self.server.statuses().values()
         return len(statuses) == self.nodes and all(status.phase is Phase.RUNNING for status in statuses)
 
+    def last_step(self) -> int:
+        """That of the last node but one, which grows by two with every report."""
+        return self.server.statuses()[self.nodes - 2].heartbeats[0].step
+
     def has_lost_one(self) -> bool:
         """Whether the loss of a node is recorded."""
         events = ledger.read(self.run.events, f"{ledger.attempt_prefix(1)}node-0000")
@@ -177,10 +192,11 @@ def measure(nodes: int) -> Row:
             end = time.monotonic() + _WARM_UP_SECONDS
             while time.monotonic() < end:
                 head.poll()
-            cpu, began, polls = time.process_time(), time.monotonic(), list[float]()
+            cpu, began, polls, step = time.process_time(), time.monotonic(), list[float](), head.last_step()
             while time.monotonic() < began + _MEASURED_SECONDS:
                 polls.append(head.poll())
-            cores = (time.process_time() - cpu) / (time.monotonic() - began)
+            seconds = time.monotonic() - began
+            cores, reports = (time.process_time() - cpu) / seconds, (head.last_step() - step) / 2 / seconds
             last.send_signal(signal.SIGSTOP)
             noticed = head.poll_until(head.has_lost_one)
             began = time.perf_counter()
@@ -188,7 +204,8 @@ def measure(nodes: int) -> Row:
             read = time.perf_counter() - began
         head.server.close()
     return Row(
-        nodes=nodes, joined_seconds=round(joined, 1), cores=round(cores, 3), poll_ms=round(median(polls) * 1000, 2),
+        nodes=nodes, joined_seconds=round(joined, 1), cores=round(cores, 3),
+        reports_per_second=round(reports, 1), poll_ms=round(median(polls) * 1000, 2),
         memory_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024), noticed_seconds=round(noticed, 1),
         read_ms=round(read * 1000, 1),
     )  # fmt: skip
@@ -202,16 +219,17 @@ def processor() -> str:
 
 def main(sizes: list[int]) -> None:
     """Measure each size in a process of its own, print a table in Markdown, write the result."""
-    print("| nodes | ranks | joined, s | cores | look, ms | memory, MB | loss noticed, s | read, ms |")
-    print("|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
+    print("| nodes | ranks | joined, s | cores | reports/s | look, ms | memory, MB | loss noticed, s | read, ms |")
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     rows = []
     for nodes in sizes:
         done = subprocess.run([sys.executable, __file__, "one", str(nodes)], stdout=subprocess.PIPE, check=True)
         row = Row(**json.loads(done.stdout.splitlines()[-1]))
         rows.append(row)
         print(
-            f"| {row.nodes} | {row.nodes * RANKS_PER_NODE} | {row.joined_seconds} | {row.cores} | {row.poll_ms} "
-            f"| {row.memory_mb:.0f} | {row.noticed_seconds} | {row.read_ms} |",
+            f"| {row.nodes} | {row.nodes * RANKS_PER_NODE} | {row.joined_seconds} | {row.cores} "
+            f"| {row.reports_per_second} | {row.poll_ms} | {row.memory_mb:.0f} | {row.noticed_seconds} "
+            f"| {row.read_ms} |",
             flush=True,
         )
     hardware = {"processor": processor(), "cores": os.cpu_count(), "python": sys.version.split()[0]}

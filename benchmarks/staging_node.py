@@ -124,9 +124,9 @@ def make_node(options: Options) -> Node:
     stop.install()
     channel: ControlChannel
     if options.rank == 0:
-        channel = ControlServer(secret, len(hosts), options.port)
+        channel = ControlServer(secret, len(hosts), [options.port])
     else:
-        channel = ControlClient(hosts[0], options.port, secret, NodeStatus(node_rank=options.rank))
+        channel = ControlClient(hosts[:1], options.port, secret, NodeStatus(node_rank=options.rank))
     channel.report()
     return Node(attempt, channel, NodeMonitor(attempt, held, channel, stop))
 

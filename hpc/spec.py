@@ -10,7 +10,7 @@ import tyro
 from hpc.core.errors import UserError
 from hpc.core.files import write_json
 from hpc.core.rundir import RunDir
-from hpc.core.units import duration_seconds, stop_lead_seconds, walltime_minutes
+from hpc.core.units import duration_seconds, port_range, stop_lead_seconds, walltime_minutes
 from training.config.train_config import TrainConfig
 
 Cluster = Literal["slurm", "local"]
@@ -38,6 +38,8 @@ _MANAGED_SBATCH = {
 # As sbatch takes them, and sinfo prints them.
 _GPUS = re.compile(r"((?P<type>[^\s:,=()]+):)?(?P<count>\d+)")
 _LONGEST_NAME = 100
+# Of one run on a node: control channel, staging of data and environment, rendezvous, the ranks' store; and other runs.
+_MIN_PORTS = 10
 # The requeue itself takes some of it; sbatch holds the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 
@@ -155,6 +157,36 @@ class Recovery:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Network:
+    """Network between the nodes."""
+
+    interface: str | None = None
+    """Network interface of the nodes, such as ib0, for the agents, the data and the ranks.
+    Default: the one by which the nodes reach the head node; NCCL chooses its own."""
+    port_range: str | None = None
+    """Ports that are open between the nodes: 20000-20100. Default: any.
+    The ranks' own connections (NCCL, gloo) always use the kernel's (docs/clusters.md)."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a node."""
+        if self.interface is not None and not re.fullmatch(r"[^\s/:]{1,15}", self.interface):
+            raise UserError(f"--interface is {self.interface!r}: use the name of one interface, as `ip link` shows it")
+        if self.port_range is not None:
+            given = re.fullmatch(r"(\d{1,5})-(\d{1,5})", self.port_range)
+            low, high = (int(given[1]), int(given[2])) if given else (0, 0)
+            if not 1024 <= low <= high - _MIN_PORTS + 1 or high >= 2**16:
+                raise UserError(
+                    f"--port-range is {self.port_range!r}: use LOW-HIGH, {_MIN_PORTS} or more ports from 1024 to "
+                    "65535, such as 20000-20100"
+                )
+
+    @property
+    def ports(self) -> range:
+        """The ports of `port_range`; none: the kernel chooses."""
+        return port_range(self.port_range or "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """One run, resolved."""
 
@@ -179,7 +211,10 @@ class RunSpec:
     """The packed environment that every node unpacks for its ranks; None: the shared one."""
     python: str | None = None
     """The interpreter of torchrun and the ranks of a user's script; None: that of hpc."""
+    container: str | None = None
+    """The image in which torchrun and the ranks of a user's script run, with its own `python`; None: no container."""
     recovery: Recovery = field(default_factory=Recovery)
+    network: Network = field(default_factory=Network)
     recipe: str | None = None
     """The recipe behind the trainer's flags."""
 
@@ -221,6 +256,7 @@ class RunSpec:
                 fields["resources"][name] = tuple(fields["resources"].get(name, ()))
             fields["resources"] = Resources(**fields["resources"])
             fields["recovery"] = Recovery(**fields.get("recovery", {}))
+            fields["network"] = Network(**fields.get("network", {}))
             fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
             fields["script"] = tuple(fields["script"])
             return cls(**fields)

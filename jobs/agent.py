@@ -19,17 +19,18 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core.causes import Cause
 from hpc.core.errors import BadNodeError, TorchrelayError
-from hpc.core.kernel import raise_open_files_limit
+from hpc.core.kernel import interface_addresses, raise_open_files_limit
 from hpc.core.nodedir import DEV_SHM, HeldNodeDir
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.staging.copy_progress import StagingStopped
 from jobs import claim
+from jobs.control.addresses import head_hosts, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
-from jobs.ending import conclude, conclude_failed_agent, save_snapshot, take_over
+from jobs.ending import conclude, conclude_failed_agent, replace_headless_job, save_snapshot, take_over
 from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import pick_port
@@ -40,7 +41,8 @@ from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 600.0
-_MEET_SECONDS = 30.0
+# Each name and address of the head node may take two seconds, and a name server that does not answer longer.
+_MEET_SECONDS = 60.0
 # A larger clock difference makes the times in events/ misleading.
 _MAX_SKEW_SECONDS = 5.0
 
@@ -71,26 +73,45 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     channel: ControlChannel
     if allocation.is_head:
         secret = secrets.token_hex(16)
-        channel = ControlServer(secret, allocation.num_nodes, timeout_seconds=spec.stage_timeout_seconds)
+        channel = ControlServer(
+            secret, allocation.num_nodes, spec.network.ports, timeout_seconds=spec.stage_timeout_seconds
+        )
         try:
-            attempt = claim.claim_next(run, allocation, channel.port, secret)
+            addresses = _addresses(spec, allocation)
+            attempt = claim.claim_next(run, allocation, channel.port, secret, addresses)
         except Exception as error:
             claim.refuse(run, allocation, str(error))
             raise
         send_heartbeats(run)
     else:
-        joined = claim.join(run, allocation, lambda: bool(stop), _JOIN_SECONDS)
+        try:
+            joined = claim.join(run, allocation, lambda: bool(stop), _JOIN_SECONDS)
+        except claim.HeadLostError as error:
+            return replace_headless_job(run, spec, allocation, str(error))
         if joined is None:
             return 0
         attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
-        address = allocation.head, attempt.port
-        channel = ControlClient(*address, attempt.secret, status, timeout_seconds=spec.stage_timeout_seconds)
+        hosts = head_hosts(allocation.head, attempt.addresses, spec.network.interface)
+        channel = ControlClient(hosts, attempt.port, attempt.secret, status, timeout_seconds=spec.stage_timeout_seconds)
     writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
     try:
         return _take_part(node, channel, stop)
     except Exception as error:  # noqa: BLE001 - whatever it is, the attempt must not stay claimed for ever
         return _fail(node, channel, stop, _describe(error))
+
+
+def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
+    """This node's addresses. Raises BadNodeError if it does not have the interface that --interface names."""
+    if allocation.cluster != "slurm":
+        return []
+    found = own_addresses(spec.network.interface)
+    if spec.network.interface and not found:
+        raise BadNodeError(
+            f"{allocation.host} has no network interface {spec.network.interface} with an address, which --interface "
+            f"names: it has {', '.join(interface_addresses())}"
+        )
+    return found
 
 
 def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) -> int:
@@ -160,12 +181,13 @@ class _Agent:
             data = self._staging.stage_data()
             python = self._node.spec.python or stage_environment(self._staging)
             setup = RankSetup(data=data, python=python, threads=threads)
-            self._channel.report(phase=Phase.READY, port=pick_port())
+            ports = self._node.spec.network.ports
+            self._channel.report(phase=Phase.READY, port=pick_port(ports))
             while directive := self._next_round():
                 self._channel.report(phase=Phase.RUNNING, round=directive.round)
                 exit_code = run_round(self._node, self._channel, self._monitor, self._stop, directive, setup)
                 phase = Phase.READY if exit_code is None else Phase.ENDED
-                self._channel.report(phase=phase, exit_code=exit_code or 0, port=pick_port())
+                self._channel.report(phase=phase, exit_code=exit_code or 0, port=pick_port(ports))
         except StagingStopped:
             return
         except (TorchrelayError, OSError) as error:
@@ -179,10 +201,12 @@ class _Agent:
     def _record_joined(self) -> None:
         """Meet the head node's agent, and record what this node has."""
         node, channel, allocation = self._node, self._channel, self._node.allocation
+        _addresses(node.spec, allocation)
         if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):
+            tried = ", ".join(channel.hosts)
             raise TorchrelayError(
-                f"{node.host} cannot reach the agent on {allocation.head}, port {node.attempt.port}: is there a "
-                "firewall between the nodes, or does the name mean another address here?"
+                f"{node.host} cannot reach the agent on {allocation.head}, port {node.attempt.port}, at {tried}: is "
+                "there a firewall between the nodes (--port-range), or another network (--interface)?"
             )
         skew = channel.clock_skew_seconds
         node.record_event(

@@ -5,7 +5,7 @@ with its line in it.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
@@ -21,8 +21,14 @@ from jobs.node_attempt import NodeAllocation, ask_slurm
 _POLL_SECONDS = 0.5
 # KillWait, which an ending job may take to save, is seldom more than a minute.
 _ENDING_SECONDS = 120.0
+# A head node's agent claims within seconds. All others ask Slurm, which takes minutes to notice a dead node.
+_LOOK_SECONDS = 30.0
 # Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), shorter than the other agents wait to join.
 _CONTROLLER_SECONDS = 480.0
+
+
+class HeadLostError(TorchrelayError):
+    """The head node was lost before its agent had claimed an attempt."""
 
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
@@ -30,7 +36,9 @@ def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
     return EventWriter(run.events / f"{ledger.attempt_prefix(attempt)}node-{node_rank:02d}.jsonl")
 
 
-def claim_next(run: RunDir, allocation: NodeAllocation, port: int, secret: str) -> Attempt:
+def claim_next(
+    run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = ()
+) -> Attempt:
     """Claim the next attempt, after making sure that no other job works on this run.
 
     Raises:
@@ -44,7 +52,7 @@ def claim_next(run: RunDir, allocation: NodeAllocation, port: int, secret: str) 
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
         resubmit.record_missing_end(run, last, "ended without reporting (node lost?)")
-    return claim(run, allocation, port, secret)
+    return claim(run, allocation, port, secret, addresses)
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
@@ -63,16 +71,23 @@ def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> N
         time.sleep(_POLL_SECONDS)
 
 
-def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str) -> Attempt:
-    """Claim the next attempt of the run for this job, whose head node's agent listens to the others on `port`.
+def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = ()) -> Attempt:
+    """Claim the next attempt of the run for this job.
+
+    The head node's agent listens to the others on `port`, at all `addresses` of the node.
 
     Raises:
         TorchrelayError: another agent was quicker.
     """
-    number = len(attempts_of(ledger.read(run.events))) + 1
+    attempts = attempts_of(ledger.read(run.events))
+    # submitit's local executor restarts a job without counting.
+    if allocation.cluster == "slurm" and any((one.job_id, one.restart) == allocation.job_start for one in attempts):
+        raise TorchrelayError(f"job {allocation.job_id} has made an attempt already")
+    number = len(attempts) + 1
     job = {"job_id": allocation.job_id, "restart": allocation.restart, "nodes": list(allocation.hostnames)}
-    event = ledger.record("claimed", attempt=number, secret=secret, port=port, **job)
-    if not write_exclusive(event_file(run, number, allocation.node_rank).path, json_line(event)):
+    event = ledger.record("claimed", attempt=number, secret=secret, port=port, addresses=list(addresses), **job)
+    # The head node's file, also if another agent claims the attempt in its place.
+    if not write_exclusive(event_file(run, number, 0).path, json_line(event)):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([event])[0]
 
@@ -89,11 +104,12 @@ def join(
     """Wait for the head node's claim for this very start of the job; None if `stopped` first.
 
     Raises:
+        HeadLostError: the head node is dead, and Slurm has noticed.
         TorchrelayError: the head node's agent refused, or no claim came.
     """
-    deadline = time.monotonic() + timeout_seconds
+    deadline, look_at = time.monotonic() + timeout_seconds, time.monotonic() + _LOOK_SECONDS
     while not stopped():
-        events = ledger.read(run.events)
+        events = ledger.read_without_other_nodes(run.events)
         for event in events:
             if event["event"] == "refused" and (event["job_id"], event["restart"]) == allocation.job_start:
                 raise TorchrelayError(event["detail"])
@@ -109,5 +125,20 @@ def join(
             return newest
         if time.monotonic() > deadline:
             raise TorchrelayError(f"the head node {allocation.head} claimed no attempt within {timeout_seconds:.0f} s")
+        if time.monotonic() > look_at:
+            look_at = time.monotonic() + _LOOK_SECONDS
+            if _has_lost_head(allocation):
+                raise HeadLostError(f"{allocation.head}, the head node, was lost before its agent started")
         time.sleep(_POLL_SECONDS)
     return None
+
+
+def _has_lost_head(allocation: NodeAllocation) -> bool:
+    """Whether Slurm has taken the dead head node from this job; False if it does not answer."""
+    if allocation.cluster != "slurm":
+        return False
+    try:
+        job = slurm.jobs().get(allocation.job_id)
+        return job is not None and slurm.is_headless(job)
+    except TorchrelayError:
+        return False

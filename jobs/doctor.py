@@ -1,33 +1,35 @@
 """A node's part in `hpc doctor --node`: inspect the node, and run the preflight on its GPUs and between all nodes.
 
-Runs on compute nodes, once per node, in a job of its own. `python -m jobs.doctor DIRECTORY STAGE_DIR GPUS` prints a
-`NodeInfo` as JSON. DIRECTORY was made beside the runs, on the login node.
+Runs on compute nodes, once per node, in a job of its own: `python -m jobs.doctor DIRECTORY STAGE_DIR GPUS INTERFACE
+PORT_RANGE` prints a `NodeInfo` as JSON. DIRECTORY was made beside the runs, on the login node. INTERFACE and PORT_RANGE
+may be empty.
 """
 
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
+from hpc.core.files import write_json
 from hpc.core.node_info import NodeInfoInJob, inspect_node
 from hpc.core.nodedir import stage_dir_on_node
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.spec import Network
+from jobs.control.addresses import head_hosts, interface_of, own_addresses
+from jobs.control.channel import ALONE, ControlClient, ControlServer
+from jobs.control.messages import NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
-from jobs.ranks.rendezvous import (
-    LOWEST_PORT,
-    Rendezvous,
-    interface_of,
-    local_address,
-    torchrun_argv,
-    torchrun_environment,
-)
+from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.round import preflight_module, rank_environment
 
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
@@ -35,19 +37,26 @@ _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 _PREFLIGHT_SECONDS = 180
 _TIMED_OUT = 124
 _LONGEST_MESSAGE = 500
+# Slurm starts the tasks of a job within seconds, and files on shared storage show after up to a minute.
+_MEET_SECONDS, _POLL_SECONDS = 90.0, 0.2
 
 
 def main(argv: list[str]) -> int:
     """Inspect this node and print the result."""
     shared, stage_dir, num_gpus = Path(argv[0]), Path(argv[1]), int(argv[2])
+    network = Network(interface=argv[3] or None, port_range=argv[4] or None)
     allocation, sees_runs = find_allocation(os.environ), shared.is_dir()
     own = shared if sees_runs else Path(tempfile.mkdtemp(prefix="torchrelay-doctor-"))
-    passed, message = preflight(allocation, own, num_gpus)
+    interface = None
+    with ExitStack() as stack:
+        try:
+            meeting = meet(allocation, network, shared, stack) if sees_runs else alone()
+            interface = interface_of(meeting.own_address) if meeting.num_nodes > 1 else None
+            passed, message = preflight(allocation, network, meeting, own, num_gpus)
+        except (TorchrelayError, OSError) as error:
+            passed, message = False, str(error)
     if not sees_runs:
         shutil.rmtree(own, ignore_errors=True)
-    interface = None
-    with contextlib.suppress(OSError):  # the preflight reports what is wrong
-        interface = interface_of(local_address(allocation)) if allocation.num_nodes > 1 else None
     job = NodeInfoInJob(
         sees_runs=sees_runs,
         slurm_error=client_error(),
@@ -77,22 +86,76 @@ def client_error() -> str:
     return ""
 
 
-def preflight(allocation: NodeAllocation, own: Path, num_gpus: int) -> tuple[bool, str]:
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What a node knows of the others after their agents have met."""
+
+    num_nodes: int
+    secret: str
+    host: str
+    """At which this node reaches the first one."""
+    port: int
+    """A free one there."""
+    own_address: str
+    """At which the others reach this node."""
+
+
+def alone() -> Meeting:
+    """Without the runs directory, a node can only check itself."""
+    return Meeting(num_nodes=1, secret=secrets.token_hex(16), host=ALONE, port=pick_port(), own_address=ALONE)
+
+
+def meet(allocation: NodeAllocation, network: Network, shared: Path, stack: ExitStack) -> Meeting:
+    """Connect this node to the first one, as the agents of an attempt do.
+
+    Raises:
+        TorchrelayError: they do not reach each other.
+    """
+    file, deadline = shared / "claim.json", time.monotonic() + _MEET_SECONDS
+    if allocation.is_head:
+        secret, port = secrets.token_hex(16), pick_port(network.ports)
+        server = ControlServer(secret, allocation.num_nodes, network.ports)
+        stack.callback(server.close)
+        addresses = own_addresses(network.interface)
+        write_json(file, {"secret": secret, "port": port, "agent_port": server.port, "addresses": addresses})
+        others = set(range(1, allocation.num_nodes))
+        while missing := others - server.statuses().keys():
+            if time.monotonic() > deadline:
+                names = ", ".join(allocation.names(missing))
+                raise TorchrelayError(f"{names} did not reach {allocation.head} at {', '.join(addresses)}")
+            time.sleep(_POLL_SECONDS)
+        host = own_address = server.own_address
+    else:
+        while not file.exists():
+            if time.monotonic() > deadline:
+                raise TorchrelayError(f"{allocation.head} wrote nothing to the runs directory")
+            time.sleep(_POLL_SECONDS)
+        claim = json.loads(file.read_text(encoding="utf-8"))
+        secret, port = claim["secret"], claim["port"]
+        hosts = head_hosts(allocation.head, claim["addresses"], network.interface)
+        client = ControlClient(hosts, claim["agent_port"], secret, NodeStatus(node_rank=allocation.node_rank))
+        stack.callback(client.close)
+        if not client.met.wait(_MEET_SECONDS):
+            raise TorchrelayError(f"{allocation.host} does not reach {allocation.head} at {', '.join(hosts)}")
+        host, own_address = client.head_address, client.own_address
+    return Meeting(num_nodes=allocation.num_nodes, secret=secret, host=host, port=port, own_address=own_address)
+
+
+def preflight(
+    allocation: NodeAllocation, network: Network, meeting: Meeting, own: Path, num_gpus: int
+) -> tuple[bool, str]:
     """Start the ranks as an attempt does, and run the preflight on them. Returns whether it passed, and its message."""
-    try:
-        address = local_address(allocation)
-    except OSError as error:
-        return False, f"{allocation.host} cannot find the other nodes: {error}"
-    # A job that is never requeued may derive its port from its id. That is no secret, but nothing is at stake here.
     rendezvous = Rendezvous(
-        run="doctor", attempt=1, secret=allocation.job_id, round=1, members=allocation.hostnames,
-        port=LOWEST_PORT + int(allocation.job_id) % 20_000, node=allocation.node_rank,
+        run="doctor", attempt=1, secret=meeting.secret, round=1, num_nodes=meeting.num_nodes, host=meeting.host,
+        port=meeting.port, node=allocation.node_rank if meeting.num_nodes > 1 else 0, ports=network.ports,
     )  # fmt: skip
+    address = meeting.own_address
+    environment = rank_environment(os.environ, allocation, num_gpus, address, 1, network.interface)
     program = [sys.executable, "-u", "-P", *preflight_module(RunDir(own), 1)]
     argv = torchrun_argv(rendezvous, num_gpus or 1, address, sys.executable, program, max_restarts=0)
     done = subprocess.run(
         ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS), *argv],
-        env=torchrun_environment(rendezvous, rank_environment(os.environ, allocation, num_gpus, address, threads=1)),
+        env=torchrun_environment(rendezvous, environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -19,8 +19,11 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.files import modified, refresh_nfs_cache
 from hpc.core.kernel import steady_time
 from hpc.core.nodedir import NodeDir, node_dirs
+from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
+from hpc.spec import RunSpec
+from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
@@ -180,6 +183,22 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
         start_next_attempt(node, [head], [])
     else:
         end_job(node)
+    return 0
+
+
+def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation, detail: str) -> int:
+    """Do the same where the head node was lost before its agent had claimed an attempt. Returns the exit code.
+
+    Raises:
+        TorchrelayError: another agent does so, or the supervisor.
+    """
+    log(detail)
+    attempt = claim.claim_next(run, allocation, port=0, secret="")
+    writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
+    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
+    step = (resubmit.last_step(run) or 0) if spec.train else None
+    if record_end(node, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.head):
+        start_next_attempt(node, [allocation.head], [])
     return 0
 
 

@@ -19,6 +19,7 @@ import submitit
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, lost_nodes
 from hpc.core.errors import TorchrelayError
+from hpc.core.kernel import mounted_directory
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import stage_dir_on_node
 from hpc.core.rundir import RunDir
@@ -116,9 +117,13 @@ class NodeAttempt:
 
     @property
     def stage_dir_is_per_job(self) -> bool:
-        """Whether the cluster makes it for this job, and so deletes it with the job: the job's id is in its path."""
-        named = re.search(rf"(?<!\d){self.allocation.job_id}(?!\d)", str(self.stage_dir.resolve()))
-        return self.on_slurm and named is not None
+        """Whether the cluster makes it for this job, and so deletes it with the job: the job's id is in its path.
+
+        Or in that of the directory that is mounted there: a private /tmp, by job_container/tmpfs or private-tmpdir.
+        """
+        paths = str(self.stage_dir.resolve()), mounted_directory(self.stage_dir)
+        job_id = re.compile(rf"(?<!\d){self.allocation.job_id}(?!\d)")
+        return self.on_slurm and any(map(job_id.search, paths))
 
     @property
     def on_slurm(self) -> bool:

@@ -267,6 +267,14 @@ class Run:
         assert steps == list(range(1, len(steps) + 1))
 
 
+def add_script(site: Site, name: str, text: str) -> None:
+    """Put a script of the user's into the site, which git tracks."""
+    (site.path / name).parent.mkdir(exist_ok=True)
+    (site.path / name).write_text(text)
+    for command in (("git", "init", "-q"), ("git", "add", name)):
+        assert site.type(*command).returncode == 0
+
+
 @contextmanager
 def dead(site: Site, node: str) -> Iterator[None]:
     """A node without power, which is restored afterwards."""
@@ -289,7 +297,8 @@ def what_slurm_holds(seconds: float = 30.0) -> list[str]:
             ).stdout.splitlines()
             for words in ask
         )
-        left = [*jobs, *(node for node in nodes if not re.search(r"GresUsed=gpu:(\w+:)?0", node))]
+        # Slurm 24.11 prints no GresUsed of a node without GPUs.
+        left = [*jobs, *(node for node in nodes if not re.search(r"GresUsed=gpu:(\w+:)?0|Gres=\(null\)", node))]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.3)
@@ -345,6 +354,19 @@ def assert_equal(one: RunDir, other: RunDir) -> None:
     assert not different
 
 
+def preempt(run: Run, other: Site | None = None) -> None:
+    """Have Slurm preempt a run of up to four nodes, for a second; by a job of somebody else, if the user may not."""
+    everything = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null")
+    (other or run.site).slurm("sbatch", *everything, "--wrap=sleep 1")
+
+
+def assert_preempted(run: Run) -> None:
+    """A training of THREE_EPOCHS was preempted once, and completed."""
+    status = run.wait_for_state("completed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
+    assert set(run.steps()) == THREE_EPOCHS_STEPS
+
+
 def assert_continued(run: Run, cause: str) -> None:
     """A training of THREE_EPOCHS was completed by a second job."""
     status = run.wait_for_state("completed")
@@ -352,6 +374,21 @@ def assert_continued(run: Run, cause: str) -> None:
     assert (first["cause"], second["cause"]) == (cause, "completed")
     assert first["job_id"] != second["job_id"]
     assert set(run.steps()) == THREE_EPOCHS_STEPS
+
+
+def assert_survives_a_node(site: Site, *flags: str, place: int = 1) -> Run:
+    """A training of THREE_EPOCHS loses a node, and a second job completes it.
+
+    Args:
+        site: where.
+        flags: more of them.
+        place: of the node in its job; 0 is the head node.
+    """
+    run = site.submit(*THREE_EPOCHS, *flags)
+    run.wait_for_steps(20)
+    with dead(site, run.nodes()[place]):
+        assert_continued(run, "node_failure")
+    return run
 
 
 def assert_nothing_left(run: Run) -> None:
@@ -364,6 +401,7 @@ def assert_nothing_left(run: Run) -> None:
         ]
 
     run.wait("the end of all processes", lambda: not left())
-    look = 'find /dev/shm -mindepth 2 -printf "$SLURMD_NODENAME: %p\\n"'
+    own = 'find /dev/shm -mindepth 1 -maxdepth 1 -user "$(id -u)"'
+    look = own + ' -exec find {} -mindepth 1 -printf "$SLURMD_NODENAME: %p\\n" ";"'
     found = run.site.slurm("srun", "--nodes=4", "--ntasks-per-node=1", "sh", "-c", look)
     assert not found

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, Command, Site, hpc_json, need, tiny_data, what_slurm_holds
+
+pytest.register_assert_rewrite("cluster")  # before its import: its assertions, too, say what they found
+from cluster import ROOT, Command, Site, hpc_json, need, tiny_data, what_slurm_holds  # noqa: E402
 
 # Workers of pytest-xdist share the machine's users, though each has a testbed of its own.
 USER = "torchrelay-" + os.environ.get("PYTEST_XDIST_WORKER", "test")

@@ -18,6 +18,8 @@ class Attempt:
     secret: str
     port: int
     """On which the head node's agent listens to the other agents."""
+    addresses: tuple[str, ...] = ()
+    """Those of the head node; the others try its name first."""
     nodes: tuple[str, ...]
     started: float
     training_started: float | None = None
@@ -62,8 +64,8 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
     found = {
         event["attempt"]: Attempt(
             attempt=event["attempt"], job_id=event["job_id"], restart=event["restart"], secret=event["secret"],
-            port=event.get("port", 0), nodes=tuple(event["nodes"]), members=tuple(event["nodes"]),
-            started=event["time"],
+            port=event.get("port", 0), addresses=tuple(event.get("addresses", ())), nodes=tuple(event["nodes"]),
+            members=tuple(event["nodes"]), started=event["time"],
         )
         for event in events if event["event"] == "claimed"
     }  # fmt: skip

@@ -64,6 +64,11 @@ def refresh_nfs_cache(directory: Path) -> None:
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
 
 
+def nearest_existing(path: Path) -> Path:
+    """An absolute path itself or, if there is no such file, the nearest directory above it that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
 def modified(path: Path) -> float | None:
     """A file's modification time, by its storage's clock; NFS is sure of it only after an open. None if missing."""
     try:

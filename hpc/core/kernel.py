@@ -6,7 +6,8 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 # Positions after the process name in /proc/PID/stat; proc(5) counts these fields from 3.
@@ -16,6 +17,9 @@ _RESERVE = 0.05
 # The files with the limit and the usage of memory, in both versions of control groups.
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
+# Lines of address, index, prefix length, scope, flags, interface.
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+_LINK_LOCAL = 0x20
 RAM_BACKED = frozenset({"tmpfs", "ramfs", "rootfs"})
 """File systems in memory; `rootfs` is that of a diskless node that runs from its initramfs."""
 NETWORK_BACKED = frozenset({
@@ -132,16 +136,25 @@ def file_system_type(path: Path) -> str | None:
     return mounted_type(mounts, path.expanduser().resolve())
 
 
+def mounted_directory(path: Path) -> str:
+    """The directory, in its own file system, that is mounted where a path is: `/` unless it is a bind mount.
+
+    Empty if unknown.
+    """
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = _innermost(lines, 4, path.expanduser().resolve())
+    return _unescape(found.split()[3]) if found else ""
+
+
 def mounted_type(mounts: str, path: Path) -> str | None:
     """The type of an absolute path's file system, from the text of /proc/mounts: the innermost and last mount.
 
     Of an overlay it is that of the directory that it writes to: on a diskless node, that is memory.
     """
-    found, longest = "", 0
-    for line in mounts.splitlines():
-        point = Path(_unescape(line.split()[1]))
-        if path.is_relative_to(point) and len(point.parts) >= longest:
-            found, longest = line, len(point.parts)
+    found = _innermost(mounts.splitlines(), 1, path)
     if not found:
         return None
     _, _, kind, options, *_ = found.split()
@@ -149,6 +162,16 @@ def mounted_type(mounts: str, path: Path) -> str | None:
     # Unless that directory is hidden, as it is in a container.
     below = "\n".join(line for line in mounts.splitlines() if line != found)
     return (mounted_type(below, Path(_unescape(upper[1]))) if upper else None) or kind
+
+
+def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
+    """Of the mounts in which a path lies the innermost and last; `field` is that of the mount point. Empty: none."""
+    found, longest = "", 0
+    for line in mounts:
+        point = Path(_unescape(line.split()[field]))
+        if path.is_relative_to(point) and len(point.parts) >= longest:
+            found, longest = line, len(point.parts)
+    return found
 
 
 def automounted_at(path: Path) -> Path | None:
@@ -166,15 +189,20 @@ def _unescape(path: str) -> str:
     return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
-def interface_addresses() -> dict[str, str]:
-    """The IPv4 address of every network interface that has one, by interface name, in the kernel's order."""
-    found = {}
+def interface_addresses() -> dict[str, list[str]]:
+    """The addresses of every network interface that has some, by interface name, in the kernel's order.
+
+    The IPv4 address first; then those of IPv6, without the link-local ones, which mean nothing to other nodes.
+    """
+    found = dict[str, list[str]]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            found[name] = socket.inet_ntoa(answer[20:24])
+            with suppress(OSError):  # an interface without an IPv4 address
+                found[name] = [socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])]
+    with suppress(FileNotFoundError):  # a kernel without IPv6
+        for line in _IPV6_ADDRESSES.read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if int(scope, 16) != _LINK_LOCAL:
+                found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return found

@@ -7,7 +7,7 @@ that are known):
 | event | by | fields |
 |---|---|---|
 | submitted | submit | job_id cluster started stop_lead_seconds grace_seconds (on preemption; null if unknown) |
-| claimed | head node's agent | job_id restart secret port nodes |
+| claimed | head node's agent | job_id restart secret port addresses nodes |
 | refused | head node's agent | job_id restart detail |
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
 | staging | an agent with a long copy | node source activity bytes_done bytes_total bytes_per_second eta_seconds |
@@ -56,7 +56,9 @@ null, `seconds` counts from the start of the process, `connect_seconds` are thos
 """
 
 import os
+import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ from hpc.core.causes import Cause
 from hpc.core.files import append_json_line, read_json_lines
 
 Event = dict[str, Any]
+_OF_OTHER_NODES = re.compile(r"attempt-\d+-node-0*[1-9]")
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,22 @@ def attempt_prefix(attempt: int) -> str:
 
 def read(events: Path, prefix: str = "") -> list[Event]:
     """All events of a run, in the order in which they happened; with `prefix`, those in files with such names."""
+    return _read(events, lambda name: name.startswith(prefix))
+
+
+def read_without_other_nodes(events: Path) -> list[Event]:
+    """The same without the files of the agents of other nodes than the first.
+
+    For what all agents of a job ask at the same time: a thousand nodes, each of which reads the files of a thousand
+    nodes and of all attempts, would keep shared storage busy for minutes.
+    """
+    return _read(events, lambda name: _OF_OTHER_NODES.match(name) is None)
+
+
+def _read(events: Path, wanted: Callable[[str], bool]) -> list[Event]:
     try:
         with os.scandir(events) as entries:
-            paths = sorted(
-                entry.path for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(".jsonl")
-            )
+            paths = sorted(entry.path for entry in entries if entry.name.endswith(".jsonl") and wanted(entry.name))
     except FileNotFoundError:
         return []
     found = [event for path in paths for event in read_json_lines(path)]

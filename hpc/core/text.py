@@ -1,7 +1,9 @@
-"""Text from outside, such as the last words of a rank, for terminals and spreadsheets. Pure; runs everywhere."""
+"""Text for terminals and spreadsheets, such as the last words of a rank. Pure; runs everywhere."""
 
 import re
+from collections.abc import Sequence
 
+_NAMES_SHOWN = 4
 # Also those of C1, which some terminals obey; those that reverse the direction of text; and parts of surrogate pairs,
 # which stand for bytes that are no UTF-8 and cannot be printed.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -12,6 +14,11 @@ _FORMULA, _ESCAPED = re.compile(r"'*[=+\-@\t\r]"), re.compile(r"'+[=+\-@\t\r]")
 def visible(text: str) -> str:
     r"""Text whose control characters are seen, as `\x1b`, instead of obeyed by a terminal. Tabs stay."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def few(names: Sequence[str], separator: str = ", ") -> str:
+    """The names of nodes in a line for people; of more than four the first and the last, and how many there are."""
+    return f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NAMES_SHOWN else separator.join(names)
 
 
 def csv_cell(value: object) -> object:

@@ -19,14 +19,16 @@ Until its proof is valid a client may send 64 bytes, none of which is parsed, wi
 """
 
 import contextlib
+import errno
 import hmac
 import json
+import random
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -79,6 +81,16 @@ class Connection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def local_address(self) -> str:
+        """The address of this end, at which the other end's machine reaches this one."""
+        return _numeric(self.socket.getsockname())
+
+    @property
+    def peer_address(self) -> str:
+        """The address of the other end."""
+        return _numeric(self.socket.getpeername())
 
     def _set_timeout(self, seconds: float) -> None:
         value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
@@ -175,6 +187,28 @@ class Connection:
         return bytes(content)
 
 
+def _numeric(address: Sequence[Any]) -> str:
+    # A socket for both versions of IP names an IPv4 address ::ffff:10.0.0.1.
+    return str(address[0]).removeprefix("::ffff:")
+
+
+def listen(ports: Sequence[int] = ()) -> socket.socket:
+    """Listen at all of this machine's addresses: on a port that the kernel chooses, or on one of some.
+
+    Raises:
+        OSError: all of them are in use.
+    """
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    for port in random.SystemRandom().sample(ports, len(ports)) or [0]:
+        try:
+            return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"the ports {min(ports)} to {max(ports)} are all in use")
+
+
 def connect(address: tuple[str, int], secret: str, purpose: str, limits: Limits) -> Connection:
     """Connect to a server of the same run.
 
@@ -195,16 +229,17 @@ class Server:
     """Listens, and serves each authenticated connection in a thread of its own."""
 
     def __init__(
-        self, secret: str, purpose: str, serve: Callable[[Connection], None], limits: Limits, port: int = 0
-    ) -> None:
-        """Listen, on a port that the kernel chooses unless one is given.
+        self, secret: str, purpose: str, serve: Callable[[Connection], None], limits: Limits,
+        ports: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Listen, on one of some ports, or on one that the kernel chooses.
 
         If `serve` raises one of `MALFORMED`, only its own connection is closed.
         """
         self._secret, self._purpose, self._serve, self._limits = secret, purpose, serve, limits
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._unauthenticated, self._authenticated = dict[Connection, None](), set[Connection]()
-        self._listener = socket.create_server(("", port), backlog=_BACKLOG)
+        self._listener = listen(ports)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True, name=f"{purpose}-server").start()
 

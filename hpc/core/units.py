@@ -17,6 +17,12 @@ REQUEUE_SECONDS = 10.0
 KILL_WAIT_SECONDS = 30.0
 
 
+def port_range(text: str) -> range:
+    """The ports LOW-HIGH, both included; none of empty text."""
+    low, _, high = text.partition("-")
+    return range(int(low), int(high) + 1) if text else range(0)
+
+
 def slurm_seconds(text: str) -> int | None:
     """Seconds in a duration as Slurm writes it; None for UNLIMITED and its synonyms.
 

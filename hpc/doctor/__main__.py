@@ -40,7 +40,7 @@ from hpc.doctor.node_check import inspect_nodes, plan
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
-from hpc.spec import Resources, RunSpec
+from hpc.spec import Network, Resources, RunSpec
 from hpc.status.warnings import save_seconds
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 
@@ -57,6 +57,7 @@ class DoctorOptions(cli.RunsOptions):
     node: tuple[str, ...] | None = None
     """Also inspect compute nodes in a short job: these nodes, or without names any (as many as --nodes)."""
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
+    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -125,7 +126,7 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     if options.node is None:
         return [*found, *judge(OF_LOGIN, inspect_login(options.runs_dir, site), "login")]
     resources = plan(options.resources, site, options.node)
-    nodes = inspect_nodes(resources, options.node, options.runs_dir, stage_dir)
+    nodes = inspect_nodes(resources, options.network, options.node, options.runs_dir, stage_dir)
     found += judge(OF_LOGIN, inspect_login(options.runs_dir, site, nodes), "login")
     found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
     if len(nodes) < resources.max_nodes:

@@ -253,7 +253,7 @@ def _interfaces(node: NodeInfo) -> Verdict:
         )
     # InfiniBand interfaces may have other addresses than those that the host names resolve to.
     if route is None or used[0] == route or used[0].startswith("ib"):
-        return ok(value)
+        return ok(value if route is None else f"{value}; {route} leads to the other nodes")
     return note(
         f"{value}; {route} leads to the other nodes, but NCCL tries {used[0]} first",
         f"if {used[0]} does not lead to the other nodes, ranks on GPUs hang",

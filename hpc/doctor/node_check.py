@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc.core import node_info
+from hpc.core.files import nearest_existing
 from hpc.core.node_info import NodeInfo
 from hpc.core.units import walltime_minutes
 from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
-from hpc.spec import Resources
+from hpc.spec import Network, Resources
 from hpc.submit import checks
 
 
@@ -27,18 +28,20 @@ def plan(asked: Resources, site: ClusterConfig, names: Sequence[str]) -> Resourc
     return checks.resolve_resources(wanted, slurm.partitions())
 
 
-def inspect_nodes(resources: Resources, names: Sequence[str], runs_dir: Path, stage_dir: Path) -> list[NodeInfo]:
+def inspect_nodes(
+    resources: Resources, network: Network, names: Sequence[str], runs_dir: Path, stage_dir: Path
+) -> list[NodeInfo]:
     """The nodes that answered, in the order of their ranks."""
     count = "1 node" if resources.max_nodes == 1 else f"{resources.nodes} nodes"
     print(f"waiting for {count} of partition {resources.partition}; Ctrl-C cancels", file=sys.stderr)
     real = runs_dir.expanduser().resolve()
-    existing = next(path for path in (real, *real.parents) if path.exists())
+    existing = nearest_existing(real)
     # A node that sees the runs directory sees this one.
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing, ignore_cleanup_errors=True) as shared:
-        return read_reports(slurm.run_srun(srun_argv(resources, names, Path(shared), stage_dir)))
+        return read_reports(slurm.run_srun(srun_argv(resources, network, names, Path(shared), stage_dir)))
 
 
-def srun_argv(resources: Resources, names: Sequence[str], shared: Path, stage_dir: Path) -> list[str]:
+def srun_argv(resources: Resources, network: Network, names: Sequence[str], shared: Path, stage_dir: Path) -> list[str]:
     """The srun that starts one task on each node. Pure but for the environment."""
     given = {key: getattr(resources, key) for key in ("mem", "account", "qos", "constraint", "exclude")}
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
@@ -54,7 +57,7 @@ def srun_argv(resources: Resources, names: Sequence[str], shared: Path, stage_di
         "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
         # As in submitit's scripts: it selects the reader of the allocation.
         "env", f"PYTHONPATH={path}", "SUBMITIT_EXECUTOR=slurm", sys.executable, "-P", "-m", "jobs.doctor",
-        str(shared), str(stage_dir), str(resources.num_gpus),
+        str(shared), str(stage_dir), str(resources.num_gpus), network.interface or "", network.port_range or "",
     ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 No accounting is needed: `final_states` uses it, and `query_cluster` tests it.
 """
 
+import functools
 import getpass
 import os
 import re
@@ -309,6 +310,11 @@ def hostnames(nodes: str) -> list[str]:
     return run("scontrol", "show", "hostnames", nodes).split()
 
 
+def is_headless(job: SlurmJob) -> bool:
+    """Whether a running job has lost the node on which its script runs: with --no-kill it keeps the others."""
+    return job.state is JobState.RUNNING and job.batch_host not in hostnames(job.nodes)
+
+
 def set_excluded_nodes(job_id: str, nodes: Sequence[str]) -> None:
     """Set the nodes that a pending job excludes."""
     run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
@@ -387,6 +393,17 @@ def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
     problem = "the cluster has no default partition" if name is None else f"--partition {name!r} does not exist"
     names = ", ".join(fields["PartitionName"] for fields in partitions if "PartitionName" in fields)
     raise UserError(f"{problem}: use --partition with one of {names}")
+
+
+@functools.cache
+def makes_job_directories() -> bool:
+    """Whether jobs have directories of their own, by job_container/tmpfs.
+
+    There a requeued job must not start before Slurm's delay is over: on nodes that still remember its last start slurmd
+    does not make its directories again, and the job fails (seen on 22.05.8). 26.05.5 makes them, and calls
+    the setting NamespaceType.
+    """
+    return parse_config(run("scontrol", "show", "config")).get("JobContainerType") == "job_container/tmpfs"
 
 
 def parse_config(text: str) -> dict[str, str]:

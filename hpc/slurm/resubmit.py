@@ -33,6 +33,8 @@ from hpc.spec import RunSpec
 
 # By then a failed node has probably been rebooted or repaired.
 _EXCLUDE_SECONDS = 6 * 3600.0
+# What sbatch says when too few nodes are left without the excluded ones; the second, of a node in --nodelist, on 24.11.
+_TOO_FEW_NODES = ("not available", "Invalid node name specified")
 # What slurmstepd prints, with the second, in local time.
 _PREEMPTED = re.compile(rb"CANCELLED AT ([-:T\d]+) DUE TO PREEMPTION")
 # The agents print little after that.
@@ -158,8 +160,9 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
         return slurm.submit(run.script, excluded, environment)
     except TorchrelayError as error:
         given = _given(spec)
-        # With a constraint or a kind of GPU, fewer nodes of the partition fit than `nodes_to_exclude` counted.
-        if excluded == given or "not available" not in str(error):
+        # With a constraint or a kind of GPU, fewer nodes of the partition fit than `nodes_to_exclude` counted; and
+        # --sbatch nodelist may name an excluded node.
+        if excluded == given or not any(words in str(error) for words in _TOO_FEW_NODES):
             raise
         return slurm.submit(run.script, given, environment)
 

@@ -11,7 +11,7 @@ from hpc.core.rundir import RunDir
 
 _SEPARATOR = "|"
 # For `--Format`: the one-letter `--format` has no count of restarts. The last field may hold any characters.
-_FIELDS = ("JobID", "State", "Reason", "NodeList", "RestartCnt", "EligibleTime", "StartTime", "Command")
+_FIELDS = ("JobID", "State", "Reason", "NodeList", "BatchHost", "RestartCnt", "EligibleTime", "StartTime", "Command")
 QUEUE_FORMAT = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
 _SCRIPT = RunDir(Path()).script.name
 _STATES = {
@@ -42,6 +42,8 @@ class SlurmJob:
     nodes: str
     command: str
     """The script: for a run, its submit.sbatch."""
+    batch_host: str = ""
+    """Where its script runs. It stays the same when Slurm has taken that node from a job that may lose nodes."""
     restarts: int = 0
     """How often Slurm has requeued it."""
     eligible: float | None = None
@@ -58,9 +60,9 @@ def parse_jobs(text: str) -> dict[str, SlurmJob]:
         # The rest of a command that contains a line break, or a warning.
         if len(words) < len(_FIELDS) or not words[0][:1].isdecimal():
             continue
-        job_id, state, reason, nodes, restarts, eligible, started, command = words
+        job_id, state, reason, nodes, batch_host, restarts, eligible, started, command = words
         found[job_id] = SlurmJob(
-            job_id=job_id, state=job_state(state), reason=reason, nodes=nodes,
+            job_id=job_id, state=job_state(state), reason=reason, nodes=nodes, batch_host=batch_host,
             command=command.rstrip().removesuffix(_SEPARATOR),
             restarts=int(restarts) if restarts.isdigit() else 0,
             eligible=_seconds(eligible), started=_seconds(started),

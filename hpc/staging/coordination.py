@@ -3,13 +3,20 @@
 `jobs.staging.node_staging` exchanges them between the node agents of a job.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-Address = tuple[str, int]
-"""Host and port of a node's server (`hpc.staging.peers`)."""
+
+class Address(NamedTuple):
+    """Of a node's server (`hpc.staging.peers`)."""
+
+    node: str
+    """The node's name."""
+    host: str
+    """At which the other nodes reach it."""
+    port: int
 
 
 class CacheStatus(StrEnum):
@@ -43,8 +50,8 @@ class StagingPlan:
     source: str
     version: str
     """Name of the version of the data set (`SourceListing.version`)."""
-    lister: Address
-    """Serves the listing."""
+    listing_port: int
+    """On which the head node serves the listing."""
     owners: tuple[Address, ...] | None = None
     """Nodes that read or already have the data: batch b belongs to owner b modulo their number. None: undecided."""
     done: bool = False
@@ -54,8 +61,8 @@ class StagingPlan:
 def read_plan(fields: dict[str, Any]) -> StagingPlan:
     """From JSON."""
     owners = fields["owners"]
-    addresses = None if owners is None else tuple((host, port) for host, port in owners)
-    return StagingPlan(**{**fields, "lister": tuple(fields["lister"]), "owners": addresses})
+    addresses = None if owners is None else tuple(Address(*owner) for owner in owners)
+    return StagingPlan(**{**fields, "owners": addresses})
 
 
 class StagingGroup:
@@ -69,28 +76,34 @@ class StagingGroup:
     """This node's name."""
     secret = ""
     """The secret by which the nodes of the job authenticate each other; empty: this node serves nothing."""
+    ports: Sequence[int] = ()
+    """On one of which to serve; none: the kernel chooses."""
+
+    def head(self, port: int) -> Address:
+        """A port of the head node."""
+        return Address("localhost", "localhost", port)
 
     def publish_listing(self, version: str, port: int) -> None:
         """On the head node: announce the version, and the port that serves its listing."""
 
     def plan(self) -> StagingPlan | None:
         """The head node's plan; None until this node has received it."""
-        return StagingPlan(source="", version="", lister=("", 0), owners=(), done=True)
+        return StagingPlan(source="", version="", listing_port=0, owners=(), done=True)
 
     def report(self, status: CacheStatus, port: int) -> None:
         """Report the state of this node's copy, and the port that serves it."""
 
 
-def choose_owners(caches: Iterable[tuple[str, NodeCache]]) -> tuple[Address, ...] | None:
+def choose_owners(caches: Iterable[tuple[Address, CacheStatus]]) -> tuple[Address, ...] | None:
     """Choose the nodes that have the data, or else those about to read them; None while that is unknown.
 
-    `caches` are the host and the report of each node that has reported.
+    `caches` are the server's address (port 0: none) and the report of each node that has reported.
     """
     known = list(caches)
-    for status in (CacheStatus.COMPLETE, CacheStatus.MISSING):
-        found = tuple((host, cache.port) for host, cache in known if cache.status is status and cache.port)
+    for wanted in (CacheStatus.COMPLETE, CacheStatus.MISSING):
+        found = tuple(address for address, status in known if status is wanted and address.port)
         if found:
             return found
     # A node that waits for another job's copy may still become an owner.
     settled = {CacheStatus.DAMAGED, CacheStatus.UNAVAILABLE}
-    return () if known and all(cache.status in settled for _, cache in known) else None
+    return () if known and all(status in settled for _, status in known) else None

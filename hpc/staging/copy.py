@@ -60,12 +60,12 @@ class Copy:
         self._cancelled = threading.Event()
         self._peers = dict[Address, Peer]()
 
-    def run(self, owners: Sequence[Address], own: Address, secret: str, watch: Watch) -> None:
+    def run(self, owners: Sequence[Address], own: tuple[str, int], secret: str, watch: Watch) -> None:
         """Copy the batches: batch b belongs to owner b modulo their number; without owners this node reads all.
 
         Args:
             owners: the addresses of the nodes that read the data, or already have them.
-            own: this node's address, which need not be an owner's.
+            own: name of this node and port of its server, which need not be an owner's.
             secret: the secret by which the nodes authenticate each other.
             watch: receives the progress, and returns whether to stop.
 
@@ -81,7 +81,8 @@ class Copy:
             owner: [number for number in self._batches if number % len(owners) == index]
             for index, owner in enumerate(owners)
         }
-        for number in by_owner.pop(own, []) if owners else self._batches:
+        this = next((owner for owner in owners if (owner.node, owner.port) == own), None)
+        for number in by_owner.pop(this, []) if this else [] if owners else self._batches:
             self._to_read.put(number)
         readers = [self._start(self._read_batches, "stage-source") for _ in range(_SOURCE_THREADS)]
         # Each fetching thread asks some of the owners.

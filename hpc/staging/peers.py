@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -97,11 +98,12 @@ class ChunkStore:
 class PeerServer:
     """Serves this node's listings and batches to the other nodes of the job."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, ports: Sequence[int] = ()) -> None:
+        """Serve on one of some ports, or on one that the kernel chooses."""
         self.listings: dict[str, bytes] = {}
         self.chunk_stores: dict[str, ChunkStore] = {}
         """Both by version of the data set."""
-        self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS)
+        self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, ports)
         self.port, self.close = self._server.port, self._server.close
 
     def _serve(self, connection: Connection) -> None:
@@ -134,9 +136,9 @@ class Peer:
 
     def __init__(self, address: Address, secret: str, version: str) -> None:
         """Connect, to ask for one version of a data set. Raises PeerError if no agent of the job answers there."""
-        self._name, self._version = address[0], version
+        self._name, self._version = address.node, version
         try:
-            self._connection = connect(address, secret, _PURPOSE, _CLIENT_LIMITS)
+            self._connection = connect((address.host, address.port), secret, _PURPOSE, _CLIENT_LIMITS)
         except OSError as error:
             raise PeerError(f"{self._name} cannot be reached ({error})") from error
         self.close = self._connection.close

@@ -126,7 +126,7 @@ class Stager:
         """
         began = time.monotonic()
         if self._group.secret:
-            self._server = PeerServer(self._group.secret)
+            self._server = PeerServer(self._group.secret, self._group.ports)
             self._held.callback(self._server.close)
         try:
             staged = self._list_and_copy(absolute(source), read_all=read_all)
@@ -181,8 +181,8 @@ class Stager:
         plan = self._group.plan()
         if plan and plan.version and plan.version != listing.version:
             raise TorchrelayError(
-                f"{source} has changed since {plan.lister[0]} listed it: submit again when nothing writes to it any "
-                "more"
+                f"{source} has changed since {self._group.head(0).node} listed it: submit again when nothing writes to "
+                "it any more"
             )
         return listing
 
@@ -190,10 +190,11 @@ class Stager:
         # Listing a million files takes minutes; `watch` stops this wait if the head node dies.
         while (plan := self._group.plan()) is None:
             self._wait.wait()
-        with Peer(plan.lister, self._group.secret, plan.version) as peer:
+        head = self._group.head(plan.listing_port)
+        with Peer(head, self._group.secret, plan.version) as peer:
             listing = self._wait.run_in_thread(peer.listing)
         if listing.source != source or listing.version != plan.version:
-            raise PeerError(f"{plan.lister[0]} sent the listing of another data set")
+            raise PeerError(f"{head.node} sent the listing of another data set")
         return listing
 
     # --- the copy ---

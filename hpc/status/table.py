@@ -9,13 +9,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hpc.core.text import visible
+from hpc.core.text import few, visible
 from hpc.slurm.squeue import explain_reason
 from hpc.status.run_view import TERMINAL, Summary
 
 _STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed": "red", "cancelled": "magenta"}
 _PARTS_SHOWN = 3
-_NODES_SHOWN = 4
 _HALF_DAY_SECONDS = 43200
 _ANY_WIDTH = 10_000
 # The most important columns first: a narrow terminal shows as many as fit, but at least the first two.
@@ -72,7 +71,7 @@ def _cells(row: Summary) -> dict[str, Text]:
     """By title; as Text, because rich would parse the brackets of a list of nodes as markup."""
     wait = wait_reason(row)
     names = list(dict.fromkeys(row["attempts"][-1]["members"])) if row["attempts"] else []
-    nodes = f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NODES_SHOWN else " ".join(names)
+    nodes = few(names, " ")
     interruptions = ", ".join(f"{cost['count']} {cause}" for cause, cost in row["recovery"].items())
     tested = row["test_accuracy"] is not None
     accuracy = f"{row['test_accuracy']:.2%}" if tested else _or_dash(row["val_accuracy"], "{:.1%} val")

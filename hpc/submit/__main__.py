@@ -28,9 +28,9 @@ from hpc.core.text import visible
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, agent_command, start_local
-from hpc.spec import Cluster, Recovery, Resources, RunSpec, check_run_name
+from hpc.spec import Cluster, Network, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
-from hpc.submit import checks, environment_archive, user_python
+from hpc.submit import checks, environment_archive, user_environment
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.model_names import check_model, resolve_weights
@@ -47,6 +47,7 @@ class SubmitOptions(cli.Common):
 
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
     recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
+    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
     name: str | None = None
     """Name of the run and its directory. Default: the name of the model or script, and the time."""
     runs_dir: Path = Path("runs")
@@ -67,7 +68,9 @@ class SubmitOptions(cli.Common):
     """Pack this Python environment once, and start the ranks of every node from a copy on its own disk."""
     python: Path | None = None
     """The interpreter of your own environment, ENV/bin/python, for torchrun and the ranks of your own script.
-    It needs torch and nothing of torchrelay. Default: this one."""
+    It needs torch and nothing of torchrelay. Default: this one, or in a container its python3."""
+    container: str | None = None
+    """Start torchrun and the ranks of your own script in this Apptainer image, a .sif file on shared storage."""
     dry_run: bool = False
     """Check everything and print the script, but submit nothing."""
     wait: bool = False
@@ -116,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
     """The flags that a --config file may set; True for switches."""
-    owners = (options, Resources, Recovery, *([TrainConfig] if options is SubmitTraining else []))
-    no_flags = {"resources", "recovery", "train", "config", "recipe"}
+    owners = (options, Resources, Recovery, Network, *([TrainConfig] if options is SubmitTraining else []))
+    no_flags = {"resources", "recovery", "network", "train", "config", "recipe"}
     return {name: switch for name, switch in command_line.flag_names(*owners).items() if name not in no_flags}
 
 
@@ -137,9 +140,11 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     }  # fmt: skip
     if options.dry_run:
         text = SlurmExecutor(run, spec).script() if on_slurm else agent_command(run) + "\n"
-        cli.print_json({**answer, "text": text, "python": spec.python}) if options.json else print(text, end="")
+        where = {"python": spec.python, "container": spec.container}
+        cli.print_json({**answer, "text": text, **where}) if options.json else print(text, end="")
         if spec.python:
-            print(f"hpc submit: torchrun and the ranks start in {visible(spec.python)}", file=sys.stderr)
+            of = f" of {visible(spec.container)}" if spec.container else ""
+            print(f"hpc submit: torchrun and the ranks start in {visible(spec.python)}{of}", file=sys.stderr)
         return 0
     if environment is not None:
         watch = None if options.json else environment_archive.show_progress
@@ -186,10 +191,11 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if train is not None:
         check_world(train, resources.max_nodes * resources.ranks_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
-    python = None
-    if options.python is not None:
-        user_python.check_use(options.python, trains=train is not None, stages=options.stage_env)
-        python = user_python.check(options.python, resources.setup, on_cluster=cluster == "slurm")
+    for flag, value in (("--container", options.container), ("--python", options.python)):
+        user_environment.check_use(flag, value, trains=train is not None, stages=options.stage_env)
+    image, python = user_environment.resolve(
+        options.container, options.python, resources.setup, on_cluster=cluster == "slurm"
+    )
     kind = train.model if train else Path(script[0]).stem
     name = options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDir(options.runs_dir.expanduser().resolve() / name)
@@ -199,7 +205,8 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
-        recipe=getattr(options, "recipe", None), python=python,
+        network=options.network, recipe=getattr(options, "recipe", None), python=python,
+        container=image,
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)

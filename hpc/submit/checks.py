@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.files import nearest_existing
 from hpc.core.kernel import automounted_at, file_system_type
 from hpc.core.ownership import who_may_rename
 from hpc.core.units import format_minutes, walltime_minutes
@@ -126,9 +127,13 @@ def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
 
 
 def check_recovery(spec: RunSpec) -> None:
-    """Refuse --spares without Slurm, and a --stop-lead beyond the time limit."""
+    """Refuse --spares and --interface without Slurm, and a --stop-lead beyond the time limit."""
     if spec.recovery.spares and spec.cluster == "local":
         raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
+    if spec.network.interface and spec.cluster == "local":
+        raise UserError(
+            f"--interface is {spec.network.interface}, but --cluster local has no network between nodes: leave it out"
+        )
     limit = 60 * walltime_minutes(spec.resources.time or "1d")
     if spec.recovery.stop_lead is not None and spec.stop_lead_seconds >= limit:
         raise UserError(
@@ -156,7 +161,7 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
     real = runs_dir.expanduser().resolve()
     if any(character in str(real) for character in "%\\\n"):
         raise UserError(f"--runs-dir {str(runs_dir)!r}: Slurm replaces % and \\ in file names; use another path")
-    existing = next(path for path in (real, *real.parents) if path.exists())
+    existing = nearest_existing(real)
     if not existing.is_dir():
         raise UserError(f"--runs-dir {runs_dir}: {existing} is no directory")
     if not os.access(existing, os.W_OK | os.X_OK):

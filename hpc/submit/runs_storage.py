@@ -5,7 +5,7 @@ import tempfile
 from enum import StrEnum
 from pathlib import Path
 
-from hpc.core.files import UNSUPPORTED, fsync_directory
+from hpc.core.files import UNSUPPORTED, fsync_directory, nearest_existing
 from hpc.core.ledger import attempt_prefix
 
 
@@ -30,8 +30,8 @@ def missing_features(directory: Path) -> list[Feature]:
     Raises:
         OSError: nothing can be written there.
     """
-    missing, existing = [], next(path for path in (directory, *directory.parents) if path.exists())
-    with tempfile.TemporaryDirectory(prefix=".probe-", dir=existing) as name:
+    missing = []
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=nearest_existing(directory)) as name:
         probe = Path(name)
         (probe / "file").touch()
         try:

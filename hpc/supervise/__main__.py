@@ -145,6 +145,10 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
             print(visible(f"hpc supervise: {run.path}: {error!r}"), file=sys.stderr, flush=True)
     found = with_final_states(found)
     for number, one in enumerate(found):
+        new = [job for job in one.known.running_jobs if not one.known.made_last_attempt(job)]
+        headless = frozenset(job.job_id for job in new if slurm.is_headless(job))
+        if headless:
+            found[number] = replace(one, known=replace(one.known, headless=headless))
         if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
             # Nodes that the pending job can still do without: fewer when others go down.
             excludable = resubmit.nodes_to_exclude(RunSpec.load(one.run), one.events)

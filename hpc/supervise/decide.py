@@ -172,6 +172,9 @@ def _starting(run: RunObservation) -> Decision | None:
     job = run.running_jobs[-1] if run.running_jobs else None
     if job is None or run.made_last_attempt(job):
         return None
+    if job.job_id in run.headless:
+        # Slurm ends such a job at its time limit: the agents on its other nodes, if any, wait for the head node's.
+        return _resubmit(run, job, f"{job.batch_host}, its first node, was lost before its agents started")
     waited = run.now - (job.started or run.now)
     # The list of squeue may be older than the ledger.
     if waited < _CLAIM_SECONDS or (run.end_missing and run.silent_seconds < STALE_SECONDS):
@@ -231,7 +234,8 @@ def _vanished(run: RunObservation) -> Decision | None:
     failed = run.last is None and state not in {JobState.UNKNOWN, JobState.NODE_FAIL}
     if not unknown and not failed:
         return None
-    reason = f"{_gone(run)} and never started: continue with `sbatch submit.sbatch` in the run directory"
+    why = f"its job started nothing: {run.refusal}" if run.refusal else f"{_gone(run)} and never started"
+    reason = f"{why}: continue with `sbatch submit.sbatch` in the run directory"
     return _keep(reason, "failed")
 
 

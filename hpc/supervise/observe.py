@@ -26,9 +26,13 @@ class RunObservation:
     """By `hpc cancel`."""
     scancelled: bool = False
     """Its last job was cancelled with scancel, and the ledger has it."""
+    refusal: str | None = None
+    """Why its last job started no attempt."""
     attempts: Sequence[Attempt] = ()
     jobs: Sequence[SlurmJob] = ()
     """Those that squeue lists, also ended ones, the oldest first."""
+    headless: frozenset[str] = frozenset()
+    """Ids of jobs that hold nodes, but have lost the one on which their script runs, and made no attempt."""
     last_job_state: JobState = JobState.UNKNOWN
     """From squeue or, if that does not list the job any longer, from Slurm's accounting."""
     heartbeat_at: float | None = None
@@ -119,6 +123,10 @@ class ObservedRun:
     """Of the file `alive`, by its storage's clock."""
 
 
+def _is_refusal(event: Event, job_id: str | None) -> bool:
+    return bool(event["event"] == "refused" and event["job_id"] == job_id)
+
+
 def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:
     """Read the state of a run; an OSError if its directory was deleted, or is closed to this user.
 
@@ -137,6 +145,7 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         complete=complete,
         cancelled=any(event["event"] == "cancelled" for event in events),
         scancelled=any(event["event"] == "scancelled" and event["job_id"] == job_id for event in events),
+        refusal=next((event["detail"] for event in events[::-1] if _is_refusal(event, job_id)), None),
         attempts=attempts,
         jobs=listed,
         last_job_state=next((job.state for job in listed if job.job_id == job_id), JobState.UNKNOWN),

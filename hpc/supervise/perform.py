@@ -88,6 +88,9 @@ def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
 
 def _release(observed: ObservedRun, decision: Decision) -> None:
     """Let a delayed or held job start now, but not on nodes that failed the run."""
+    if decision.action is Action.START_NOW and slurm.makes_job_directories():
+        _resubmit(observed, decision)
+        return
     try:
         excluded = resubmit.nodes_to_exclude(RunSpec.load(observed.run), observed.events)
         if set(excluded) != set(observed.known.excluded):

@@ -30,9 +30,11 @@ class TestbedShape:
     """Kind of cluster. `typed`: GPUs of two types, a node without GPUs, CPUs allocated one by one. `bare`: no
     grace time on preemption, jobs of at most 5 minutes that are not requeued, 300 s until a dead node is noticed.
     `cancel`: a preempted job is cancelled. `suspend`: it is suspended. `strict`: one job at a time for the users of the
-    account `users`, and no requeues or changes of jobs."""
-    nodes: int = 4
-    """Compute nodes: gpu01, gpu02, and so on."""
+    account `users`, and no requeues or changes of jobs. `addresses`: names lead to a network that is closed between the
+    nodes, and in the other one most ports are closed. `ranges`: more nodes, with three digits: gpu[001-032].
+    `private`: each job has a /tmp and a /dev/shm of its own."""
+    nodes: int | None = None
+    """Compute nodes: gpu01, gpu02, and so on. Default: 4; 32 with `--profile ranges`."""
     gpus_per_node: int = 4
     """Pretended GPUs: Slurm allocates them, but no hardware is behind them."""
     cpus_per_node: int = 8
@@ -47,7 +49,7 @@ class TestbedShape:
     def __post_init__(self) -> None:
         """Refuse a shape that Slurm or the address range cannot hold."""
         for flag, value, minimum, maximum, example in (
-            ("--nodes", self.nodes, 1, _MAX_NODES, 4),
+            ("--nodes", self.num_nodes, 1, _MAX_NODES, 4),
             ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),
             ("--cpus-per-node", self.cpus_per_node, 1, 256, 8),
             ("--memory-mb-per-node", self.memory_mb_per_node, 1, 2**30, 32_768),
@@ -60,6 +62,11 @@ class TestbedShape:
     def kind(self) -> Profile:
         """What the name of the profile means."""
         return PROFILES[self.profile]
+
+    @property
+    def num_nodes(self) -> int:
+        """`nodes`, resolved."""
+        return self.kind.nodes if self.nodes is None else self.nodes
 
     @property
     def has_accounting(self) -> bool:
@@ -75,7 +82,8 @@ class TestbedShape:
     def all_nodes(self) -> tuple[TestbedNode, ...]:
         """The nodes: gpu01 at 10.77.0.1, and so on."""
         return tuple(
-            TestbedNode(name=f"gpu{number:02d}", address=f"10.77.0.{number}") for number in range(1, self.nodes + 1)
+            TestbedNode(name=self.kind.node_name.format(number), address=f"10.77.0.{number}")
+            for number in range(1, self.num_nodes + 1)
         )
 
     def node(self, name: str) -> TestbedNode:
@@ -100,6 +108,7 @@ class TestbedPaths:
         self.gres_conf = root / "gres.conf"
         self.slurmdbd_conf = root / "slurmdbd.conf"
         self.job_submit = root / "job_submit.lua"
+        self.job_container = root / "job_container.conf"
         # Every node's /etc/hosts.
         self.hosts = root / "hosts"
         self.munge = root / "munge"

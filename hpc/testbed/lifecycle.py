@@ -104,9 +104,10 @@ def _running_shape() -> TestbedShape:
 
 def _is_healthy(shape: TestbedShape) -> bool:
     """Whether a testbed of this shape runs, all daemons answer, and all nodes work."""
-    # A version that would write other files builds anew.
+    # Those of another shape differ, and so may those of another version. A number of nodes that is the default, too, is
+    # no other shape.
     wanted = render.files(shape, PATHS, socket.gethostname())
-    if _recorded_shape() != shape or any(not p.is_file() or p.read_text() != text for p, text in wanted.items()):
+    if _recorded_shape() is None or any(not p.is_file() or p.read_text() != text for p, text in wanted.items()):
         return False
     if not (daemons.munge_answers(PATHS) and daemons.controller_answers(PATHS)):
         return False

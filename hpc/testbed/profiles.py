@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-ProfileName = Literal["usual", "typed", "bare", "cancel", "suspend", "strict"]
+ProfileName = Literal["usual", "typed", "bare", "cancel", "suspend", "strict", "addresses", "ranges", "private"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +19,20 @@ class Profile:
     """Of the first node's GPUs, the second's, and so on, from the beginning again; empty: GPUs without a type; None: no
     GPUs."""
     slurmd_timeout: int = 20
-    """Unless the shape says otherwise."""
+    """Unless the shape says otherwise, like `nodes`."""
+    nodes: int = 4
+    node_name: str = "gpu{:02d}"
+    """For the number of the node, counted from 1."""
     account: Mapping[str, str] = field(default_factory=dict)
     """Limits of the account `users`, with which accounting runs."""
     job_submit: str = ""
     """The site's job_submit.lua."""
+    named_network: str = "10.77.0"
+    """The network of the addresses to which the nodes' names resolve. NodeAddr is always one of the usual network."""
+    boot: str = ""
+    """What each node runs first when it boots; `{number}` is the node's."""
+    job_container: str = ""
+    """The site's job_container.conf."""
 
 
 # Slurm asks no plugin about a requeue, but one can make every job one that may not be requeued.
@@ -35,6 +44,49 @@ end
 function slurm_job_modify(job, old, partitions, user)
    return slurm.ESLURM_ACCESS_DENIED
 end
+"""
+
+# eth1 is a network that is closed between the nodes: nobody answers in it. eth2 has IPv6 alone. Of eth0, the ports of
+# Slurm, 20000 to 20999 and the kernel's are open. Routing rules: there is no firewall without further packages.
+_THREE_NETWORKS = """\
+ip link add eth1 type veth peer name closed
+ip address add 10.88.0.{number}/24 dev eth1
+ip link set closed up
+ip link set eth1 up
+ip link add link eth0 name eth2 type macvlan mode bridge
+ip address add fd77::{number}/64 dev eth2 nodad
+ip link set eth2 up
+echo 30000 30999 >/proc/sys/net/ipv4/ip_local_port_range
+ip rule add pref 100 to 10.77.0.254 lookup main
+for closed in 1024-6817 6819-7816 7818-19999 21000-29999 31000-65534; do
+	ip rule add pref 200 iif lo to 10.77.0.0/24 ipproto tcp dport $closed blackhole
+done
+"""
+
+# /mnt is where job_container/tmpfs keeps the jobs' directories and mount namespaces. Linux 6.18 numbers the namespaces
+# that a CPU makes from a range of that CPU's, and mounts one only within one with a lower number. So the node's own has
+# to be made on the CPU with the lowest numbers; otherwise some jobs fail, by the CPU on which they start.
+_PRIVATE_DIRECTORIES = """\
+mount -n -t tmpfs -o mode=755 tmpfs /mnt
+touch /mnt/probe
+last=$(($(nproc --all) - 1))
+for cpu in $(seq 0 $last); do
+	if ! taskset --cpu-list $cpu unshare --mount=/mnt/probe true; then
+		export home=$((${home:--1} + 1))
+		[ $home -le $last ]
+		exec taskset --cpu-list $home unshare --mount --propagation=slave taskset --cpu-list 0-$last sh "$0"
+	fi
+	umount /mnt/probe
+done
+"""
+
+# The kernel has one table of 1,024 neighbours for all networks of the machine (gc_thresh3). 32 nodes that talk to each
+# other fill it, and packets are lost. Permanent neighbours are not counted.
+_KNOWN_NEIGHBOURS = """\
+ip link set eth0 address 02:00:00:00:00:$(printf %02x {number})
+for other in $(seq 99); do
+	echo neigh replace 10.77.0.$other lladdr 02:00:00:00:00:$(printf %02x $other) dev eth0 nud permanent
+done | ip -batch -
 """
 
 PROFILES: dict[ProfileName, Profile] = {
@@ -55,5 +107,12 @@ PROFILES: dict[ProfileName, Profile] = {
         slurm_conf={"AccountingStorageEnforce": "associations,limits,qos", "JobSubmitPlugins": "lua"},
         account={"MaxSubmitJobs": "1"},
         job_submit=_NO_REQUEUE_NO_UPDATE,
+    ),
+    "addresses": Profile(named_network="10.88.0", boot=_THREE_NETWORKS),
+    "ranges": Profile(nodes=32, node_name="gpu{:03d}", boot=_KNOWN_NEIGHBOURS),
+    "private": Profile(
+        slurm_conf={"JobContainerType": "job_container/tmpfs", "PrologFlags": "Contain"},
+        job_container="AutoBasePath=true\nBasePath=/mnt\n",
+        boot=_PRIVATE_DIRECTORIES,
     ),
 }

@@ -97,7 +97,7 @@ _BOOT = """\
 #!/bin/sh
 # Runs in the node's fresh network, mount and host-name namespaces, and becomes its slurmd.
 set -eu
-hostname {name}
+{boot}hostname {name}
 # In a new network namespace the loopback is down, and torchrun connects to itself over it.
 ip link set lo up
 ip address add {address}/24 dev eth0
@@ -105,7 +105,7 @@ ip link set eth0 up
 # -n: no entry below /run/mount, which the nodes share with the machine.
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /tmp
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /dev/shm
-# torchrun's workers connect by host name, and there is no DNS.
+# There is no DNS.
 mount -n --bind {hosts} /etc/hosts
 # -b: report a new boot, or slurmctld assumes that a revived node was never down.
 exec slurmd -b -N {name} -f {slurm_conf}
@@ -158,7 +158,9 @@ def hosts(shape: TestbedShape, host_name: str) -> str:
     """The nodes' /etc/hosts; `host_name` is the machine's own, which jobs see as their submit host."""
     aliases = f"{LOGIN_NAME} {host_name}" if host_name not in {LOGIN_NAME, "localhost"} else LOGIN_NAME
     lines = ["127.0.0.1 localhost", "::1 localhost", f"{LOGIN_ADDRESS} {aliases}"]
-    return "\n".join([*lines, *(f"{node.address} {node.name}" for node in shape.all_nodes)]) + "\n"
+    network = shape.kind.named_network
+    lines += [f"{network}.{number} {node.name}" for number, node in enumerate(shape.all_nodes, 1)]
+    return "\n".join(lines) + "\n"
 
 
 def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path, str]:
@@ -170,10 +172,13 @@ def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path
         paths.hosts: hosts(shape, host_name),
         paths.login_script: _LOGIN.format(**quoted),
     }
-    for node in shape.all_nodes:
-        found[paths.boot_script(node)] = _BOOT.format(name=node.name, address=node.address, **quoted)
+    for number, node in enumerate(shape.all_nodes, 1):
+        boot = shape.kind.boot.replace("{number}", str(number))
+        found[paths.boot_script(node)] = _BOOT.format(name=node.name, address=node.address, boot=boot, **quoted)
     if shape.has_accounting:
         found[paths.slurmdbd_conf] = _SLURMDBD.format(paths=paths, **_NAMES)
     if shape.kind.job_submit:
         found[paths.job_submit] = shape.kind.job_submit
+    if shape.kind.job_container:
+        found[paths.job_container] = shape.kind.job_container
     return found

@@ -1,12 +1,13 @@
 """The control channel: a connection from every agent of an attempt to the head node's agent.
 
-Runs on compute nodes. Every agent sends its status twice a second and gets the directive back. Slurm notices a dead
-node after minutes, and files on shared storage show after up to a minute; this takes seconds. Connections are
-authenticated with the attempt's secret, which stands in the run directory (hpc.core.transport).
+Runs on compute nodes. Every agent sends its status twice a second, and gets the directive back if that has changed.
+Slurm notices a dead node after minutes, and files on shared storage show after up to a minute; this takes seconds.
+Connections are authenticated with the attempt's secret, which stands in the run directory (hpc.core.transport).
 """
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ _RECONNECT_SECONDS = 1.5
 _SERVER_LIMITS = Limits(timeout_seconds=2 * LOST_SECONDS, max_message_bytes=2**20)
 _CLIENT_LIMITS = Limits(timeout_seconds=_ANSWER_SECONDS, max_message_bytes=2**20)
 _PURPOSE = "control"
+ALONE = "127.0.0.1"
+"""The address of a node that no other one reaches."""
 
 
 def _hangs(status: NodeStatus, unreported_seconds: float, timeout_seconds: float) -> bool:
@@ -47,8 +50,10 @@ class ControlServer:
     head_is_silent = False
     clock_skew_seconds = 0.0
 
-    def __init__(self, secret: str, num_nodes: int, port: int = 0, *, timeout_seconds: float = float("inf")) -> None:
-        """Listen, on a port that the kernel chooses unless one is given.
+    def __init__(
+        self, secret: str, num_nodes: int, ports: Sequence[int] = (), *, timeout_seconds: float = float("inf")
+    ) -> None:
+        """Listen, on one of some ports, or on one that the kernel chooses.
 
         If this agent hangs for `timeout_seconds` before the training, the others get
         no answer any more: they take it for lost.
@@ -63,7 +68,10 @@ class ControlServer:
         self.clock = AgentClock()
         self._heard: dict[int, float] = {}
         self._ended = set[int]()
-        self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, port)
+        self._addresses = dict[int, str]()
+        self.own_address = ALONE
+        """At which the other nodes reach this one."""
+        self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, ports)
         self.port = self._server.port
 
     def report(self, **changes: Any) -> None:
@@ -81,6 +89,10 @@ class ControlServer:
         """The last status by node rank; none of nodes that have not reported yet."""
         return dict(self._statuses)
 
+    def address(self, node_rank: int) -> str:
+        """At which the others reach a node that has reported: the one from which it has connected."""
+        return self._addresses.get(node_rank, self.own_address)
+
     def silent_seconds(self, node_rank: int) -> float | None:
         """How long a node has been silent; None if it has never reported."""
         heard = self._heard.get(node_rank)
@@ -95,17 +107,22 @@ class ControlServer:
         return node_rank in self._ended
 
     def _serve(self, connection: Connection) -> None:
-        node_rank = None
+        node_rank = sent = None
         try:
             while True:
                 status = NodeStatus.from_json(connection.receive())
                 if status.node_rank not in range(1, self._num_nodes):
                     raise ValueError(f"there is no other node {status.node_rank}")
+                self._addresses[status.node_rank], self.own_address = connection.peer_address, connection.local_address
                 self._take(status)
                 node_rank = status.node_rank
                 if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                     return
-                connection.send({"time": steady_time(), "directive": asdict(self.directive)})
+                # Not in every answer: it names all members, and a large job's head would do nothing else.
+                directive = self.directive
+                changed = {} if directive is sent else {"directive": directive.as_json}
+                connection.send({"time": steady_time(), **changed})
+                sent = directive
         except OSError as error:
             if not isinstance(error, ConnectionError):
                 node_rank = None  # no answer: the silence is counted
@@ -124,10 +141,12 @@ class ControlClient:
     """Another node's end: reports its status to the head node, and has the head's directive."""
 
     def __init__(
-        self, host: str, port: int, secret: str, status: NodeStatus, *, timeout_seconds: float = float("inf")
-    ) -> None:
+        self, hosts: Sequence[str], port: int, secret: str, status: NodeStatus, *,
+        timeout_seconds: float = float("inf"),
+    ) -> None:  # fmt: skip
         """Connect in a thread, again and again until `close`, to the head node's agent, and send it a first status.
 
+        Names and addresses of the head node are tried in their order, until it has answered at one of them.
         If this agent hangs for `timeout_seconds` before the training, the head hears nothing of it any more.
         """
         self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
@@ -138,7 +157,9 @@ class ControlClient:
         """Set with the head's first answer."""
         self.head_has_ended = False
         """As `ControlServer.has_ended`."""
-        self._address, self._secret = (host, port), secret
+        self.hosts, self._port, self._secret = hosts, port, secret
+        self.head_address = self.own_address = ALONE
+        """At which this node reaches the head, and the others reach this node."""
         self.clock, self._heard = AgentClock(), time.monotonic()
         self._changed, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep_connected, daemon=True, name="control-client")
@@ -170,13 +191,18 @@ class ControlClient:
 
     def _keep_connected(self) -> None:
         while not self._closed.is_set():
-            try:
-                with connect(self._address, self._secret, _PURPOSE, _CLIENT_LIMITS) as connection:
-                    self._exchange(connection)
-            except ConnectionError:
-                self._heard, self.head_has_ended = _after_break(self._heard), True
-            except MALFORMED:
-                pass  # no answer: the silence is counted
+            # Once met, a broken connection to the head must not be followed by attempts at addresses that lead nowhere.
+            for host in [self.head_address] if self.met.is_set() else self.hosts:
+                try:
+                    with connect((host, self._port), self._secret, _PURPOSE, _CLIENT_LIMITS) as connection:
+                        self.head_address, self.own_address = connection.peer_address, connection.local_address
+                        self._exchange(connection)
+                except ConnectionError:
+                    self._heard, self.head_has_ended = _after_break(self._heard), True
+                except MALFORMED:
+                    pass  # no answer: the silence is counted
+                if self.met.is_set():
+                    break
             self._closed.wait(_SEND_SECONDS)
 
     def _exchange(self, connection: Connection) -> None:
@@ -190,7 +216,8 @@ class ControlClient:
             connection.send(asdict(self.status))
             answer = connection.receive()
             self._heard, self.head_has_ended = time.monotonic(), False
-            self.directive = Directive.from_json(answer["directive"])
+            if "directive" in answer:
+                self.directive = Directive.from_json(answer["directive"])
             if not self.met.is_set():
                 self.clock_skew_seconds = answer["time"] - (sent_at + steady_time()) / 2
                 self.met.set()

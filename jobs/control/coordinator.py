@@ -13,6 +13,7 @@ from typing import Any
 from hpc.core.attempts import attempts_of, budget_of
 from hpc.core.causes import Cause, PastInterruption, rank_signature, signature_of
 from hpc.core.kernel import steady_time
+from hpc.core.text import few
 from hpc.slurm import resubmit
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
@@ -125,7 +126,7 @@ class Coordinator:
             first = len(lost_members) == len(self.lost)
             # `lost` keeps nodes that were lost earlier; a node lost only now fell silent about LOST_SECONDS ago.
             failed_at = min(self.lost.values()) if first else steady_time() - LOST_SECONDS
-            detail = f"lost contact with {', '.join(lost_members)}"
+            detail = f"lost contact with {few(lost_members)}"
             self._handle(self._failure(Cause.NODE_FAILURE, failed_at, detail, node=lost_members[0]))
 
     def _find_failed_ranks(self) -> None:
@@ -156,6 +157,8 @@ class Coordinator:
 
     def _abort_hung_ranks(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         """Have all ranks of a hang killed; torchrun restarts them, but not on a node where they cannot be killed."""
+        if self.lost.keys() & set(self._server.directive.members) or not self._all_heard():
+            return  # the ranks wait for a node that is dead, or may be
         hang = find_hang(heartbeats, self._node.spec.recovery.hang_timeout)
         if hang is None or self._stop:
             return
@@ -295,13 +298,14 @@ class Coordinator:
         preflight = not self._node.spec.train and not self._preflight_passed.issuperset(map(self._name, members))
         number, port = before.round + 1, statuses[members[0]].port
         self._node.record_event("rendezvous", round=number, port=port, members=list(members))
-        self._direct(round=number, members=members, port=port, preflight=preflight, paused=False)
+        host = self._server.address(members[0])
+        self._direct(round=number, members=members, host=host, port=port, preflight=preflight, paused=False)
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
         """The failure that left too few nodes; or there never were enough."""
         out = {rank: status for rank, status in statuses.items() if status.phase in {Phase.FAILED, Phase.BAD_NODE}}
         failed = [f"{self._name(node_rank)}: {status.detail}" for node_rank, status in out.items()]
-        failed += [f"lost contact with {self._name(node_rank)}" for node_rank in sorted(self.lost)]
+        failed += [f"lost contact with {few(list(map(self._name, sorted(self.lost))))}"] if self.lost else []
         last = self._last_failure
         if last and steady_time() - last.noticed_at < _RECENT_SECONDS and not out:
             return replace(last, detail=f"{last.detail}; {reason}")

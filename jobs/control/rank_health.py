@@ -95,11 +95,12 @@ class StragglerDetector:
             return []
         # Of two ranks the faster one, of many the median.
         usual = sorted(busy.values())[(len(busy) - 1) // 2]
-        found, now = [], time.monotonic()
-        for rank, seconds in busy.items():
-            if seconds < max(_SLOW_FACTOR * usual, usual + _SLOW_MIN_SECONDS):
-                self._slow_since.pop(rank, None)
-            elif now - self._slow_since.setdefault(rank, now) > _SLOW_FOR_SECONDS:
+        found, now, limit = [], time.monotonic(), max(_SLOW_FACTOR * usual, usual + _SLOW_MIN_SECONDS)
+        slow = {rank: seconds for rank, seconds in busy.items() if seconds >= limit}
+        for rank in [rank for rank in self._slow_since if rank in busy and rank not in slow]:
+            del self._slow_since[rank]
+        for rank, seconds in slow.items():
+            if now - self._slow_since.setdefault(rank, now) > _SLOW_FOR_SECONDS:
                 self._slow_since[rank] = float("inf")  # once is enough
                 found.append(Straggler(rank=rank, busy_seconds=seconds, usual_seconds=usual))
         return found

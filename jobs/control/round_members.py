@@ -82,8 +82,8 @@ def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
 
 def _choose(directive: Directive, view: MembershipView) -> tuple[int, ...]:
     """Members stay members; other nodes take the free places."""
-    able = view.able
-    stayed = [node_rank for node_rank in directive.members if node_rank in able]
+    able = dict.fromkeys(view.able)
+    stayed = dict.fromkeys(node_rank for node_rank in directive.members if node_rank in able)
     others = [node_rank for node_rank in able if node_rank not in stayed]
     return tuple([*stayed, *others][: view.max_nodes])
 

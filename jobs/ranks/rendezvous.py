@@ -3,18 +3,16 @@
 import os
 import random
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from hpc.core.kernel import interface_addresses
-from jobs.node_attempt import NodeAllocation
 
 # Ports below this belong to system services, those of the ephemeral range to outgoing connections.
 LOWEST_PORT = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
-# By its path: a user's PYTHONPATH must not replace it.
-_TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
+TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
+"""By its path: a user's PYTHONPATH must not replace it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +23,14 @@ class Rendezvous:
     attempt: int
     secret: str
     round: int
-    members: tuple[str, ...]
-    """Host names; the others report to the first one (training.runtime.node_rendezvous)."""
+    num_nodes: int
+    host: str
+    """Address of the first node, to which the others report (training.runtime.node_rendezvous)."""
     port: int
     node: int
-    """This node's place in `members`."""
+    """This node's place among them."""
+    ports: Sequence[int] = ()
+    """On one of which the ranks' store listens; none: the kernel chooses."""
 
     @property
     def id(self) -> str:
@@ -44,18 +45,20 @@ def torchrun_argv(
 
     torchrun executes the program, or runs it, if it is a Python script, in forks of itself.
     """
+    host = f"[{rendezvous.host}]" if ":" in rendezvous.host else rendezvous.host
+    ports = f",ports={rendezvous.ports[0]}-{rendezvous.ports[-1]}" if rendezvous.ports else ""
     return [
-        python, "-P", str(_TORCHRUN),
-        f"--nnodes={len(rendezvous.members)}",
+        python, "-P", str(TORCHRUN),
+        f"--nnodes={rendezvous.num_nodes}",
         f"--nproc-per-node={ranks}",
         # The coordinator, which knows all ranks and their steps, decides how often (jobs.control.root_failure).
         f"--max-restarts={max_restarts}",
         # SIGTERM stays ignored, as inherited; SIGINT stays the agent's way to end torchrun in good order.
         "--signals-to-handle=SIGINT",
         "--rdzv-backend=torchrelay",
-        f"--rdzv-endpoint={rendezvous.members[0]}:{rendezvous.port}",
+        f"--rdzv-endpoint={host}:{rendezvous.port}",
         f"--rdzv-id={rendezvous.id}",
-        f"--rdzv-conf=rank={rendezvous.node}",
+        f"--rdzv-conf=rank={rendezvous.node}{ports}",
         f"--local-addr={address}",
         *(("--run-path", "--start-method=fork") if program[0].endswith(".py") else ("--no-python",)),
         # For torchrun, `$$` stands for `$`.
@@ -86,36 +89,21 @@ def is_free(port: int) -> bool:
     return True
 
 
-def pick_port(tries: int = 1000) -> int:
-    """A free port below the ephemeral range, random so that two jobs on one node hardly ever pick the same.
+def pick_port(ports: Sequence[int] = (), tries: int = 1000) -> int:
+    """One of some ports, or one below the ephemeral range, that is free.
+
+    It is random, so that two jobs on one node hardly ever pick the same.
 
     Raises:
         OSError: none of the ports that were tried is free.
     """
-    first_ephemeral = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else _DEFAULT_EPHEMERAL
-    highest = max(first_ephemeral, LOWEST_PORT + 1000)
-    generator = random.SystemRandom()
-    for _ in range(tries):
-        port = generator.randrange(LOWEST_PORT, highest)
-        if is_free(port):
-            return port
-    raise OSError(f"none of {tries} ports tried between {LOWEST_PORT} and {highest} is free on {os.uname().nodename}")
-
-
-def local_address(allocation: NodeAllocation) -> str:
-    """The address under which the other nodes reach this one.
-
-    A host name often resolves to 127.0.1.1 on the node itself. So this is the address that the kernel would use towards
-    another node; connecting a UDP socket sends nothing.
-    """
-    peer = next((name for name in allocation.hostnames if name != allocation.host), None)
-    if peer is None:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(peer), 9))
-        return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an IPv4 address; None if no interface has it."""
-    return next((name for name, own in interface_addresses().items() if own == address), None)
+    if not ports:
+        first_ephemeral = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else _DEFAULT_EPHEMERAL
+        ports = range(LOWEST_PORT, max(first_ephemeral, LOWEST_PORT + 1000))
+    tried = random.SystemRandom().sample(ports, min(tries, len(ports)))
+    free = next((port for port in tried if is_free(port)), None)
+    if free is None:
+        raise OSError(
+            f"none of {len(tried)} ports tried between {ports[0]} and {ports[-1]} is free on {os.uname().nodename}"
+        )
+    return free

@@ -13,23 +13,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.core.errors import UserError
+from hpc.core import ledger
+from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
+from hpc.spec import RunSpec
+from hpc.staging import container
+from jobs.control.addresses import interface_of
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.rendezvous import Rendezvous, interface_of, local_address, torchrun_argv, torchrun_environment
+from jobs.ranks.rendezvous import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 from jobs.stop_request import StopRequest
 from training.config.dataset_layout import check_data
 from training.config.train_config import spec_argv
 
 _POLL_SECONDS = 0.1
+# What the host has in them is not in a container.
+_OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
 # After a stop request, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
-# Name servers that are overloaded, and stale NFS handles, recover within seconds.
+# Stale NFS handles recover within seconds.
 _START_SECONDS, _START_PAUSE_SECONDS = 30.0, 1.0
 
 
@@ -40,7 +46,8 @@ class RankSetup:
     data: Path | None
     """This node's copy; None: the run reads none."""
     python: str
-    """The interpreter of torchrun and its ranks: this process's own, a copy's on this node's disk, or the user's."""
+    """The interpreter of torchrun and its ranks: this process's own, a copy's on this node's disk, or the user's, which
+    may be one of a container."""
     threads: int
     """Per rank."""
 
@@ -71,7 +78,9 @@ def run_round(
             if stop.signal:
                 torchrun.forward(stop.signal)
                 ranks_seen = time.monotonic() if torchrun.ranks() else ranks_seen
-                timeout_seconds = timeout_seconds or stop.save_timeout_seconds(node.spec, node.run_events())
+                timeout_seconds = timeout_seconds or stop.save_timeout_seconds(
+                    node.spec, ledger.read_without_other_nodes(node.run.events)
+                )
                 without_ranks = min(time.monotonic() - ranks_seen, stop.seconds)
                 if without_ranks > _WITHOUT_RANKS_SECONDS or stop.seconds > timeout_seconds:
                     break
@@ -86,8 +95,8 @@ def _start(
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
-            argv, environment = _command(node, directive, setup, monitor.node_dir)
-            return Torchrun(argv, environment, node.run.code)
+            argv, environment = _command(node, directive, setup, monitor.node_dir, channel.own_address)
+            return Torchrun(argv, environment, node.run.code, contained=node.spec.container is not None)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise
@@ -99,25 +108,24 @@ def _start(
 
 
 def _command(
-    node: NodeAttempt, directive: Directive, setup: RankSetup, node_dir: NodeDir
+    node: NodeAttempt, directive: Directive, setup: RankSetup, node_dir: NodeDir, address: str
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and environment of torchrun on this node. Raises OSError if there is no such interpreter."""
     spec, run, number, allocation = node.spec, node.run, node.attempt.attempt, node.allocation
     logs, resources, python = run.attempt_logs(number), spec.resources, setup.python
     logs.mkdir(parents=True, exist_ok=True)
-    if not os.access(python, os.X_OK):
+    if spec.container is None and not os.access(python, os.X_OK):
         raise FileNotFoundError(f"{node.host} cannot run {python}, the interpreter of the ranks")
     rendezvous = Rendezvous(
         run=run.name, attempt=number, secret=node.attempt.secret, round=directive.round,
-        members=tuple(allocation.hostnames[rank] for rank in directive.members), port=directive.port,
-        node=directive.members.index(allocation.node_rank),
+        num_nodes=len(directive.members), host=directive.host, port=directive.port,
+        node=directive.members.index(allocation.node_rank), ports=spec.network.ports,
     )  # fmt: skip
-    address = local_address(allocation)
-    base = dict(os.environ) if spec.python and not is_environment(python) else activated_environment(os.environ, python)
-    environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads)
+    interface, base = spec.network.interface, _base_environment(spec, python)
+    environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads, interface)
     # The modules of the user's environment, also those of --setup, without ours.
     given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
-    path = [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
+    path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
     wrapper = [str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
     if spec.train is not None:
         program = [*wrapper, *trainer_module(run, number, setup.data, node_dir)]
@@ -133,7 +141,32 @@ def _command(
             **({"TORCHRELAY_DATA": str(setup.data)} if setup.data else {}),
         }
     argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, program)
+    if spec.container is not None:
+        # Our own code is in the run's directory, too.
+        mounts = [run.path, node_dir.path, *([setup.data] if setup.data else [])]
+        # In it once more: torchrun must not outlive the container's own process, and ignores Slurm's signals.
+        wrapped = [python, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
+        argv = _in_container(node, Path(spec.container), wrapped, mounts)
     return argv, torchrun_environment(rendezvous, environment)
+
+
+def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: list[Path]) -> list[str]:
+    """The program in the run's container. Raises TorchrelayError if this node cannot start it."""
+    engine = container.find_engine()
+    if engine is None:
+        raise TorchrelayError(f"{node.host} has neither apptainer nor singularity, for --container {image}")
+    if not image.exists():
+        raise TorchrelayError(f"{node.host} does not have {image}, the image of --container")
+    return container.inside(engine, image, program, mounts, node.run.code)
+
+
+def _base_environment(spec: RunSpec, python: str) -> dict[str, str]:
+    """What the ranks' environment is made of: this process's, with the Python environment of `python` as active one."""
+    if spec.container:
+        return {name: value for name, value in os.environ.items() if name not in _OF_AN_ENVIRONMENT}
+    if spec.python and not is_environment(python):
+        return dict(os.environ)
+    return activated_environment(os.environ, python)
 
 
 def trainer_module(run: RunDir, attempt: int, data: Path | None, memory: NodeDir) -> list[str]:
@@ -162,15 +195,17 @@ def preflight_module(run: RunDir, attempt: int) -> list[str]:
 
 
 def rank_environment(
-    base: Mapping[str, str], allocation: NodeAllocation, num_gpus: int, address: str, threads: int
-) -> dict[str, str]:
+    base: Mapping[str, str], allocation: NodeAllocation, num_gpus: int, address: str, threads: int,
+    interface: str | None = None,
+) -> dict[str, str]:  # fmt: skip
     """The environment of this node's ranks, without torchrun's own variables."""
     # A hung rank gets SIGABRT: Python then prints its stacks.
     changes = {"OMP_NUM_THREADS": str(threads), "PYTHONFAULTHANDLER": "1"}
     # gloo publishes the address that this node's own name resolves to, and on many systems that is 127.0.1.1.
-    interface = interface_of(address)
-    if interface and "GLOO_SOCKET_IFNAME" not in base:
-        changes["GLOO_SOCKET_IFNAME"] = interface
+    chosen = {"GLOO_SOCKET_IFNAME": interface or interface_of(address)}
+    if interface:
+        chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    changes |= {name: value for name, value in chosen.items() if value and name not in base}
     visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if allocation.cluster == "local" and len(visible) == num_gpus * allocation.num_nodes:
         first = allocation.node_rank * num_gpus

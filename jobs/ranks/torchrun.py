@@ -17,16 +17,22 @@ from pathlib import Path
 from typing import Self
 
 from hpc.core.kernel import children
+from jobs.ranks.rendezvous import TORCHRUN
 
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
+_UNMOUNT_SECONDS = 5.0
 
 
 class Torchrun:
     """One torchrun, its rank wrappers and their ranks. Nothing of it outlives this object."""
 
-    def __init__(self, argv: list[str], environment: Mapping[str, str], directory: Path) -> None:
+    def __init__(
+        self, argv: list[str], environment: Mapping[str, str], directory: Path, *, contained: bool = False
+    ) -> None:
+        """Start it. `contained`: the command line starts a container, and this same wrapper in it."""
+        self._contained = contained
         self._process = subprocess.Popen(
             [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv],
             env=environment,
@@ -48,7 +54,16 @@ class Torchrun:
 
     def ranks(self) -> list[int]:
         """The process ids of its ranks."""
-        return [rank for wrapper in children(self._process.pid) for rank in children(wrapper)]
+        return [rank for wrapper in self._wrappers() for rank in children(wrapper)]
+
+    def _wrappers(self) -> list[int]:
+        return [child for torchrun in self._torchruns() for child in children(torchrun)]
+
+    def _torchruns(self) -> list[int]:
+        """The process itself, or its child in the container, if that has begun: none of those that mount the image."""
+        if not self._contained:
+            return [self._process.pid]
+        return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER, TORCHRUN)]
 
     def forward(self, number: signal.Signals) -> None:
         """Send a stop signal to the ranks that handle it.
@@ -82,12 +97,20 @@ class Torchrun:
         if self.exit_code is not None:
             return
         # While it is stopped it starts no new ranks.
-        self._process.send_signal(signal.SIGSTOP)
-        for wrapper in children(self._process.pid):
+        torchruns = self._torchruns()
+        for torchrun in torchruns:
+            _send(torchrun, signal.SIGSTOP)
+        for wrapper in self._wrappers():
             # A wrapper leads a session, with its rank and the rank's loader workers in it; but not at once.
             for kill in (os.killpg, os.kill):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(wrapper, signal.SIGKILL)
+        for torchrun in torchruns:
+            _send(torchrun, signal.SIGKILL)
+        if self._contained and torchruns:
+            # Apptainer then ends by itself, and removes what it has mounted.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_UNMOUNT_SECONDS)
         self._process.kill()
         self._process.wait()
 
@@ -100,6 +123,15 @@ def handles(pid: int, number: signal.Signals) -> bool:
         return False
     mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def _executes(pid: int, *scripts: Path) -> bool:
+    """Whether a process runs one of these Python scripts."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return not {os.fsencode(script) for script in scripts}.isdisjoint(words[:4])
 
 
 def _send(pid: int, number: signal.Signals) -> None:

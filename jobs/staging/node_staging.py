@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.units import duration_seconds
-from hpc.staging.coordination import CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
+from hpc.staging.coordination import Address, CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
 from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
 from hpc.staging.stager import Staged, Stager
 from hpc.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
@@ -43,12 +43,19 @@ class NodeGroup(StagingGroup):
         self._allocation, self._channel, self._source = node.allocation, channel, str(source)
         self.host, self.is_head = node.allocation.host, node.allocation.is_head
         self.has_peers, self.secret = node.allocation.num_nodes > 1, node.attempt.secret
+        self.ports = node.spec.network.ports
         self._published_at: float | None = None
+
+    def head(self, port: int) -> Address:
+        """A port of the head node."""
+        channel = self._channel
+        host = channel.own_address if isinstance(channel, ControlServer) else channel.head_address
+        return Address(self._allocation.head, host, port)
 
     def publish_listing(self, version: str, port: int) -> None:
         """On the head node: announce the version, and the port that serves its listing."""
         self._published_at = time.monotonic()
-        self._publish(StagingPlan(source=self._source, version=version, lister=(self.host, port)))
+        self._publish(StagingPlan(source=self._source, version=version, listing_port=port))
 
     def plan(self) -> StagingPlan | None:
         """The head node's plan; None until this node has received it."""
@@ -67,7 +74,7 @@ class NodeGroup(StagingGroup):
         """This node will have no copy, and continues: the others need not wait for its copy, or for its plan."""
         self.report(CacheStatus.UNAVAILABLE, 0)
         if self._current() is None:
-            self._publish(StagingPlan(source=self._source, version="", lister=(self.host, 0), owners=(), done=True))
+            self._publish(StagingPlan(source=self._source, version="", listing_port=0, owners=(), done=True))
 
     def update(self) -> None:
         """On the head node: choose the owners once all nodes have reported, and see whether all are done."""
@@ -79,7 +86,7 @@ class NodeGroup(StagingGroup):
         silent = {node_rank for node_rank in busy if server.is_silent(node_rank)}
         num_expected = self._allocation.num_nodes - (len(statuses) - len(busy)) - len(silent)
         caches = [
-            (self._allocation.hostnames[node_rank], cache)
+            (Address(self._allocation.hostnames[node_rank], server.address(node_rank), cache.port), cache.status)
             for node_rank in sorted(busy - silent)
             for cache in statuses[node_rank].caches
             if cache.source == self._source
@@ -90,7 +97,7 @@ class NodeGroup(StagingGroup):
         if plan.owners is None and complete:
             plan = replace(plan, owners=choose_owners(caches))
         settled = {CacheStatus.COMPLETE, CacheStatus.UNAVAILABLE}
-        self._publish(replace(plan, done=complete and all(cache.status in settled for _, cache in caches)))
+        self._publish(replace(plan, done=complete and all(status in settled for _, status in caches)))
 
     def _publish(self, plan: StagingPlan) -> None:
         server = self._channel

@@ -69,6 +69,12 @@ def test_pretended_nodes_share_the_gpus() -> None:
 def test_interfaces_that_the_user_chose_win() -> None:
     chosen = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1"}
     assert chosen.items() <= rank_environment(chosen, allocation("local"), 1, "127.0.0.1", 1).items()
+    assert chosen.items() <= rank_environment(chosen, allocation(), 1, "127.0.0.1", 1, "eth1").items()
+
+
+def test_interface_of_the_run_is_that_of_its_ranks() -> None:
+    names = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert names.items() <= rank_environment({}, allocation(), 1, "127.0.0.1", 1, "eth1").items()
 
 
 def test_rank_of_a_run_without_gpus_takes_none() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.spec import Cluster, Resources, RunSpec
 from jobs import claim, node_attempt
+from jobs.claim import HeadLostError
+from jobs.ending import replace_headless_job
 from jobs.node_attempt import NodeAllocation
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -31,6 +34,16 @@ def run_with_a_lost_attempt(tmp_path: Path, cluster: Cluster, began: float) -> R
 
 def allocation(cluster: str, job_id: str = "8") -> NodeAllocation:
     return NodeAllocation(cluster=cluster, job_id=job_id, restart=0, node_rank=0, hostnames=("gpu01",), cpus=1)
+
+
+def test_agents_that_join_read_no_files_of_other_nodes(tmp_path: Path) -> None:
+    """In a job of a thousand nodes, a thousand agents would read a thousand files for each attempt, at every start."""
+    run = run_with_a_lost_attempt(tmp_path, "local", time.time())
+    for rank in (1, 10, 100):
+        (run.events / f"attempt-001-node-{rank:02d}.jsonl").mkdir()  # to read it is an error
+    joined = claim.join(run, replace(allocation("local", "7"), node_rank=2), lambda: False, 0.0)
+    assert joined is not None
+    assert (joined.attempt, joined.port) == (1, 1)
 
 
 def test_lost_attempt_lasted_until_its_last_heartbeat(tmp_path: Path) -> None:
@@ -77,6 +90,32 @@ def test_controller_that_stays_away_is_an_error(
 
 def test_job_of_the_run_that_runs_is_not_waited_for(tmp_path: Path, slurm_command: Command) -> None:
     run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
-    slurm_command("squeue", f"echo '7|RUNNING|None|gpu01|0|N/A|N/A|{run.script}|'")
+    slurm_command("squeue", f"echo '7|RUNNING|None|gpu01|gpu01|0|N/A|N/A|{run.script}|'")
     with pytest.raises(TorchrelayError, match="is running in job 7"):
         claim.claim_next(run, allocation("slurm"), 1, "m")
+
+
+def test_agents_that_wait_for_a_dead_head_node_replace_the_job_once(
+    tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --no-kill such a job keeps its other nodes until its time limit."""
+    run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
+    slurm_command("squeue", f"echo '8|RUNNING|None|gpu[02-03]|gpu01|0|N/A|N/A|{run.script}|'")
+    slurm_command("scontrol", 'case "$*" in *hostnames*) echo gpu02; echo gpu03;; *) exit 0;; esac')
+    slurm_command("sinfo", 'case "$*" in *%P*) echo "gpu01|gpu*|down*";; *) echo "gpu01|down*";; esac')
+    slurm_command("sbatch", f"echo $$ >>{tmp_path}/submitted; echo Submitted batch job 9")
+    slurm_command("scancel", f"echo $* >>{tmp_path}/cancelled")
+    run.script.write_text("#!/bin/sh\n")
+    monkeypatch.setattr(claim, "_LOOK_SECONDS", 0.0)
+    names = ("gpu01", "gpu02", "gpu03")
+    second, third = (replace(allocation("slurm"), node_rank=rank, hostnames=names) for rank in (1, 2))
+    with pytest.raises(HeadLostError, match="gpu01, the head node, was lost before its agent started"):
+        claim.join(run, second, lambda: False, 30.0)
+    spec = RunSpec.load(run)
+    assert replace_headless_job(run, spec, second, "gpu01 was lost") == 0
+    with pytest.raises(TorchrelayError):
+        replace_headless_job(run, spec, third, "gpu01 was lost")
+    assert len((tmp_path / "submitted").read_text().splitlines()) == 1
+    assert "8" in (tmp_path / "cancelled").read_text()
+    ended = attempts_of(ledger.read(run.events))[-1]
+    assert (ended.cause, ended.detail) == ("node_failure", "gpu01 was lost")

@@ -58,7 +58,7 @@ def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyP
     append_json_line(event_file(run, 1, 0).path, ledger.record("claimed", **claimed))
     run.alive.touch()
     os.utime(run.alive, (time.time() - 200,) * 2)
-    slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-02]|0|N/A|N/A|{run.script}|'")
+    slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-02]|gpu01|0|N/A|N/A|{run.script}|'")
     slurm_command("sinfo", "exit 0")
     slurm_command("scancel", f'echo "$@" >> {tmp_path}/cancelled')
     monkeypatch.setattr(node_attempt, "_ALIVE_SECONDS", 0.05)

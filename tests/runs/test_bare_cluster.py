@@ -1,20 +1,32 @@
 """Runs where nothing is kind to them: no grace time, JobRequeue=0, no accounting, jobs of at most five minutes."""
 
+import json
+
 import pytest
-from cluster import PAIR, TINY_BATCH, Site
+from cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
 
 PROFILE = "bare"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
 
 
 def test_preempted_run_completes(site: Site) -> None:
-    run = site.submit("--data=data", *PAIR, *TINY_BATCH, "--epochs=5", "--log-every=1", "--checkpoint-every=5")
+    run = site.submit(*THREE_EPOCHS)
     assert run.queue("%l") == "5:00", "the most that the partition allows, not its default"
     run.wait_for_steps(20)
-    site.slurm("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    preempt(run)
     # Slurm requeues the job: with JobRequeue=0 because the script asks for it.
     run.wait_for_release()
-    status = run.wait_for_state("completed")
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
+    assert_preempted(run)
     assert run.attempts_logged() == [1, 2]
-    assert set(run.steps()) == set(range(1, 5 * 118 + 1))
+
+
+def test_run_that_lost_a_node_completes_in_a_new_job(site: Site) -> None:
+    """Long before Slurm notices, after five minutes."""
+    assert_survives_a_node(site)
+
+
+def test_doctor_names_what_is_missing(site: Site) -> None:
+    found = {one["check"]: one["value"] for one in json.loads(site.hpc("doctor", "--json").stdout)}
+    assert found["preemption"] == "GraceTime=0: 15 s to save on preemption"
+    assert found["SlurmdTimeout"] == "SlurmdTimeout=300 s"
+    assert found["accounting"] == "Slurm accounting storage is disabled"

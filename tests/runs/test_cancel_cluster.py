@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, assert_continued, dead
+from cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
 
 PROFILE = "cancel"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
@@ -12,18 +12,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtur
 def test_preempted_run_completes(site: Site) -> None:
     run = site.submit(*THREE_EPOCHS)
     run.wait_for_steps(20)
-    site.slurm("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    preempt(run)
     run.wait_for_release()
-    status = run.wait_for_state("completed")
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
-    assert set(run.steps()) == THREE_EPOCHS_STEPS
+    assert_preempted(run)
 
 
 def test_run_that_lost_a_node_completes_in_a_new_job(site: Site) -> None:
-    run = site.submit(*THREE_EPOCHS)
-    run.wait_for_steps(20)
-    with dead(site, run.nodes()[1]):
-        assert_continued(run, "node_failure")
+    assert_survives_a_node(site)
 
 
 def test_doctor_says_that_preempted_jobs_end(site: Site) -> None:

@@ -40,7 +40,8 @@ def listening_ports(process: Path) -> set[int]:
     for path in (process / "fd").iterdir():
         with suppress(OSError):
             sockets.add(str(path.readlink()))
-    rows = (line.split() for line in (process / "net" / "tcp").read_text().splitlines()[1:])
+    tables = ((process / "net" / name).read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
+    rows = (line.split() for table in tables for line in table)
     return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
 
 

@@ -2,9 +2,10 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
-from cluster import PAIR, Site
+from cluster import PAIR, Site, add_script
 from environments import BASE, SITE, make_torch_venv
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -19,13 +20,6 @@ if os.environ["TORCHRELAY_ATTEMPT"] == "1":
     time.sleep(1000)
 """
 QUOTED = 'it\'s "$HOME" \\\\ `x`'
-
-
-def add_script(site: Site, name: str, text: str) -> None:
-    (site.path / name).parent.mkdir(exist_ok=True)
-    (site.path / name).write_text(text)
-    for command in (("git", "init", "-q"), ("git", "add", name)):
-        assert site.type(*command).returncode == 0
 
 
 def test_setup_reaches_the_ranks_of_all_nodes_at_every_start(site: Site) -> None:
@@ -103,6 +97,23 @@ def test_script_trains_in_an_environment_that_has_nothing_of_ours(site: Site) ->
         lines = run.directory.rank_log(1, rank).read_text().splitlines()
         assert lines.count(f"found mine {environment} {environment} []") == 2, "torchrun has restarted both"
         assert lines.count("trained 4.0") == 1
+
+
+def test_nodes_without_apptainer_cannot_train_in_a_container(site: Site) -> None:
+    """--setup was to bring it."""
+    add_script(site, "prints.py", PRINTS)
+    image, programs = site.path / "image.sif", site.path / "bin"
+    image.touch()
+    programs.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if program.name not in {"apptainer", "singularity"}:
+            (programs / program.name).symlink_to(program)
+    flags = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", f"--container={image}")
+    run = site.submit(*flags, "--setup=true", "--", "prints.py", PATH=str(programs))
+    run.wait_for_release()
+    status = run.wait_for_state("failed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["crashed", "crashed"]
+    assert f"has neither apptainer nor singularity, for --container {image}" in status["detail"]
 
 
 def test_torch_may_come_from_a_module(site: Site) -> None:

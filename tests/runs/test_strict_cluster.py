@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from cluster import THREE_EPOCHS, Site, assert_continued, dead
+from cluster import THREE_EPOCHS, Site, assert_continued, dead, preempt
 
 PROFILE = "strict"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
@@ -26,14 +26,21 @@ def test_preempted_run_continues_in_the_place_of_its_job(user: Site, site: Site)
     assert "violates accounting/QOS policy" in second.stderr
     for refused in (("requeue", run.job_id), ("update", f"JobId={run.job_id}", "ExcNodeList=gpu04")):
         assert user.type("scontrol", *refused).returncode != 0
-    site.slurm("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    preempt(run, site)
     assert_continued(run, "preempted")
 
 
-def test_run_that_lost_a_node_continues_in_the_place_of_its_job(user: Site, site: Site) -> None:
+def test_run_of_one_node_continues_in_the_place_of_its_job(user: Site, site: Site) -> None:
+    run = user.submit(*THREE_EPOCHS, "--nodes=1")
+    run.wait_for_steps(20)
+    preempt(run, site)
+    assert_continued(run, "preempted")
+
+
+def test_run_that_lost_its_head_node_continues_in_the_place_of_its_job(user: Site, site: Site) -> None:
     run = user.submit(*THREE_EPOCHS)
     run.wait_for_steps(20)
-    with dead(site, run.nodes()[1]):
+    with dead(site, run.nodes()[0]):
         assert_continued(run, "node_failure")
 
 

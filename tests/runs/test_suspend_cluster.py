@@ -3,15 +3,15 @@
 import json
 
 import pytest
-from cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, assert_continued, dead
+from cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, assert_survives_a_node
 
 PROFILE = "suspend"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
-WHOLE = (*THREE_EPOCHS, "--hang-timeout=5s")
+HANG = "--hang-timeout=5s"
 
 
 def test_preempted_run_stands_still_and_completes(site: Site) -> None:
-    run = site.submit(*WHOLE)
+    run = site.submit(*THREE_EPOCHS, HANG)
     run.wait_for_steps(20)
     # All CPUs, but not --exclusive: a node with a suspended job is none of its own. For longer than a rank or an agent
     # may be silent.
@@ -28,10 +28,7 @@ def test_preempted_run_stands_still_and_completes(site: Site) -> None:
 
 
 def test_run_that_lost_a_node_completes_in_a_new_job(site: Site) -> None:
-    run = site.submit(*WHOLE)
-    run.wait_for_steps(20)
-    with dead(site, run.nodes()[1]):
-        assert_continued(run, "node_failure")
+    assert_survives_a_node(site, HANG)
 
 
 def test_doctor_says_that_preempted_jobs_stand_still(site: Site) -> None:

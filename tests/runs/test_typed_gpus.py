@@ -1,7 +1,10 @@
 """Runs on a cluster whose nodes have GPUs of two types, or none: gpu01 and gpu02 a100, gpu03 h100, gpu04 none."""
 
+import json
+import re
+
 import pytest
-from cluster import SMALL_BATCH, Site
+from cluster import SMALL_BATCH, THREE_EPOCHS, Site, add_script, assert_preempted, assert_survives_a_node, preempt
 
 SCRIPT = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'] or 'none', 'of', os.environ['WORLD_SIZE'])\n"
 PROFILE = "typed"
@@ -10,9 +13,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtur
 
 @pytest.fixture
 def script(site: Site) -> str:
-    (site.path / "look.py").write_text(SCRIPT)
-    for command in (("git", "init", "-q"), ("git", "add", "look.py")):
-        assert site.type(*command).returncode == 0
+    add_script(site, "look.py", SCRIPT)
     return "look.py"
 
 
@@ -20,8 +21,28 @@ def test_gpus_of_a_type(site: Site, script: str) -> None:
     run = site.submit("--nodes=1", "--gpus-per-node=h100:2", "--cpus-per-gpu=1", "--name=typed", "--", script)
     [attempt] = run.wait_for_state("completed")["attempts"]
     assert attempt["nodes"] == ["gpu03"]
-    assert "TresPerNode=gres:gpu:h100:2" in site.slurm("scontrol", "show", "job", run.job_id)
+    # 22.05 prints gres:gpu, 24.11 gres/gpu.
+    assert re.search("TresPerNode=gres[:/]gpu:h100:2", site.slurm("scontrol", "show", "job", run.job_id))
     assert "sees 0,1 of 2" in site.hpc("logs", "typed", "--all").stdout
+
+
+def test_preempted_run_on_gpus_of_a_type_completes(site: Site) -> None:
+    run = site.submit(*THREE_EPOCHS, "--gpus-per-node=a100:1")
+    run.wait_for_steps(20)
+    preempt(run)
+    run.wait_for_release()
+    assert_preempted(run)
+    assert [event["nodes"] for event in run.events("claimed")] == [["gpu01", "gpu02"]] * 2
+
+
+def test_run_that_lost_a_node_continues_on_gpus_of_another_type(site: Site) -> None:
+    run = assert_survives_a_node(site)
+    assert "gpu03" in run.events("claimed")[1]["nodes"], "of the others one is dead, and one has no GPUs"
+
+
+def test_doctor_runs_on_nodes_of_several_types(site: Site) -> None:
+    done = site.hpc("doctor", "--node", "--nodes=1", "--gpus-per-node=h100:1", "--json")
+    assert "gpu03" in {one["where"] for one in json.loads(done.stdout)}
 
 
 def test_types_that_the_partition_lacks_are_refused(site: Site) -> None:

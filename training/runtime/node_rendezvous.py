@@ -13,6 +13,7 @@ connections may break. All members pass a generation, in which ranks were starte
 next.
 """
 
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -30,9 +31,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.elastic.utils.distributed import get_free_port
 
-from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
+from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect, listen
+from hpc.core.units import port_range
+from training.runtime.run_context import RESTARTS
 
 BACKEND = "torchrelay"
 # Importing torch from slow storage may take minutes.
@@ -84,6 +86,7 @@ class NodeRendezvous(RendezvousHandler):
         """Listen for the other members, if this is the first one; `secret` is the attempt's."""
         self._node, self._num_nodes = int(parameters.get("rank")), parameters.max_nodes
         self._address, self._run_id, self._secret = parameters.local_addr or "", parameters.run_id, secret
+        self._ports = port_range(parameters.get("ports", ""))
         self._endpoint = parse_rendezvous_endpoint(parameters.endpoint, -1)
         self._generation, self._ended, self._master = 0, False, ("", 0)
         self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_NODE * self._num_nodes)
@@ -95,7 +98,7 @@ class NodeRendezvous(RendezvousHandler):
         if self._node == 0:
             self._members = _Members(self._num_nodes)
             # The run id as purpose: torchruns of other rounds have the same secret.
-            self._server = Server(secret, self._run_id, self._members.serve, _LIMITS, self._endpoint[1])
+            self._server = Server(secret, self._run_id, self._members.serve, _LIMITS, [self._endpoint[1]])
 
     def get_backend(self) -> str:
         """The name under which torchrun knows it."""
@@ -114,7 +117,8 @@ class NodeRendezvous(RendezvousHandler):
         self._generation += 1
         if self._node == 0:
             # A store for each generation of ranks: in one of earlier ranks they would find the addresses of dead ones.
-            self._master = (self._address, get_free_port())  # type: ignore[no-untyped-call]
+            with listen(self._ports) as free:
+                self._master = self._address, int(free.getsockname()[1])
         deadline = time.monotonic() + _ARRIVAL_SECONDS
         while time.monotonic() < deadline:
             answer = self._report()
@@ -127,6 +131,8 @@ class NodeRendezvous(RendezvousHandler):
             if has_arrived and time.monotonic() >= self._next_start:
                 self._next_start = time.monotonic() + _MIN_BETWEEN_STARTS_SECONDS
                 address, port = answer["master"]
+                # The ranks inherit it. TORCHELASTIC_RESTART_COUNT stays 0 where another node's ranks were the cause.
+                os.environ[RESTARTS] = str(self._generation - 1)
                 store = cast("Store", _ExitBarrier(self))
                 return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(address, port))
             time.sleep(self._poll_seconds)

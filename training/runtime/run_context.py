@@ -9,6 +9,9 @@ from training.config.train_config import TrainConfig
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.heartbeat import NO_HEARTBEAT, Heartbeat
 
+RESTARTS = "TORCHRELAY_RESTARTS"
+"""In the environment: how often the ranks of all nodes have been restarted together."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
@@ -19,7 +22,7 @@ class RankInfo:
     world_size: int
     local_world_size: int
     restarts: int
-    """Times that this torchrun has restarted its ranks."""
+    """Times that the ranks have been restarted in this round."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -34,7 +37,7 @@ def rank_info_from(environment: Mapping[str, str]) -> RankInfo:
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         world_size=int(environment.get("WORLD_SIZE", "1")),
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
-        restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        restarts=int(environment.get(RESTARTS) or environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 

@@ -112,13 +112,22 @@ def test_join_of_an_ended_attempt_fails_at_once(run: RunDir) -> None:
 
 
 def test_node_does_not_join_an_attempt_twice(run: RunDir) -> None:
-    claim(run, place(), 1, "n")
+    """submitit's local executor restarts a job without counting."""
+    head, other = (replace(place(node_rank=rank), cluster="local") for rank in (0, 1))
+    claim(run, head, 1, "n")
     event_file(run, 1, 1).append("joined", attempt=1, node="gpu02")
     EventWriter(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="requeued")
     with pytest.raises(TorchrelayError, match="claimed no attempt"):
-        join(run, place(node_rank=1), lambda: False, timeout_seconds=0.0)
-    again = claim(run, place(), 1, "n")
-    assert join(run, place(node_rank=1), lambda: False, timeout_seconds=60.0) == again
+        join(run, other, lambda: False, timeout_seconds=0.0)
+    again = claim(run, head, 1, "n")
+    assert join(run, other, lambda: False, timeout_seconds=60.0) == again
+
+
+def test_start_of_a_slurm_job_makes_one_attempt(run: RunDir) -> None:
+    claim(run, place(), 1, "n")
+    with pytest.raises(TorchrelayError, match="job 7 has made an attempt already"):
+        claim(run, place(), 1, "n")
+    assert claim(run, place(restart=1), 1, "n").attempt == 2
 
 
 def test_join_follows_a_refusal(run: RunDir) -> None:

@@ -42,7 +42,7 @@ def test_ten_thousand_hostile_connections_leave_the_agents_untouched() -> None:
             silent, files, threads = head.stdout.readline().split()
             return silent, int(files), int(threads)
 
-        client = ControlClient("127.0.0.1", port, SECRET, NodeStatus(node_rank=1))
+        client = ControlClient(["127.0.0.1"], port, SECRET, NodeStatus(node_rank=1))
         assert client.met.wait(30)
         _, *before = look()
         attackers = [threading.Thread(target=attack, args=(port, seed, 2500)) for seed in range(4)]

@@ -16,7 +16,7 @@ from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.doctor.__main__ import DoctorOptions, find_run, measurements_of
 from hpc.doctor.node_check import read_reports, srun_argv
-from hpc.spec import Resources, RunSpec
+from hpc.spec import Network, Resources, RunSpec
 from jobs.doctor import summarize
 
 ROOT = Path(__file__).parents[3]
@@ -144,17 +144,17 @@ def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
 
 def test_srun_requests_the_resources_of_submit(tmp_path: Path) -> None:
     resources = Resources(nodes="2", gpus_per_node="4", partition="gpu", account="me", time="10m", sbatch=("x=y",))
-    argv = srun_argv(resources, ("gpu01", "gpu02"), tmp_path, Path("/tmp"))
+    argv = srun_argv(resources, Network(), ("gpu01", "gpu02"), tmp_path, Path("/tmp"))
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
     assert asked <= set(argv)
-    assert argv[-4:] == ["jobs.doctor", str(tmp_path), "/tmp", "4"]
+    assert argv[-6:] == ["jobs.doctor", str(tmp_path), "/tmp", "4", "", ""]
 
 
 def test_srun_requests_no_gpus_on_a_partition_without(tmp_path: Path) -> None:
-    argv = srun_argv(Resources(gpus_per_node="0", partition="cpu", time="10m"), (), tmp_path, Path("/tmp"))
+    argv = srun_argv(Resources(gpus_per_node="0", partition="cpu", time="10m"), Network(), (), tmp_path, Path("/tmp"))
     assert "--cpus-per-task=1" in argv
     assert not any(word.startswith("--gpu") for word in argv)
-    assert argv[-1] == "0"
+    assert argv[-3] == "0"
 
 
 def test_reports_of_tasks_that_print_at_the_same_time() -> None:
@@ -189,7 +189,7 @@ def test_node_inspects_itself(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "", "PATH": str(clients),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "jobs.doctor", str(tmp_path), "/tmp", "1"],
+        [sys.executable, "-P", "-m", "jobs.doctor", str(tmp_path), "/tmp", "1", "", ""],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **allocation}, capture_output=True, text=True,
         check=True,
     )  # fmt: skip

@@ -29,8 +29,8 @@ def test_gpus_in_gres(gres: str, gpus: dict[str, int]) -> None:
 
 def test_jobs_of_squeue() -> None:
     text = (
-        "12|PENDING|BeginTime||1|2026-11-21T18:40:34|N/A|/s/a b/submit.sbatch|\n"
-        "13|RUNNING|None|gpu[01-02]|0|2026-11-21T18:40:29|2026-11-21T18:40:31|/s/x|y/submit.sbatch|\n"
+        "12|PENDING|BeginTime||n/a|1|2026-11-21T18:40:34|N/A|/s/a b/submit.sbatch|\n"
+        "13|RUNNING|None|gpu[01-02]|gpu01|0|2026-11-21T18:40:29|2026-11-21T18:40:31|/s/x|y/submit.sbatch|\n"
         "slurm_load_jobs warning: something\n"
         "14|WEIRD|None||N/A|Unknown|N/A|(null)|\n"
         "15|PEND\n\n/submit.sbatch||||||||\n"

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from cluster import Command
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt
@@ -106,3 +107,18 @@ def test_agents_that_were_killed_by_a_preemption_are_not_lost(run: RunDir) -> No
     assert resubmit.record_missing_end(run, last, "its job is gone", suspect="gpu01")
     [ended] = ledger.read(run.events)
     assert (ended["cause"], ended.get("node")) == ("preempted", None)
+
+
+@pytest.mark.parametrize(
+    "refusal", ["Requested node configuration is not available", "Invalid node name specified"], ids=["22.05", "24.11"]
+)
+def test_job_that_needs_an_excluded_node_is_submitted_without_exclusions(
+    run: RunDir, slurm_command: Command, refusal: str
+) -> None:
+    """Such as one with --sbatch nodelist=gpu01,gpu02. In quotes: what sbatch of that release says."""
+    run.script.write_text("#!/bin/sh\n")
+    slurm_command("squeue", "exit 0")
+    refused = f"echo 'sbatch: error: Batch job submission failed: {refusal}' >&2; exit 1"
+    slurm_command("sbatch", f'case "$*" in *--exclude*) {refused};; *) echo 9;; esac')
+    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
+    assert resubmit.submit_next_job(run, spec, ["gpu02"], []) == "9"

@@ -16,7 +16,7 @@ import pytest
 from staging_rig import disk, end_nodes, stage, start_nodes
 
 from hpc.core import ledger
-from hpc.staging.coordination import CacheStatus, NodeCache, choose_owners
+from hpc.staging.coordination import Address, CacheStatus, choose_owners
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
 from hpc.staging.source import list_source
 
@@ -186,14 +186,14 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
 
 def test_listing_arrives_unchanged(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
-    with Peer(("127.0.0.1", server.port), "secret", listing.version) as peer:
+    with Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version) as peer:
         assert peer.listing() == listing
 
 
 def test_peer_without_the_secret_gets_nothing(server: PeerServer, source: Path) -> None:
     with (
         pytest.raises(PeerError, match="does not have the run's secret"),
-        Peer(("127.0.0.1", server.port), "guess", list_source(source).version) as peer,
+        Peer(Address("gpu01", "127.0.0.1", server.port), "guess", list_source(source).version) as peer,
     ):
         peer.listing()
 
@@ -201,15 +201,15 @@ def test_peer_without_the_secret_gets_nothing(server: PeerServer, source: Path) 
 def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     server.chunk_stores[listing.version].put(0, ("0" * 64,) * len(listing.batches[0]))
-    peer = Peer(("127.0.0.1", server.port), "secret", listing.version)
-    with peer, pytest.raises(PeerError, match=r"what 127\.0\.0\.1 sent is not what it had read"):
+    peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
+    with peer, pytest.raises(PeerError, match=r"what gpu01 sent is not what it had read"):
         peer.receive(memoryview(bytearray(listing.batches[0][0].length)), peer.ask(0)[0])
 
 
 def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     threading.Timer(0.3, server.chunk_stores[listing.version].fail, ["its disk is full"]).start()
-    peer = Peer(("127.0.0.1", server.port), "secret", listing.version)
+    peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
     with peer, pytest.raises(PeerError, match="its disk is full"):
         peer.ask(1)
 
@@ -226,18 +226,16 @@ def test_impostor_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Pa
 
         threading.Thread(target=talk, daemon=True).start()
         version = list_source(source).version
-        with pytest.raises(PeerError), Peer(impostor.getsockname()[:2], "secret", version) as peer:
+        with pytest.raises(PeerError), Peer(Address("gpu01", *impostor.getsockname()[:2]), "secret", version) as peer:
             peer.ask(0)
 
 
 def test_owners_have_the_data_or_are_about_to_read_them() -> None:
-    def cache(status: CacheStatus, port: int = 9) -> NodeCache:
-        return NodeCache(source="s", status=status, port=port)
-
-    reading = [("a", cache(CacheStatus.MISSING)), ("b", cache(CacheStatus.WAITING)), ("c", cache(CacheStatus.MISSING))]
-    assert choose_owners(reading) == (("a", 9), ("c", 9))
-    assert choose_owners([*reading, ("d", cache(CacheStatus.COMPLETE))]) == (("d", 9),)
-    assert choose_owners([*reading, ("d", cache(CacheStatus.COMPLETE, 0))]) == (("a", 9), ("c", 9))
-    assert choose_owners([("a", cache(CacheStatus.UNAVAILABLE)), ("b", cache(CacheStatus.DAMAGED))]) == ()
-    assert choose_owners([("a", cache(CacheStatus.DAMAGED)), ("b", cache(CacheStatus.WAITING))]) is None
+    a, b, c, d = (Address(f"gpu0{number}", f"10.0.0.{number}", 9) for number in range(1, 5))
+    reading = [(a, CacheStatus.MISSING), (b, CacheStatus.WAITING), (c, CacheStatus.MISSING)]
+    assert choose_owners(reading) == (a, c)
+    assert choose_owners([*reading, (d, CacheStatus.COMPLETE)]) == (d,)
+    assert choose_owners([*reading, (d._replace(port=0), CacheStatus.COMPLETE)]) == (a, c)
+    assert choose_owners([(a, CacheStatus.UNAVAILABLE), (b, CacheStatus.DAMAGED)]) == ()
+    assert choose_owners([(a, CacheStatus.DAMAGED), (b, CacheStatus.WAITING)]) is None
     assert choose_owners([]) is None

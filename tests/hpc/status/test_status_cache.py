@@ -24,7 +24,7 @@ from hpc.supervise import __main__ as supervise
 Squeue = Callable[[str], None]
 CLAIMED = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "nodes": ["gpu01"]}
 ENDED = {"event": "attempt_ended", "attempt": 1, "step": 5}
-ALIVE = "7|{state}|{reason}|gpu01|0|N/A|{start}|{script}|"
+ALIVE = "7|{state}|{reason}|gpu01|gpu01|0|N/A|{start}|{script}|"
 
 
 def printing(tmp_path: Path, *lines: str) -> str:
@@ -112,7 +112,7 @@ def test_job_that_slurm_does_not_list_is_gone(tmp_path: Path, squeue: Squeue) ->
 
 
 PREEMPTED = {**ENDED, "cause": "preempted"}
-CANCELLED = "7|CANCELLED|None||0|N/A|N/A|{script}|"
+CANCELLED = "7|CANCELLED|None|||0|N/A|N/A|{script}|"
 GONE = "its job is gone: continue it with hpc supervise --once, or `sbatch submit.sbatch` in the run directory"
 NEVER = "its job is gone and never started: continue with `sbatch submit.sbatch` in the run directory"
 
@@ -167,7 +167,7 @@ def test_line_that_cannot_be_read_hides_no_other(tmp_path: Path, squeue: Squeue)
     run = make_run(tmp_path, CLAIMED)
     squeue(
         printing(
-            tmp_path, "slurm: something new", "8|RUN", "||||||||", "9|RUNNING|None||0|N/A|N/A|/home/me/a|", alive(run)
+            tmp_path, "slurm: something new", "8|RUN", "||||||||", "9|RUNNING|None|||0|N/A|N/A|/home/me/a|", alive(run)
         )
     )
     assert StatusCache().summary(run)["state"] == "pending"
@@ -190,7 +190,7 @@ def test_pending_run_has_its_reason_and_start(
 def test_requeued_run_shows_until_when_slurm_holds_it(tmp_path: Path, squeue: Squeue) -> None:
     soon = datetime.fromtimestamp(time.time() + 100)  # noqa: DTZ006 - Slurm prints local times
     run = make_run(tmp_path)
-    squeue(printing(tmp_path, f"7|PENDING|BeginTime||1|{soon:%Y-%m-%dT%H:%M:%S}|N/A|{run.script}|"))
+    squeue(printing(tmp_path, f"7|PENDING|BeginTime||n/a|1|{soon:%Y-%m-%dT%H:%M:%S}|N/A|{run.script}|"))
     assert wait_reason(StatusCache().summary(run)) == f"held by Slurm until {soon:%H:%M} (requeue delay or --begin)"
 
 
@@ -208,7 +208,7 @@ def test_jobs_are_found_by_any_name_of_the_script(tmp_path: Path) -> None:
     lines = [
         alive(run).replace("7|", "1|", 1),
         alive(RunDir(tmp_path / "link"), "RUNNING").replace("7|", "2|", 1),
-        "3|RUNNING|None||0|N/A|N/A|/gone/submit.sbatch|",
+        "3|RUNNING|None|||0|N/A|N/A|/gone/submit.sbatch|",
     ]
     found = jobs_by_run([run, other], parse_jobs("\n".join(lines)))
     assert [job.job_id for job in found[run.path]] == ["2", "1"], "the one that runs comes first"

@@ -108,7 +108,7 @@ def make_run(runs: Path, name: str, *, claimed: bool = True) -> RunDir:
 
 def test_table_is_drawn_over_itself_until_ctrl_c(tmp_path: Path, squeue: Callable[[str], None]) -> None:
     run = make_run(tmp_path, "r")
-    squeue(f"echo '1|RUNNING|None|gpu01|0|N/A|N/A|{run.script}|'")
+    squeue(f"echo '1|RUNNING|None|gpu01|gpu01|0|N/A|N/A|{run.script}|'")
     with watching("--runs-dir", str(tmp_path)) as terminal:
         for step in (5, 6, 7):
             append_json_line(run.train_metrics, {"step": step, "epoch": 1})
@@ -125,7 +125,7 @@ def test_table_is_drawn_over_itself_until_ctrl_c(tmp_path: Path, squeue: Callabl
 
 def test_watch_survives_slurm_being_away(tmp_path: Path, squeue: Callable[[str], None]) -> None:
     run = make_run(tmp_path, "r")
-    answers = f"echo '1|PENDING|Priority||0|N/A|N/A|{run.script}|'"
+    answers = f"echo '1|PENDING|Priority||n/a|0|N/A|N/A|{run.script}|'"
     squeue(answers)
     with watching("--runs-dir", str(tmp_path)) as terminal:
         terminal.wait(lambda text: "higher" in text)
@@ -149,7 +149,7 @@ def test_long_table_is_cut_and_begins_with_runs_that_have_not_ended(
     for i in range(30):
         make_run(tmp_path, f"old-{i:02d}")
     waits = make_run(tmp_path, "waits")
-    squeue(f"echo '1|PENDING|BeginTime||0|N/A|N/A|{waits.script}|'")
+    squeue(f"echo '1|PENDING|BeginTime||n/a|0|N/A|N/A|{waits.script}|'")
     with watching("--runs-dir", str(tmp_path), lines=lines, columns=columns) as terminal:
         for i in range(3):
             append_json_line(waits.train_metrics, {"step": i, "epoch": 1})

@@ -273,7 +273,7 @@ def test_dry_run_packs_nothing(venv: Path, tmp_path: Path) -> None:
 
 
 def test_our_ranks_have_the_copys_interpreter() -> None:
-    meeting = Rendezvous(run="r", attempt=1, secret="n", round=1, members=("gpu02",), port=12345, node=0)
+    meeting = Rendezvous(run="r", attempt=1, secret="n", round=1, num_nodes=1, host="gpu02", port=12345, node=0)
     torchrun = torchrun_argv(meeting, 2, "10.0.0.1", "/copy/bin/python", [str(PROCESS_WRAPPER), "rank"])
     assert torchrun[0] == "/copy/bin/python", "and the ranks are forks of it"
 

@@ -55,6 +55,9 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("scancelled while it ran", {"attempts": [attempt(Cause.CANCELLED)]}, Action.KEEP, "cancelled"),
     # Jobs that need nothing.
     ("waits for its turn", {"jobs": [job(JobState.PENDING, reason="Priority")]}, Action.KEEP, "is pending (Priority)"),
+    ("lost its first node before it started",
+     {"jobs": [job(JobState.RUNNING, started=NOW - 30, batch_host="gpu01")], "headless": frozenset({"7"})},
+     Action.RESUBMIT, "gpu01, its first node, was lost"),
     ("starts", {"jobs": [job(JobState.RUNNING, started=NOW - 5)]}, Action.KEEP, "is starting"),
     ("runs", {"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW - 4}, Action.KEEP, "is running"),
     ("began a moment ago", {"jobs": [RUNNING], "attempts": [attempt(started=NOW - 3)]}, Action.KEEP, "is running"),
@@ -185,6 +188,13 @@ def test_cause_of_an_end_that_was_not_recorded(jobs: Sequence[SlurmJob], state: 
 def test_an_end_that_is_known_is_not_recorded_again() -> None:
     decision = decide(view(attempts=[attempt(Cause.CRASHED)]))
     assert decision == Decision(action=Action.RESUBMIT, reason="its job is gone", cause=None)
+
+
+def test_job_that_refused_to_start_says_why() -> None:
+    known = view(jobs=[job(JobState.FAILED)], last_job_state=JobState.FAILED, refusal="gpu01 has no interface ib7")
+    decision = decide(known)
+    assert decision.state == "failed"
+    assert "its job started nothing: gpu01 has no interface ib7: continue with" in decision.reason
 
 
 def test_job_that_never_started_is_no_cause_of_the_end_of_the_last_attempt() -> None:

@@ -49,6 +49,14 @@ def test_bare_profile_is_hard_on_runs() -> None:
     assert "SlurmdTimeout=10\n" in quick
 
 
+def test_ranges_profile_has_many_nodes_with_leading_zeros() -> None:
+    names = [node.name for node in layout.TestbedShape(profile="ranges").all_nodes]
+    assert (len(names), names[0], names[9], names[31]) == (32, "gpu001", "gpu010", "gpu032")
+    few = layout.TestbedShape(profile="ranges", nodes=2)
+    assert [node.name for node in few.all_nodes] == ["gpu001", "gpu002"]
+    assert "NodeName=gpu002 NodeAddr=10.77.0.2 " in render.slurm_conf(few, PATHS)
+
+
 @pytest.mark.parametrize(("profile", "mode"), [("cancel", "CANCEL"), ("suspend", "SUSPEND"), ("usual", "REQUEUE")])
 def test_profiles_differ_in_what_preemption_does(profile: ProfileName, mode: str) -> None:
     lines = render.slurm_conf(layout.TestbedShape(profile=profile), PATHS).splitlines()

@@ -51,7 +51,7 @@ FAILURE = RankFailure(
 
 def test_statuses_and_directives_arrive_whole(server: ControlServer) -> None:
     status = NodeStatus(node_rank=1, phase=Phase.RUNNING, round=2, port=7, heartbeats=(HEARTBEAT,), failures=(FAILURE,))
-    client = ControlClient("127.0.0.1", server.port, "secret", status)
+    client = ControlClient(["127.0.0.1"], server.port, "secret", status)
     wait_for(lambda: server.statuses().get(1) == status)
     server.directive = Directive(round=3, members=(1, 0), port=9, abort_count=1)
     wait_for(lambda: client.directive == server.directive)
@@ -61,8 +61,40 @@ def test_statuses_and_directives_arrive_whole(server: ControlServer) -> None:
     assert server.statuses()[1].phase is Phase.LEFT
 
 
+def test_the_address_at_which_the_head_answers_is_kept(server: ControlServer) -> None:
+    """Its name is unknown here, and its first address is not one that anything can have."""
+    hosts = ["head.invalid", "240.0.0.1", "127.0.0.1"]
+    client = ControlClient(hosts, server.port, "secret", NodeStatus(node_rank=1))
+    assert client.met.wait(30)
+    assert (client.head_address, client.own_address) == ("127.0.0.1", "127.0.0.1")
+    assert (server.address(1), server.own_address) == ("127.0.0.1", "127.0.0.1")
+    client.close()
+
+
+def test_agents_meet_over_ipv6(server: ControlServer) -> None:
+    client = ControlClient(["::1"], server.port, "secret", NodeStatus(node_rank=1))
+    assert client.met.wait(10)
+    assert (client.head_address, server.address(1), server.own_address) == ("::1", "::1", "::1")
+    client.close()
+
+
+def test_directive_is_sent_when_it_has_changed_and_on_each_new_connection(server: ControlServer) -> None:
+    """It names all members of a job: in every answer to thousands of nodes, it would keep the head busy."""
+    directives = Directive(round=1, members=(1, 2)), Directive(round=2, members=(2,))
+    server.directive = directives[0]
+    for expected in ([*directives[:1], None, directives[1], None], [directives[1], None]):
+        answered = list[Directive | None]()
+        with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
+            for _ in expected:
+                server.directive = directives[1] if len(answered) == 2 else server.directive
+                connection.send(asdict(NodeStatus(node_rank=1)))
+                answer = connection.receive()
+                answered.append(Directive.from_json(answer["directive"]) if "directive" in answer else None)
+        assert answered == expected
+
+
 def test_unauthenticated_agents_are_not_heard(server: ControlServer) -> None:
-    client = ControlClient("127.0.0.1", server.port, "guess", NodeStatus(node_rank=1))
+    client = ControlClient(["127.0.0.1"], server.port, "guess", NodeStatus(node_rank=1))
     with socket.create_connection(("127.0.0.1", server.port)) as noise:
         noise.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert noise.recv(100) == b""
@@ -74,7 +106,7 @@ def test_unauthenticated_agents_are_not_heard(server: ControlServer) -> None:
 def test_impostor_on_the_heads_former_port_directs_nobody() -> None:
     impostor = ControlServer("guess", 3)
     impostor.directive = Directive(round=1, members=(1,), over=True)
-    client = ControlClient("127.0.0.1", impostor.port, "secret", NodeStatus(node_rank=1))
+    client = ControlClient(["127.0.0.1"], impostor.port, "secret", NodeStatus(node_rank=1))
     time.sleep(1)
     assert not client.met.is_set()
     assert client.directive == Directive()
@@ -94,7 +126,7 @@ def test_node_that_is_not_in_the_job_is_not_heard(server: ControlServer, node_ra
 
 
 def test_agent_that_has_left_falls_silent(server: ControlServer) -> None:
-    client = ControlClient("127.0.0.1", server.port, "secret", NodeStatus(node_rank=1))
+    client = ControlClient(["127.0.0.1"], server.port, "secret", NodeStatus(node_rank=1))
     wait_for(server.statuses)
     assert (server.silent_seconds(1) or 0.0) < LOST_SECONDS
     assert server.silent_seconds(2) is None
@@ -103,7 +135,7 @@ def test_agent_that_has_left_falls_silent(server: ControlServer) -> None:
 
 
 def test_agent_that_hangs_before_the_training_falls_silent(server: ControlServer) -> None:
-    client = ControlClient("127.0.0.1", server.port, "secret", NodeStatus(node_rank=1), timeout_seconds=1)
+    client = ControlClient(["127.0.0.1"], server.port, "secret", NodeStatus(node_rank=1), timeout_seconds=1)
     wait_for(client.met.is_set)
     wait_for(lambda: server.is_silent(1))
     client.report(phase=Phase.READY)
@@ -113,7 +145,7 @@ def test_agent_that_hangs_before_the_training_falls_silent(server: ControlServer
 
 def test_head_that_hangs_before_the_training_falls_silent() -> None:
     server = ControlServer("secret", 3, timeout_seconds=1)
-    client = ControlClient("127.0.0.1", server.port, "secret", NodeStatus(node_rank=1))
+    client = ControlClient(["127.0.0.1"], server.port, "secret", NodeStatus(node_rank=1))
     wait_for(client.met.is_set)
     wait_for(lambda: client.head_is_silent)
     server.report(phase=Phase.RUNNING)
@@ -147,7 +179,7 @@ print(most)
 def test_agent_that_was_suspended_does_not_count_the_others_as_silent() -> None:
     with subprocess.Popen([sys.executable, "-c", LISTENER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
-        client = ControlClient("127.0.0.1", int(head.stdout.readline()), "secret", NodeStatus(node_rank=1))
+        client = ControlClient(["127.0.0.1"], int(head.stdout.readline()), "secret", NodeStatus(node_rank=1))
         wait_for(client.met.is_set)
         head.send_signal(signal.SIGSTOP)
         time.sleep(LOST_SECONDS)
@@ -159,7 +191,7 @@ def test_agent_that_was_suspended_does_not_count_the_others_as_silent() -> None:
 def test_killed_head_falls_silent() -> None:
     with subprocess.Popen([sys.executable, "-c", HEAD], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
-        client = ControlClient("127.0.0.1", int(head.stdout.readline()), "secret", NodeStatus(node_rank=2))
+        client = ControlClient(["127.0.0.1"], int(head.stdout.readline()), "secret", NodeStatus(node_rank=2))
         wait_for(client.met.is_set)
         assert client.silent_seconds < LOST_SECONDS
         head.kill()

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from hpc.core import ledger
 from hpc.core.files import append_json_line
 from hpc.core.kernel import steady_time
+from hpc.core.transport import Limits, connect
 from hpc.spec import Recovery
 from jobs.claim import event_file
 from jobs.control import root_failure
@@ -19,10 +20,12 @@ from jobs.node_attempt import NodeAttempt
 from jobs.stop_request import StopRequest
 from training.config.train_config import TrainConfig
 
+LIMITS = Limits(timeout_seconds=10, max_message_bytes=2**20)
+
 
 @pytest.fixture
 def server() -> Iterator[ControlServer]:
-    made = ControlServer("secret", 2)
+    made = ControlServer("secret", 7)
     made.directive = Directive(round=1, members=(0,), port=1)
     yield made
     made.close()
@@ -39,6 +42,24 @@ def coordinate(node: NodeAttempt, server: ControlServer, hosts: tuple[str, ...] 
     return Coordinator(replace(node, spec=spec, allocation=allocation), server, StopRequest())
 
 
+def test_loss_of_many_nodes_is_one_line(node: NodeAttempt, server: ControlServer) -> None:
+    """A switch that fails takes hundreds of nodes."""
+    coordinator = coordinate(node, server, tuple(f"gpu{number:03d}" for number in range(1, 8)))
+    for rank in range(1, 7):
+        status = NodeStatus(node_rank=rank, phase=Phase.RUNNING, round=1)
+        with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
+            connection.send(asdict(status))
+            connection.receive()
+    deadline = time.monotonic() + 30
+    while not all(server.is_silent(rank) for rank in range(1, 7)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    coordinator.poll()
+    [interruption] = node.events("interruption")
+    assert interruption["detail"] == "lost contact with gpu002 ... gpu007 (6)"
+    assert len(node.events("node_lost")) == 6
+
+
 def hung(rank: int, state: str = "S") -> RankHeartbeat:
     return RankHeartbeat(
         rank=rank, step=9, phase="step", state=state, still_seconds=5.0, step_seconds=0.1, busy_seconds=None
@@ -53,7 +74,7 @@ def test_node_where_a_rank_cannot_be_killed_is_left_out(
     coordinator = coordinate(node, server, ("gpu01", "gpu02"))
     server.report(phase=Phase.RUNNING, round=1, heartbeats=(hung(0, states[0]),))
     client = ControlClient(
-        "127.0.0.1", server.port, "secret",
+        ["127.0.0.1"], server.port, "secret",
         NodeStatus(node_rank=1, phase=Phase.RUNNING, round=1, heartbeats=(hung(1, states[1]),)),
     )  # fmt: skip
     assert client.met.wait(30)
@@ -62,6 +83,25 @@ def test_node_where_a_rank_cannot_be_killed_is_left_out(
     [interruption] = node.events("interruption")
     assert (interruption["cause"], coordinator.bad_nodes, coordinator.stuck) == (cause, bad_nodes, bad_nodes)
     assert interruption["node"] == ("gpu02" if bad_nodes else None)
+
+
+def test_ranks_that_wait_for_a_dead_node_are_no_hang(node: NodeAttempt, server: ControlServer) -> None:
+    """The node may be found dead, and its ranks hanging, in the same moment."""
+    coordinator = coordinate(node, server, ("gpu01", "gpu02"))
+    server.report(phase=Phase.RUNNING, round=1, heartbeats=(hung(0),))
+    status = NodeStatus(node_rank=1, phase=Phase.RUNNING, round=1, heartbeats=(hung(1),))
+    with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
+        connection.send(asdict(status))
+        connection.receive()
+    deadline = time.monotonic() + 30
+    while not node.events("node_lost"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        if (server.silent_seconds(1) or 0.0) > 1.0:  # before, a hang would be none of its doing
+            coordinator.poll()
+    coordinator.poll()
+    assert [event["cause"] for event in node.events("interruption")] == ["node_failure"]
+    assert server.directive.abort_count == 0
 
 
 def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(

@@ -8,9 +8,7 @@ from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks import rendezvous
 from jobs.ranks.rendezvous import (
     Rendezvous,
-    interface_of,
     is_free,
-    local_address,
     pick_port,
     torchrun_argv,
     torchrun_environment,
@@ -73,7 +71,7 @@ def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         pick_port(tries=7)
 
 
-MEETING = Rendezvous(run="r", attempt=1, secret="n", round=1, members=("gpu02", "gpu03"), port=12345, node=0)
+MEETING = Rendezvous(run="r", attempt=1, secret="n", round=1, num_nodes=2, host="10.0.0.2", port=12345, node=0)
 
 
 def test_rendezvous_id_differs_by_attempt_and_round() -> None:
@@ -91,14 +89,20 @@ def test_all_members_have_the_same_first_one() -> None:
     for node in (0, 1):
         argv = torchrun_argv(replace(MEETING, node=node), 4, "10.0.0.1", "python", ["echo", "$HOME"])
         assert f"--rdzv-conf=rank={node}" in argv
-        assert "--rdzv-endpoint=gpu02:12345" in argv
+        assert "--rdzv-endpoint=10.0.0.2:12345" in argv
         assert "--nnodes=2" in argv
         assert "--nproc-per-node=4" in argv
         assert argv[-3:] == ["--no-python", "echo", "$$HOME"]
 
 
-def test_loopback_is_an_interface() -> None:
-    alone = NodeAllocation(cluster="local", job_id="1", restart=0, node_rank=0, hostnames=("localhost",), cpus=None)
-    assert local_address(alone) == "127.0.0.1"
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.7") is None
+def test_ipv6_addresses_are_in_brackets_for_torchrun() -> None:
+    assert "--rdzv-endpoint=[fd77::2]:12345" in torchrun_argv(
+        replace(MEETING, host="fd77::2"), 1, "::1", "python", ["p"]
+    )
+
+
+def test_ports_of_a_range() -> None:
+    ports = range(23_000, 23_020)
+    assert all(pick_port(ports) in ports for _ in range(20))
+    argv = torchrun_argv(replace(MEETING, ports=ports), 1, "10.0.0.1", "python", ["p"])
+    assert "--rdzv-conf=rank=0,ports=23000-23019" in argv

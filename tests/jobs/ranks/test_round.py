@@ -1,5 +1,6 @@
 """The start of a round, on a node with a passing problem."""
 
+import signal
 import sys
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ SETUP = RankSetup(data=None, python=sys.executable, threads=1)
 @pytest.fixture
 def channel() -> ControlServer:
     made = ControlServer("secret", 1)
-    made.directive = Directive(round=1, members=(0,), port=1)
+    made.directive = Directive(round=1, members=(0,), host="127.0.0.1", port=1)
     return made
 
 
@@ -51,20 +52,28 @@ def test_storage_that_is_away_for_a_moment_costs_no_node(
     assert node.run.attempt_logs(1).is_dir()
 
 
-def test_name_that_stays_unknown_is_an_error(
-    node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jobs.ranks.round._START_SECONDS", 0.5)
-    names = (*node.allocation.hostnames, "gpu02.invalid")
-    pair = replace(node, allocation=replace(node.allocation, hostnames=names))
-    with pytest.raises(OSError, match=r"[Nn]ame"):
-        run_round(pair, channel, monitor, StopRequest(), channel.directive, SETUP)
-
-
 def test_round_that_is_over_is_not_started(node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor) -> None:
     node.run.logs.touch()
-    channel.directive = Directive(round=2, members=(0,), port=1)
-    assert run_round(node, channel, monitor, StopRequest(), Directive(round=1, members=(0,), port=1), SETUP) is None
+    first = channel.directive
+    channel.directive = replace(first, round=2)
+    assert run_round(node, channel, monitor, StopRequest(), first, SETUP) is None
+
+
+def test_agents_that_are_asked_to_stop_read_no_files_of_other_nodes(
+    node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor
+) -> None:
+    """All of them are asked at once, while the ranks save to the same storage."""
+    (node.run.events / "attempt-001-node-01.jsonl").mkdir(parents=True)  # to read it is an error
+    stop, polls = StopRequest(), list[int]()
+
+    def end_after_a_second_look() -> None:
+        polls.append(1)
+        channel.directive = replace(channel.directive, over=len(polls) > 1)
+
+    monitor.callbacks.append(end_after_a_second_look)
+    stop.handle(signal.SIGTERM, None)
+    assert run_round(node, channel, monitor, stop, channel.directive, SETUP) is None
+    assert len(polls) == 2
 
 
 def test_interpreter_that_stays_away_is_named(

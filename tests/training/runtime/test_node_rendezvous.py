@@ -29,6 +29,7 @@ from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun
 from jobs.ranks.torchrun import Torchrun
 from training.runtime import node_rendezvous
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
+from training.runtime.run_context import RESTARTS
 
 SECRET = "the attempt's secret"
 
@@ -46,7 +47,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
 RANK = """
 import os, pathlib, sys, time
 here, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
-names = "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+names = "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHRELAY_RESTARTS"
 with open(here / f"starts-{rank}", "a") as log:
     print(*map(os.environ.get, names), file=log)
 (here / f"environment-{rank}").write_text(str(os.environ))
@@ -66,7 +67,7 @@ def torchrun(directory: Path, rendezvous: Rendezvous, ranks: int = 1, *, c10d: b
 @pytest.fixture
 def pair() -> Rendezvous:
     return Rendezvous(
-        run="r", attempt=1, secret=SECRET, round=1, members=("localhost", "localhost"), port=pick_port(), node=0
+        run="r", attempt=1, secret=SECRET, round=1, num_nodes=2, host="localhost", port=pick_port(), node=0
     )
 
 
@@ -85,6 +86,7 @@ def test_when_a_rank_dies_the_ranks_of_all_nodes_are_restarted(tmp_path: Path, p
         assert starts(tmp_path, 0) == starts(tmp_path, 1), "ranks that start together have the same store"
         assert len(set(starts(tmp_path, 0))) == 2, "and it is not that of the dead ones"
         assert starts(tmp_path, 0)[0].startswith("2 127.0.0.1 ")
+        assert [start.split()[-1] for start in starts(tmp_path, 1)] == ["0", "1"], "also by another node's ranks"
         (tmp_path / "end-0").touch()
         pid = int((tmp_path / "pid-0").read_text())
         wait_for(lambda: process_state(pid) is None)
@@ -96,7 +98,7 @@ def test_when_a_rank_dies_the_ranks_of_all_nodes_are_restarted(tmp_path: Path, p
 
 
 def test_ranks_of_one_node_are_restarted_together(tmp_path: Path, pair: Rendezvous) -> None:
-    with torchrun(tmp_path, replace(pair, members=("localhost",)), 2) as alone:
+    with torchrun(tmp_path, replace(pair, num_nodes=1), 2) as alone:
         wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
         wait_for(lambda: len(starts(tmp_path, 0)) == len(starts(tmp_path, 1)) == 2, 25)
@@ -109,7 +111,7 @@ def test_ranks_of_one_node_are_restarted_together(tmp_path: Path, pair: Rendezvo
 @pytest.mark.parametrize("c10d", [True, False], ids=["torch's own backend", "ours"])
 def test_pickle_that_anybody_writes_to_the_store_is_not_read(tmp_path: Path, pair: Rendezvous, c10d: bool) -> None:
     """Of torch's own backend it is: should that change, ours is not needed any more."""
-    alone, evil = replace(pair, members=("localhost",)), tmp_path / "evil"
+    alone, evil = replace(pair, num_nodes=1), tmp_path / "evil"
 
     class Pickled:
         def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
@@ -139,7 +141,8 @@ Make = Callable[..., NodeRendezvous]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setenv(RESTARTS, "0")  # they set it for the ranks, which here this process would start
     port, made = pick_port(), list[NodeRendezvous]()
 
     def handler(node: int, secret: str = SECRET, num_nodes: int = 2) -> NodeRendezvous:

@@ -1,4 +1,4 @@
-"""The checks of `--python`, the user's own environment, before anything is queued. Runs on the login node.
+"""The checks of `--python` and `--container`, the user's own environment, before the queue. Runs on the login node.
 
 torchrun and the ranks of a user's script run in it, the agents in that of `hpc`. Of ours, torchrun_main and the
 rendezvous that it loads, the rank wrapper and the preflight run there, on the standard library and torch alone.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core.errors import UserError
+from hpc.staging import container
 from hpc.submit.checks import check_is_shared
 
 # Those of pyproject.toml.
@@ -31,18 +32,34 @@ print("\\n{_MARK}" + json.dumps([str(torch.__version__), torch.__file__]))
 """
 
 
-def check_use(python: Path, *, trains: bool, stages: bool) -> None:
-    """Refuse `--python` with the trainer, and with `--stage-env`. Raises UserError."""
+def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool) -> None:
+    """Refuse `--python` and `--container` with the trainer, and with `--stage-env`. Raises UserError."""
+    if value is None:
+        return
     if trains:
         raise UserError(
-            f"--python is {python}, and is for a script of your own (-- script.py): our trainer needs what torchrelay "
+            f"{flag} is {value}, and is for a script of your own (-- script.py): our trainer needs what torchrelay "
             "depends on; leave it out, or install torchrelay in that environment and submit with the hpc there"
         )
     if stages:
         raise UserError(
-            f"--python is {python}, but --stage-env copies the environment of hpc, in which no rank would start: leave "
+            f"{flag} is {value}, but --stage-env copies the environment of hpc, in which no rank would start: leave "
             "one of the two out"
         )
+
+
+def resolve(
+    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool
+) -> tuple[str | None, str | None]:
+    """The absolute path of the image of `--container`, and the interpreter, in it or of `--python`; None: not given.
+
+    Raises UserError if torchrun and the ranks cannot run there.
+    """
+    if image is None:
+        return None, check(python, setup, on_cluster=on_cluster) if python else None
+    path, interpreter = _find_image(image, on_cluster=on_cluster), str(python or "python3")
+    _check_in_container(path, interpreter, setup)
+    return str(path), interpreter
 
 
 def check(given: Path, setup: Sequence[str], *, on_cluster: bool, seconds: float = _IMPORT_SECONDS) -> str:
@@ -51,11 +68,52 @@ def check(given: Path, setup: Sequence[str], *, on_cluster: bool, seconds: float
     It is tried without the lines of `--setup`, which are for the nodes: with some of them, an environment that does not
     import torch here is let through with a warning.
     """
-    path, flag = _executable(given), f"--python is {given}"
+    path = _executable(given)
     if on_cluster:
         for used in (path.parent, path):
             check_is_shared("--python", used)
-    answers, problem = _ask(path, seconds)
+    torch_file = _check_answers(f"--python is {given}", [str(path)], setup, seconds)
+    if on_cluster and torch_file:
+        check_is_shared("--python imports torch from", torch_file)
+    return str(path)
+
+
+def _find_image(given: str, *, on_cluster: bool) -> Path:
+    """The absolute path of an image of `--container`. Raises UserError if there is none, or nodes could not read it."""
+    if "://" in given:
+        raise UserError(
+            f"--container is {given}, which every node would have to download: type apptainer pull image.sif {given}, "
+            "and use --container image.sif"
+        )
+    path = Path(given).expanduser().absolute()
+    if not path.exists():
+        raise UserError(f"--container is {given}, which does not exist: give the path of an Apptainer image")
+    if on_cluster:
+        check_is_shared("--container", path)
+    return path
+
+
+def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
+    """As `check`, for an interpreter in an image. Where Apptainer comes from --setup, on the nodes, nothing is checked.
+
+    Raises UserError.
+    """
+    flag, engine = f"--container is {image}", container.find_engine()
+    if engine is None:
+        problem = "there is neither apptainer nor singularity here"
+        if not setup:
+            raise UserError(
+                f"{flag}, and {problem}: load its module, also on the nodes: --setup 'module load apptainer'"
+            )
+        print(f"hpc submit: warning: {flag}, which is not checked: {problem}", file=sys.stderr)
+        return
+    program = container.inside(engine, image, [python])
+    _check_answers(f"{flag}, with the interpreter {python}", program, setup, _IMPORT_SECONDS)
+
+
+def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float) -> Path | None:
+    """Check the versions of an interpreter and its torch; the file of torch, if it is imported here."""
+    answers, problem = _ask(program, seconds)
     if not answers:
         raise UserError(f"{flag}, which is no Python that works here ({problem})")
     if tuple(answers[0]) < OLDEST_PYTHON:
@@ -69,13 +127,11 @@ def check(given: Path, setup: Sequence[str], *, on_cluster: bool, seconds: float
             f"hpc submit: warning: {flag}, which imports torch only with --setup, if at all ({problem})",
             file=sys.stderr,
         )
-        return str(path)
+        return None
     version, torch_file = answers[1]
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCH:
         raise UserError(f"{flag}, which has torch {version}: install torch {_dotted(OLDEST_TORCH)} or newer there")
-    if on_cluster:
-        check_is_shared("--python imports torch from", Path(torch_file))
-    return str(path)
+    return Path(torch_file)
 
 
 def _executable(given: Path) -> Path:
@@ -93,12 +149,17 @@ def _executable(given: Path) -> Path:
     return path
 
 
-def _ask(python: Path, seconds: float) -> tuple[list[list[Any]], str]:
+def _ask(program: Sequence[str], seconds: float) -> tuple[list[list[Any]], str]:
     """What the interpreter says of itself and its torch, as far as it comes; and what stopped it."""
     try:
         # In /, because `-c` would import from the current directory first.
         done = subprocess.run(
-            [python, "-c", _LOOK], cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
+            [*program, "-c", _LOOK],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         out, problem = error.stdout or b"", f"it took longer than {seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""`--python`: what the user's environment lacks is found before the queue."""
+"""`--python` and `--container`: what the user's environment lacks is found before the queue."""
 
 import re
 import subprocess
@@ -14,8 +14,8 @@ from environments import BASE, ROOT, SITE
 from hpc.core.errors import UserError
 from hpc.report.command import submit_command
 from hpc.spec import Resources, RunSpec
-from hpc.submit import user_python
-from hpc.submit.user_python import check
+from hpc.submit import user_environment
+from hpc.submit.user_environment import check, resolve
 from jobs.ranks.round import activated_environment, is_environment
 
 
@@ -64,6 +64,34 @@ def test_interpreter_is_found_by_its_own_path_not_by_that_of_its_link(
     assert check(Path("bin/python"), (), on_cluster=True) == f"{venv}/bin/python"
 
 
+def refused_image(given: str, *setup: str) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(given, None, setup, on_cluster=True)
+    message = str(caught.value)
+    assert message.startswith("--container ")
+    assert "\n" not in message
+    return message
+
+
+def test_images_that_nodes_could_not_use_are_refused(shared: Path, tmp_path: Path) -> None:
+    address = "docker://pytorch/pytorch:2.11.0"
+    assert f"type apptainer pull image.sif {address}, and use --container image.sif" in refused_image(address)
+    assert "does not exist" in refused_image(str(shared / "none.sif"))
+    (tmp_path / "image.sif").touch()
+    assert "is on this node's own disk: use a directory that all nodes share" in refused_image(f"{tmp_path}/image.sif")
+
+
+def test_machine_without_apptainer_refuses_an_image_unless_setup_may_bring_it(
+    shared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(shared))
+    image = shared / "image.sif"
+    image.touch()
+    assert "neither apptainer nor singularity here: load its module, also on the nodes" in refused_image(str(image))
+    assert resolve(str(image), None, ("module load apptainer",), on_cluster=True) == (str(image), "python3")
+    assert "which is not checked: there is neither" in capsys.readouterr().err
+
+
 def test_wrong_paths_are_refused(venv: Path) -> None:
     assert f"is a directory: use its interpreter, such as {venv}/bin/python" in refused(venv)
     assert "does not exist: use the interpreter of your environment" in refused(venv / "bin" / "pyhton")
@@ -89,8 +117,8 @@ def test_old_torch_is_refused(venv: Path, version: str) -> None:
 def test_the_oldest_versions_are_those_of_this_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [torch] = [each for each in project["dependencies"] if re.match(r"torch\W", each)]
-    assert torch == f"torch>={'.'.join(map(str, user_python.OLDEST_TORCH))}"
-    assert project["requires-python"] == f">={'.'.join(map(str, user_python.OLDEST_PYTHON))}"
+    assert torch == f"torch>={'.'.join(map(str, user_environment.OLDEST_TORCH))}"
+    assert project["requires-python"] == f">={'.'.join(map(str, user_environment.OLDEST_PYTHON))}"
 
 
 def test_what_is_no_python_or_hangs_is_refused(program: Callable[[str], Path]) -> None:
@@ -117,26 +145,38 @@ def test_environment_on_a_nodes_own_disk_is_refused_on_a_cluster(venv: Path) -> 
         assert "--python imports torch from /" in refused(venv / "bin" / "python")
 
 
-def test_it_is_for_scripts_alone_and_shown_before_the_submission(venv: Path) -> None:
+@pytest.mark.parametrize("flag", ["--python", "--container"])
+def test_they_are_for_scripts_alone(flag: str, shared: Path) -> None:
+    (shared / "my.py").touch()
+    for others, message in (
+        (["--synthetic"], "is for a script of your own"),
+        (["--stage-env", "--", "my.py"], "--stage-env copies the environment of hpc"),
+    ):
+        done = Site(shared, "/nonexistent").hpc("submit", "--cluster=local", f"{flag}=x", "--dry-run", *others)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert f"{flag} is x" in done.stderr
+        assert message in done.stderr
+
+
+def test_it_is_shown_before_the_submission(venv: Path) -> None:
     install_torch(venv, "2.12.0")
     site, flag = Site(venv.parent, "/nonexistent"), f"--python={venv}/bin/python"
     (site.path / "my.py").touch()
     shown = site.hpc("submit", "--cluster=local", flag, "--dry-run", "--", "my.py")
     assert (shown.returncode, shown.stderr) == (0, f"hpc submit: torchrun and the ranks start in {venv}/bin/python\n")
-    for others, message in (
-        (["--synthetic"], "is for a script of your own"),
-        (["--stage-env", "--", "my.py"], "--stage-env copies the environment of hpc"),
-    ):
-        done = site.hpc("submit", "--cluster=local", flag, "--dry-run", *others)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert message in done.stderr
 
 
 def test_it_is_a_part_of_the_command_that_submits_again() -> None:
     spec = RunSpec(
-        name="r", cluster="slurm", resources=Resources(), data=None, stage_dir="/tmp", python="/env/bin/python"
+        name="r",
+        cluster="slurm",
+        resources=Resources(),
+        data=None,
+        stage_dir="/tmp",
+        python="/env/bin/python",
+        container="/images/a.sif",
     )
-    assert "--python=/env/bin/python" in submit_command(spec)
+    assert {"--python=/env/bin/python", "--container=/images/a.sif"} <= set(submit_command(spec))
 
 
 def test_an_environment_of_conda_is_active_as_one(tmp_path: Path) -> None:

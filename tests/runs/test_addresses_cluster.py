@@ -1,0 +1,46 @@
+"""Runs on a cluster whose names lead to a network that is closed between the nodes, and which has few open ports."""
+
+import json
+
+import pytest
+from cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
+
+PROFILE = "addresses"
+PORTS = range(20_000, 21_000)
+NETWORK = ("--port-range=20000-20999",)
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
+
+
+def test_preempted_run_completes(site: Site) -> None:
+    run = site.submit(*THREE_EPOCHS, *NETWORK)
+    run.wait_for_steps(20)
+    preempt(run)
+    run.wait_for_release()
+    assert_preempted(run)
+    used = {event["port"] for event in run.events("claimed") + run.events("rendezvous")}
+    assert used <= set(PORTS)
+    staged = [event for event in run.events("staged") if event["attempt"] == 1]
+    assert len(staged) == 2
+    assert all(event["bytes_from_peers"] for event in staged), "each had half of the data from the other"
+
+
+def test_run_that_lost_its_head_node_completes_in_a_new_job(site: Site) -> None:
+    """On a network that has IPv6 alone."""
+    run = assert_survives_a_node(site, *NETWORK, "--interface=eth2", place=0)
+    claimed = run.events("claimed")
+    assert [event["addresses"] for event in claimed] == [[f"fd77::{int(event['nodes'][0][3:])}"] for event in claimed]
+
+
+def test_missing_interface_is_named(site: Site) -> None:
+    run = site.submit(*THREE_EPOCHS, *NETWORK, "--interface=ib7")
+    status = run.wait_for_state("failed")
+    assert not status["attempts"]
+    assert "gpu01 has no network interface ib7 with an address" in status["reason"]
+    assert "it has lo, eth0, eth1, eth2" in status["reason"]
+
+
+def test_doctor_finds_the_interface_that_works(site: Site) -> None:
+    found = json.loads(site.hpc("doctor", "--node", "--nodes=2", *NETWORK, "--json").stdout)
+    values = {one["check"]: one["value"] for one in found if one["where"] in {"gpu01", "gpu01 gpu02"}}
+    assert values["network interface"] == "lo eth0 eth1 eth2; eth0 leads to the other nodes"
+    assert values["preflight"].startswith("preflight: 2 ranks on CPU, all-reduce")

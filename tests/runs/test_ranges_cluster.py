@@ -1,0 +1,72 @@
+"""Runs on a cluster of 32 nodes with three digits in their names, which Slurm abbreviates: gpu[001-032]."""
+
+import json
+import re
+
+import pytest
+from cluster import PAIR, THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, add_script, dead
+
+PROFILE = "ranges"
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
+# A job on all 32, with as many torchruns, takes 13 GB: benchmarks/nodes.py has one.
+NODES = [f"gpu{number:03d}" for number in range(7, 13)]
+# Without torch, which is slow to import on the few cores that there are: the preflight does it, in which all ranks
+# share a sum.
+SCRIPT = """
+import os
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "on", os.uname().nodename)
+"""
+
+
+def test_run_on_a_range_of_nodes(site: Site) -> None:
+    add_script(site, "prints.py", SCRIPT)
+    run = site.submit("--nodes=6", *PAIR[1:], "--exclude=gpu[001-006,013-032]", "--", "prints.py")
+    run.wait("the start", lambda: run.events("claimed"))
+    assert run.queue("%N") == "gpu[007-012]"
+    [attempt] = run.wait_for_state("completed")["attempts"]
+    assert attempt["nodes"] == attempt["members"] == NODES
+    assert {event["world_size"] for event in run.events("preflight")} == {6}
+    assert "gpu007 ... gpu012 (6)" in site.hpc("status", str(run.directory.path)).stdout
+    printed = re.findall(
+        r"rank (\d+) of 6 on (gpu\d+)$", site.hpc("logs", str(run.directory.path)).stdout, re.MULTILINE
+    )
+    assert sorted(printed) == sorted((str(rank), name) for rank, name in enumerate(NODES))
+
+
+def test_preempted_run_completes_on_nodes_that_are_not_excluded(site: Site) -> None:
+    with site.supervised():
+        run = site.submit(*THREE_EPOCHS, "--exclude=gpu[001,003-030,032]")
+        run.wait_for_steps(20)
+        assert run.queue("%N") == "gpu[002,031]"
+        everything = ("--nodes=32", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+        site.slurm("sbatch", "--partition=urgent", *everything)
+        status = run.wait_for_state("completed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
+    assert [attempt["nodes"] for attempt in status["attempts"]] == [["gpu002", "gpu031"]] * 2
+    assert run.events("released")
+    assert set(run.steps()) == THREE_EPOCHS_STEPS
+
+
+def test_run_that_lost_a_node_avoids_it_and_those_that_its_user_excludes(site: Site) -> None:
+    run = site.submit(*THREE_EPOCHS, "--exclude=gpu[003-004]")
+    run.wait_for_steps(20)
+    assert run.nodes() == ["gpu001", "gpu002"]
+    with dead(site, "gpu002"):
+        status = run.wait_for_state("completed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["node_failure", "completed"]
+    assert [event["excluded"] for event in run.events("resubmitted")] == [["gpu[003-004]", "gpu002"]]
+    assert not {"gpu002", "gpu003", "gpu004"} & set(status["attempts"][1]["nodes"])
+
+
+def test_doctor_looks_at_a_range_of_nodes(site: Site) -> None:
+    done = site.hpc("doctor", "--json", "--node", "gpu[003-004]")
+    assert "waiting for 2 nodes" in done.stderr
+    where = {one["check"]: one["where"] for one in json.loads(done.stdout)}
+    assert where["Slurm's commands"] == "gpu003 gpu004"
+    assert "preflight: 2 ranks" in done.stdout
+
+
+def test_nodes_do_not_fill_the_kernels_table_of_neighbours(site: Site) -> None:
+    known = site.slurm("srun", "--nodelist=gpu032", "ip", "neighbour", "show", "nud", "permanent").splitlines()
+    assert "10.77.0.1 dev eth0 lladdr 02:00:00:00:00:01 PERMANENT" in [line.strip() for line in known]
+    assert "link/ether 02:00:00:00:00:01 " in site.slurm("srun", "--nodelist=gpu001", "ip", "link", "show", "eth0")
