@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Common:
     """The flags of every verb."""
 
     json: bool = False
-    """Print one JSON document and nothing else on stdout."""
+    """Print one JSON document, and nothing else."""
     debug: bool = False
     """Print the traceback of an error."""
 
@@ -52,13 +52,17 @@ def run(
     name: str,
     argv: Sequence[str] | None = None,
     expand: Callable[[list[str]], list[str]] = list,
+    hidden: Collection[str] = (),
 ) -> int:
-    """Run a verb from its command line to its exit code. `expand` may add arguments before they are parsed."""
+    """Run a verb from its command line to its exit code.
+
+    `expand` may add arguments before they are parsed; `--help` does not show the flags of `hidden` fields.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
         slurm.adopt_environment(os.environ)
-        return verb(program.parse(options, expand(arguments), f"hpc {name}"))
+        return verb(program.parse(options, expand(arguments), f"hpc {name}", hidden=hidden))
 
     return program.run(work, f"hpc {name}", debug="--debug" in arguments)
 

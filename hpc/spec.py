@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -16,7 +16,7 @@ from training.config.train_config import TrainConfig
 Cluster = Literal["slurm", "local"]
 
 # The options of sbatch that --sbatch may not set, and what to do instead.
-_MANAGED_SBATCH = {
+MANAGED_SBATCH = {
     "nodes": "use --nodes instead", "ntasks": "use --nodes and --gpus-per-node instead",
     "ntasks-per-node": "use --gpus-per-node instead", "gpus-per-node": "use --gpus-per-node instead",
     "gpus": "use --nodes and --gpus-per-node instead", "gpus-per-task": "use --gpus-per-node instead",
@@ -48,32 +48,30 @@ _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 class Resources:
     """Resources of the Slurm job."""
 
-    nodes: str = "1"
-    """Number of nodes: `N`, or `MIN:MAX` for as many as are free, at least MIN."""
-    gpus_per_node: str = "1"
-    """GPUs per node, with one rank each: `N`, or `TYPE:N` for those of one type, as in a100:2.
-    0: no GPUs, but one rank per node on its CPUs, by gloo."""
-    cpus_per_gpu: int | None = None
-    """CPUs per rank. Default: a node's CPUs divided by its GPUs."""
-    mem: str | None = None
-    """Memory per node, as in Slurm: 64G. Default: the partition's."""
-    time: str | None = None
-    """Time limit of one attempt: 12h, 90m, 1-12:00:00. Default: a day, or the partition's limit if that is less."""
-    partition: str | None = None
-    """Partition. Default: the cluster's default."""
-    account: str | None = None
+    nodes: Annotated[str, tyro.conf.arg(aliases=("-N",), metavar="N")] = "1"
+    """Number of nodes, or MIN:MAX for as many as are free, at least MIN."""
+    gpus_per_node: Annotated[str, tyro.conf.arg(metavar="N")] = "1"
+    """GPUs per node, one rank each; of one type: a100:2. 0: one rank per node on its CPUs, by gloo."""
+    cpus_per_gpu: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """CPUs per rank. Default: a node's share per GPU."""
+    mem: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Memory per node: 64G. Default: the partition's."""
+    time: Annotated[str | None, tyro.conf.arg(aliases=("-t",), metavar="TIME")] = None
+    """Time limit of one attempt: 12h, 90m, 1-12:00:00. Default: a day, or the partition's limit if less."""
+    partition: Annotated[str | None, tyro.conf.arg(aliases=("-p",))] = None
+    """Partition. Default: the cluster's."""
+    account: Annotated[str | None, tyro.conf.arg(aliases=("-A",), metavar="NAME")] = None
     """Account to charge."""
-    qos: str | None = None
+    qos: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Quality of service."""
-    constraint: str | None = None
+    constraint: Annotated[str | None, tyro.conf.arg(metavar="FEATURES")] = None
     """Required node features."""
-    exclude: str | None = None
+    exclude: Annotated[str | None, tyro.conf.arg(metavar="NODES")] = None
     """Nodes to exclude: gpu01,gpu[07-09]."""
-    sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Another sbatch option: KEY=VALUE, or KEY alone, such as exclusive."""
-    setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A line of bash for the head node, at each start of the job: 'module load cuda/12.4'. All ranks get what it
-    exports (docs/environment.md)."""
+    sbatch: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY[=VALUE]")]] = ()
+    """Another option of sbatch: mail-type=END. Repeatable."""
+    setup: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="LINE")]] = ()
+    """Bash for the head node, whose exports all ranks get: 'module load cuda/12.4'. Repeatable."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
@@ -93,8 +91,8 @@ class Resources:
             key, separator, given = option.partition("=")
             if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(given) or "\n" in given:
                 raise UserError(f"--sbatch {option!r}: use KEY=VALUE, such as mail-type=END, or KEY, such as exclusive")
-            if key in _MANAGED_SBATCH:
-                raise UserError(f"--sbatch {key}: {_MANAGED_SBATCH[key]}")
+            if key in MANAGED_SBATCH:
+                raise UserError(f"--sbatch {key}: {MANAGED_SBATCH[key]}")
             # sbatch would ignore it silently: both set the same field of the job.
             if key == "gres" and self.num_gpus and re.search(r"(^|,)(gres:)?gpu\b", given):
                 raise UserError(f"--sbatch {option}: use --gpus-per-node instead, for example --gpus-per-node a100:2")
@@ -135,14 +133,14 @@ class Recovery:
     """Recovery from interruptions."""
 
     elastic: bool = False
-    """When nodes are lost, continue on the others: down to one node, or to the MIN of `--nodes MIN:MAX`."""
-    spares: int = 0
-    """Additional idle nodes in the job, each to replace a lost node."""
-    hang_timeout: str = "auto"
-    """Restart all ranks after this time without progress: 90s, 5m. `auto`: from the measured time of a step.
-    A script of your own must report its progress (docs/recovery.md)."""
-    stop_lead: str | None = None
-    """Save and requeue this long before the time limit: 2m. Default: a tenth of the limit, from 30 s to 5 minutes."""
+    """When nodes are lost, continue on the others: down to one, or the MIN of --nodes MIN:MAX."""
+    spares: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Idle nodes that replace lost ones."""
+    hang_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "auto"
+    """Restart all ranks after this time without progress: 90s, 5m. auto: from the measured time of a step.
+    Your own script must report its progress (docs/recovery.md)."""
+    stop_lead: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    """Save and requeue this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""

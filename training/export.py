@@ -15,7 +15,6 @@ from torch import Tensor
 from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_atomic
-from training.config.command_line import listed
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
@@ -29,6 +28,7 @@ from training.models.factory import first_line
 _IMAGES = 64
 # Another order of summation changes a probability by about 1e-6; another computation by more.
 _TOLERANCE = 1e-4
+_FORMATS = "\n".join(["File format.", *(f"{name}: {kind.about}" for name, kind in FORMATS.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class ExportOptions:
     """A run, or its final/ or best/ directory."""
     output: Path
     """The file to write."""
-    format: Annotated[str, listed("File format.", {name: kind.about for name, kind in FORMATS.items()})] = "torch"
+    format: Annotated[str, tyro.conf.arg(help=_FORMATS, metavar="|".join(FORMATS))] = "torch"
     """A key of `training.inference.exported_model.FORMATS`."""
     data: str | None = None
     """Data set for the comparison; by default the one that the model was trained on."""

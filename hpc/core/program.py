@@ -4,13 +4,15 @@ Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
 """
 
 import contextlib
+import dataclasses
+import difflib
 import io
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
 
@@ -26,12 +28,25 @@ _TYRO = (
 )
 
 
-def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
-    """Parse flags into a dataclass. Without `prints`, `--help` prints nothing.
+def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
+    """The fields that are flags, those of groups of flags included."""
+    for field in dataclasses.fields(options):
+        group = _group(field)
+        yield from flags(group) if group else [field]
+
+
+def parse(
+    options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True, hidden: Collection[str] = ()
+) -> Options:
+    """Parse flags into a dataclass. `--help` leaves out `hidden` fields, and without `prints` it prints nothing.
 
     Raises:
         UserError: one line that names the wrong flag and the reason. (tyro draws a box of several lines.)
     """
+    if dataclasses.is_dataclass(options):  # else a union of subcommands
+        _check_flags(options, argv, prog)
+        if not {"-h", "--help"}.isdisjoint(argv):
+            options = _for_help(options, hidden)
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -43,6 +58,45 @@ def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: boo
         sections = [section.strip() for section in re.split(r"─{3,}", " ".join(line for line in lines if line))]
         useful = [section for section in sections if section and not section.startswith("Argument helptext")]
         raise UserError(re.sub(r"\s+", " ", "; ".join(useful))) from None
+
+
+def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
+    """The dataclass of a field that is a group of flags."""
+    kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+    return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+
+
+def _check_flags(options: type[Any], argv: Sequence[str], prog: str) -> None:
+    """Refuse the first flag that does not exist, and name the one that is most like it; tyro lists several."""
+    known = {f"--{field.name.replace('_', '-')}" for field in flags(options)}
+    for argument in argv:
+        typed = argument.partition("=")[0]
+        if re.match(r"--[A-Za-z]", typed) and typed.replace("_", "-") not in {*known, "--help"}:
+            close = difflib.get_close_matches(typed, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"{prog} --help lists the flags"
+            raise UserError(f"there is no flag {typed}: {hint}")
+
+
+def _for_help(options: type[Any], hidden: Collection[str]) -> type[Any]:
+    """The dataclass without `hidden` fields, and without the defaults that tell nothing: None, False and ''."""
+    types, values = dict[str, Any](), dict[str, Any]()
+    for field in dataclasses.fields(options):
+        kind: Any = field.type
+        if group := _group(field):
+            view = _for_help(group, hidden)
+            types[field.name] = Annotated[(view, *kind.__metadata__)]
+            if field.default_factory is not dataclasses.MISSING:
+                values[field.name] = dataclasses.field(default_factory=view)
+        elif field.name in hidden:
+            types[field.name] = Annotated[kind, tyro.conf.Suppress]
+        else:
+            types[field.name] = Annotated[kind, tyro.conf.arg(help_behavior_hint=_default_hint)]
+    members = {"__annotations__": types, "__doc__": options.__doc__, **values}
+    return dataclasses.dataclass(frozen=True, kw_only=True)(type(options.__name__, (options,), members))
+
+
+def _default_hint(default: str) -> str:
+    return "" if default in {"None", "False", "", "''", "()"} else f"(default: {default})"
 
 
 def run(work: Callable[[], int], prefix: str = "error", *, debug: bool = False) -> int:

@@ -5,19 +5,21 @@ Nothing is queued before every check has passed, and nothing is left behind if o
 
 import dataclasses
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from hpc import cli
+from hpc.core import program
 from hpc.core.code_copy import copy_code
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.kernel import start_time
@@ -30,7 +32,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, agent_command, start_local
 from hpc.spec import Cluster, Network, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
-from hpc.submit import checks, environment_archive, user_environment
+from hpc.submit import checks, environment_archive, sbatch_flags, user_environment
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.model_names import check_model, resolve_weights
@@ -39,52 +41,67 @@ from training.config.train_config import TrainConfig, check_world
 
 # Deleting old copies and moving files may keep an agent busy for a moment.
 _MIN_STAGE_SECONDS = 10
+# What `--help` shows of the training; `--help-train` shows the other flags.
+_EVERYDAY = {
+    "data", "model", "weights", "epochs", "batch_size", "lr", "weight_decay", "amp", "num_workers", "seed", "recipe",
+}  # fmt: skip
+_TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
+_RARE = {"debug", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOptions(cli.Common):
-    """Submit a training run to Slurm and keep it going until it is complete."""
+    """The flags of every submission."""
 
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
     recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
     network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
-    name: str | None = None
-    """Name of the run and its directory. Default: the name of the model or script, and the time."""
+    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    """Name of the run. Default: the model or script, and the time."""
     runs_dir: Path = Path("runs")
-    """Directory of the runs, on storage that all nodes share."""
-    cluster: Literal["auto", "slurm", "local"] = "auto"
-    """`slurm`, or `local`: this machine, with one process per pretended node. `auto`: Slurm if it is configured."""
-    config: Path | None = None
-    """YAML file of flags. It overrides --recipe; the command line overrides both."""
-    stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
-    """Directory on each node's own disk for the copy of the data. Variables in quotes, such as '$SLURM_TMPDIR', are
-    those that the job has on the node."""
-    stage_keep: str = "7d"
-    """How long to keep unused copies there for later attempts: 0s, 12h, 30d.
-    If the disk is full, the least recently used are removed earlier."""
-    stage_timeout: str = "5m"
-    """Leave out a node that gets nothing of the data for this long: its mount hangs. 90s, 10m."""
-    stage_env: bool = False
-    """Pack this Python environment once, and start the ranks of every node from a copy on its own disk."""
-    python: Path | None = None
-    """The interpreter of your own environment, ENV/bin/python, for torchrun and the ranks of your own script.
-    It needs torch and nothing of torchrelay. Default: this one, or in a container its python3."""
-    container: str | None = None
-    """Start torchrun and the ranks of your own script in this Apptainer image, a .sif file on shared storage."""
+    """Directory of the runs, on shared storage."""
+    cluster: Annotated[Literal["auto", "slurm", "local"], tyro.conf.arg(metavar="WHERE")] = "auto"
+    """slurm; local: this machine, one process per pretended node; auto: Slurm if it is configured."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="YAML")] = None
+    """File of flags; the command line overrides it."""
     dry_run: bool = False
-    """Check everything and print the script, but submit nothing."""
+    """Check everything and print the script alone."""
     wait: bool = False
     """Wait until the run ends, and print its result."""
+    help_train: bool = False
+    """Show the other flags: training, staging, network."""
+    stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
+    """Each node's own disk, for the copy of the data. In quotes, '$SLURM_TMPDIR' and others are the node's."""
+    stage_keep: Annotated[str, tyro.conf.arg(metavar="TIME")] = "7d"
+    """How long to keep unused copies there for later attempts: 0s, 12h, 30d.
+    If the disk is full, the least recently used are removed earlier."""
+    stage_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "5m"
+    """Leave out a node that gets nothing of the data for this long: its mount hangs. 90s, 10m."""
+    stage_env: bool = False
+    """Start the ranks from a copy of this Python environment on each node's own disk."""
+    python: Path | None = None
+    """Interpreter of your own environment, ENV/bin/python, for the ranks of your own script: it needs torch alone.
+    Default: this one, or in a container its python3."""
+    container: Annotated[str | None, tyro.conf.arg(metavar="SIF")] = None
+    """Apptainer image for the ranks of your own script."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitTraining(SubmitOptions):
-    """Submit a training run to Slurm and keep it going until it is complete."""
+    """Submit a training run to Slurm and keep it going until it is complete.
+
+    For example:
+      hpc submit --recipe fashion-mnist
+      hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /shared/imagenet --model resnet50
+
+    Your own torchrun script instead of the image classifier:
+      hpc submit [OPTIONS] -- script.py ARGS
+    """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
     pack: Literal["off", "on", "auto"] = "off"
     """Decode an image folder once on every node and train from the pixels (docs/packing.md).
-    Random crops are then taken from the centre square of each image. `auto`: if the run has enough epochs to pay."""
+    Random crops are then taken from the centre square of each image. auto: if the run has enough epochs to pay."""
     pack_size: int | None = None
     """Side of these squares in pixels. Default: 8/7 of the model's image size, such as 256 for 224."""
     recipe: RecipeName = None
@@ -92,7 +109,7 @@ class SubmitTraining(SubmitOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitScript(SubmitOptions):
-    """Submit your own torchrun script (`-- script.py ARGS`) to Slurm and keep it going until it exits with 0."""
+    """Submit your own torchrun script to Slurm and keep it going until it exits with 0."""
 
     data: Path | None = None
     """Directory or archive to stage on every node; the script finds it, unpacked, in TORCHRELAY_DATA."""
@@ -108,20 +125,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not script:
             arguments.append("--")  # tyro refuses it
     options = SubmitScript if script else SubmitTraining
+    others = "--help-train" in arguments
     return cli.run(
         lambda parsed: submit(parsed, script),
         options,
         "submit",
-        arguments,
-        expand=lambda given: command_line.with_config(given, flag_names(options)),
+        ["--help"] if others else arguments,
+        expand=lambda given: _expand(given, flag_names(options)),
+        hidden={field.name for field in program.flags(options) if _is_everyday(field.name) == others},
     )
 
 
 def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
     """The flags that a --config file may set; True for switches."""
-    owners = (options, Resources, Recovery, Network, *([TrainConfig] if options is SubmitTraining else []))
-    no_flags = {"resources", "recovery", "network", "train", "config", "recipe"}
-    return {name: switch for name, switch in command_line.flag_names(*owners).items() if name not in no_flags}
+    not_in_files = {"config", "recipe", "help-train"}
+    return {name: switch for name, switch in command_line.flag_names(options).items() if name not in not_in_files}
+
+
+def _is_everyday(flag: str) -> bool:
+    return flag not in _RARE and (flag in _EVERYDAY or flag not in _TRAINING)
+
+
+def _expand(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
+    """The arguments with the flags of files, and with `-N 2` for the `-N2` that sbatch takes as well."""
+    split = list[str]()
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag.startswith("-") and (advice := sbatch_flags.advice(flag, known)):
+            raise UserError(f"there is no flag {flag}: {advice}")
+        attached = re.fullmatch(r"(-[NptAJ])([^-].*)", argument)
+        split += attached.groups() if attached else [argument]
+    return command_line.with_config(split, known)
 
 
 def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:

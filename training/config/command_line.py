@@ -1,11 +1,10 @@
 """The command line of `python -m training` and of the programs that take the same flags. Runs where they run.
 
-Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`), whose first line describes them.
+Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`).
 Ranks that a node agent starts read `spec.json` instead (`training.config.train_config`): this module imports tyro and
 YAML, which takes a quarter of a second.
 """
 
-import dataclasses
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,10 +97,9 @@ def advice_for(name: str, known: Collection[str]) -> str | None:
 
 
 @cache
-def recipes() -> dict[str, str]:
-    """The description of each recipe, by its name."""
-    files = sorted(_RECIPES.glob("*.yaml"), key=lambda path: path.stem)
-    return {path.stem: path.read_text("utf-8").partition("\n")[0].removeprefix("# ").rstrip(".") for path in files}
+def recipes() -> tuple[str, ...]:
+    """Their names."""
+    return tuple(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
 
 
 def recipe_path(name: str) -> Path:
@@ -111,14 +109,14 @@ def recipe_path(name: str) -> Path:
         UserError: no recipe has this name.
     """
     if name not in recipes():
-        close = difflib.get_close_matches(name, recipes(), n=3, cutoff=0.5) or list(recipes())
+        close = difflib.get_close_matches(name, recipes(), n=3, cutoff=0.5) or recipes()
         raise UserError(f"--recipe is {name!r}, which is not known: use {', '.join(close)}")
     return _RECIPES / f"{name}.yaml"
 
 
-def flag_names(*owners: Any) -> dict[str, bool]:
-    """The flags of dataclasses that may stand in a file; True for switches."""
-    return {field.name.replace("_", "-"): field.type is bool for owner in owners for field in dataclasses.fields(owner)}
+def flag_names(options: type[Any]) -> dict[str, bool]:
+    """The flags of a dataclass that may stand in a file; True for switches."""
+    return {field.name.replace("_", "-"): field.type is bool for field in program.flags(options)}
 
 
 def with_config(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
@@ -187,15 +185,11 @@ def _read_settings(flag: str, path: Path, known: Mapping[str, bool]) -> dict[str
 # --- parsing ---
 
 
-def listed(question: str, table: Mapping[str, str]) -> Any:
-    """The help of a flag whose values are the names of a table: a line for each."""
-    lines = [question, *(f"{name}: {text}" for name, text in table.items())]
-    names = "|".join(table)
-    return tyro.conf.arg(help="\n".join(lines), metavar=names if len(names) <= 60 else "NAME")  # characters
-
-
 # What `--recipe` takes, wherever flags are read.
-RecipeName = Annotated[str | None, listed("The flags of a training that is known to work.", recipes())]
+RecipeName = Annotated[
+    str | None,
+    tyro.conf.arg(help=f"A training that is known to work (docs/training.md): {', '.join(recipes())}.", metavar="NAME"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,14 +32,14 @@ class TrainConfig:
     """The training flags."""
 
     data: str = ""
-    """Directory of images, packed images, IDX or CIFAR files, or `fashion-mnist` (Debian's dataset-fashion-mnist)."""
+    """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (of Debian)."""
     synthetic: bool = False
     """Train on generated images instead of --data, to measure the speed without loading data."""
     model: str = SMALL_CNN
-    """`small-cnn`, `resnet20` (to 110: for small images), or a torchvision classification model such as resnet50."""
+    """small-cnn, resnet20 (to 110: for small images), or one of torchvision's, such as resnet50."""
     weights: str | None = None
-    """Initial weights: a .safetensors or .pth file, or a name of torchvision's, such as IMAGENET1K_V1, from its cache.
-    A head for another number of classes is left out. Default: random weights."""
+    """Initial weights: a .safetensors or .pth file, or IMAGENET1K_V1 and others from torchvision's cache.
+    A head for another number of classes is left out. Default: random."""
     freeze_backbone: bool = False
     """Train only the head; all other layers and their batch statistics keep --weights."""
     head_hidden: int = 0
@@ -47,10 +47,9 @@ class TrainConfig:
     epochs: int = 8
     """Passes over the training set."""
     batch_size: int = _DEFAULT_BATCH
-    """Images per optimizer step on all ranks together (the global batch)."""
+    """Images per step on all ranks together (global batch)."""
     lr: float | None = None
-    """Highest learning rate, reached after the warm-up; see also --lr-scaling. Default: 0.15 (sgd) or 0.001 (adamw,
-    adam), for batches below 512 images times the square root of --batch-size / 512."""
+    """Highest learning rate. Default: 0.15 (sgd), 0.001 (adam, adamw); less for batches below 512 images."""
     lr_scaling: LrScaling = "none"
     """Scale --lr with the global batch size.
     - none: --lr is used as it is
@@ -102,7 +101,7 @@ class TrainConfig:
     sync_bn: bool = False
     """Synchronize batch normalization over all ranks."""
     amp: Literal["none", "bf16", "fp16"] = "none"
-    """Automatic mixed precision: off, bfloat16, or float16 with loss scaling."""
+    """Automatic mixed precision."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """Each rank holds the whole model (DDP), or a shard of it (FSDP2) for models too large for one GPU."""
     memory_format: Literal["channels-last", "contiguous"] = "channels-last"
@@ -141,7 +140,7 @@ class TrainConfig:
     """Keep all images of IDX or CIFAR files in the memory of each rank's GPU and augment them there, without
     --auto-augment or --crop resized. `auto`: if they take less than a tenth of its free memory."""
     num_workers: int | None = None
-    """Loader processes per rank. Default: the CPU cores per rank, or 0 for data in memory."""
+    """Loader processes per rank. Default: its CPU cores; 0 for data in memory."""
     log_every: int = 20
     """Steps between two lines of metrics."""
     checkpoint_every: str = "10m"

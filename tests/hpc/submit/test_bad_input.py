@@ -67,7 +67,7 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--batch-size=0"], r"--batch-size is 0: use 1 or more"),
         (["--lr=fast"], r"--lr.*'fast'"),
         (["--epochs=-1"], r"--epochs is -1"),
-        (["--nodez", "2"], r"Unrecognized options: --nodez, 2; Perhaps you meant: --nodes"),
+        (["--nodez", "2"], r"there is no flag --nodez: did you mean --nodes\?"),
         (["--name=a/b"], r"--name 'a/b': .*Try --name a-b"),
         (["--name=a\nb"], r"--name 'a\\nb': it holds a newline"),
         (["--name=.."], r"--name '\.\.'"),

@@ -124,16 +124,16 @@ def test_the_trainer_and_the_submission_refuse_what_they_do_not_know(
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_help_describes_each_recipe() -> None:
+def test_the_help_names_each_recipe() -> None:
     for module in ("hpc.submit", "training"):
         argv = [sys.executable, "-m", module, "--help"]
         environment = {**os.environ, "COLUMNS": "200"}
         printed = subprocess.run(argv, capture_output=True, text=True, env=environment, check=True).stdout
-        assert all(f"{name}: {text}" in printed for name, text in recipes().items())
+        assert ", ".join(recipes()) in printed
 
 
 def test_recipes_are_in_the_copy_of_the_code(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     code_copy.copy_code(run, tmp_path)
     copied = run.packages / "training" / "config" / "recipes"
-    assert {path.stem for path in copied.glob("*.yaml")} == recipes().keys()
+    assert {path.stem for path in copied.glob("*.yaml")} == set(recipes())
