@@ -46,9 +46,12 @@ def main() -> int:
         if is_from_spec(sys.argv[1:]):
             return _train(read_spec(sys.argv[1:]), rank)
         # Only here, for it imports tyro and YAML.
+        from hpc.core import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
 
-        return _train(parse_flags(TrainOptions, sys.argv[1:], "python -m training", prints=rank.is_rank_zero), rank)
+        return _train(
+            parse_flags(TrainOptions, sys.argv[1:], program.called("training"), prints=rank.is_rank_zero), rank
+        )
     except UserError as error:
         if rank.is_rank_zero:
             _print_error(error)

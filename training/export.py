@@ -52,7 +52,7 @@ class ExportOptions:
 
 def main() -> int:
     """Parse, export and print; return the exit code, unless an error is raised."""
-    print(export(program.parse(ExportOptions, sys.argv[1:], "python -m training.export")))
+    print(export(program.parse(ExportOptions, sys.argv[1:], program.called("training.export"))))
     return 0
 
 

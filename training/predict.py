@@ -68,7 +68,7 @@ class Prediction:
 
 def main() -> int:
     """Parse, predict and print; return the exit code, unless an error is raised."""
-    options = program.parse(PredictOptions, sys.argv[1:], "python -m training.predict")
+    options = program.parse(PredictOptions, sys.argv[1:], program.called("training.predict"))
     predictions = predict(options)
     if options.json:
         print(json.dumps([_record(each) for each in predictions], indent=2))

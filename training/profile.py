@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.program import INTERRUPTED
 from hpc.core.rundir import RunDir
 from training.config.command_line import TrainFlags, parse_flags
 from training.data.batch_schedule import BatchRequest
@@ -94,7 +94,9 @@ def main() -> int:
     """Parse, measure and print; return the exit code. Rank 0 prints a mistake that all ranks find."""
     rank_info = rank_info_from(os.environ)
     try:
-        options = parse_flags(ProfileOptions, sys.argv[1:], "python -m training.profile", prints=rank_info.is_rank_zero)
+        options = parse_flags(
+            ProfileOptions, sys.argv[1:], program.called("training.profile"), prints=rank_info.is_rank_zero
+        )
         if options.train.strategy == "fsdp":
             raise UserError("--strategy is fsdp, whose communication cannot be measured apart: leave --strategy out")
         if not options.seconds > 0:
@@ -105,7 +107,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return program.INTERRUPTED
     return 0
 
 

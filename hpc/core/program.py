@@ -20,12 +20,18 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.text import visible
 
 INTERRUPTED = 130
+CALLED = "TORCHRELAY_CALLED"
 Options = TypeVar("Options")
 _TYRO = (
     tyro.conf.FlagCreatePairsOff,
     tyro.conf.DisallowNone,  # help with STR instead of {None}|STR
     tyro.conf.PositionalMetavarFromFieldName,
 )
+
+
+def called(module: str) -> str:
+    """What the user typed for this program: `hpc NAME`, or `python -m MODULE`."""
+    return os.environ.get(CALLED, f"python -m {module}")
 
 
 def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:

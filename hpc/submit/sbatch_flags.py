@@ -16,7 +16,8 @@ _WITH_VALUE = {
     "gpu-bind", "gpu-freq", "gres-flags", "hint", "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind",
     "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nice", "nodefile", "nodelist", "ntasks-per-core",
     "ntasks-per-gpu", "ntasks-per-socket", "prefer", "priority", "profile", "propagate", "reservation", "segment",
-    "sockets-per-node", "switches", "thread-spec", "threads-per-core", "tmp", "tres-bind", "tres-per-task", "wait-all-nodes", "wckey",
+    "sockets-per-node", "switches", "thread-spec", "threads-per-core", "tmp", "tres-bind", "tres-per-task",
+    "wait-all-nodes", "wckey",
 }  # fmt: skip
 _ALONE = {
     "contiguous",

@@ -22,6 +22,11 @@ from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, connect, device_of_the_node, disconnect
 from training.runtime.run_context import rank_info_from
 
+_HELP = """usage: hpc preflight
+
+Check that this machine's device computes correctly. All GPUs of a machine, and that they communicate:
+
+  torchrun --nproc-per-node 4 -m training.engine.preflight"""
 _REPEATS = 3
 # Enough for the bandwidth to count more than the latency, and little enough for a fraction of a second.
 _MEGABYTES = {"cpu": 2, "cuda": 64}
@@ -126,8 +131,11 @@ def _describe_device(group: ProcessGroup) -> str:
     return f"rank {group.rank} on {platform.node()} ({device})"
 
 
-def main(run_dir: str, attempt: str) -> int:
-    """Check, print and record the result; turn errors into one line and an exit code."""
+def main(run_dir: str = "", attempt: str = "1") -> int:
+    """Check, print, and record the result in the run if there is one; turn errors into one line and an exit code."""
+    if run_dir in {"-h", "--help"}:
+        print(_HELP)
+        return 0
     rank_info = rank_info_from(os.environ)
     try:
         group = connect(rank_info)
@@ -139,14 +147,19 @@ def main(run_dir: str, attempt: str) -> int:
         speed = report.allreduce_gb_per_second
         bandwidth = f", all-reduce {speed} GB/s" if speed is not None else ""
         print(f"preflight: {group.description}{bandwidth}, {report.seconds} s", flush=True)
-        ledger = EventWriter(RunDir(Path(run_dir)).events / f"{attempt_prefix(int(attempt))}trainer.jsonl")
-        try:
-            ledger.path.parent.mkdir(parents=True, exist_ok=True)
-            ledger.append("preflight", attempt=int(attempt), **asdict(report))
-        except OSError as error:
-            print(f"warning: {ledger.path} cannot be written ({error}): this result is lost", flush=True)
+        if run_dir:
+            _record(report, RunDir(Path(run_dir)), int(attempt))
     disconnect()
     return 0
+
+
+def _record(report: PreflightReport, run: RunDir, attempt: int) -> None:
+    ledger = EventWriter(run.events / f"{attempt_prefix(attempt)}trainer.jsonl")
+    try:
+        ledger.path.parent.mkdir(parents=True, exist_ok=True)
+        ledger.append("preflight", attempt=attempt, **asdict(report))
+    except OSError as error:
+        print(f"warning: {ledger.path} cannot be written ({error}): this result is lost", flush=True)
 
 
 if __name__ == "__main__":

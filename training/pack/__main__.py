@@ -66,7 +66,7 @@ class PackOptions:
 def main() -> int:
     """From the command line to the exit code, unless an error is raised."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    options = program.parse(PackOptions, sys.argv[1:], "python -m training.pack")
+    options = program.parse(PackOptions, sys.argv[1:], program.called("training.pack"))
     for name, minimum in (("size", 8), ("num_workers", 1)):
         value = getattr(options, name)
         if value is not None and value < minimum:

@@ -59,7 +59,7 @@ def main() -> int:
     """Parse, train, compare and print; return the exit code, unless an error is raised."""
     # On SIGTERM the ranks must end, too.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    options = parse_flags(VerifyOptions, sys.argv[1:], "python -m training.verify_resume")
+    options = parse_flags(VerifyOptions, sys.argv[1:], program.called("training.verify_resume"))
     try:
         sizes = [int(part) for part in options.ranks.split(",")]
     except ValueError:

@@ -1,0 +1,45 @@
+"""`hpc submit --help`: two screens, and each flag once."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hpc.core import program
+from hpc.submit.__main__ import SubmitTraining
+
+_LINES_OF_TWO_SCREENS = 100
+
+
+def printed(flag: str) -> str:
+    command = [sys.executable, "-m", "hpc.submit", flag]
+    environment = {"COLUMNS": "80", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"^│ (?:-\w [\w:]+, )?--([a-z][a-z-]*)", text, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def brief() -> str:
+    return printed("--help")
+
+
+def test_help_fits_two_screens_and_begins_with_examples(brief: str) -> None:
+    assert len(brief.splitlines()) <= _LINES_OF_TWO_SCREENS
+    assert max(map(len, brief.splitlines()[10:])) <= 80  # columns
+    assert "-- script.py ARGS" in brief.partition("╭")[0]
+
+
+def test_two_helps_together_show_each_flag_once(brief: str) -> None:
+    everyday, others = flags_in(brief), flags_in(printed("--help-train"))
+    assert {"nodes", "partition", "time", "elastic", "data", "lr", "recipe", "help-train"} <= everyday
+    assert not everyday & others
+    assert everyday | others == {field.name.replace("_", "-") for field in program.flags(SubmitTraining)}
+
+
+def test_defaults_that_tell_nothing_are_not_shown(brief: str) -> None:
+    assert not re.search(r"\(default:\s*(│\s*)*(None|False|)\)|\{None\}", brief)
+    assert "(default: 512)" in brief

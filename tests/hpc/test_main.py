@@ -1,0 +1,50 @@
+"""`hpc VERB`: one entry point for the verbs and the programs of the trainer."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import tiny_data
+
+from hpc.__main__ import PROGRAMS, VERBS
+
+HPC = Path(sys.executable).with_name("hpc")
+
+
+@pytest.fixture
+def beside_other_packages(tmp_path: Path) -> Path:
+    """A directory with packages of a user's own that have the names of ours."""
+    for name in ("hpc", "jobs", "training"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('imported the wrong {name}')\n")
+    return tmp_path
+
+
+def hpc(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([HPC, *arguments], cwd=directory, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *PROGRAMS])
+def test_every_verb_answers_help_beside_packages_of_the_same_names(verb: str, beside_other_packages: Path) -> None:
+    done = hpc(beside_other_packages, verb, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: hpc {verb}")
+
+
+def test_processes_of_a_program_start_beside_packages_of_the_same_names(beside_other_packages: Path) -> None:
+    data = tiny_data(beside_other_packages / "data", train=300, test=60)
+    done = hpc(beside_other_packages, "verify", f"--data={data}", "--epochs=1", "--batch-size=100", "--cuts=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_list_of_verbs_names_all(tmp_path: Path) -> None:
+    done = hpc(tmp_path, "--help")
+    assert done.returncode == 0
+    assert all(f"\n  {verb} " in done.stdout for verb in (*VERBS, *PROGRAMS))
+
+
+def test_unknown_verb_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    done = hpc(tmp_path, "sumbit")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "hpc: there is no verb 'sumbit': did you mean submit?\n"
