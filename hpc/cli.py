@@ -18,6 +18,7 @@ from hpc.core.errors import UserError
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
+from training.config import defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +52,32 @@ def run(
     options: type[Any],
     name: str,
     argv: Sequence[str] | None = None,
-    expand: Callable[[list[str]], list[str]] = list,
+    expand: Callable[[list[str]], list[str]] | None = None,
     hidden: Collection[str] = (),
 ) -> int:
     """Run a verb from its command line to its exit code.
 
-    `expand` may add arguments before they are parsed; `--help` does not show the flags of `hidden` fields.
+    `expand` adds the defaults of flags before the arguments are parsed; without it that of --runs-dir is added. The
+    flags of `hidden` fields are not in the help.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
+        given = arguments
+        if expand:
+            given = expand(arguments)  # which may read variables of sbatch
+        elif isinstance(options, type) and issubclass(options, RunsOptions):
+            given = _with_runs_dir(arguments)
         slurm.adopt_environment(os.environ)
-        return verb(program.parse(options, expand(arguments), f"hpc {name}", hidden=hidden))
+        return verb(program.parse(options, given, f"hpc {name}", hidden=hidden))
 
     return program.run(work, f"hpc {name}", debug="--debug" in arguments)
+
+
+def _with_runs_dir(arguments: list[str]) -> list[str]:
+    """The arguments after the directory where the user's defaults have `hpc submit` make runs."""
+    given = defaults.merge(defaults.read())
+    return [f"--runs-dir={given['runs-dir']}", *arguments] if "runs-dir" in given else arguments
 
 
 def own_command() -> str:

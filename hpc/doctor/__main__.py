@@ -42,7 +42,10 @@ from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
 from hpc.spec import Network, Resources, RunSpec
 from hpc.status.warnings import save_seconds
+from hpc.submit import defaults
+from hpc.submit.__main__ import SubmitTraining, flag_names
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
+from training.config import command_line
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
@@ -184,7 +187,12 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
     print(f"{passed} of {len(found)} checks passed{rest}")
 
 
-main = partial(cli.run, doctor, DoctorOptions, "doctor")
+def _expand(arguments: list[str]) -> list[str]:
+    given = defaults.merged(flag_names(SubmitTraining), os.environ)
+    return command_line.with_config(arguments, command_line.flag_names(DoctorOptions), given)
+
+
+main = partial(cli.run, doctor, DoctorOptions, "doctor", expand=_expand)
 
 if __name__ == "__main__":
     sys.exit(main())

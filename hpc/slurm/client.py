@@ -28,7 +28,7 @@ _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 # SLURM_TIME_FORMAT=relative makes times of squeue that cannot be read. A script that is submitted by hand gives the
 # agents those of its user.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
-_KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
+_KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS"}
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
@@ -69,7 +69,8 @@ def adopt_environment(environment: MutableMapping[str, str]) -> None:
     """Prepare an environment for Slurm's commands, in place.
 
     Inside a job, its SLURM_* and SBATCH_* would pass to the new job (SLURM_CPU_BIND would pin every rank to the wrong
-    cores); outside of one they would override our flags. The variables that choose the cluster and the account stay.
+    cores); outside of one they would override our flags, whose defaults some of them are (hpc.submit.defaults). The
+    variable that chooses the cluster stays.
     Without a cluster's configuration the running testbed's is used.
     """
     kept = _KEPT_IN_A_JOB if "SLURM_JOB_ID" in environment else _KEPT

@@ -20,6 +20,7 @@ from hpc.core.errors import UserError
 from training.config.model_names import check_model
 from training.config.train_config import RankOptions, TrainConfig
 
+_REPEATABLE = {"sbatch", "setup"}
 _RECIPES = Path(__file__).with_name("recipes")
 
 
@@ -119,11 +120,14 @@ def flag_names(options: type[Any]) -> dict[str, bool]:
     return {field.name.replace("_", "-"): field.type is bool for field in program.flags(options)}
 
 
-def with_config(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
-    """Put the flags of `--recipe` and of `--config` before those of the command line, so that the latter win.
+def with_config(
+    arguments: list[str], known: Mapping[str, bool], defaults: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Put `defaults` and the flags of `--recipe` and `--config` before those of the command line, which win.
 
     A file may name its recipe. `--no-NAME` on the command line takes back a switch that a file has turned on. `known`
-    are the flags that may stand in a file, without dashes; True for switches, which take no value.
+    are the flags that may stand in a file, without dashes; True for switches, which take no value. Other defaults are
+    left out.
 
     Raises:
         UserError: a file cannot be read or has an unknown flag, the recipe does not exist, or a flag of the command
@@ -131,11 +135,12 @@ def with_config(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
     """
     check_names(arguments, known)
     config = _last_value(arguments, "--config")
-    settings = _read_settings("--config", Path(config), known) if config is not None else {}
+    settings = read_settings("--config", Path(config), known) if config is not None else {}
     named = settings.pop("recipe", None)
     recipe = _last_value(arguments, "--recipe") or named
     if recipe:
-        settings = _read_settings("--recipe", recipe_path(recipe), known) | settings
+        settings = overlay(read_settings("--recipe", recipe_path(recipe), known), settings)
+    settings = overlay({name: value for name, value in (defaults or {}).items() if name in known}, settings)
     off = {f"--no-{name}": name for name, switch in known.items() if switch}
     for argument in arguments:
         settings.pop(off.get(argument, ""), None)
@@ -157,8 +162,18 @@ def _last_value(arguments: list[str], flag: str) -> str | None:
     return arguments[last].partition("=")[2] or next(iter(arguments[last + 1 :]), "")
 
 
-def _read_settings(flag: str, path: Path, known: Mapping[str, bool]) -> dict[str, Any]:
-    """The checked settings of a file, by the names of flags: `batch_size: 256` is that of `--batch-size`."""
+def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of both: those of `over` win, and repeatable flags have those of both."""
+    both = {name: [*base[name], *over[name]] for name in _REPEATABLE & base.keys() & over.keys()}
+    return {**base, **over, **both}
+
+
+def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> dict[str, Any]:
+    """The settings of a file, by the names of flags: `batch_size: 256` is that of `--batch-size`.
+
+    Raises:
+        UserError: the file cannot be read, or has a flag that is not `known`, if that is given.
+    """
     where = f"{flag} {path}"
     try:
         # As text, which tyro parses as it does a command line's: YAML itself would make 43200 of a time of 12:00:00.
@@ -170,15 +185,15 @@ def _read_settings(flag: str, path: Path, known: Mapping[str, bool]) -> dict[str
     settings = {}
     for key, value in (loaded or {}).items():
         name = str(key).replace("_", "-")
-        if name not in {*known, "recipe"}:
+        if known is not None and name not in {*known, "recipe"}:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             similar = f"did you mean {', '.join(close)}?" if close else "see hpc submit --help"
             raise UserError(f"{where}: there is no flag {key!r}: {advice_for(name, known) or similar}")
         if isinstance(value, dict):
             raise UserError(f"{where}: {key} is a mapping: give one value, or a list for --sbatch and --setup")
-        if known.get(name) and value not in {"true", "false"}:
+        if known and known.get(name) and value not in {"true", "false"}:
             raise UserError(f"{where}: {name} is {value!r}: write true or false")
-        settings[name] = value
+        settings[name] = [value] if name in _REPEATABLE and isinstance(value, str) else value
     return settings
 
 

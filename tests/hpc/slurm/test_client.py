@@ -116,10 +116,10 @@ def test_cancelled_by_a_user_is_cancelled() -> None:
     assert job_state("") is JobState.UNKNOWN
 
 
-def test_account_variables_stay_outside_of_a_job() -> None:
-    environment = {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SQUEUE_STATES": "PENDING", "SLURM_JWT": "t"}
+def test_variables_that_choose_the_cluster_stay_outside_of_a_job() -> None:
+    environment = {"SLURM_CONF": "/x", "SLURM_CLUSTERS": "c", "SBATCH_ACCOUNT": "me", "SQUEUE_STATES": "PENDING"}
     slurm.adopt_environment(environment)
-    assert environment == {"SLURM_CONF": "/x", "SBATCH_ACCOUNT": "me", "SLURM_JWT": "t"}
+    assert environment == {"SLURM_CONF": "/x", "SLURM_CLUSTERS": "c"}
 
 
 def test_submission_inside_a_job_inherits_only_its_cluster() -> None:

@@ -34,6 +34,29 @@ def site(testbed: dict[str, Any]) -> Iterator[Site]:
     shutil.rmtree(node_local)
 
 
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("text", "arguments", "variables", "message"),
+    [
+        ("nodes: 5\n", [], {}, r"--nodes is 5, but partition gpu has 4"),
+        ("nodes: 5\n", ["--nodes=6"], {}, r"--nodes is 6, but partition gpu has 4"),
+        ("partition: one\n", [], {"SBATCH_PARTITION": "two"}, r"--partition 'two' does not exist"),
+        ("partition: one\n", [], {}, r"--partition 'one' does not exist"),
+        ("", ["-p", "three"], {"SBATCH_PARTITION": "two"}, r"--partition 'three' does not exist"),
+        ("", [], {"SBATCH_TIMELIMIT": "2880"}, r"--time is 2880m, but partition gpu allows"),
+        ("", [], {"SBATCH_CONSTRAINT": "nosuchfeature"}, r"sbatch refused the job: .*[Ff]eature"),
+        ("sbatch: nosuchoption\n", [], {}, r"sbatch refused the job: .*nosuchoption"),
+        ("nodez: 5\n", [], {}, r"defaults \S+/torchrelay.yaml: there is no flag 'nodez': did you mean nodes"),
+    ],
+)
+def test_bad_defaults_are_refused_and_the_nearest_place_wins(
+    site: Site, text: str, arguments: list[str], variables: dict[str, str], message: str
+) -> None:
+    (site.path / "torchrelay.yaml").write_text(text)
+    printed = refused(site, "--data=data", *arguments, XDG_CONFIG_HOME=str(site.path), **variables)
+    assert re.search(message, printed)
+
+
 def refused(site: Site, *arguments: str, **environment: str) -> str:
     before = sorted(site.path.rglob("*"))
     done = site.hpc("submit", *arguments, **environment)

@@ -1,0 +1,74 @@
+"""`hpc config`: the defaults of each flag of `hpc submit`, and where they come from. Runs on the login node."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from hpc import cli
+from hpc.core import program
+from hpc.submit import defaults
+from hpc.submit.__main__ import SubmitTraining, flag_names
+from training.config.command_line import overlay
+from training.config.defaults import files
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions(cli.Common):
+    """Show the defaults of hpc submit that are not the built-in ones, and where they come from.
+
+    Two YAML files set them, the site's and the user's: `partition: gpu` is that of --partition. Variables of sbatch,
+    such as SBATCH_PARTITION, win over both.
+    """
+
+    all: bool = False
+    """Show the built-in ones too."""
+
+
+def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
+    """Print the table."""
+    values = {name: (value, "built in") for name, value in _built_in().items()} if options.all else {}
+    merged = dict[str, Any]()
+    for one in defaults.read(flag_names(SubmitTraining), environment):
+        for name in one.settings:
+            sources = [values[name][1]] if name in merged and isinstance(merged[name], list) else []
+            values[name] = (overlay(merged, one.settings)[name], ", ".join([*sources, one.source]))
+        merged = overlay(merged, one.settings)
+    if options.json:
+        cli.print_json({name: {"value": value, "source": source} for name, (value, source) in sorted(values.items())})
+        return 0
+    for path in files():
+        print(f"{path}{'' if os.path.lexists(path) else ' (does not exist)'}")
+    table = Table("flag", *(Column(name, overflow="fold") for name in ("default", "from")), box=None)
+    for name, (value, source) in sorted(values.items()):
+        shown = " ".join(value) if isinstance(value, list) else str(value)
+        table.add_row(f"--{name}", Text(shown), Text(source))
+    if table.rows:
+        Console().print(table)
+    return 0
+
+
+def _built_in() -> dict[str, Any]:
+    fields = {field.name.replace("_", "-"): field for field in program.flags(SubmitTraining)}
+    values = {name: fields[name].default for name in flag_names(SubmitTraining)}
+    return {
+        name: list(value) if isinstance(value, tuple) else str(value)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    # `cli.run` removes the variables of sbatch.
+    return cli.run(partial(config, dict(os.environ)), ConfigOptions, "config", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

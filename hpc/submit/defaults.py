@@ -1,0 +1,43 @@
+"""Defaults of the flags of a submission: files, and the variables of sbatch. Runs on the login node."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from training.config import defaults
+from training.config.defaults import Defaults
+
+# Those that set a flag of ours. The others, such as SBATCH_EXPORT, are removed (hpc.slurm.client.adopt_environment).
+_VARIABLES = {
+    "SBATCH_ACCOUNT": "account", "SBATCH_CONSTRAINT": "constraint", "SBATCH_CPUS_PER_GPU": "cpus-per-gpu",
+    "SBATCH_EXCLUSIVE": "sbatch", "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos", "SBATCH_RESERVATION": "sbatch", "SBATCH_TIMELIMIT": "time",
+}  # fmt: skip
+# What sbatch takes a number without a unit for.
+_UNITS = {"SBATCH_MEM_PER_NODE": "M", "SBATCH_TIMELIMIT": "m"}
+
+
+def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defaults]:
+    """All defaults; a later one wins. `known` are the flags that they may set.
+
+    Raises:
+        UserError: a file cannot be read, or has an unknown flag.
+    """
+    found = defaults.read(known)
+    if "SLURM_JOB_ID" in environment:
+        return found  # the variables are that job's
+    for variable, flag in _VARIABLES.items():
+        if value := environment.get(variable):
+            found.append(Defaults(source=variable, settings={flag: _flag_value(variable, flag, value)}))
+    return found
+
+
+def merged(known: Mapping[str, bool], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The values that win. Raises UserError as `read` does."""
+    return defaults.merge(read(known, environment))
+
+
+def _flag_value(variable: str, flag: str, value: str) -> str | list[str]:
+    if flag == "sbatch":
+        option = variable.removeprefix("SBATCH_").lower()
+        return [option if value == option else f"{option}={value}"]
+    return value + _UNITS.get(variable, "") if value.isdigit() else value

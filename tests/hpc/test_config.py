@@ -1,0 +1,73 @@
+"""`hpc config`: the user's defaults, and where they come from."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc.submit import defaults
+from hpc.submit.__main__ import SubmitTraining, flag_names
+from training.config import defaults as files
+
+
+def hpc(tmp_path: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "COLUMNS": "200", **variables}
+    command = [sys.executable, "-m", "hpc", *arguments]
+    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+
+def shown(tmp_path: Path, **variables: str) -> dict[str, Any]:
+    done = hpc(tmp_path, "config", "--json", **variables)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_variables_of_sbatch_win_over_the_users_file(tmp_path: Path) -> None:
+    own = tmp_path / "torchrelay.yaml"
+    own.write_text("partition: gpu\nelastic: true\ntime: 12h\n")
+    found = shown(tmp_path, SBATCH_PARTITION="big", SBATCH_MEM_PER_NODE="64000", SBATCH_EXPORT="NONE")
+    assert found["partition"] == {"value": "big", "source": "SBATCH_PARTITION"}
+    assert found["mem"] == {"value": "64000M", "source": "SBATCH_MEM_PER_NODE"}
+    assert found["time"] == {"value": "12h", "source": str(own)}
+    assert found["elastic"] == {"value": "true", "source": str(own)}
+    assert len(found) == 4
+
+
+def test_repeatable_flags_have_the_values_of_all_places(tmp_path: Path) -> None:
+    own = tmp_path / "torchrelay.yaml"
+    own.write_text("sbatch: mail-type=END\n")
+    found = shown(tmp_path, SBATCH_RESERVATION="course", SBATCH_EXCLUSIVE="exclusive")["sbatch"]
+    assert sorted(found["value"]) == ["exclusive", "mail-type=END", "reservation=course"]
+    assert set(found["source"].split(", ")) == {str(own), "SBATCH_RESERVATION", "SBATCH_EXCLUSIVE"}
+
+
+def test_table_names_each_flag_its_value_and_its_place(tmp_path: Path) -> None:
+    (tmp_path / "torchrelay.yaml").write_text("batch_size: 256\n")
+    printed = hpc(tmp_path, "config").stdout
+    assert [line.split() for line in printed.splitlines()[-1:]] == [
+        ["--batch-size", "256", str(tmp_path / "torchrelay.yaml")]
+    ]
+    assert "--seed" not in printed
+    assert "--seed" in hpc(tmp_path, "config", "--all").stdout
+
+
+def test_all_verbs_look_into_the_default_directory_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "torchrelay.yaml").write_text("runs-dir: elsewhere\npartition: gpu\n")
+    assert "no runs in elsewhere" in hpc(tmp_path, "status").stdout
+    assert "no runs in here" in hpc(tmp_path, "status", "--runs-dir=here").stdout
+
+
+def test_site_file_gives_way_to_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, own = tmp_path / "site.yaml", tmp_path / "torchrelay.yaml"
+    site.write_text("partition: gpu\naccount: group\n")
+    own.write_text("account: me\n")
+    monkeypatch.setattr(files, "files", lambda: (site, own))
+    assert defaults.merged(flag_names(SubmitTraining), {}) == {"partition": "gpu", "account": "me"}
+
+
+def test_variables_of_the_job_around_are_not_the_users(tmp_path: Path) -> None:
+    assert shown(tmp_path, SBATCH_PARTITION="big", SLURM_JOB_ID="7") == {}

@@ -1,0 +1,43 @@
+"""The site's and the user's defaults of flags: files with the keys of `--config`. Runs where flags are parsed."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from training.config import command_line
+
+_FILE = "torchrelay.yaml"
+_SITE = Path("/etc") / _FILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """Default values from one place, by the names of flags."""
+
+    source: str
+    settings: Mapping[str, Any]
+
+
+def files() -> tuple[Path, ...]:
+    """Of the site and of the user, whether they exist or not; the later one wins."""
+    return _SITE, platformdirs.user_config_path() / _FILE
+
+
+def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
+    """The defaults of both files; a later one wins. `known` are the flags that they may set; None: any.
+
+    Raises:
+        UserError: a file cannot be read, or has an unknown flag.
+    """
+    paths = [path for path in files() if os.path.lexists(path)]
+    return [Defaults(source=str(path), settings=command_line.read_settings("defaults", path, known)) for path in paths]
+
+
+def merge(defaults: list[Defaults]) -> dict[str, Any]:
+    """The values that win."""
+    return reduce(command_line.overlay, (one.settings for one in defaults), {})
