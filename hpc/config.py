@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hpc import cli
 from hpc.core import program
-from hpc.submit import defaults
+from hpc.submit import sbatch_variables
 from hpc.submit.__main__ import SubmitTraining, flag_names
 from training.config.command_line import overlay
 from training.config.defaults import files
@@ -35,7 +35,7 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
     """Print the table."""
     values = {name: (value, "built in") for name, value in _built_in().items()} if options.all else {}
     merged = dict[str, Any]()
-    for one in defaults.read(flag_names(SubmitTraining), environment):
+    for one in sbatch_variables.read(flag_names(SubmitTraining), environment):
         for name in one.settings:
             sources = [values[name][1]] if name in merged and isinstance(merged[name], list) else []
             values[name] = (overlay(merged, one.settings)[name], ", ".join([*sources, one.source]))

@@ -42,7 +42,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
 from hpc.spec import Network, Resources, RunSpec
 from hpc.status.warnings import save_seconds
-from hpc.submit import defaults
+from hpc.submit import sbatch_variables
 from hpc.submit.__main__ import SubmitTraining, flag_names
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 from training.config import command_line
@@ -188,7 +188,7 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
 
 
 def _expand(arguments: list[str]) -> list[str]:
-    given = defaults.merged(flag_names(SubmitTraining), os.environ)
+    given = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
     return command_line.with_config(arguments, command_line.flag_names(DoctorOptions), given)
 
 

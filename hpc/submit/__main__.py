@@ -32,7 +32,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, agent_command, start_local
 from hpc.spec import Cluster, Network, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
-from hpc.submit import checks, defaults, environment_archive, sbatch_flags, user_environment
+from hpc.submit import checks, environment_archive, sbatch_flags, sbatch_variables, user_environment
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.model_names import check_model, resolve_weights
@@ -155,7 +155,7 @@ def _expand(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
             raise UserError(f"there is no flag {flag}: {advice}")
         attached = re.fullmatch(r"(-[NptAJ])([^-].*)", argument)
         split += attached.groups() if attached else [argument]
-    return command_line.with_config(split, known, defaults.merged(flag_names(SubmitTraining), os.environ))
+    return command_line.with_config(split, known, sbatch_variables.merged(flag_names(SubmitTraining), os.environ))
 
 
 def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:

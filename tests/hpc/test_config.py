@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc.submit import defaults
+from hpc.submit import sbatch_variables
 from hpc.submit.__main__ import SubmitTraining, flag_names
 from training.config import defaults as files
 
@@ -66,7 +66,7 @@ def test_site_file_gives_way_to_the_users(tmp_path: Path, monkeypatch: pytest.Mo
     site.write_text("partition: gpu\naccount: group\n")
     own.write_text("account: me\n")
     monkeypatch.setattr(files, "files", lambda: (site, own))
-    assert defaults.merged(flag_names(SubmitTraining), {}) == {"partition": "gpu", "account": "me"}
+    assert sbatch_variables.merged(flag_names(SubmitTraining), {}) == {"partition": "gpu", "account": "me"}
 
 
 def test_variables_of_the_job_around_are_not_the_users(tmp_path: Path) -> None:
