@@ -24,13 +24,13 @@ from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import check_stage_dir
 from hpc.core.rundir import RunDir
-from hpc.core.text import visible
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
-from hpc.slurm.executor import SlurmExecutor, agent_command, start_local
+from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.spec import Cluster, Network, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
 from hpc.submit import checks, environment_archive, user_environment
+from hpc.submit.dry_run import show_dry_run
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.model_names import check_model, resolve_weights
@@ -72,7 +72,7 @@ class SubmitOptions(cli.Common):
     container: str | None = None
     """Start torchrun and the ranks of your own script in this Apptainer image, a .sif file on shared storage."""
     dry_run: bool = False
-    """Check everything and print the script, but submit nothing."""
+    """Check everything, also by `sbatch --test-only`, and print the script, but submit nothing."""
     wait: bool = False
     """Wait until the run ends, and print its result."""
 
@@ -139,12 +139,7 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
         "script": str(run.script) if on_slurm else None,
     }  # fmt: skip
     if options.dry_run:
-        text = SlurmExecutor(run, spec).script() if on_slurm else agent_command(run) + "\n"
-        where = {"python": spec.python, "container": spec.container}
-        cli.print_json({**answer, "text": text, **where}) if options.json else print(text, end="")
-        if spec.python:
-            of = f" of {visible(spec.container)}" if spec.container else ""
-            print(f"hpc submit: torchrun and the ranks start in {visible(spec.python)}{of}", file=sys.stderr)
+        show_dry_run(run, spec, answer, as_json=options.json)
         return 0
     if environment is not None:
         watch = None if options.json else environment_archive.show_progress
