@@ -151,16 +151,21 @@ def is_configured(environment: Mapping[str, str]) -> bool:
 
 def is_available() -> bool:
     """Whether Slurm's commands are installed and configured."""
+    return why_unavailable() is None
+
+
+def why_unavailable() -> str | None:
+    """What Slurm's commands lack here; None if they are installed and configured."""
     if shutil.which("sbatch") is None:
-        return False
+        return "sbatch is not on the PATH"
     if is_configured(os.environ):
-        return True
+        return None
     # The configuration may come from DNS, or from a path that is compiled into the commands.
     try:
         run("scontrol", "show", "config")
     except TorchrelayError:
-        return False
-    return True
+        return "sbatch finds no slurm.conf"
+    return None
 
 
 def partitions() -> list[Partition]:

@@ -27,9 +27,10 @@ from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, start_local
-from hpc.spec import Cluster, Network, Recovery, Resources, RunSpec, check_run_name
+from hpc.spec import Network, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
 from hpc.submit import checks, environment_archive, user_environment
+from hpc.submit.cluster_choice import ClusterFlag, choose_cluster, slurm_only, this_machine
 from hpc.submit.dry_run import show_dry_run
 from training.config import command_line
 from training.config.command_line import RecipeName
@@ -52,8 +53,9 @@ class SubmitOptions(cli.Common):
     """Name of the run and its directory. Default: the name of the model or script, and the time."""
     runs_dir: Path = Path("runs")
     """Directory of the runs, on storage that all nodes share."""
-    cluster: Literal["auto", "slurm", "local"] = "auto"
-    """`slurm`, or `local`: this machine, with one process per pretended node. `auto`: Slurm if it is configured."""
+    cluster: ClusterFlag = "auto"
+    """`slurm`, or `local`: this machine, with one process per pretended node. `auto`: Slurm if it is configured; this
+    machine only in a terminal, and if no flag is Slurm's."""
     config: Path | None = None
     """YAML file of flags. It overrides --recipe; the command line overrides both."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
@@ -129,9 +131,7 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     # What the run is made of must be writable by its user alone (hpc.core.ownership). The job inherits this.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
-    warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
-    for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
-        print(f"hpc submit: warning: {warning}", file=sys.stderr)
+    _warn(options, spec)
     environment = this_environment() if options.stage_env else None
     on_slurm = spec.cluster == "slurm"
     answer: dict[str, object] = {
@@ -151,6 +151,9 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
         dataclasses.replace(spec, script=copy_code(run, Path.cwd(), spec.script)).save(run)
         answer["job_id"] = job_id = SlurmExecutor(run, spec).start() if on_slurm else start_local(run)
     _record_submission(run, spec, job_id)
+    if not options.json:
+        started = f"started run {run.name} on {this_machine()}, as process {job_id}"
+        print(f"submitted run {run.name} as job {job_id}" if on_slurm else started, flush=True)
     if options.wait:
         # Draws with rich: a mere submission need not load it.
         from hpc.status.__main__ import wait_for_end  # noqa: PLC0415
@@ -158,12 +161,24 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
         return wait_for_end(run, answer if options.json else None)
     if options.json:
         cli.print_json(answer)
-        return 0
-    flags = [] if options.runs_dir == Path("runs") else ["--runs-dir", str(options.runs_dir)]
-    print(f"submitted run {run.name} as job {job_id}\n  {run.path}\nnext:")
+    else:
+        _print_next(run, options.runs_dir)
+    return 0
+
+
+def _warn(options: SubmitOptions, spec: RunSpec) -> None:
+    warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
+    if spec.cluster == "local":
+        warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
+    for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
+        print(f"hpc submit: warning: {warning}", file=sys.stderr)
+
+
+def _print_next(run: RunDir, runs_dir: Path) -> None:
+    flags = [] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)]
+    print(f"  {run.path}\nnext:")
     for verb in ("status", "logs --follow", "cancel"):
         print(f"  {cli.own_command()} {verb} {shlex.join([run.name, *flags])}")
-    return 0
 
 
 def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
@@ -175,7 +190,8 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if isinstance(options, SubmitTraining) and train is not None:
         pack = checks.pack_size(options.pack, options.pack_size, train)
         checks.check_data_on_device(train)
-    cluster = choose_cluster(options.cluster)
+    in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
+    cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
         resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)
@@ -221,16 +237,6 @@ def _resolve_work(options: SubmitOptions, script: tuple[str, ...]) -> tuple[Trai
     checks.check_script(script)
     given = options.data if isinstance(options, SubmitScript) else None
     return None, checks.script_data(given) if given else None
-
-
-def choose_cluster(asked: str) -> Cluster:
-    """The cluster to run on. Raises UserError for `--cluster slurm` without Slurm."""
-    available = asked != "local" and slurm.is_available()
-    if asked == "slurm" and not available:
-        raise UserError(
-            "--cluster slurm, but there is no Slurm here (no sbatch, or no slurm.conf): use --cluster local"
-        )
-    return "slurm" if available else "local"
 
 
 @contextmanager
