@@ -219,6 +219,10 @@ class RunSpec:
     """The interpreter of torchrun and the ranks of a user's script; None: that of hpc."""
     container: str | None = None
     """The image in which torchrun and the ranks of a user's script run, with its own `python`; None: no container."""
+    include: tuple[str, ...] = ()
+    """Patterns of untracked files in the copy of the code."""
+    in_place: str | None = None
+    """The directory from which the user's script runs as it is then; None: `code/`."""
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
     recipe: str | None = None
@@ -265,6 +269,7 @@ class RunSpec:
             fields["network"] = Network(**fields.get("network", {}))
             fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
             fields["script"] = tuple(fields["script"])
+            fields["include"] = tuple(fields.get("include", ()))
             return cls(**fields)
         except (KeyError, TypeError) as error:
             raise UserError(f"{run.spec} is damaged, or of another version: {error!r}") from error

@@ -18,12 +18,14 @@ from typing import Literal
 import tyro
 
 from hpc import cli
-from hpc.core.code_copy import copy_code
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.files import write_atomic
+from hpc.core.git import is_listed_as_untracked
 from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import check_stage_dir
 from hpc.core.rundir import RunDir
+from hpc.core.text import visible
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, start_local
@@ -31,7 +33,9 @@ from hpc.spec import Network, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
 from hpc.submit import checks, environment_archive, user_environment
 from hpc.submit.cluster_choice import ClusterFlag, choose_cluster, slurm_only, this_machine
+from hpc.submit.code_copy import UserCode, code_in_place, copy_code, find_code
 from hpc.submit.dry_run import show_dry_run
+from hpc.submit.package_copy import keep_packages
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.model_names import check_model, resolve_weights
@@ -98,6 +102,11 @@ class SubmitScript(SubmitOptions):
 
     data: Path | None = None
     """Directory or archive to stage on every node; the script finds it, unpacked, in TORCHRELAY_DATA."""
+    include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Files that the script needs though git does not track them, as a pattern in quotes: 'configs/**/*.yaml'. They are
+    copied with the tracked ones; of a directory, all files."""
+    no_snapshot: bool = False
+    """Run the script where it is, as it is when an attempt starts, instead of a copy of the code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +140,9 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     # What the run is made of must be writable by its user alone (hpc.core.ownership). The job inherits this.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
-    _warn(options, spec)
+    code = _find_code(options, spec)
+    spec = dataclasses.replace(spec, script=code.script, in_place=str(code.root) if code.in_place else None)
+    _warn(options, spec, code)
     environment = this_environment() if options.stage_env else None
     on_slurm = spec.cluster == "slurm"
     answer: dict[str, object] = {
@@ -148,9 +159,11 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     with new_run_directory(run):
         run.events.mkdir()
         run.logs.mkdir()
-        dataclasses.replace(spec, script=copy_code(run, Path.cwd(), spec.script)).save(run)
+        spec.save(run)
+        copy_code(run, code)
         answer["job_id"] = job_id = SlurmExecutor(run, spec).start() if on_slurm else start_local(run)
     _record_submission(run, spec, job_id)
+    _prepare_later_runs(run)
     if not options.json:
         started = f"started run {run.name} on {this_machine()}, as process {job_id}"
         print(f"submitted run {run.name} as job {job_id}" if on_slurm else started, flush=True)
@@ -166,12 +179,39 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     return 0
 
 
-def _warn(options: SubmitOptions, spec: RunSpec) -> None:
+def _warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
     warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
+    if missing := code.missing_imports():
+        names = shlex.join(os.path.relpath(code.root / name) for name in missing)
+        warnings.append(
+            f"{visible(code.script[0])} imports files that git does not track, so the run will not have them: type "
+            f"git add {names}, or use --include"
+        )
     for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
         print(f"hpc submit: warning: {warning}", file=sys.stderr)
+
+
+def _find_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
+    """The code of the run. Raises UserError if it would not have its script."""
+    if not isinstance(options, SubmitScript) or not options.no_snapshot:
+        return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir)
+    if options.include:
+        raise UserError("--include is for the copy of the code, which --no-snapshot does without: leave one out")
+    if spec.cluster == "slurm":
+        checks.check_is_shared("--no-snapshot: the script in", Path(spec.script[0]).parent)
+    return code_in_place(Path.cwd(), spec.script)
+
+
+def _prepare_later_runs(run: RunDir) -> None:
+    """Keep our packages for them, and have git ignore the runs of a repository. The run does not depend on it."""
+    try:
+        keep_packages(run)
+        if is_listed_as_untracked(run.path):
+            write_atomic(run.path.parent / ".gitignore", "*\n")
+    except OSError as error:
+        print(f"hpc submit: warning: {run.path.parent} cannot be written: {error}", file=sys.stderr)
 
 
 def _print_next(run: RunDir, runs_dir: Path) -> None:
@@ -217,7 +257,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, recipe=getattr(options, "recipe", None), python=python,
-        container=image,
+        container=image, include=getattr(options, "include", ()),
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)
