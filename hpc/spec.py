@@ -37,6 +37,13 @@ MANAGED_SBATCH = {
 }  # fmt: skip
 # As sbatch takes them, and sinfo prints them.
 _GPUS = re.compile(r"((?P<type>[^\s:,=()]+):)?(?P<count>\d+)")
+_MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
+# What Slurm takes for something much smaller than most people mean: pattern, Slurm's unit, what to type.
+_UNCLEAR_TIMES = (
+    (r"\d+", "minutes", "{0}h or {0}m"),
+    (r"\d+:\d+", "minutes and seconds", "{0}:00 for hours, or 00:{0}"),
+)
+_UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is all the memory of a node
 _LONGEST_NAME = 100
 # Of one run on a node: control channel, staging of data and environment, rendezvous, the ranks' store; and other runs.
 _MIN_PORTS = 10
@@ -85,8 +92,7 @@ class Resources:
             )
         if self.cpus_per_gpu is not None and self.cpus_per_gpu < 1:
             raise UserError(f"--cpus-per-gpu is {self.cpus_per_gpu}: use 1 or more")
-        if self.time is not None:
-            walltime_minutes(self.time)
+        _check_units(self.time, self.mem)
         for option in self.sbatch:
             key, separator, given = option.partition("=")
             if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(given) or "\n" in given:
@@ -211,6 +217,10 @@ class RunSpec:
     """The interpreter of torchrun and the ranks of a user's script; None: that of hpc."""
     container: str | None = None
     """The image in which torchrun and the ranks of a user's script run, with its own `python`; None: no container."""
+    include: tuple[str, ...] = ()
+    """Patterns of untracked files in the copy of the code."""
+    in_place: str | None = None
+    """The directory from which the user's script runs as it is then; None: `code/`."""
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
     recipe: str | None = None
@@ -257,9 +267,23 @@ class RunSpec:
             fields["network"] = Network(**fields.get("network", {}))
             fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
             fields["script"] = tuple(fields["script"])
+            fields["include"] = tuple(fields.get("include", ()))
             return cls(**fields)
         except (KeyError, TypeError) as error:
             raise UserError(f"{run.spec} is damaged, or of another version: {error!r}") from error
+
+
+def _check_units(time: str | None, mem: str | None) -> None:
+    """Refuse a --time or --mem that is none, or without a unit, to which Slurm gives one that few people mean."""
+    if time is not None:
+        walltime_minutes(time)
+        for pattern, unit, advice in _UNCLEAR_TIMES:
+            if re.fullmatch(pattern, time):
+                raise UserError(f"--time is {time}, which Slurm takes for {unit}: use {advice.format(time)}")
+    if mem is not None and not _MEMORY.fullmatch(mem):
+        raise UserError(f"--mem is {mem!r}: use a whole number with a unit, such as 64G")
+    if mem is not None and re.fullmatch(_UNCLEAR_MEMORY, mem):
+        raise UserError(f"--mem is {mem}, which Slurm takes for megabytes: use {mem}G or {mem}M")
 
 
 def check_run_name(name: str) -> None:

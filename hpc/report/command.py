@@ -21,6 +21,7 @@ def submit_command(spec: RunSpec) -> list[str]:
     flags += ["--stage-env"] if spec.stage_env else []
     flags += [f"--python={spec.python}"] if spec.python else []
     flags += [f"--container={spec.container}"] if spec.container else []
+    flags += [f"--include={pattern}" for pattern in spec.include] + (["--no-snapshot"] if spec.in_place else [])
     script = ["--", *spec.script] if spec.script else []
     return ["python", "-m", "hpc.submit", *flags, *script]
 

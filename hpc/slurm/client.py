@@ -99,23 +99,32 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
         command: its words.
         environment: by default this process's.
     """
+    done = complete(*command, environment=environment)
+    if done.returncode != 0:
+        problem = first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}"
+        raise (SlurmRefusalError if any(words in problem for words in _REFUSALS) else TorchrelayError)(problem)
+    return done.stdout
+
+
+def complete(
+    *command: str, environment: Mapping[str, str] | None = None, text: str | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """`run` for a command that may fail, with a text to read from its standard input."""
     own = dict(os.environ if environment is None else environment)
     adopt_environment(own)
     # A requeue sends SIGTERM to all processes of the job, and must not kill the scontrol with which an agent excludes
     # nodes. A child inherits blocked signals; another thread of this process receives its own, or this one afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        done = subprocess.run(command, env=own, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
+        return subprocess.run(
+            command, env=own, input=text, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS
+        )
     except FileNotFoundError as error:
         raise TorchrelayError(f"{command[0]} is not on the PATH: is this a node of a Slurm cluster?") from error
     except subprocess.TimeoutExpired as error:
         raise TorchrelayError(f"{command[0]} did not answer within {_TIMEOUT_SECONDS} s: is slurmctld down?") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    if done.returncode != 0:
-        problem = first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}"
-        raise (SlurmRefusalError if any(words in problem for words in _REFUSALS) else TorchrelayError)(problem)
-    return done.stdout
 
 
 def run_srun(command: Sequence[str]) -> str:
@@ -143,16 +152,21 @@ def is_configured(environment: Mapping[str, str]) -> bool:
 
 def is_available() -> bool:
     """Whether Slurm's commands are installed and configured."""
+    return why_unavailable() is None
+
+
+def why_unavailable() -> str | None:
+    """What Slurm's commands lack here; None if they are installed and configured."""
     if shutil.which("sbatch") is None:
-        return False
+        return "sbatch is not on the PATH"
     if is_configured(os.environ):
-        return True
+        return None
     # The configuration may come from DNS, or from a path that is compiled into the commands.
     try:
         run("scontrol", "show", "config")
     except TorchrelayError:
-        return False
-    return True
+        return "sbatch finds no slurm.conf"
+    return None
 
 
 def partitions() -> list[Partition]:

@@ -18,12 +18,13 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError
 
+from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_atomic
 from hpc.core.rundir import RunDir
 from hpc.core.units import walltime_minutes
 from hpc.slurm import client as slurm
-from hpc.slurm.client import first_error
+from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
 
@@ -117,18 +118,31 @@ class SlurmExecutor(submitit.SlurmExecutor):
             UserError: sbatch refused it.
             TorchrelayError: sbatch failed, and whether the job is queued is unknown.
         """
-        if self.spec.resources.account:
-            os.environ.pop("SBATCH_ACCOUNT", None)  # it would override the script
         write_atomic(self.run.environment, json.dumps(dict(os.environ)), mode=0o600)
         try:
             # submitit prints sbatch's error besides raising it.
             with contextlib.redirect_stderr(io.StringIO()):
                 job_id = str(self._submit_command(self._submitit_command_str).job_id)
         except FailedJobError as error:
-            job_id = self._find_job(first_error(str(error)).removeprefix("sbatch: error: "))
+            job_id = self._find_job(refusal(str(error), self.spec))
         for alias in self.run.logs.glob(".submission_file_*"):
             alias.unlink()
         return job_id
+
+    def estimate_start(self) -> StartEstimate | None:
+        """When Slurm would start the job; None if too few nodes are in service now.
+
+        Raises:
+            UserError: sbatch would refuse it.
+        """
+        done = slurm.complete("sbatch", "--test-only", text=self.script())
+        if done.returncode != 0 and not (lacks_nodes(done.stderr) and self._waits_for_nodes()):
+            raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")
+        return parse_estimate(done.stderr)
+
+    def _waits_for_nodes(self) -> bool:
+        """Whether so many nodes are down or drained that `sbatch --test-only` refuses what sbatch would queue."""
+        return len(slurm.usable_nodes(self.spec.resources.partition)) < self.spec.job_nodes[0]
 
     def _find_job(self, sbatch_error: str) -> str:
         """The id of the job after an sbatch that failed: Slurm may have queued it, and only the reply was lost."""
@@ -139,9 +153,11 @@ class SlurmExecutor(submitit.SlurmExecutor):
                 f"sbatch failed ({sbatch_error}), and squeue does not say whether the job is queued ({error}): when "
                 f"Slurm answers, type hpc cancel {self.run.path}, or sbatch {self.run.script} if there is no such job"
             ) from error
-        if not jobs:
+        # Slurm keeps a record of some jobs that it has refused.
+        queued = [job for job in jobs or () if (job.state, job.reason) != (JobState.FAILED, "BadConstraints")]
+        if not queued:
             raise UserError(f"sbatch refused the job: {sbatch_error}")
-        return jobs[-1].job_id
+        return queued[-1].job_id
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:

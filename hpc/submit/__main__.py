@@ -20,8 +20,9 @@ import tyro
 
 from hpc import cli
 from hpc.core import program
-from hpc.core.code_copy import copy_code
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.files import write_atomic
+from hpc.core.git import is_listed_as_untracked
 from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import check_stage_dir
@@ -29,10 +30,14 @@ from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
-from hpc.slurm.executor import SlurmExecutor, agent_command, start_local
-from hpc.spec import Cluster, Network, Recovery, Resources, RunSpec, check_run_name
+from hpc.slurm.executor import SlurmExecutor, start_local
+from hpc.spec import Network, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
 from hpc.submit import checks, environment_archive, sbatch_flags, sbatch_variables, user_environment
+from hpc.submit.cluster_choice import SLURM_FLAGS, ClusterFlag, choose_cluster, slurm_only, this_machine
+from hpc.submit.code_copy import UserCode, code_in_place, copy_code, find_code
+from hpc.submit.dry_run import show_dry_run
+from hpc.submit.package_copy import keep_packages
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.model_names import check_model, resolve_weights
@@ -60,12 +65,12 @@ class SubmitOptions(cli.Common):
     """Name of the run. Default: the model or script, and the time."""
     runs_dir: Path = Path("runs")
     """Directory of the runs, on shared storage."""
-    cluster: Annotated[Literal["auto", "slurm", "local"], tyro.conf.arg(metavar="WHERE")] = "auto"
-    """slurm; local: this machine, one process per pretended node; auto: Slurm if it is configured."""
+    cluster: Annotated[ClusterFlag, tyro.conf.arg(metavar="WHERE")] = "auto"
+    """slurm; local: this machine, one process per pretended node; auto: Slurm, or in a terminal this machine."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="YAML")] = None
     """File of flags; the command line overrides it."""
     dry_run: bool = False
-    """Check everything and print the script alone."""
+    """Check everything, ask sbatch too, print the script alone."""
     wait: bool = False
     """Wait until the run ends, and print its result."""
     help_train: bool = False
@@ -113,6 +118,11 @@ class SubmitScript(SubmitOptions):
 
     data: Path | None = None
     """Directory or archive to stage on every node; the script finds it, unpacked, in TORCHRELAY_DATA."""
+    include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Files for the copy of the code that git does not track, as a pattern in quotes: 'configs/**/*.yaml'.
+    Of a directory, all files."""
+    no_snapshot: bool = False
+    """Run the script where it is, as it is when an attempt starts, instead of a copy of the code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,7 +165,10 @@ def _expand(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
             raise UserError(f"there is no flag {flag}: {advice}")
         attached = re.fullmatch(r"(-[NptAJ])([^-].*)", argument)
         split += attached.groups() if attached else [argument]
-    return command_line.with_config(split, known, sbatch_variables.merged(flag_names(SubmitTraining), os.environ))
+    values = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
+    if command_line.last_value(split, "--cluster") == "local":
+        values = {name: value for name, value in values.items() if name not in SLURM_FLAGS}
+    return command_line.with_config(split, known, values)
 
 
 def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
@@ -163,9 +176,9 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     # What the run is made of must be writable by its user alone (hpc.core.ownership). The job inherits this.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
-    warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
-    for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
-        print(f"hpc submit: warning: {warning}", file=sys.stderr)
+    code = _find_code(options, spec)
+    spec = dataclasses.replace(spec, script=code.script, in_place=str(code.root) if code.in_place else None)
+    _warn(options, spec, code)
     environment = this_environment() if options.stage_env else None
     on_slurm = spec.cluster == "slurm"
     answer: dict[str, object] = {
@@ -173,12 +186,7 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
         "script": str(run.script) if on_slurm else None,
     }  # fmt: skip
     if options.dry_run:
-        text = SlurmExecutor(run, spec).script() if on_slurm else agent_command(run) + "\n"
-        where = {"python": spec.python, "container": spec.container}
-        cli.print_json({**answer, "text": text, **where}) if options.json else print(text, end="")
-        if spec.python:
-            of = f" of {visible(spec.container)}" if spec.container else ""
-            print(f"hpc submit: torchrun and the ranks start in {visible(spec.python)}{of}", file=sys.stderr)
+        show_dry_run(run, spec, answer, as_json=options.json)
         return 0
     if environment is not None:
         watch = None if options.json else environment_archive.show_progress
@@ -187,9 +195,14 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     with new_run_directory(run):
         run.events.mkdir()
         run.logs.mkdir()
-        dataclasses.replace(spec, script=copy_code(run, Path.cwd(), spec.script)).save(run)
+        spec.save(run)
+        copy_code(run, code)
         answer["job_id"] = job_id = SlurmExecutor(run, spec).start() if on_slurm else start_local(run)
     _record_submission(run, spec, job_id)
+    _prepare_later_runs(run)
+    if not options.json:
+        started = f"started run {run.name} on {this_machine()}, as process {job_id}"
+        print(f"submitted run {run.name} as job {job_id}" if on_slurm else started, flush=True)
     if options.wait:
         # Draws with rich: a mere submission need not load it.
         from hpc.status.__main__ import wait_for_end  # noqa: PLC0415
@@ -197,12 +210,51 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
         return wait_for_end(run, answer if options.json else None)
     if options.json:
         cli.print_json(answer)
-        return 0
-    flags = [] if options.runs_dir == Path("runs") else ["--runs-dir", str(options.runs_dir)]
-    print(f"submitted run {run.name} as job {job_id}\n  {run.path}\nnext:")
+    else:
+        _print_next(run, options.runs_dir)
+    return 0
+
+
+def _warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
+    warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
+    if spec.cluster == "local":
+        warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
+    if missing := code.missing_imports():
+        names = shlex.join(os.path.relpath(code.root / name) for name in missing)
+        warnings.append(
+            f"{visible(code.script[0])} imports files that git does not track, so the run will not have them: type "
+            f"git add {names}, or use --include"
+        )
+    for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
+        print(f"hpc submit: warning: {warning}", file=sys.stderr)
+
+
+def _find_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
+    """The code of the run. Raises UserError if it would not have its script."""
+    if not isinstance(options, SubmitScript) or not options.no_snapshot:
+        return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir)
+    if options.include:
+        raise UserError("--include is for the copy of the code, which --no-snapshot does without: leave one out")
+    if spec.cluster == "slurm":
+        checks.check_is_shared("--no-snapshot: the script in", Path(spec.script[0]).parent)
+    return code_in_place(Path.cwd(), spec.script)
+
+
+def _prepare_later_runs(run: RunDir) -> None:
+    """Keep our packages for them, and have git ignore the runs of a repository. The run does not depend on it."""
+    try:
+        keep_packages(run)
+        if is_listed_as_untracked(run.path):
+            write_atomic(run.path.parent / ".gitignore", "*\n")
+    except OSError as error:
+        print(f"hpc submit: warning: {run.path.parent} cannot be written: {error}", file=sys.stderr)
+
+
+def _print_next(run: RunDir, runs_dir: Path) -> None:
+    flags = [] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)]
+    print(f"  {run.path}\nnext:")
     for verb in ("status", "logs --follow", "cancel"):
         print(f"  {cli.own_command()} {verb} {shlex.join([run.name, *flags])}")
-    return 0
 
 
 def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
@@ -214,7 +266,8 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if isinstance(options, SubmitTraining) and train is not None:
         pack = checks.pack_size(options.pack, options.pack_size, train)
         checks.check_data_on_device(train)
-    cluster = choose_cluster(options.cluster)
+    in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
+    cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
         resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)
@@ -240,7 +293,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, recipe=getattr(options, "recipe", None), python=python,
-        container=image,
+        container=image, include=getattr(options, "include", ()),
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)
@@ -260,16 +313,6 @@ def _resolve_work(options: SubmitOptions, script: tuple[str, ...]) -> tuple[Trai
     checks.check_script(script)
     given = options.data if isinstance(options, SubmitScript) else None
     return None, checks.script_data(given) if given else None
-
-
-def choose_cluster(asked: str) -> Cluster:
-    """The cluster to run on. Raises UserError for `--cluster slurm` without Slurm."""
-    available = asked != "local" and slurm.is_available()
-    if asked == "slurm" and not available:
-        raise UserError(
-            "--cluster slurm, but there is no Slurm here (no sbatch, or no slurm.conf): use --cluster local"
-        )
-    return "slurm" if available else "local"
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _start(
     while True:
         try:
             argv, environment = _command(node, directive, setup, monitor.node_dir, channel.own_address)
-            return Torchrun(argv, environment, node.run.code, contained=node.spec.container is not None)
+            return Torchrun(argv, environment, code_directory(node), contained=node.spec.container is not None)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise
@@ -126,6 +126,7 @@ def _command(
     # The modules of the user's environment, also those of --setup, without ours.
     given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
     path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
+    code = code_directory(node)
     wrapper = [str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
     if spec.train is not None:
         program = [*wrapper, *trainer_module(run, number, setup.data, node_dir)]
@@ -133,9 +134,9 @@ def _command(
         program = [*wrapper, *preflight_module(run, number)]
         environment["PYTHONPATH"] = ":".join([str(run.packages), *path])
     else:
-        program = [python, "-S", *wrapper, python, "-u", str(run.code / spec.script[0]), *spec.script[1:]]
+        program = [python, "-S", *wrapper, python, "-u", str(code / spec.script[0]), *spec.script[1:]]
         environment |= {
-            "PYTHONPATH": ":".join([str(run.code), *path]),
+            "PYTHONPATH": ":".join([str(code), *path]),
             "TORCHRELAY_RUN_DIR": str(run.path),
             "TORCHRELAY_ATTEMPT": str(number),
             **({"TORCHRELAY_DATA": str(setup.data)} if setup.data else {}),
@@ -143,7 +144,7 @@ def _command(
     argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, program)
     if spec.container is not None:
         # Our own code is in the run's directory, too.
-        mounts = [run.path, node_dir.path, *([setup.data] if setup.data else [])]
+        mounts = [run.path, *([code] if spec.in_place else []), node_dir.path, *([setup.data] if setup.data else [])]
         # In it once more: torchrun must not outlive the container's own process, and ignores Slurm's signals.
         wrapped = [python, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
         argv = _in_container(node, Path(spec.container), wrapped, mounts)
@@ -157,7 +158,12 @@ def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: li
         raise TorchrelayError(f"{node.host} has neither apptainer nor singularity, for --container {image}")
     if not image.exists():
         raise TorchrelayError(f"{node.host} does not have {image}, the image of --container")
-    return container.inside(engine, image, program, mounts, node.run.code)
+    return container.inside(engine, image, program, mounts, code_directory(node))
+
+
+def code_directory(node: NodeAttempt) -> Path:
+    """Where the user's script is, and starts: the copy of the code, unless it runs in place."""
+    return Path(node.spec.in_place) if node.spec.in_place else node.run.code
 
 
 def _base_environment(spec: RunSpec, python: str) -> dict[str, str]:

@@ -130,7 +130,7 @@ def test_scontrol_requeue(site: Site) -> None:
 
 
 def test_time_limit(site: Site) -> None:
-    run = site.submit("--data=data", *LONG, "--time=2")
+    run = site.submit("--data=data", *LONG, "--time=2m")
     run.wait_for_steps(20)
     # Slurm looks at time limits every half a minute.
     site.slurm("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1")

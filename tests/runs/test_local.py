@@ -28,7 +28,7 @@ def site(shared: Path) -> Iterator[Site]:
     tiny_data(shared / "data")
     here = Site(shared, "/nonexistent")
     yield here
-    for path in (shared / "runs").glob("*"):
+    for path in (shared / "runs").glob("[!.]*"):
         run = RunDir(path)
         [submitted] = [event for event in ledger.read(run.events) if event["event"] == "submitted"]
         Run(here, run, submitted["job_id"]).cancel()
@@ -162,15 +162,27 @@ def test_own_script_with_its_arguments_and_environment(site: Site) -> None:
         "import os, sys, helper\n"
         "print(helper.WORD, sys.argv[1:], os.environ['WORLD_SIZE'], os.environ['TORCHRELAY_DATA'], flush=True)\n"
     )
-    for command in (("git", "init", "-q"), ("git", "add", "src")):
+    for command in (("git", "init", "-q"), ("git", "add", "src/my.py")):
         assert site.type(*command).returncode == 0
-    run = site.submit(LOCAL, "--nodes=2", "--data=data", "--name=own", "--", "src/my.py", "a b", "--x=$HOME")
+    flags = ("--nodes=2", "--data=data", "--name=own", "--include=src/h*.py")
+    run = site.submit(LOCAL, *flags, "--", "src/my.py", "a b", "--x=$HOME")
     (site.path / "src" / "helper.py").write_text("WORD = 'edited after the submission'\n")
     run.wait_for_state("completed")
     for rank in (0, 1):
         word, rest = run.directory.rank_log(1, rank).read_text().splitlines()[-1].split(" ", 1)
         assert word == "old", "the snapshot runs, not the edited file"
         assert rest.startswith("['a b', '--x=$HOME'] 2 /tmp/torchrelay-")
+
+
+def test_script_in_place_has_the_files_around_it(site: Site) -> None:
+    """In no repository, so that there is nothing to copy."""
+    (site.path / "src").mkdir()
+    (site.path / "helper.py").write_text("WORD = 'from the top'\n")
+    (site.path / "src" / "my.py").write_text("import os, helper\nprint(helper.WORD, os.getcwd(), flush=True)\n")
+    run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=1", "--name=own", "--no-snapshot", "--", "src/my.py")
+    run.wait_for_state("completed")
+    assert run.directory.rank_log(1, 0).read_text().splitlines()[-1] == f"from the top {site.path}"
+    assert [path.name for path in run.directory.code.iterdir()] == [".torchrelay"]
 
 
 def test_cancelled_run_ends_though_no_signal_reaches_it(site: Site) -> None:

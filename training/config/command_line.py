@@ -20,7 +20,7 @@ from hpc.core.errors import UserError
 from training.config.model_names import check_model
 from training.config.train_config import RankOptions, TrainConfig
 
-_REPEATABLE = {"sbatch", "setup"}
+_REPEATABLE = {"include", "sbatch", "setup"}
 _RECIPES = Path(__file__).with_name("recipes")
 
 
@@ -134,10 +134,10 @@ def with_config(
             line has another name here.
     """
     check_names(arguments, known)
-    config = _last_value(arguments, "--config")
+    config = last_value(arguments, "--config")
     settings = read_settings("--config", Path(config), known) if config is not None else {}
     named = settings.pop("recipe", None)
-    recipe = _last_value(arguments, "--recipe") or named
+    recipe = last_value(arguments, "--recipe") or named
     if recipe:
         settings = overlay(read_settings("--recipe", recipe_path(recipe), known), settings)
     settings = overlay({name: value for name, value in (defaults or {}).items() if name in known}, settings)
@@ -153,7 +153,7 @@ def with_config(
     return flags + [argument for argument in arguments if argument not in off]
 
 
-def _last_value(arguments: list[str], flag: str) -> str | None:
+def last_value(arguments: list[str], flag: str) -> str | None:
     """The value of the last occurrence of a flag; None if it does not occur."""
     positions = [i for i, argument in enumerate(arguments) if argument == flag or argument.startswith(f"{flag}=")]
     if not positions:

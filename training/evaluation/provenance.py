@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpc.core.code_copy import git_revision
+from hpc.core.git import git_revision
 from training.data.dataset import Data
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext

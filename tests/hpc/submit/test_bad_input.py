@@ -1,5 +1,6 @@
 """Each mistake ends with exit code 2 and one line with the value and the fix; nothing is queued or left behind."""
 
+import json
 import re
 import resource
 import shutil
@@ -126,11 +127,9 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--stage-dir=$(pwd)"], r"--stage-dir is '\$\(pwd\)': write variables as \$NAME or \$\{NAME\}"),
         (["--gpus-per-node=a100:2"], r"partition gpu has 4 without a type per node: use --gpus-per-node 4 or fewer"),
         (["--sbatch=requeue"], r"--sbatch requeue: runs are always requeued: leave it out"),
-        (["--sbatch=nosuchoption"], r"sbatch refused the job: .*nosuchoption"),
         (["--sbatch=mail-type"], r"sbatch refused the job: .*mail-type"),
         (["--sbatch=mem-bind=nonsense"], r"sbatch refused the job: .*mem-bind"),
         (["--constraint=nosuchfeature", "--runs-dir=new/runs"], r"sbatch refused the job: .*[Ff]eature"),
-        (["--constraint=nosuchfeature"], r"sbatch refused the job: .*[Ff]eature"),
         (["--cluster=cloud"], r"invalid choice 'cloud'"),
         (["--", "nowhere.py"], r"script 'nowhere.py' does not exist"),
         (["--"], r"--"),
@@ -141,6 +140,22 @@ def test_refused(site: Site, arguments: list[str], message: str) -> None:
     given = {argument.partition("=")[0] for argument in arguments}
     data = [] if given & {"--data", "--"} else ["--data=data"]
     assert re.search(message, refused(site, *data, *arguments))
+
+
+# sbatch's own refusals, of which --dry-run hears from `sbatch --test-only`.
+REFUSALS = [
+    ("--constraint=a100", r"sbatch refused the job: Invalid feature specification$"),
+    ("--exclude=gpu99", r"sbatch refused the job: Invalid node name specified$"),
+    ("--mem=640G", r"sbatch refused the job: .*Requested node configuration is not available"),
+    ("--sbatch=foo=bar", r"sbatch refused the job: unrecognized option '--foo=bar'$"),
+]
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)], ids=["submit", "dry-run"])
+@pytest.mark.parametrize(("flag", "message"), REFUSALS)
+def test_what_sbatch_refuses(site: Site, flag: str, message: str, dry_run: tuple[str, ...]) -> None:
+    assert re.search(message, refused(site, "--data=data", flag, *dry_run), re.MULTILINE)
 
 
 @pytest.fixture
@@ -191,7 +206,21 @@ def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
     for line in ("--nodes=2", "--gpus-per-node=4", "--cpus-per-task=8", "--requeue", "--partition=gpu"):
         assert f"#SBATCH {line}" in lines
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
+    assert re.fullmatch(r"hpc submit: Slurm expects to start it at \S+ on gpu\[01-02\]\n", done.stderr)
     assert sorted(site.path.rglob("*")) == before
+
+
+@pytest.mark.slurm
+def test_dry_run_on_a_cluster_whose_nodes_are_out_of_service(site: Site) -> None:
+    """sbatch would queue the job, though `sbatch --test-only` refuses it."""
+    site.slurm("scontrol", "update", "NodeName=gpu[01-03]", "State=drain", "Reason=test")
+    try:
+        done = site.hpc("submit", "--data=data", "--nodes=2", "--dry-run", "--json")
+    finally:
+        site.slurm("scontrol", "update", "NodeName=gpu[01-03]", "State=resume")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["expected_start"] is None
+    assert "Slurm does not say when it would start: type sinfo" in done.stderr
 
 
 @pytest.mark.slurm

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core import code_copy
 from hpc.core.errors import UserError
 from hpc.core.program import parse
 from hpc.core.rundir import RunDir
 from hpc.spec import Recovery
 from hpc.submit.__main__ import SubmitScript, SubmitTraining, flag_names
+from hpc.submit.code_copy import copy_code, find_code
 from training.config.command_line import recipe_path, recipes, with_config
 from training.config.model_names import check_model, torchvision_weights
 from training.config.train_config import TrainConfig
@@ -134,6 +134,6 @@ def test_the_help_names_each_recipe() -> None:
 
 def test_recipes_are_in_the_copy_of_the_code(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    code_copy.copy_code(run, tmp_path)
+    copy_code(run, find_code(tmp_path, ()))
     copied = run.packages / "training" / "config" / "recipes"
     assert {path.stem for path in copied.glob("*.yaml")} == set(recipes())

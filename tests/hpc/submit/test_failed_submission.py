@@ -66,8 +66,8 @@ def test_three_at_once_of_which_one_is_refused(shared: Path) -> None:
     ]
     assert [one.wait() for one in several] == [0, 2, 0]
     runs = shared / "runs"
-    assert sorted(path.name for path in runs.iterdir()) == ["one", "two"]
-    for run in map(RunDir, runs.iterdir()):
+    assert sorted(path.name for path in runs.glob("[!.]*")) == ["one", "two"]
+    for run in map(RunDir, runs.glob("[!.]*")):
         assert run.spec.exists()
         assert run.script.exists()
 

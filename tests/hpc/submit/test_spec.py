@@ -44,6 +44,25 @@ def test_gpus_that_cannot_be_read_are_refused(gpus: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mem": "64"}, "--mem is 64, which Slurm takes for megabytes: use 64G or 64M"),
+        ({"mem": "64 G"}, "--mem is '64 G': use a whole number with a unit, such as 64G"),
+        ({"time": "24"}, "--time is 24, which Slurm takes for minutes: use 24h or 24m"),
+        ({"time": "12:00"}, "--time is 12:00, which Slurm takes for minutes and seconds: use 12:00:00 for"),
+    ],
+)
+def test_what_slurm_takes_for_something_much_smaller_is_refused(given: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Resources(**given)  # type: ignore[arg-type]  # only these two
+
+
+def test_memory_and_times_that_say_what_they_mean() -> None:
+    for memory, time in (("0", "90m"), ("64G", "12:00:00"), ("64gb", "1-0"), ("512M", "00:01:30")):
+        Resources(mem=memory, time=time)
+
+
+@pytest.mark.parametrize(
     ("option", "message"),
     [
         ("requeue", "--sbatch requeue: runs are always requeued"),

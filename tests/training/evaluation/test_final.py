@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from trainer_rig import Starter, events, lines
 
-from hpc.core import code_copy
+from hpc.core.git import git_revision
 from hpc.core.rundir import RunDir
+from hpc.submit.code_copy import copy_code, find_code
 from training.checkpoint.storage import STATE_TENSORS, STATE_VALUES, list_checkpoints
 from training.config.command_line import flag_names, with_config
 from training.config.train_config import TrainConfig
@@ -54,7 +55,7 @@ def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
     numbers = json.loads((run / "checkpoints" / "step-00000027" / STATE_VALUES).read_text())
     assert made["data"]["fingerprint"] == numbers["identity"]["fingerprint"]
     assert made["versions"]["torch"] == version("torch")
-    assert made["code"]["revision"] == code_copy.git_revision(Path.cwd())
+    assert made["code"]["revision"] == git_revision(Path.cwd())
     assert (run / "best" / "model.json").exists()
 
 
@@ -164,10 +165,10 @@ def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:
     for number, ending in enumerate(("", "+changes")):
         run = RunDir(tmp_path / str(number))
         run.path.mkdir()
-        code_copy.copy_code(run, tmp_path / "own")
+        copy_code(run, find_code(tmp_path / "own", ()))
         assert run.revision.read_text() == f"{git('rev-parse', 'HEAD')}{ending}\n"
         (tmp_path / "own" / "notes").write_text("two")
-    assert code_copy.git_revision(Path("/")) is None
+    assert git_revision(Path("/")) is None
 
 
 # --- the best model ---

@@ -1,0 +1,55 @@
+"""Whether a run goes to Slurm or stays on this machine, which nobody gets by mistake. Runs on the login node."""
+
+import os
+from typing import Literal
+
+from hpc.core.errors import UserError
+from hpc.slurm import client as slurm
+from hpc.spec import Cluster, Resources
+
+ClusterFlag = Literal["auto", "slurm", "local"]
+_SLURM_ONLY = ("partition", "account", "qos", "constraint", "exclude", "mem", "sbatch")
+SLURM_FLAGS = frozenset((*_SLURM_ONLY, "setup"))
+"""Flags whose defaults do not count with --cluster local."""
+
+
+def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: bool) -> Cluster:
+    """The cluster of --cluster; `auto` is Slurm, or without Slurm this machine, if nothing says that Slurm was meant.
+
+    Args:
+        asked: the flag.
+        resources: what the run asks for.
+        in_terminal: whether somebody sees what is printed.
+
+    Raises:
+        UserError: `slurm` without Slurm, or `auto` without Slurm where that may be a mistake.
+    """
+    if asked == "local":
+        return "local"
+    reason = slurm.why_unavailable()
+    if reason is None:
+        return "slurm"
+    if asked == "slurm":
+        raise UserError(f"--cluster slurm, but there is no Slurm here ({reason}): use --cluster local")
+    meant = slurm_only(resources) + ([f"--time {resources.time}"] if resources.time else [])
+    if meant:
+        raise UserError(
+            f"{meant[0]} needs Slurm, and there is none here ({reason}): type this on a login node of the cluster, or "
+            "leave it out and use --cluster local to train on this machine"
+        )
+    if not in_terminal:
+        raise UserError(f"there is no Slurm here ({reason}): use --cluster local to train on this machine")
+    return "local"
+
+
+def slurm_only(resources: Resources) -> list[str]:
+    """The given flags that mean something to Slurm alone."""
+    typed = [f"--gpus-per-node {resources.gpus_per_node}"] if resources.gpu_type else []
+    values = [(name, getattr(resources, name)) for name in _SLURM_ONLY]
+    return typed + [f"--{name} {value[0] if name == 'sbatch' else value}" for name, value in values if value]
+
+
+def this_machine() -> str:
+    """The name of this machine and its CPUs, in words."""
+    cpus = len(os.sched_getaffinity(0))
+    return f"this machine, {os.uname().nodename} ({cpus} CPU{'s' if cpus > 1 else ''})"

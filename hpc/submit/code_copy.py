@@ -1,0 +1,113 @@
+"""The copy of the code that a run executes, made at submission. Runs on the login node.
+
+`code/` holds the tracked files of the user's repository as they are in the working tree, what --include adds, and in
+`.torchrelay/` our three packages. So neither an edit nor an upgrade changes a run that waits or resumes.
+"""
+
+import glob
+import shlex
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc.core import git
+from hpc.core.errors import UserError
+from hpc.core.rundir import RunDir
+from hpc.submit.package_copy import copy_packages
+from hpc.submit.script_imports import imported_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCode:
+    """The user's code, of which a run gets a copy."""
+
+    root: Path
+    """The top of the repository, or without one the working directory."""
+    names: tuple[str, ...]
+    """The files to copy, by their paths below it."""
+    script: tuple[str, ...] = ()
+    """The script by its path below it, and its arguments; empty for our trainer."""
+    in_place: bool = False
+    """Whether the script runs where it is."""
+
+    def missing_imports(self) -> list[str]:
+        """The files below the root that the script imports, directly or not, and that the copy would lack."""
+        if not self.script or self.in_place:
+            return []
+        script = self.root / self.script[0]
+        found = imported_files(script, (script.parent, self.root))
+        inside = (str(path.relative_to(self.root)) for path in found if path.is_relative_to(self.root))
+        return sorted(set(inside) - set(self.names))
+
+
+def find_code(
+    working_directory: Path, script: tuple[str, ...], include: Sequence[str] = (), runs_dir: Path = Path("runs")
+) -> UserCode:
+    """The code of the repository that the working directory is in, if any.
+
+    Args:
+        working_directory: from which paths are given.
+        script: the user's script and its arguments; empty for our trainer.
+        include: patterns of files to copy though git does not track them.
+        runs_dir: what is in it is no code.
+
+    Raises:
+        UserError: a pattern matches nothing, or the copy would not have the script.
+    """
+    here, root = working_directory.resolve(), _root(working_directory)
+    no_code = (root / ".git", (here / runs_dir).resolve())
+    added = [name for pattern in include for name in _matches(here, root, pattern, no_code)]
+    top = git.repository(here)
+    names = tuple(sorted({*(git.tracked_files(root) if top else ()), *added}))
+    if not script:
+        return UserCode(root=root, names=names)
+    name, path = script[0], (here / script[0]).resolve()
+    otherwise = "or --no-snapshot to run it where it is"
+    if not path.is_relative_to(root):
+        raise UserError(f"{name} is not below {root}, so the run would not have it: move it there, {otherwise}")
+    inside = str(path.relative_to(root))
+    if inside not in names:
+        reason = "is not tracked by git" if top else f"is in no git repository of {here}"
+        how = f"type {'' if top else 'git init and '}git add {shlex.quote(name)}"
+        include_it = f"use --include {shlex.quote(name)}"
+        raise UserError(f"{name} {reason}, so the run would not have it: {how}, or {include_it}, {otherwise}")
+    return UserCode(root=root, names=names, script=(inside, *script[1:]))
+
+
+def code_in_place(working_directory: Path, script: tuple[str, ...]) -> UserCode:
+    """The code of a script that runs where it is, and may import from there and from the top of its repository."""
+    path = (working_directory / script[0]).resolve()
+    return UserCode(root=_root(working_directory), names=(), script=(str(path), *script[1:]), in_place=True)
+
+
+def _root(working_directory: Path) -> Path:
+    return (git.repository(working_directory) or working_directory).resolve()
+
+
+def _matches(here: Path, root: Path, pattern: str, no_code: Sequence[Path]) -> list[str]:
+    """The files that match, or are below a directory that does, by their paths below the root."""
+    found = [(here / name).resolve() for name in glob.glob(pattern, root_dir=here, recursive=True)]  # noqa: PTH207 - pathlib refuses absolute patterns
+    files = [path for match in found for path in (match.rglob("*") if match.is_dir() else [match]) if path.is_file()]
+    files = [path for path in files if not any(path.is_relative_to(directory) for directory in no_code)]
+    outside = [path for path in files if not path.is_relative_to(root)]
+    if outside:
+        raise UserError(f"--include {pattern}: {outside[0]} is not below {root}: copy it there")
+    if not files:
+        raise UserError(f"--include {pattern}: there is no such file in {here}")
+    return [str(path.relative_to(root)) for path in files]
+
+
+def copy_code(run: RunDir, code: UserCode) -> None:
+    """Make `code/`."""
+    run.code.mkdir()
+    for name in code.names:
+        (run.code / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(code.root / name, run.code / name)
+    for path in run.code.rglob("*"):
+        # Where a group shares files, its members could otherwise change what the run executes as its user.
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+    copy_packages(run)
+    if revision := git.git_revision(code.root):
+        run.revision.write_text(f"{revision}\n")

@@ -1,0 +1,43 @@
+"""`hpc submit --dry-run`: shows what would be sent, and what Slurm says to it. Runs on the login node."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from hpc import cli
+from hpc.core.rundir import RunDir
+from hpc.core.text import visible
+from hpc.slurm.executor import SlurmExecutor, agent_command
+from hpc.spec import RunSpec
+
+
+def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as_json: bool) -> None:
+    """Ask Slurm when the job would start, and print the script; without Slurm the command.
+
+    Raises:
+        UserError: sbatch would refuse the job.
+    """
+    notes, expected = list[str](), None
+    if spec.cluster == "slurm":
+        executor = SlurmExecutor(run, spec)
+        text, expected = executor.script(), executor.estimate_start()
+        notes.append(
+            f"Slurm expects to start it at {expected.time} on {expected.nodes}"
+            if expected
+            else f"Slurm does not say when it would start: type sinfo for the nodes of {spec.resources.partition} that "
+            "are out of service"
+        )
+    else:
+        text = agent_command(run) + "\n"
+    if spec.python:
+        of = f" of {visible(spec.container)}" if spec.container else ""
+        notes.append(f"torchrun and the ranks start in {visible(spec.python)}{of}")
+    if as_json:
+        start = asdict(expected) if expected else None
+        cli.print_json(
+            {**answer, "text": text, "python": spec.python, "container": spec.container, "expected_start": start}
+        )
+    else:
+        print(text, end="")
+    for note in notes:
+        print(f"hpc submit: {note}", file=sys.stderr)

@@ -1,0 +1,45 @@
+"""Which files of the user's own a script imports: found by reading them, without running any. On the login node."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+def imported_files(script: Path, search: Sequence[Path]) -> set[Path]:
+    """The files of the modules that a script imports, and those that they import, as far as they are in `search`.
+
+    Imports within functions and conditions count; those of a computed name are not seen.
+    """
+    found, waiting = set[Path](), [script]
+    while waiting:
+        new = set(_directly_imported(waiting.pop(), search)) - found
+        found |= new
+        waiting += new
+    return found - {script}
+
+
+def _directly_imported(file: Path, search: Sequence[Path]) -> Iterator[Path]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # no Python of this version: the run will say so, with the line
+    for node in ast.walk(tree):
+        bases = search
+        if isinstance(node, ast.Import):
+            modules = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module.split(".") if node.module else []
+            # What is imported from a package may be a module of it.
+            modules = [[*package, alias.name] for alias in node.names]
+            bases = [file.parents[node.level - 1]] if node.level else search
+        else:
+            continue
+        for names in modules:
+            yield from next((files for base in bases if (files := _module_files(base, names))), [])
+
+
+def _module_files(base: Path, names: Sequence[str]) -> list[Path]:
+    """The files of a module and of the packages that it is in, as far as they exist below a directory."""
+    paths = [base.joinpath(*names[: number + 1]) for number in range(len(names))]
+    choices = [(path / "__init__.py", path.with_name(f"{path.name}.py")) for path in paths]
+    return [next(filter(Path.is_file, pair)) for pair in choices if any(map(Path.is_file, pair))]

@@ -1,0 +1,76 @@
+"""A machine without Slurm trains only if that is meant. It is known by its PATH, which has no sbatch."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Run, Site
+
+from hpc.core.rundir import RunDir
+
+NO_SLURM = {"PATH": "/nonexistent"}
+SUBMIT = ("submit", "--synthetic", "--batch-size=8", "--name=run")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--partition=gpu",),
+        ("--account=me",),
+        ("--qos=high",),
+        ("--constraint=a100",),
+        ("--exclude=gpu01",),
+        ("--sbatch=exclusive",),
+        ("--mem=64G",),
+        ("--time=12h",),
+        ("--gpus-per-node=a100:2",),
+    ],
+    ids=" ".join,
+)
+def test_flag_of_slurms_is_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    done = Site(tmp_path, "/nonexistent").hpc(*SUBMIT, *flags, **NO_SLURM)
+    name, _, value = flags[0].partition("=")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"hpc submit: {name} {value} needs Slurm, and there is none here (sbatch is not on the PATH): type this on a "
+        "login node of the cluster, or leave it out and use --cluster local to train on this machine\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_terminal_this_machine_must_be_asked_for(tmp_path: Path) -> None:
+    here = Site(tmp_path, "/nonexistent")
+    done = here.hpc(*SUBMIT, **NO_SLURM)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "hpc submit: there is no Slurm here (sbatch is not on the PATH): use --cluster local to train on this machine\n"
+    )
+    asked = here.hpc(*SUBMIT, "--cluster=local", "--partition=gpu", "--dry-run", **NO_SLURM)
+    assert asked.returncode == 0
+    assert "hpc submit: warning: --partition gpu has no effect: --cluster local has no Slurm\n" in asked.stderr
+
+
+def test_in_a_terminal_the_first_line_names_this_machine(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for path in Path("/usr/bin").iterdir():
+        if path.name != "sbatch":
+            (programs / path.name).symlink_to(path)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "hpc", *SUBMIT]
+    environment = {**os.environ, "PATH": str(programs)}
+    done = subprocess.run(
+        command, stdin=theirs, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.splitlines()[0]
+    here = os.uname().nodename
+    said = re.fullmatch(rf"started run run on this machine, {here} \(\d+ CPUs?\), as process (\d+)", first)
+    assert said, first
+    Run(Site(tmp_path, "/nonexistent"), RunDir(tmp_path / "runs" / "run"), said[1]).cancel()

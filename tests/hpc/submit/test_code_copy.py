@@ -1,0 +1,126 @@
+"""What a run gets of the user's code and of ours, and what of it git sees."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster import Site
+
+from hpc.core.errors import UserError
+from hpc.core.rundir import RunDir
+from hpc.submit.code_copy import copy_code, find_code
+from hpc.submit.package_copy import copy_packages, keep_packages
+
+
+def git(directory: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=directory, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Its script imports modules that git does not track, one of which is ignored, and one that imports the next."""
+    files = {
+        "src/my.py": "import json, tracked, absent\nfrom package.inner import work\ndef later():\n    import ignored\n",
+        "src/tracked.py": "import top.deep\n",
+        "src/ignored.py": "",
+        "src/unused.py": "",
+        "src/package/__init__.py": "from . import sibling\n",
+        "src/package/inner.py": "from .. import beyond\nfrom .sibling import name\n",
+        "src/package/sibling.py": "not Python\n",
+        "top/deep.py": "",
+        "conf/a.yaml": "",
+        "conf/more/b.yaml": "",
+        ".gitignore": "ignored.py\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "src/my.py", "src/tracked.py", ".gitignore")
+    return tmp_path
+
+
+MISSING = [
+    "src/ignored.py", "src/package/__init__.py", "src/package/inner.py", "src/package/sibling.py", "top/deep.py",
+]  # fmt: skip
+
+
+def test_untracked_files_that_a_script_imports_are_named(repository: Path) -> None:
+    assert find_code(repository, ("src/my.py",)).missing_imports() == MISSING
+    assert find_code(repository / "src", ("my.py",)).missing_imports() == MISSING
+    assert find_code(repository, ()).missing_imports() == [], "our trainer imports none of them"
+
+
+def test_included_files_are_copied(repository: Path) -> None:
+    run = RunDir(repository / "runs" / "run")
+    run.path.mkdir(parents=True)
+    code = find_code(repository / "src", ("my.py",), ("package", "ignored.py", "../conf/**/*.yaml", "../top/*"))
+    assert code.missing_imports() == []
+    assert code.script == ("src/my.py",)
+    copy_code(run, code)
+    copied = {str(path.relative_to(run.code)) for path in run.code.rglob("*") if path.is_file()}
+    own = {".gitignore", "src/my.py", "src/tracked.py", "conf/a.yaml", "conf/more/b.yaml", *MISSING}
+    assert {name for name in copied if not name.startswith(".torchrelay/")} == own
+
+
+def test_neither_runs_nor_what_git_keeps_is_code(repository: Path) -> None:
+    (repository / "runs" / "old").mkdir(parents=True)
+    (repository / "runs" / "old" / "spec.json").touch()
+    names = find_code(repository, (), (".",)).names
+    assert "top/deep.py" in names
+    assert not [name for name in names if name.startswith((".git/", "runs/"))]
+
+
+@pytest.mark.parametrize(
+    ("script", "pattern", "message"),
+    [
+        ("src/my.py", "nothing*", r"--include nothing\*: there is no such file in "),
+        ("src/my.py", "/etc/hostname", "--include /etc/hostname: /etc/hostname is not below .*: copy it there"),
+        ("src/unused.py", "conf", "is not tracked by git.*: type git add src/unused.py, or use --include src"),
+        ("/etc/hostname", "conf", "is not below .*: move it there, or --no-snapshot to run it where it is"),
+    ],
+)
+def test_code_that_the_run_would_lack_is_refused(repository: Path, script: str, pattern: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_code(repository, (script,), (pattern,))
+
+
+def test_runs_of_a_version_share_the_files_of_our_packages(tmp_path: Path) -> None:
+    runs = [RunDir(tmp_path / "runs" / name) for name in ("first", "second")]
+    for run in runs:
+        run.code.mkdir(parents=True)
+        copy_packages(run)
+        keep_packages(run)
+    for name in ("hpc/submit/__main__.py", "training/config/recipes/cifar.yaml"):
+        first, second = (run.packages / name for run in runs)
+        assert first.samefile(second)
+        assert first.stat().st_mode & 0o777 == 0o444
+    [store] = (tmp_path / "runs").glob(".packages-*")
+    assert len(list(store.iterdir())) == 1
+    store.chmod(0o777)
+    with pytest.raises(UserError, match="others could change what runs as you: remove it, or use a --runs-dir"):
+        copy_packages(runs[0])
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_runs_do_not_show_in_git_status(repository: Path, ignored: bool) -> None:
+    (repository / ".gitignore").write_text("ignored.py\nruns/\n" if ignored else "ignored.py\n")
+    before = git(repository, "status", "--short")
+    here = Site(repository, "/nonexistent")
+    run = here.submit("--cluster=local", "--synthetic", "--batch-size=8", "--name=run")
+    run.cancel()
+    assert git(repository, "status", "--short") == before
+    assert (repository / "runs" / ".gitignore").exists() != ignored
+
+
+def test_submission_warns_of_untracked_imports(repository: Path) -> None:
+    words = ("submit", "--cluster=local", "--dry-run", "--name=run")
+    done = Site(repository, "/nonexistent").hpc(*words, "--", "src/my.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        "hpc submit: warning: src/my.py imports files that git does not track, so the run will not have them: type "
+        f"git add {' '.join(MISSING)}, or use --include\n"
+    )
+    refused = Site(repository, "/nonexistent").hpc(*words, "--no-snapshot", "--include=conf", "--", "src/my.py")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
