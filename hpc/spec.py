@@ -64,7 +64,7 @@ class Resources:
     mem: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """Memory per node: 64G. Default: the partition's."""
     time: Annotated[str | None, tyro.conf.arg(aliases=("-t",), metavar="TIME")] = None
-    """Time limit of one attempt: 12h, 90m, 1-12:00:00. Default: a day, or the partition's limit if less."""
+    """Time limit of one attempt: 12h, 90m, 1-12:00:00. Default: the partition's, or at most a day if it has none."""
     partition: Annotated[str | None, tyro.conf.arg(aliases=("-p",))] = None
     """Partition. Default: the cluster's."""
     account: Annotated[str | None, tyro.conf.arg(aliases=("-A",), metavar="NAME")] = None

@@ -43,6 +43,8 @@ class Partition:
     default: bool
     up: bool
     limit_minutes: int | None
+    default_minutes: int | None
+    """The time limit of a job that asks for none; None: the partition has no default."""
     max_nodes_per_job: int | None
     nodes: int
     cpus: int
@@ -173,21 +175,22 @@ def partitions() -> list[Partition]:
     """All partitions that the user sees, an entry per kind of node. Raises UserError if Slurm does not answer."""
     try:
         # Without --noconvert 1024 nodes are "1K".
-        return parse_partitions(run("sinfo", "--noconvert", "--noheader", "--format=%P|%a|%l|%s|%D|%c|%G"))
+        return parse_partitions(run("sinfo", "--noconvert", "--noheader", "--format=%P|%a|%l|%L|%s|%D|%c|%G"))
     except TorchrelayError as error:
         raise UserError(f"Slurm does not answer ({error}): try again later, or use --cluster local") from error
 
 
 def parse_partitions(text: str) -> list[Partition]:
-    """Parse `sinfo --format=%P|%a|%l|%s|%D|%c|%G`."""
+    """Parse `sinfo --format=%P|%a|%l|%L|%s|%D|%c|%G`."""
     found = []
     for line in text.splitlines():
-        name, avail, limit, job_size, nodes, cpus, gres = line.split("|")
-        seconds = slurm_seconds(limit)
+        name, avail, limit, default, job_size, nodes, cpus, gres = line.split("|")
+        seconds, default_seconds = slurm_seconds(limit), slurm_seconds(default)
         most = job_size.split("-")[-1]
         partition = Partition(
             name=name.rstrip("*"), default=name.endswith("*"), up=avail == "up",
             limit_minutes=None if seconds is None else seconds // 60,
+            default_minutes=None if default_seconds is None else default_seconds // 60,
             max_nodes_per_job=int(most) if most.isdigit() else None,
             nodes=int(nodes),
             gpu_types=gpus_in(gres),

@@ -99,10 +99,10 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
 
 
 def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
-    """The time limit: --time, if the partition allows it. Default: a day, or the partition's limit if that is less."""
+    """The time limit: --time, if the partition allows it. Default: the partition's, or at most a day if it has none."""
     limit = min((kind.limit_minutes for kind in kinds if kind.limit_minutes is not None), default=None)
     if asked.time is None:
-        return min(_DAY_MINUTES, limit or _DAY_MINUTES)
+        return kinds[0].default_minutes or min(_DAY_MINUTES, limit or _DAY_MINUTES)
     minutes = walltime_minutes(asked.time)
     if limit is not None and minutes > limit:
         longest = format_minutes(limit)

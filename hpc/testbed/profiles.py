@@ -94,7 +94,7 @@ PROFILES: dict[ProfileName, Profile] = {
     "typed": Profile(slurm_conf={"SelectTypeParameters": "CR_CPU"}, gpu_types=("a100", "a100", "h100", None)),
     "bare": Profile(
         slurm_conf={"JobRequeue": "0"},
-        gpu_partition={"GraceTime": "0", "MaxTime": "00:05:00", "DefaultTime": "00:02:00"},
+        gpu_partition={"GraceTime": "0", "MaxTime": "00:05:00", "DefaultTime": "00:05:00"},
         slurmd_timeout=300,
     ),
     "cancel": Profile(slurm_conf={"PreemptMode": "CANCEL"}, gpu_partition={"PreemptMode": "CANCEL"}),

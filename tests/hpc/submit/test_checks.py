@@ -18,11 +18,11 @@ from training.config.train_config import TrainConfig
 
 # As sinfo prints it: two kinds of node in one partition, one without GPUs, one that is down.
 SINFO = """\
-gpu*|up|1-00:00:00|1-infinite|4|16|gpu:a100:4(S:0-1)
-gpu*|up|1-00:00:00|1-infinite|2|64+|gpu:h100:8(S:0-1),nvme:1
-cpu|up|infinite|1-infinite|10|8|(null)
-small|up|30:00|1-2|9|8|gpu:2
-old|down|1:00:00|1-infinite|1|8|gpu:1
+gpu*|up|1-00:00:00|4:00:00|1-infinite|4|16|gpu:a100:4(S:0-1)
+gpu*|up|1-00:00:00|4:00:00|1-infinite|2|64+|gpu:h100:8(S:0-1),nvme:1
+cpu|up|infinite|n/a|1-infinite|10|8|(null)
+small|up|30:00|n/a|1-2|9|8|gpu:2
+old|down|1:00:00|n/a|1-infinite|1|8|gpu:1
 """
 
 
@@ -33,8 +33,9 @@ def partitions() -> list[Partition]:
 
 def test_defaults_come_from_the_cluster(partitions: list[Partition]) -> None:
     resolved = resolve_resources(Resources(gpus_per_node="4"), partitions)
-    assert (resolved.partition, resolved.cpus_per_gpu, resolved.time) == ("gpu", 4, "1-00:00:00")
+    assert (resolved.partition, resolved.cpus_per_gpu, resolved.time) == ("gpu", 4, "04:00:00")
     assert resolve_resources(Resources(gpus_per_node="2", partition="small"), partitions).time == "00:30:00"
+    assert resolve_resources(Resources(gpus_per_node="0", partition="cpu"), partitions).time == "1-00:00:00"
 
 
 def test_given_resources_are_kept(partitions: list[Partition]) -> None:
