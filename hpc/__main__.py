@@ -10,14 +10,15 @@ VERBS = {
     "status": "table of runs",
     "logs": "output of the ranks",
     "supervise": "restart interrupted runs: requeue, release, resubmit",
-    "cancel": "end a run for good",
+    "cancel": "end runs",
+    "resume": "continue a run after hpc cancel or a failure, or train it longer",
     "report": "HTML page about a run, or a comparison of several",
     "stage": "staged copies of data sets on this machine",
     "doctor": "find settings of the cluster that cost runs work or time",
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",
 }
-_FILES = {"cancel", "stage"}
+_FILES = {"cancel", "resume", "stage"}
 
 
 def main() -> int:

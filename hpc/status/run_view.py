@@ -20,6 +20,7 @@ from hpc.core.files import last_json_line, storage_time
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
 from hpc.core.ownership import other_owner
+from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
@@ -33,7 +34,7 @@ TERMINAL = frozenset({"completed", "failed", "cancelled"})
 _ATTEMPT_KEYS = (
     "attempt", "job_id", "nodes", "members", "started", "ended", "cause", "first_step", "last_step", "detail",
 )  # fmt: skip
-_CONTINUE = "continue it with hpc supervise --once, or `sbatch submit.sbatch` in the run directory"
+_CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 # A poll every second must not load the controller.
 _QUEUE_SECONDS = 5.0
 # While the controller is down, each call of squeue takes half a minute to fail.
@@ -75,6 +76,7 @@ class _Records:
 def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | None, records: _Records) -> Summary:
     events, train, validation, final = records.events, records.train, records.validation, records.result or {}
     attempts, interruptions, best = attempts_of(events), interruptions_of(events), final.get("best")
+    paused = sum(attempt.resumed - attempt.ended for attempt in attempts if attempt.resumed and attempt.ended)
     job = next(iter(jobs or ()), None)
     pending = job if job and job.state is JobState.PENDING else None
     suspended = "suspended" if job and job.state is JobState.SUSPENDED else None
@@ -86,7 +88,9 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     productive = None
     if attempts:
         ended = (attempts[-1].ended or events[-1]["time"]) if state in TERMINAL else time.time()
-        productive = goodput(train.get("train_seconds"), attempts[0].started, ended)
+        inherited = started[0].get("train_seconds", 0.0) if started else 0.0  # by a run that is a fork
+        trained = None if (total := train.get("train_seconds")) is None else total - inherited
+        productive = goodput(trained, attempts[0].started + paused, ended)
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -133,11 +137,12 @@ def _reason(decision: Decision) -> str | None:
 
 def _state(events: Sequence[Event], attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
     """One of pending, running, completed, failed, cancelled."""
-    cause = attempts[-1].cause if attempts else None
-    not_ended = bool(attempts) and cause is None
+    last = attempts[-1] if attempts and not attempts[-1].resumed else None
+    cause = last.cause if last else None
+    not_ended = last is not None and cause is None
     if cause == Cause.COMPLETED:
         return "completed"
-    if any(event["event"] == "cancelled" for event in events):
+    if is_cancelled(events):
         return "cancelled"
     if any(event.get("cluster") == "local" for event in events):
         submitted = (event for event in events if event["event"] == "submitted")
