@@ -12,13 +12,15 @@ VERBS = {
     "supervise": "restart interrupted runs: requeue, release, resubmit",
     "cancel": "end runs",
     "resume": "continue a run after hpc cancel or a failure, or train it longer",
+    "fork": "a new run from another one's newest checkpoint, with other flags",
+    "clean": "list or remove what old runs hold",
     "report": "HTML page about a run, or a comparison of several",
     "stage": "staged copies of data sets on this machine",
     "doctor": "find settings of the cluster that cost runs work or time",
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",
 }
-_FILES = {"cancel", "resume", "stage"}
+_FILES = {"cancel", "clean", "fork", "resume", "stage"}
 
 
 def main() -> int:

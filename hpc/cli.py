@@ -101,6 +101,8 @@ def all_runs(runs_dir: Path) -> list[RunDir]:
     if not directory.is_dir():
         return []
     # In a shared directory, the runs of other users are not readable.
-    entries = [entry for entry in directory.iterdir() if os.access(entry, os.R_OK | os.X_OK)]
+    # A hidden directory is a run that is being removed (hpc.clean).
+    visible = [entry for entry in directory.iterdir() if not entry.name.startswith(".")]
+    entries = [entry for entry in visible if os.access(entry, os.R_OK | os.X_OK)]
     found = [(spec.stat().st_mtime, spec.parent) for entry in entries if (spec := entry / "spec.json").is_file()]
     return [RunDir(path) for _, path in sorted(found)]

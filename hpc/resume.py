@@ -103,8 +103,8 @@ def resume(options: ResumeOptions) -> int:
     # Before the jobs: what another process submits after this is then seen by the claim, what it did before by squeue.
     events = ledger.read(run.events)
     before = RunSpec.load(run)
-    _check_has_ended(run, before, events)
     after = _adjusted(run, before, options, events)
+    _check_has_ended(run, before, events)
     job_id = _continue(run, before, after, events, new_code=options.new_code)
     changed = changed_settings(before, after)
     answer = {"run": run.name, "run_dir": str(run.path), "job_id": job_id, "cluster": after.cluster, "changed": changed}
@@ -210,9 +210,11 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, events: Sequence[Eve
             f"another process is submitting the next job of run {run.name}: see hpc status {run.name}"
         )
     number, revision = next_resumption(run), None
-    with ExitStack() as undo:
+    with ExitStack() as cleanup, ExitStack() as undo:
         if new_code:
-            after = dataclasses.replace(after, script=_replace_code(run, after, undo))
+            temporary = Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp"))
+            cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
+            after = dataclasses.replace(after, script=_replace_code(run, after, temporary, undo))
             revision = git_revision(Path.cwd())
         after.save(run, number)
         if after.cluster == "slurm" and (new_code or after != before):
@@ -249,8 +251,10 @@ def _grace_seconds(spec: RunSpec) -> int | None:
         return None  # hpc status lacks a warning
 
 
-def _replace_code(run: RunDir, spec: RunSpec, undo: ExitStack) -> tuple[str, ...]:
+def _replace_code(run: RunDir, spec: RunSpec, temporary: Path, undo: ExitStack) -> tuple[str, ...]:
     """Replace `code/` by a copy of the repository that the current directory is in. Returns `spec.script` there.
+
+    Keeps the old one in `temporary`, an empty directory beside it.
 
     Raises:
         UserError: that repository does not track the run's script.
@@ -258,8 +262,6 @@ def _replace_code(run: RunDir, spec: RunSpec, undo: ExitStack) -> tuple[str, ...
     here = Path.cwd()
     # The script's path is that from the top of the repository.
     top = next((path for path in (here, *here.parents) if (path / ".git").exists()), here)
-    temporary = Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp"))
-    undo.callback(shutil.rmtree, temporary, ignore_errors=True)
     script = copy_code(RunDir(temporary), top, spec.script)
     old = temporary / "old"
     run.code.rename(old)

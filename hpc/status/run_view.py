@@ -81,7 +81,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     pending = job if job and job.state is JobState.PENDING else None
     suspended = "suspended" if job and job.state is JobState.SUSPENDED else None
     # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
-    ending = bool(attempts) and attempts[-1].cause is None and job is not None
+    ending = bool(attempts) and attempts[-1].cause is None and (job is not None or _runs_here(events))
     state = decision.state if decision else _state(events, attempts, job, slurm_answers=jobs is not None)
     state = "completed" if records.result is not None and not ending else state
     started, budget = [event for event in events if event["event"] == "train_started"], budget_now(attempts)
@@ -145,14 +145,19 @@ def _state(events: Sequence[Event], attempts: Sequence[Attempt], job: SlurmJob |
     if is_cancelled(events):
         return "cancelled"
     if any(event.get("cluster") == "local" for event in events):
-        submitted = (event for event in events if event["event"] == "submitted")
-        if any(is_alive(event["job_id"], event["started"]) for event in submitted):
+        if _runs_here(events):
             return "running"
     elif job is not None and job.state is not JobState.UNKNOWN:
         return "running" if job.state is JobState.RUNNING else "pending"
     elif (job is not None or not slurm_answers) and (not_ended or may_restart_after(attempts)):
         return "running" if not_ended else "pending"
     return "cancelled" if cause == Cause.CANCELLED else "failed"
+
+
+def _runs_here(events: Sequence[Event]) -> bool:
+    """Whether a process on this machine runs it, with --cluster local."""
+    started = (event for event in events if event["event"] == "submitted" and event.get("started"))
+    return any(is_alive(event["job_id"], event["started"]) for event in started)
 
 
 def _staging(events: Sequence[Event]) -> dict[str, Any] | None:

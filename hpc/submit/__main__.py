@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,8 +124,13 @@ def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
     return {name: switch for name, switch in command_line.flag_names(*owners).items() if name not in no_flags}
 
 
-def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
-    """Check, make the run directory, submit; with --wait, wait for the end."""
+def submit(
+    options: SubmitOptions, script: tuple[str, ...], fill: Callable[[RunDir, RunSpec], RunSpec] = lambda _, spec: spec
+) -> int:
+    """Check, make the run directory, submit; with --wait, wait for the end.
+
+    `fill` puts into the new directory what the run begins with, and returns the spec with it (`hpc fork`).
+    """
     # What the run is made of must be writable by its user alone (hpc.core.ownership). The job inherits this.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
@@ -153,6 +158,7 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     with new_run_directory(run):
         run.events.mkdir()
         run.logs.mkdir()
+        spec = fill(run, spec)
         dataclasses.replace(spec, script=copy_code(run, Path.cwd(), spec.script)).save(run)
         answer["job_id"] = job_id = SlurmExecutor(run, spec).start() if on_slurm else start_local(run)
     _record_submission(run, spec, job_id)

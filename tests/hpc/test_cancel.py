@@ -70,4 +70,7 @@ def test_run_is_cancelled_though_scancel_fails(site: Site) -> None:
     assert done.returncode == 1
     assert f"job {run.job_id} may still run: scancel: error: Socket timed out; type hpc" in done.stderr
     assert run.events("cancelled")
+    for verb in ("clean", "resume"):
+        refused = site.hpc(verb, "run", *(["--yes"] if verb == "clean" else []))
+        assert (refused.returncode, f"run run has job {run.job_id}" in refused.stderr) == (2, True), refused.stderr
     run.cancel()
