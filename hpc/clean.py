@@ -89,7 +89,7 @@ def clean(options: CleanOptions) -> int:
     if options.json:
         cli.print_json({"removed": options.yes, "bytes": total, "runs": [asdict(one) for one in found]})
     elif not found:
-        print(f"{options.runs_dir} holds nothing that was asked for: no such run has ended")
+        print(f"nothing to remove: no run in {options.runs_dir} that these flags name has ended")
     else:
         Console().print(_table(found))
         what = "the checkpoints of these runs" if options.checkpoints_only else "these runs"

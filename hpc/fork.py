@@ -62,13 +62,14 @@ def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
         raise UserError(f"the new run has no name: type hpc fork {name} --name NEW")
     for flag in typed.intersection(_OF_NEW_TRAININGS):
         raise UserError(f"--{flag} is for new trainings: type the flags that change")
-    spec = RunSpec.load(cli.find_own_run(name, Path(typed_value(arguments, "runs-dir") or "runs")))
+    source = cli.find_own_run(name, Path(typed_value(arguments, "runs-dir") or "runs"))
+    spec = RunSpec.load(source)
     if spec.train is None:
         raise UserError(
             f"run {name} runs {spec.script[0]}, which keeps its own checkpoints: submit it under a new name, with the "
             "argument by which it finds them"
         )
-    refuse_on_fork({field.name for field in fields(TrainConfig) if field.name.replace("_", "-") in typed}, name)
+    refuse_on_fork([field.name for field in fields(TrainConfig) if field.name.replace("_", "-") in typed], source.best)
     return with_own_flags(flags_of(spec), arguments)
 
 

@@ -90,7 +90,7 @@ def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
             f"--{unknown[0]} is a flag of our trainer, but run {run.name} runs {spec.script[0]}, whose arguments "
             "stay as they were submitted: leave it out"
         )
-    refuse_on_resume(typed, name)
+    refuse_on_resume(typed, name, run.best)
     own = [word for part in (spec.resources, spec.recovery, spec.network) for word in changed_flags(part)]
     return with_own_flags(own + (changed_flags(spec.train, ADJUSTABLE) if spec.train else []), arguments)
 
@@ -148,7 +148,7 @@ def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> Non
             f"{run.script} belongs to another run directory, so this one is a copy or was moved: type hpc fork "
             f"{run.path} --name NEW"
         )
-    saved = any(event["event"] in {"checkpoint_saved", "snapshot_saved"} for event in events)
+    saved = spec.forked_from or any(event["event"] in {"checkpoint_saved", "snapshot_saved"} for event in events)
     if spec.train and saved and not list_checkpoints(run.checkpoints):
         raise UserError(
             f"run {run.name} has no checkpoints left in {run.checkpoints}, so it would begin anew: type hpc submit for "

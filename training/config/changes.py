@@ -4,10 +4,13 @@
 itself depends on some flags. Pure; runs on the login node, and the last of these on every rank.
 """
 
+from collections.abc import Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import NamedTuple
 
 from hpc.core.errors import UserError
+from hpc.core.rundir import MODEL_WEIGHTS
 from training.config.rules import flag
 from training.config.train_config import Adjustable, TrainConfig
 
@@ -35,8 +38,10 @@ class Begun(NamedTuple):
     complete: bool
 
 
-def refuse_on_resume(names: set[str], run: str) -> None:
+def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
     """Refuse typed flags (without dashes) that are the training's and that `hpc resume` may not set.
+
+    `run` is the run's name as it was typed, `best` the directory of its best model.
 
     Raises:
         UserError: says what to type instead.
@@ -44,24 +49,24 @@ def refuse_on_resume(names: set[str], run: str) -> None:
     for name in (field.name for field in fields(TrainConfig)):
         if name.replace("_", "-") not in names or name in ADJUSTABLE:
             continue
-        refuse_on_fork({name}, run)
+        refuse_on_fork({name}, best)
         raise UserError(
             f"{flag(name)} would change the steps of run {run}, which hpc resume continues as it was: type "
             f"hpc fork {run} --name NEW {flag(name)} ..., which goes on from its newest checkpoint under a new name"
         )
 
 
-def refuse_on_fork(changed: set[str], run: str) -> None:
+def refuse_on_fork(changed: Collection[str], best: Path) -> None:
     """Refuse changed fields on which the saved state depends, or which have no effect on it.
 
     Raises:
         UserError: says what to type instead.
     """
-    for name in sorted(changed.intersection(IDENTIFYING) | (changed & _OF_THE_BEGINNING)):
+    for name in sorted({*IDENTIFYING, *_OF_THE_BEGINNING}.intersection(changed)):
         raise UserError(
             f"{flag(name)} cannot change in a training that has begun: type hpc submit --name NEW {flag(name)} ... for "
-            f"a new one; with --weights {run}/best/model.safetensors it begins with the weights of this one, if the "
-            "model is the same"
+            f"a new one; with --weights {best / MODEL_WEIGHTS} it begins with the weights of this one, if the model is "
+            "the same"
         )
 
 
@@ -78,7 +83,7 @@ def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun) -> Non
             what = f"--lr-scheduler {before.lr_scheduler}" if depends else f"--warmup-epochs {before.warmup_epochs:g}"
             raise UserError(
                 f"--epochs is {after.epochs}, but with {what} the learning rate of every step depends on it, and the "
-                f"steps so far are those of a training of {before.epochs} epochs: {fork}, which goes on from the "
+                f"steps so far are those of --epochs {before.epochs}: {fork}, which goes on from the "
                 f"newest checkpoint with the learning rates of {after.epochs} epochs"
             )
         if after.epochs < begun.epoch:
