@@ -12,7 +12,10 @@ VERBS = {
     "status": "table of runs",
     "logs": "output of the ranks",
     "supervise": "restart interrupted runs: requeue, release, resubmit",
-    "cancel": "end a run for good",
+    "cancel": "end runs",
+    "resume": "continue a run after hpc cancel or a failure, or train it longer",
+    "fork": "a new run from another one's newest checkpoint, with other flags",
+    "clean": "list or remove what old runs hold",
     "report": "HTML page about a run, or a comparison of several",
     "stage": "staged copies of data sets on this machine",
     "config": "defaults of hpc submit, and where they come from",
@@ -20,7 +23,7 @@ VERBS = {
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",
 }
-_FILES = {"cancel", "config", "stage"}
+_FILES = {"cancel", "clean", "config", "fork", "resume", "stage"}
 # Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
 PROGRAMS = {
     "train": ("training", "train on this machine"),

@@ -1,4 +1,4 @@
-"""`hpc cancel`: end a run for good. Runs on the login node.
+"""`hpc cancel`: end runs; `hpc resume` continues them, unless they end for good. Runs on the login node.
 
 Slurm ends the run's jobs first, which works on a full disk too. The event keeps agents and supervisors from continuing
 the run, and ends the work of agents that scancel did not reach. A local run has only the event: its agents would take
@@ -11,85 +11,93 @@ import signal
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+
+import tyro
 
 from hpc import cli
 from hpc.core import ledger
-from hpc.core.errors import TorchrelayError
-from hpc.core.kernel import is_alive
+from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.ledger import EventWriter
+from hpc.core.resumption import is_cancelled_for_good
 from hpc.core.rundir import RunDir
+from hpc.core.text import visible
 from hpc.slurm import client as slurm
-from hpc.slurm.squeue import SlurmJob
 from hpc.spec import RunSpec
-from hpc.status.run_view import StatusCache, jobs_by_run
+from hpc.status.alive import local_jobs, slurm_jobs
+from hpc.status.run_view import StatusCache
 
 _OVER = frozenset({"completed", "cancelled"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class CancelOptions(cli.RunOptions):
-    """End a run for good: nothing requeues it again."""
+class CancelOptions(cli.RunsOptions):
+    """End runs: nothing requeues them, until hpc resume continues them from the step that they have saved."""
+
+    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Run directories or names."""
+    final: bool = False
+    """End them for good: hpc resume refuses them."""
 
 
 def cancel(options: CancelOptions) -> int:
-    """End the job and record it, or raise a TorchrelayError. A run that has ended stays as it is."""
-    run = cli.find_own_run(options.run, options.runs_dir)
+    """End the runs and record it; 1 if one of them may go on. Runs that have ended stay as they are."""
+    if not options.run:
+        raise UserError("no run is named: type hpc cancel NAME, or several names; hpc status lists them")
+    runs = [cli.find_own_run(name, options.runs_dir) for name in options.run]
+    answers, problems = list[dict[str, str]](), list[str]()
+    for run in runs:
+        try:
+            answers.append(_cancel(run, final=options.final, talks=not options.json))
+        except TorchrelayError as error:
+            problems.append(str(error))
+    if options.json:
+        cli.print_json(answers)
+    if problems:
+        raise TorchrelayError("; ".join(problems))
+    return 0
+
+
+def _cancel(run: RunDir, *, final: bool, talks: bool) -> dict[str, str]:
+    """End one run; a TorchrelayError if that did not succeed in full."""
     on_slurm = RunSpec.load(run).cluster == "slurm"
     before = str(StatusCache().summary(run)["state"])
     problems = _end_jobs(run) if on_slurm else []
     # A failed run may be about to continue: the supervisor submits its next job.
-    if before not in _OVER:
+    is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
+    if is_new:
         try:
-            EventWriter(run.cancellation).append("cancelled", by=getpass.getuser())
+            EventWriter(run.cancellation).append("cancelled", by=getpass.getuser(), final=final)
         except OSError as error:
             problems.append(f"the run may be requeued, because its cancellation cannot be recorded: {error}")
     if problems:
         raise TorchrelayError(f"run {run.name}: {'; '.join(problems)}; type hpc cancel again when that is over")
-    if not on_slurm:
-        for event in ledger.read(run.events):
-            if event["event"] == "submitted" and is_alive(event["job_id"], event["started"]):
-                os.kill(int(event["job_id"]), signal.SIGTERM)  # submitit's controller passes it on to the agents
-    if options.json:
-        state = before if before in _OVER else "cancelled"
-        cli.print_json({"run": run.name, "run_dir": str(run.path), "state": state})
-    elif before in _OVER:
-        print(f"run {run.name} had already ended: {before}")
-    else:
-        print(f"run {run.name} is cancelled and will not be requeued")
-    return 0
+    for job_id in [] if on_slurm else local_jobs(run):
+        os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agents
+    if talks and is_new:
+        after = "for good" if final else f"and will not be requeued; {cli.own_command()} resume {run.name} continues it"
+        print(visible(f"run {run.name} is cancelled {after}"))
+    elif talks:
+        print(visible(f"run {run.name} had already ended: {before}"))
+    return {"run": run.name, "run_dir": str(run.path), "state": "cancelled" if is_new else before}
+
+
+def _is_final(run: RunDir) -> bool:
+    return is_cancelled_for_good(ledger.read(run.events))
 
 
 def _end_jobs(run: RunDir) -> list[str]:
     """Cancel the run's jobs, also those submitted by hand. Returns what went wrong."""
     try:
-        jobs = slurm.jobs()
+        found = slurm_jobs(run, slurm.jobs())
     except TorchrelayError as error:
         return [f"its job may still run, because Slurm does not list the jobs: {error}"]
-    recorded = {event.get("job_id") for event in ledger.read(run.events)}
-    own = {job.job_id for job in jobs_by_run([run], jobs)[run.path]}
-    own |= {job.job_id for job in jobs.values() if job.job_id in recorded and _may_be_job_of(run, job)}
     problems = list[str]()
-    for job_id in sorted(own):
+    for job_id in found:
         try:
             slurm.cancel(job_id)
         except TorchrelayError as error:
             problems.append(f"job {job_id} may still run: {error}")
     return problems
-
-
-def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:
-    """Whether a job that the ledger names is alive and runs the run's script, by whatever path it was submitted.
-
-    The ledger of a copied run directory names the jobs of the original. Slurm gives ids again after some time.
-    """
-    command = Path(job.command)
-    if not job.state.alive or command.parts[-2:] != run.script.parts[-2:]:
-        return False
-    try:
-        return command.stat().st_ino == run.script.stat().st_ino
-    except OSError:
-        return True  # it was submitted where the same storage is mounted on another path
 
 
 main = partial(cli.run, cancel, CancelOptions, "cancel")

@@ -18,7 +18,7 @@ from hpc.core.errors import UserError
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
-from training.config import defaults
+from training.config import command_line, defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +57,25 @@ def run(
 ) -> int:
     """Run a verb from its command line to its exit code.
 
-    `expand` adds the defaults of flags before the arguments are parsed; without it that of --runs-dir is added. The
-    flags of `hidden` fields are not in the help.
+    `expand` adds defaults before the arguments are parsed. The flags of `hidden` fields are not in the help.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
         given = arguments
-        if expand:
-            given = expand(arguments)  # which may read variables of sbatch
-        elif isinstance(options, type) and issubclass(options, RunsOptions):
-            given = _with_runs_dir(arguments)
+        if isinstance(options, type) and issubclass(options, RunsOptions):
+            given = [f"--runs-dir={runs_dir(arguments)}", *arguments]
+        given = expand(given) if expand else given  # it may read variables of sbatch
         slurm.adopt_environment(os.environ)
         return verb(program.parse(options, given, f"hpc {name}", hidden=hidden))
 
     return program.run(work, f"hpc {name}", debug="--debug" in arguments)
 
 
-def _with_runs_dir(arguments: list[str]) -> list[str]:
-    """The arguments after the directory where the user's defaults have `hpc submit` make runs."""
-    given = defaults.merge(defaults.read())
-    return [f"--runs-dir={given['runs-dir']}", *arguments] if "runs-dir" in given else arguments
+def runs_dir(arguments: list[str]) -> Path:
+    """The directory of the runs, before the arguments are parsed: of the last --runs-dir, or the user's default."""
+    typed = command_line.last_value(arguments, "--runs-dir")
+    return Path(typed or defaults.merge(defaults.read()).get("runs-dir", "runs"))
 
 
 def own_command() -> str:
@@ -118,6 +116,8 @@ def all_runs(runs_dir: Path) -> list[RunDir]:
     if not directory.is_dir():
         return []
     # In a shared directory, the runs of other users are not readable.
-    entries = [entry for entry in directory.iterdir() if os.access(entry, os.R_OK | os.X_OK)]
+    # A hidden directory is a run that is being removed (hpc.clean).
+    visible = [entry for entry in directory.iterdir() if not entry.name.startswith(".")]
+    entries = [entry for entry in visible if os.access(entry, os.R_OK | os.X_OK)]
     found = [(spec.stat().st_mtime, spec.parent) for entry in entries if (spec := entry / "spec.json").is_file()]
     return [RunDir(path) for _, path in sorted(found)]

@@ -1,4 +1,4 @@
-"""RunSpec: one run with everything resolved, as `spec.json` holds it; the flags of its resources and recovery."""
+"""RunSpec: one run with everything resolved, as its spec in force holds it; the flags of its resources and recovery."""
 
 import json
 import re
@@ -9,6 +9,7 @@ import tyro
 
 from hpc.core.errors import UserError
 from hpc.core.files import write_json
+from hpc.core.resumption import current_spec
 from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds, port_range, stop_lead_seconds, walltime_minutes
 from training.config.train_config import TrainConfig
@@ -225,6 +226,8 @@ class RunSpec:
     network: Network = field(default_factory=Network)
     recipe: str | None = None
     """The recipe behind the trainer's flags."""
+    forked_from: str | None = None
+    """The checkpoint of another run with which it began; None: it began with the first step."""
 
     @property
     def min_nodes(self) -> int:
@@ -248,17 +251,18 @@ class RunSpec:
         """`stage_timeout` in seconds."""
         return duration_seconds("--stage-timeout", self.stage_timeout)
 
-    def save(self, run: RunDir) -> None:
-        """Write `spec.json`."""
-        write_json(run.spec, asdict(self))
+    def save(self, run: RunDir, resumption: int = 0) -> None:
+        """Write `spec.json`, or the spec that a resumption, by its number, is about to put into force."""
+        write_json(run.revised_spec(resumption) if resumption else run.spec, asdict(self))
 
     @classmethod
     def load(cls, run: RunDir) -> "RunSpec":
-        """Read `spec.json` back; a UserError if the directory is no run."""
+        """Read back the spec in force; a UserError if the directory is no run."""
+        path = current_spec(run)
         try:
-            fields: dict[str, Any] = json.loads(run.spec.read_text(encoding="utf-8"))
+            fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError(f"{run.path} is no run directory: {run.spec.name} cannot be read ({error})") from error
+            raise UserError(f"{run.path} is no run directory: {path.name} cannot be read ({error})") from error
         try:
             for name in ("sbatch", "setup"):
                 fields["resources"][name] = tuple(fields["resources"].get(name, ()))
@@ -270,7 +274,7 @@ class RunSpec:
             fields["include"] = tuple(fields.get("include", ()))
             return cls(**fields)
         except (KeyError, TypeError) as error:
-            raise UserError(f"{run.spec} is damaged, or of another version: {error!r}") from error
+            raise UserError(f"{path} is damaged, or of another version: {error!r}") from error
 
 
 def _check_units(time: str | None, mem: str | None) -> None:

@@ -67,8 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: StopRequest) -> int:
-    if run.final_result.exists():
-        log(f"run {run.name} is complete: see {run.final_result}")
+    if claim.refuse_if_complete(run, allocation):
         return 0
     channel: ControlChannel
     if allocation.is_head:

@@ -4,6 +4,7 @@ Runs on compute nodes. A claim, like an end (hpc.slurm.resubmit), is an event fi
 with its line in it.
 """
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,10 +14,11 @@ from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import json_line, write_exclusive
 from hpc.core.ledger import EventWriter
+from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
-from jobs.node_attempt import NodeAllocation, ask_slurm
+from jobs.node_attempt import NodeAllocation, ask_slurm, log
 
 _POLL_SECONDS = 0.5
 # KillWait, which an ending job may take to save, is seldom more than a minute.
@@ -45,14 +47,29 @@ def claim_next(
         TorchrelayError: another job does, or the run was cancelled.
     """
     events = ledger.read(run.events)
-    if any(event["event"] == "cancelled" for event in events):
-        raise TorchrelayError(f"run {run.name} was cancelled: submit it under a new name")
+    if is_cancelled(events):
+        raise TorchrelayError(f"run {run.name} was cancelled, so this job starts nothing: type {_resume(run)}")
     last = next(reversed(attempts_of(events)), None)
     if last is not None and last.ended is None:
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
         resubmit.record_missing_end(run, last, "ended without reporting (node lost?)")
     return claim(run, allocation, port, secret, addresses)
+
+
+def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:
+    """Whether the run is complete; the head node's agent then records that this start of the job does nothing."""
+    if not run.final_result.exists():
+        return False
+    reason = f"run {run.name} is complete, so this job starts nothing: to train longer, type {_resume(run)} --epochs N"
+    log(reason)
+    if allocation.is_head:
+        refuse(run, allocation, reason)
+    return True
+
+
+def _resume(run: RunDir) -> str:
+    return f"hpc resume {shlex.quote(str(run.path))}"
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:

@@ -19,6 +19,7 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.files import modified, refresh_nfs_cache
 from hpc.core.kernel import steady_time
 from hpc.core.nodedir import NodeDir, node_dirs
+from hpc.core.resumption import is_cancelled, is_cancelled_now
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -144,7 +145,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         log(f"Slurm does not report the state of this job: {error}")
     return Ending(
         finished=node.run.final_result.exists() if node.spec.train else done and not signal,
-        cancelled=any(event["event"] == "cancelled" for event in node.run_events()),
+        cancelled=is_cancelled(node.run_events()),
         signal=signal,
         job_state=slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING,
         preempted=slurm.is_preempted(fields)
@@ -170,7 +171,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     if not _confirm_head_is_lost(node) or not _is_running(node):
         return 0
     step = monitor.last_step if node.spec.train else None
-    cause = Cause.CANCELLED if resubmit.is_cancelled(node.run) else Cause.NODE_FAILURE
+    cause = Cause.CANCELLED if is_cancelled_now(node.run) else Cause.NODE_FAILURE
     first = record_end(node, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head)
     if not node.on_slurm:
         return LOCAL_REQUEUE_RETURN_CODE if first and cause is Cause.NODE_FAILURE else 0
@@ -314,7 +315,7 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
     try:
         ask_slurm(ask, _SLURM_SECONDS)
     except TorchrelayError as error:
-        log(f"the run stops here ({error}): on the login node, start hpc supervise, or type sbatch {node.run.script}")
+        log(f"the run stops here ({error}): on the login node, start hpc supervise, or type hpc resume {node.run.path}")
         return False
     return True
 

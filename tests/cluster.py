@@ -48,6 +48,13 @@ WHOLE = (
     "--log-samples",
 )
 
+# Without Slurm, on one rank: 4 steps an epoch of `tiny_data(..., train=320, test=100)`, each of them saved.
+SHORT = (
+    *("--cluster=local", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--data=data", "--batch-size=64"),
+    *("--log-every=1", "--checkpoint-every=1", "--val-split=0.2"),
+)
+CONSTANT = (*SHORT, "--lr-scheduler=constant")
+
 
 @contextmanager
 def mounted_volume(path: Path, options: str) -> Iterator[Path]:
@@ -265,6 +272,21 @@ class Run:
         """The metrics have every step once, in order."""
         steps = self.steps()
         assert steps == list(range(1, len(steps) + 1))
+
+
+def submit_and_wait(site: Site, *arguments: str) -> Run:
+    """Submit a run and wait for its end, which may be a failure."""
+    done = site.hpc("submit", "--json", "--wait", *arguments)
+    assert done.stdout, done.stderr
+    answer = json.loads(done.stdout)
+    return Run(site, RunDir(Path(answer["run_dir"])), answer["job_id"])
+
+
+def refused(site: Site, *arguments: str) -> str:
+    """The one line with which a verb refuses its command line."""
+    done = site.hpc(*arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stdout + done.stderr
+    return done.stderr
 
 
 def add_script(site: Site, name: str, text: str) -> None:

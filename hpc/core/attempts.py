@@ -40,6 +40,8 @@ class Attempt:
     detail: str | None = None
     signature: str | None = None
     """Of the failure that ended it (hpc.core.causes)."""
+    resumed: float | None = None
+    """When the user resumed the run after it."""
 
     @property
     def history(self) -> tuple[PastInterruption, ...]:
@@ -104,6 +106,8 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
                 "detail": event.get("detail"),
                 "signature": event.get("signature"),
             }
+        case "resumed":
+            return {"resumed": event["time"]}
     return {}
 
 
@@ -128,8 +132,19 @@ def last_job_id(events: Iterable[Event]) -> str | None:
 
 
 def budget_of(attempts: Iterable[Attempt]) -> Budget:
-    """What a run has used of its budgets. Restarts within an attempt and ended attempts both count."""
-    return budget_after(one for attempt in attempts for one in attempt.history)
+    """What a run has used of its budgets since its user has last resumed it.
+
+    Restarts within an attempt and ended attempts both count.
+    """
+    return budget_after(one for attempt in _since_resumption(attempts) for one in attempt.history)
+
+
+def _since_resumption(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """The attempts after the last one that the user has resumed: a person has looked at those before."""
+    counted = list[Attempt]()
+    for attempt in attempts:
+        counted = [] if attempt.resumed else [*counted, attempt]
+    return counted
 
 
 def budget_now(attempts: Sequence[Attempt]) -> Budget:
@@ -140,7 +155,7 @@ def budget_now(attempts: Sequence[Attempt]) -> Budget:
 
 def may_restart_after(attempts: Sequence[Attempt]) -> bool:
     """Whether another attempt may follow the last one; one without a recorded end counts as lost."""
-    if not attempts:
+    if not _since_resumption(attempts):
         return True
     *earlier, last = attempts
     return budget_of([*earlier, replace(last, cause=last.cause or Cause.LOST)]).may_restart

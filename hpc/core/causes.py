@@ -301,4 +301,4 @@ def must_requeue(cause: Cause, job_state: JobState, *, may_restart: bool) -> boo
     not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.UNKNOWN}
     if cause is Cause.PREEMPTED:
         not_requeued |= {JobState.CANCELLED, JobState.PREEMPTED}
-    return may_restart and job_state in not_requeued
+    return may_restart and cause not in FINAL_CAUSES and job_state in not_requeued

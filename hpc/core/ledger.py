@@ -6,7 +6,8 @@ that are known):
 
 | event | by | fields |
 |---|---|---|
-| submitted | submit | job_id cluster started stop_lead_seconds grace_seconds (on preemption; null if unknown) |
+| submitted | submit; resume without Slurm | job_id cluster started; of submit also stop_lead_seconds grace_seconds \
+  (on preemption; null if unknown) |
 | claimed | head node's agent | job_id restart secret port addresses nodes |
 | refused | head node's agent | job_id restart detail |
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
@@ -20,7 +21,8 @@ that are known):
 | rendezvous | head node's agent | round port members (node ranks) |
 | checked | head node's agent: the preflight before a user's script passed | nodes (names) |
 | preflight | rank 0 | world_size allreduce_gb_per_second seconds |
-| train_started | rank 0, at every start | step epoch total_steps world_size restored_from source and the times below |
+| train_started | rank 0, at every start | step epoch total_steps world_size restored_from source train_seconds (of \
+  the restored state) and the times below |
 | first_step | rank 0, at every start of the ranks | step |
 | checkpoint_saved | rank 0 | step seconds copy_seconds |
 | checkpoint_failed | rank 0 | step reason |
@@ -41,13 +43,15 @@ that are known):
 | attempt_ended | head node's agent, its successor, or supervisor | cause step detail last_heard failed_at rank node \
   signature |
 | requeued | head node's agent, or supervisor | job_id |
-| resubmitted | the agent or supervisor that submitted a new job | job_id old_job_id excluded (node names) |
+| resubmitted | the agent, supervisor or resume that submitted a new job | job_id old_job_id excluded (node names) |
 | excluded | the agent or supervisor that changed the excluded nodes of a pending job | job_id excluded |
 | released | supervisor: it ended Slurm's requeue delay or hold | attempt job_id |
-| resubmitting | the agent or supervisor that is about to submit a new job | attempt host pid started |
+| resubmitting | the agent, supervisor or resume that is about to submit a new job | attempt host pid started |
 | scancelled | supervisor: the last job was cancelled with scancel | attempt job_id |
 | notified | supervisor, before it calls --on-end | state |
-| cancelled | cancel | by |
+| cancelled | cancel | by final (nothing may resume the run) |
+| resumed | resume | attempt (the last one, or 0) number cancellations (as many of them no longer count) by changed \
+  (flags with their values) revision (of the code, if it is new) stop_lead_seconds grace_seconds |
 
 `step` of a failure is the last that any rank had done, of rank_failed the last that this rank had done. `started_at`,
 `failed_at` and `last_heard` are seconds since the epoch. Of train_started, `source` is "checkpoint", "snapshot" or

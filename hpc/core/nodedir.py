@@ -21,6 +21,7 @@ from hpc.core import ledger
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import UNSUPPORTED
 from hpc.core.ownership import user_name, who_may_rename
+from hpc.core.resumption import is_cancelled_for_good
 from hpc.core.rundir import RunDir, SubPath
 
 DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
@@ -162,7 +163,7 @@ class NodeDir:
             return False
         if _key(run.path) != self.path.name.rpartition("-")[0] or run.final_result.exists():
             return False
-        if any(event["event"] == "cancelled" for event in ledger.read(run.events)):
+        if is_cancelled_for_good(ledger.read(run.events)):
             return False
         return _newest_step(self.snapshots) > _newest_step(run.checkpoints)
 

@@ -17,7 +17,8 @@ def check_is_own(run: RunDir) -> None:
     Raises:
         UserError: it is another user's, or others can write to it.
     """
-    for path in (run.path, run.script, run.spec, run.environment, run.events, run.code):
+    revised = run.path.glob("spec-*.json")
+    for path in (run.path, run.script, run.spec, *revised, run.environment, run.events, run.code):
         if not os.path.lexists(path):
             continue
         status = path.lstat()

@@ -27,7 +27,7 @@ class RunDir:
     path: Path
 
     spec = SubPath("spec.json")
-    """The resolved RunSpec, immutable."""
+    """The resolved RunSpec of the submission, immutable; `hpc.core.resumption.current_spec` is the one in force."""
     script = SubPath("submit.sbatch")
     """The sbatch script; submitting it by hand starts or resumes the run."""
     environment = SubPath("environment.json")
@@ -75,6 +75,10 @@ class RunDir:
     def name(self) -> str:
         """The run's name is its directory's."""
         return self.path.name
+
+    def revised_spec(self, resumption: int) -> Path:
+        """The resolved RunSpec from one `hpc resume` on, immutable too."""
+        return self.path / f"spec-{resumption:03d}.json"
 
     def sample_log(self, attempt: int, rank: int) -> Path:
         """One JSON line per step: the indices of the images that one rank of one attempt used."""

@@ -1,43 +1,17 @@
 """A run's settings, and the command that submits it once more. Pure; runs on the login node."""
 
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
-from hpc.spec import Network, Recovery, Resources, RunSpec
-from training.config.rules import flag
-from training.config.train_config import TrainConfig
+from hpc.flags import flags_of
+from hpc.spec import RunSpec
 
 
 def submit_command(spec: RunSpec) -> list[str]:
     """The arguments to type: every setting that is not the default, also those that submit has chosen."""
-    flags = [f"--cluster={spec.cluster}", *([f"--data={spec.data}"] if spec.data and spec.train is None else [])]
-    flags += [*(_changed(spec.train) if spec.train else []), *_changed(spec.resources), *_changed(spec.recovery)]
-    flags += _changed(spec.network)
-    flags += [f"--stage-dir={spec.stage_dir}"] if spec.stage_dir != "/tmp" else []  # noqa: S108 - submit's default
-    flags += [f"--stage-keep={spec.stage_keep}"] if spec.stage_keep != "7d" else []
-    flags += [f"--stage-timeout={spec.stage_timeout}"] if spec.stage_timeout != "5m" else []
-    flags += [] if spec.pack is None else ["--pack=on", f"--pack-size={spec.pack}"]
-    flags += ["--stage-env"] if spec.stage_env else []
-    flags += [f"--python={spec.python}"] if spec.python else []
-    flags += [f"--container={spec.container}"] if spec.container else []
-    flags += [f"--include={pattern}" for pattern in spec.include] + (["--no-snapshot"] if spec.in_place else [])
     script = ["--", *spec.script] if spec.script else []
-    return ["python", "-m", "hpc.submit", *flags, *script]
-
-
-def _changed(settings: TrainConfig | Resources | Recovery | Network) -> list[str]:
-    """The flags of all fields that differ from their defaults; one for each item of a tuple."""
-    words = list[str]()
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if value == field.default:
-            continue
-        if value is True:
-            words.append(flag(field.name))
-        else:
-            words += [f"{flag(field.name)}={item}" for item in (value if isinstance(value, tuple) else (value,))]
-    return words
+    return ["python", "-m", "hpc.submit", *flags_of(spec), *script]
 
 
 def shell_text(command: list[str]) -> str:

@@ -3,9 +3,11 @@
 Runs on compute nodes, in agents that survive their head node, and on the login node, in the supervisor.
 """
 
+import contextlib
 import json
 import os
 import re
+import shlex
 import socket
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -101,12 +103,6 @@ def has_ended(run: RunDir, attempt: int) -> bool:
     return _end_file(run, attempt).exists()
 
 
-def is_cancelled(run: RunDir) -> bool:
-    """Whether the user has called `hpc cancel`. On a full disk its file may be empty: then the call has failed."""
-    refresh_nfs_cache(run.events)
-    return last_json_line(run.cancellation) is not None
-
-
 def _end_file(run: RunDir, attempt: int) -> Path:
     return run.events / f"{ledger.attempt_prefix(attempt)}end.jsonl"
 
@@ -142,6 +138,15 @@ def claim_next_job(run: RunDir, attempt: int, seen: Sequence[Event]) -> bool:
     pid = os.getpid()
     event = ledger.record("resubmitting", attempt=attempt, host=socket.gethostname(), pid=pid, started=start_time(pid))
     return write_exclusive(run.events / f"next-{number:03d}.jsonl", json_line(event))
+
+
+def has_own_script(run: RunDir) -> bool:
+    """Whether the jobs of the run's script work on this directory, and not on one that it was copied or moved from."""
+    for line in run.script.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # a comment may have half a quotation
+            if str(run.path) in shlex.split(line):  # quotes and blanks in it are quoted there
+                return True
+    return False
 
 
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:

@@ -13,9 +13,10 @@ follows or should follow. The time of its recovery is divided by the times of ev
 | restore | connected | `train_started`: the state is restored |
 | first_step | `train_started` | `first_step`: the loaders have started, the kernels are chosen |
 
-Inside an attempt nothing is released, started or staged: these parts are 0. An attempt that ended without reporting is
-noticed by the next one, when it claims: `notice` then includes Slurm's time and the queue's. A part is None where a
-time is missing, and so is the total of an interruption that is followed by another one before the training started.
+Inside an attempt nothing is released, started or staged: these parts are 0. The pause before an `hpc resume` is
+no part of any. An attempt that ended without reporting is noticed by the next one, when it claims: `notice` then
+includes Slurm's time and the queue's. A part is None where a time is missing, and so is the total of an interruption
+that is followed by another one before the training started.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,6 +99,7 @@ def _time(event: Event | None) -> float | None:
 def _interruption(before: Sequence[Event], end: Event, after: Sequence[Event], steps_lost: int | None) -> Interruption:
     """The interruption at the end of a span of events, and its cost until the training started in the next one."""
     lost, stopped = _last(before, "node_lost") or {}, _last(before, "train_stopped") or {}
+    resumed = _time(_last(before, "resumed"))
     signalled = stopped["time"] - stopped["seconds"] if "seconds" in stopped else None
     known = (end.get("failed_at"), end.get("last_heard"), lost.get("last_heard"), signalled)
     failed_at = next((seconds for seconds in known if seconds is not None), None)
@@ -112,6 +114,8 @@ def _interruption(before: Sequence[Event], end: Event, after: Sequence[Event], s
     if started and "connect_seconds" in started:
         connected = started["time"] - started["seconds"] + started["connect_seconds"]
     first_step = _time(_first(after, "first_step"))
+    # Until its user resumed it, nothing was to be recovered.
+    failure, noticed = (failed_at, end["time"]) if resumed is None else (resumed, resumed)
     return Interruption(
         attempt=end["attempt"],
         cause=end["cause"],
@@ -121,7 +125,7 @@ def _interruption(before: Sequence[Event], end: Event, after: Sequence[Event], s
         rank=end.get("rank"),
         node=end.get("node") or lost.get("node"),
         detail=end.get("detail"),
-        seconds=_parts([failed_at, end["time"], released, claimed, staged, connected, _time(started), first_step]),
+        seconds=_parts([failure, noticed, released, claimed, staged, connected, _time(started), first_step]),
         steps_lost=steps_lost,
     )
 

@@ -20,6 +20,7 @@ from hpc.core.files import last_json_line, storage_time
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
 from hpc.core.ownership import other_owner
+from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
@@ -33,7 +34,7 @@ TERMINAL = frozenset({"completed", "failed", "cancelled"})
 _ATTEMPT_KEYS = (
     "attempt", "job_id", "nodes", "members", "started", "ended", "cause", "first_step", "last_step", "detail",
 )  # fmt: skip
-_CONTINUE = "continue it with hpc supervise --once, or `sbatch submit.sbatch` in the run directory"
+_CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 # A poll every second must not load the controller.
 _QUEUE_SECONDS = 5.0
 # While the controller is down, each call of squeue takes half a minute to fail.
@@ -75,18 +76,21 @@ class _Records:
 def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | None, records: _Records) -> Summary:
     events, train, validation, final = records.events, records.train, records.validation, records.result or {}
     attempts, interruptions, best = attempts_of(events), interruptions_of(events), final.get("best")
+    paused = sum(attempt.resumed - attempt.ended for attempt in attempts if attempt.resumed and attempt.ended)
     job = next(iter(jobs or ()), None)
     pending = job if job and job.state is JobState.PENDING else None
     suspended = "suspended" if job and job.state is JobState.SUSPENDED else None
     # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
-    ending = bool(attempts) and attempts[-1].cause is None and job is not None
+    ending = bool(attempts) and attempts[-1].cause is None and (job is not None or _runs_here(events))
     state = decision.state if decision else _state(events, attempts, job, slurm_answers=jobs is not None)
     state = "completed" if records.result is not None and not ending else state
     started, budget = [event for event in events if event["event"] == "train_started"], budget_now(attempts)
     productive = None
     if attempts:
         ended = (attempts[-1].ended or events[-1]["time"]) if state in TERMINAL else time.time()
-        productive = goodput(train.get("train_seconds"), attempts[0].started, ended)
+        inherited = started[0].get("train_seconds", 0.0) if started else 0.0  # by a run that is a fork
+        trained = None if (total := train.get("train_seconds")) is None else total - inherited
+        productive = goodput(trained, attempts[0].started + paused, ended)
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -133,21 +137,27 @@ def _reason(decision: Decision) -> str | None:
 
 def _state(events: Sequence[Event], attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
     """One of pending, running, completed, failed, cancelled."""
-    cause = attempts[-1].cause if attempts else None
-    not_ended = bool(attempts) and cause is None
+    last = attempts[-1] if attempts and not attempts[-1].resumed else None
+    cause = last.cause if last else None
+    not_ended = last is not None and cause is None
     if cause == Cause.COMPLETED:
         return "completed"
-    if any(event["event"] == "cancelled" for event in events):
+    if is_cancelled(events):
         return "cancelled"
     if any(event.get("cluster") == "local" for event in events):
-        submitted = (event for event in events if event["event"] == "submitted")
-        if any(is_alive(event["job_id"], event["started"]) for event in submitted):
+        if _runs_here(events):
             return "running"
     elif job is not None and job.state is not JobState.UNKNOWN:
         return "running" if job.state is JobState.RUNNING else "pending"
     elif (job is not None or not slurm_answers) and (not_ended or may_restart_after(attempts)):
         return "running" if not_ended else "pending"
     return "cancelled" if cause == Cause.CANCELLED else "failed"
+
+
+def _runs_here(events: Sequence[Event]) -> bool:
+    """Whether a process on this machine runs it, with --cluster local."""
+    started = (event for event in events if event["event"] == "submitted" and event.get("started"))
+    return any(is_alive(event["job_id"], event["started"]) for event in started)
 
 
 def _staging(events: Sequence[Event]) -> dict[str, Any] | None:

@@ -10,10 +10,11 @@ from hpc.core.units import REQUEUE_SECONDS, save_timeout_seconds
 # A save should take at most this share of the time before the job ends: storage may be slower on another day.
 MAX_SHARE = 0.8
 _ADVICE = {
-    Cause.NO_SPACE: "no space left: make room, then continue with `sbatch submit.sbatch` in the run directory",
-    Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, and submit under a new "
-    "name with a smaller --lr, more --warmup-epochs or --clip-grad-norm 1",
-    Cause.BAD_INPUT: "another attempt would fail again: correct the input, and submit under a new name",
+    Cause.NO_SPACE: "no space left: make room, then continue with hpc resume",
+    Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, then continue "
+    "from its newest checkpoint with hpc fork and a smaller --lr or --clip-grad-norm 1",
+    Cause.BAD_INPUT: "another attempt would fail again: correct the input, then continue with hpc resume "
+    "(--new-code if the code was at fault), or submit under a new name",
 }
 
 
@@ -24,7 +25,8 @@ def warnings_of(events: Sequence[Event]) -> list[str]:
     """
     last = {event["event"]: event for event in events}
     attempt = last.get("claimed", {}).get("attempt")
-    found = _too_little_time(last.get("submitted", {}), save_seconds(events))
+    found = _refused_job(events)
+    found += _too_little_time(last.get("resumed") or last.get("submitted", {}), save_seconds(events))
     staged = [event for event in events if event["event"] == "staged" and event["attempt"] == attempt]
     found += list(filter(None, map(_staging_warning, staged)))[:1]
     now = {kind: event for kind, event in last.items() if event.get("attempt") == attempt}
@@ -35,12 +37,18 @@ def warnings_of(events: Sequence[Event]) -> list[str]:
         )
     if off := now.get("snapshot_off"):
         found.append(f"snapshots are off: {off['reason']}")
-    if (ended := now.get("attempt_ended")) and ended["cause"] in _ADVICE:
+    if (ended := now.get("attempt_ended")) and ended["cause"] in _ADVICE and "resumed" not in now:
         found.append(_ADVICE[ended["cause"]])
     # A later attempt finds the run complete, and says no more.
     if nothing := last.get("train_completed", {}).get("learned_nothing"):
         found.append(nothing)
     return found
+
+
+def _refused_job(events: Sequence[Event]) -> list[str]:
+    """Why the newest job started nothing, such as one that was submitted by hand for a cancelled run."""
+    starts = [event for event in events if event["event"] in {"refused", "claimed", "resumed"}][-1:]
+    return [f"job {event['job_id']}: {event['detail']}" for event in starts if event["event"] == "refused"]
 
 
 def save_seconds(events: Sequence[Event]) -> float | None:

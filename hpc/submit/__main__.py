@@ -5,12 +5,11 @@ Nothing is queued before every check has passed, and nothing is left behind if o
 
 import dataclasses
 import os
-import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,22 +156,21 @@ def _is_everyday(flag: str) -> bool:
 
 
 def _expand(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
-    """The arguments with the flags of files, and with `-N 2` for the `-N2` that sbatch takes as well."""
-    split = list[str]()
-    for argument in arguments:
-        flag = argument.partition("=")[0]
-        if flag.startswith("-") and (advice := sbatch_flags.advice(flag, known)):
-            raise UserError(f"there is no flag {flag}: {advice}")
-        attached = re.fullmatch(r"(-[NptAJ])([^-].*)", argument)
-        split += attached.groups() if attached else [argument]
+    """The arguments with the defaults and the flags of files."""
+    typed = sbatch_flags.spelled_out(arguments, known)
     values = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
-    if command_line.last_value(split, "--cluster") == "local":
+    if command_line.last_value(typed, "--cluster") == "local":
         values = {name: value for name, value in values.items() if name not in SLURM_FLAGS}
-    return command_line.with_config(split, known, values)
+    return command_line.with_config(typed, known, values)
 
 
-def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
-    """Check, make the run directory, submit; with --wait, wait for the end."""
+def submit(
+    options: SubmitOptions, script: tuple[str, ...], fill: Callable[[RunDir, RunSpec], RunSpec] = lambda _, spec: spec
+) -> int:
+    """Check, make the run directory, submit; with --wait, wait for the end.
+
+    `fill` puts into the new directory what the run begins with, and returns the spec with it (`hpc fork`).
+    """
     # What the run is made of must be writable by its user alone (hpc.core.ownership). The job inherits this.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
@@ -195,6 +193,7 @@ def submit(options: SubmitOptions, script: tuple[str, ...]) -> int:
     with new_run_directory(run):
         run.events.mkdir()
         run.logs.mkdir()
+        spec = fill(run, spec)
         spec.save(run)
         copy_code(run, code)
         answer["job_id"] = job_id = SlurmExecutor(run, spec).start() if on_slurm else start_local(run)

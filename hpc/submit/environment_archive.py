@@ -23,6 +23,7 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import fsync_directory, remove_abandoned
 from hpc.core.kernel import is_alive, start_time
 from hpc.core.ownership import user_name
+from hpc.core.resumption import current_spec
 from hpc.staging.python_environment import DESCRIPTION, EnvironmentDescription, PackedFileEntry, PythonEnvironment
 
 DIRECTORY = ".environments"
@@ -187,7 +188,7 @@ def _delete_unused(current: Path, runs_dir: Path) -> None:
     old = [archive for archive in others if time.time() - archive.stat().st_atime > _KEEP_SECONDS]
     if not old:
         return
-    needed = "".join(run.spec.read_text() for run in cli.all_runs(runs_dir) if not run.final_result.exists())
+    needed = "".join(current_spec(run).read_text() for run in cli.all_runs(runs_dir) if not run.final_result.exists())
     for archive in old:
         if archive.name not in needed:
             archive.unlink(missing_ok=True)

@@ -1,8 +1,13 @@
-"""What to type for a flag of sbatch's that `hpc submit` does not have. Runs on the login node."""
+"""The flags that people know from sbatch: its letters, and what to type for one that we do not have. Login node."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 
+from hpc.core.errors import UserError
 from hpc.spec import MANAGED_SBATCH
+
+# Theirs and ours, as `hpc submit --help` shows them.
+_OURS = {"-N": "nodes", "-p": "partition", "-A": "account", "-t": "time", "-J": "name"}
 
 # sbatch has a letter for them, and we have none.
 _LETTERS = {
@@ -30,6 +35,23 @@ _ALONE = {
     "use-min-nodes",
     "x11",
 }
+
+
+def spelled_out(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """The arguments with long flags instead of letters: `--nodes=2` for `-N2`.
+
+    Raises:
+        UserError: a flag is sbatch's, and none of `known`, which are without dashes: says what to type.
+    """
+    words = list[str]()
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag.startswith("-") and (text := advice(flag, known)):
+            raise UserError(f"there is no flag {flag}: {text}")
+        letter, value = argument[:2], argument[2:].removeprefix("=")
+        ours = _OURS.get(letter) if re.match(r"-\w", argument) else None
+        words.append(f"--{ours}{'=' + value if value else ''}" if ours else argument)
+    return words
 
 
 def advice(flag: str, known: Collection[str]) -> str | None:

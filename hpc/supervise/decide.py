@@ -235,7 +235,7 @@ def _vanished(run: RunObservation) -> Decision | None:
     if not unknown and not failed:
         return None
     why = f"its job started nothing: {run.refusal}" if run.refusal else f"{_gone(run)} and never started"
-    reason = f"{why}: continue with `sbatch submit.sbatch` in the run directory"
+    reason = f"{why}: continue with hpc resume"
     return _keep(reason, "failed")
 
 

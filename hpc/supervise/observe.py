@@ -11,6 +11,7 @@ from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import modified
 from hpc.core.ledger import Event
+from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -136,14 +137,16 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
     listed = jobs.get(os.path.realpath(run.script), ())
     events = () if complete else ledger.read(run.events)
     attempts, job_id = attempts_of(events), last_job_id(events)
-    own = [event for event in events if event.get("attempt") == (attempts[-1].attempt if attempts else 0)]
+    last_resumed = max((at for at, event in enumerate(events) if event["event"] == "resumed"), default=0)
+    number = attempts[-1].attempt if attempts else 0
+    own = [event for event in events[last_resumed:] if event.get("attempt") == number]
     queued = [event["time"] for event in own if event["event"] in {"requeued", "resubmitted"}]
     released = [event["time"] for event in own if event["event"] == "released"]
-    claim = resubmit.unfinished_handover(events, attempts[-1].attempt if attempts else 0)
+    claim = resubmit.unfinished_handover(events, number)
     excluded = [event["excluded"] for event in events if event["event"] in {"resubmitted", "excluded"}]
     known = RunObservation(
         complete=complete,
-        cancelled=any(event["event"] == "cancelled" for event in events),
+        cancelled=is_cancelled(events),
         scancelled=any(event["event"] == "scancelled" and event["job_id"] == job_id for event in events),
         refusal=next((event["detail"] for event in events[::-1] if _is_refusal(event, job_id)), None),
         attempts=attempts,

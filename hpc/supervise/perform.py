@@ -1,13 +1,10 @@
 """Performs a decision of the supervisor; may be interrupted at any point and repeated. Runs on the login node."""
 
-import contextlib
 import os
-import shlex
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hpc.core import ledger
@@ -15,6 +12,7 @@ from hpc.core.attempts import attempts_of, last_job_id, may_restart_after
 from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
+from hpc.core.resumption import is_cancelled
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.squeue import job_state
@@ -32,7 +30,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
     An OSError if the run directory was deleted, or its storage is full.
     """
     run, job_id = observed.run, decision.job_id
-    if decision.action in STARTS and not _names(run.script, run.path):
+    if decision.action in STARTS and not resubmit.has_own_script(run):
         # Its jobs would train the run that it was copied from.
         raise TorchrelayError(f"{run.script} belongs to another run directory: is this one a copy, or was it moved?")
     match decision.action:
@@ -61,15 +59,6 @@ def _requeue(observed: ObservedRun, decision: Decision) -> None:
         _resubmit(observed, replace(decision, job_id=None, cause=None))  # its end is recorded
     else:
         _record_event(observed, "requeued", job_id=decision.job_id)
-
-
-def _names(script: Path, path: Path) -> bool:
-    """Whether a path is a word of a script: quotes and blanks in it are quoted there."""
-    for line in script.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # a comment may have half a quotation
-            if str(path) in shlex.split(line):
-                return True
-    return False
 
 
 def _record_event(observed: ObservedRun, event: str, **fields: Any) -> None:
@@ -119,7 +108,7 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
         return
     events = ledger.read(run.events)
     attempts = attempts_of(events)
-    if len(attempts) != len(known.attempts) or any(event["event"] == "cancelled" for event in events):
+    if len(attempts) != len(known.attempts) or is_cancelled(events):
         return  # another attempt has started, or the user has cancelled the run
     if may_restart_after(attempts):
         if not resubmit.claim_next_job(run, known.attempt, observed.events):

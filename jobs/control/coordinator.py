@@ -13,6 +13,7 @@ from typing import Any
 from hpc.core.attempts import attempts_of, budget_of
 from hpc.core.causes import Cause, PastInterruption, rank_signature, signature_of
 from hpc.core.kernel import steady_time
+from hpc.core.resumption import is_cancelled_now
 from hpc.core.text import few
 from hpc.slurm import resubmit
 from jobs.control.channel import LOST_SECONDS, ControlServer
@@ -285,7 +286,7 @@ class Coordinator:
             return False
         self._end_checked = time.monotonic()
         run = self._node.run
-        return resubmit.has_ended(run, self._node.attempt.attempt) or resubmit.is_cancelled(run)
+        return resubmit.has_ended(run, self._node.attempt.attempt) or is_cancelled_now(run)
 
     def _announce_round(self, members: tuple[int, ...], statuses: dict[int, NodeStatus]) -> None:
         before = self._server.directive

@@ -16,6 +16,7 @@ from pathlib import Path
 from hpc.core import ledger
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.nodedir import NodeDir
+from hpc.core.resumption import current_spec
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.staging import container
@@ -180,7 +181,7 @@ def trainer_module(run: RunDir, attempt: int, data: Path | None, memory: NodeDir
     return [
         "-m",
         "training",
-        *spec_argv(run.spec, run.path, attempt, memory.path, data=find_data(data) if data else None),
+        *spec_argv(current_spec(run), run.path, attempt, memory.path, data=find_data(data) if data else None),
     ]
 
 

@@ -1,5 +1,6 @@
-"""`hpc cancel` on a real Slurm: the job ends, whatever the path, the disk or Slurm's commands do."""
+"""`hpc cancel` on a real Slurm: the job ends, whatever the path, the disk or Slurm's commands do; a refused resume."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from cluster import ROOT, Run, Site, mounted_volume
+
+from hpc.core.resumption import current_spec
 
 pytestmark = pytest.mark.slurm
 WAITING = ("--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8", "--sbatch=begin=now+1hour")
@@ -70,4 +73,41 @@ def test_run_is_cancelled_though_scancel_fails(site: Site) -> None:
     assert done.returncode == 1
     assert f"job {run.job_id} may still run: scancel: error: Socket timed out; type hpc" in done.stderr
     assert run.events("cancelled")
+    for verb in ("clean", "resume"):
+        refused = site.hpc(verb, "run", *(["--yes"] if verb == "clean" else []))
+        assert (refused.returncode, f"run run has job {run.job_id}" in refused.stderr) == (2, True), refused.stderr
+    run.cancel()
+
+
+def test_resumption_that_slurm_refuses_changes_nothing(site: Site) -> None:
+    run = site.submit(*WAITING)
+    run.cancel()
+    script, code = run.directory.script.read_bytes(), run.directory.code.stat().st_ino
+    flags = ("--sbatch=nodelist=nosuchnode", "--new-code")
+    done = site.hpc("resume", "run", *flags)
+    assert done.returncode == 1
+    assert "run run stays as it was: " in done.stderr
+    assert "Invalid node name" in done.stderr
+    assert (run.directory.script.read_bytes(), run.directory.code.stat().st_ino) == (script, code)
+    assert current_spec(run.directory) == run.directory.spec
+    assert run.status()["state"] == "cancelled"
+    wrong = site.hpc("resume", "run", "--partition=nowhere")
+    assert (wrong.returncode, "--partition 'nowhere' does not exist" in wrong.stderr) == (2, True)
+    right = site.hpc("resume", "run", "--json", "--partition=urgent", "--time=1h", "--mem=100M")
+    assert right.returncode == 0, right.stderr
+    answer = json.loads(right.stdout)
+    assert answer["changed"] == {"--mem": "100M", "--partition": "urgent", "--time": "01:00:00"}
+    assert current_spec(run.directory) == run.directory.revised_spec(1)
+    assert site.slurm("squeue", "--me", "--noheader", "--format=%A %P %m") == f"{answer['job_id']} urgent 100M"
+    run.cancel()
+    assert run.status()["state"] == "cancelled"
+
+
+def test_two_resumptions_at_once_submit_one_job(site: Site) -> None:
+    run = site.submit(*WAITING)
+    run.cancel()
+    words = f"{sys.executable} -m hpc resume run"
+    both = site.type("sh", "-c", f"{words} & {words} & wait", PYTHONPATH=str(ROOT))
+    assert both.stdout.count("goes on in job") == 1, both.stdout + both.stderr
+    assert len(run.events("resumed")) == len(run.events("resubmitted")) == 1
     run.cancel()

@@ -206,7 +206,7 @@ def test_refusals_of_all_are_final(
     slurm_command("scancel", f"touch {tmp_path}/ended")
     assert not start_next_attempt(node, [], [])
     assert (tmp_path / "ended").exists()
-    assert f"type sbatch {node.run.script}" in capsys.readouterr().out
+    assert f"type hpc resume {node.run.path}" in capsys.readouterr().out
 
 
 def test_controller_that_is_away_is_asked_again(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> None:

@@ -203,6 +203,14 @@ def test_two_crashes_without_progress_fail_the_run(site: Site) -> None:
     logs = site.hpc("logs", "crash", "--all").stdout.splitlines()
     # torchrun may have begun once more before the agents could end it.
     assert logs.count("[1:0] no luck") in {2, 3}
+    (site.path / "crash.py").write_text("print('mended')\n")
+    resumed = site.hpc("resume", "crash", "--new-code", "--gpus-per-node=2", "--wait")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    status = run.status()
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["crashed", "completed"]
+    assert status["budget"]["used"] == [], "what was before the resumption no longer counts"
+    logs = site.hpc("logs", "crash", "--attempt=2").stdout.splitlines()
+    assert sum(line.endswith("] mended") for line in logs) == 4, "on two nodes with two ranks each"
 
 
 def test_taken_port_is_retried(site: Site) -> None:

@@ -15,17 +15,13 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hpc.core.errors import UserError
+from training.config.changes import IDENTIFYING
 from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
 from training.runtime.train_progress import Progress
 
-# Fields of the config that a saved state depends on: with another value it would be another run.
-_IDENTIFYING = (
-    *("model", "batch_size", "seed", "optimizer", "nesterov", "ema_decay"),
-    *("image_size", "eval_image_size", "val_split", "freeze_backbone", "head_hidden"),
-)
 # Not finite if the training has diverged: such a state must not replace a good one.
 LOSS = "loss_meter/loss"
 
@@ -118,7 +114,7 @@ class TrainState:
         for name, value in self.identity.items():
             if saved.get(name) != value:
                 before = f"{checkpoint} was made with {saved.get(name)}"
-                if name in _IDENTIFYING:
+                if name in IDENTIFYING:
                     raise UserError(f"{flag(name)} is {value}, but {before}: use that, or another --run-dir")
                 label = name.replace("_", " ")
                 raise UserError(f"--data has {label} {value}, but {before}: use the same data, or another --run-dir")
@@ -162,4 +158,4 @@ class _OptimizerState:
 def identity(config: TrainConfig, data: Data) -> dict[str, Any]:
     """What a state belongs to: settings and data, wherever the data lie."""
     counts = {"train_samples": len(data.train), "classes": len(data.classes), "fingerprint": data.fingerprint}
-    return {name: getattr(config, name) for name in _IDENTIFYING} | counts
+    return {name: getattr(config, name) for name in IDENTIFYING} | counts

@@ -28,7 +28,37 @@ _SCALINGS: dict[LrScaling, Callable[[float], float]] = {"none": lambda _: 1.0, "
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class Adjustable:
+    """The training flags that change no step, but when the training ends and how it runs: `hpc resume` may set them.
+
+    --epochs changes steps too if the learning rate depends on it (`training.config.changes`).
+    """
+
+    epochs: int = 8
+    """Passes over the training set."""
+    early_stopping_patience: int = 0
+    """End the training after this many epochs without a higher validation accuracy; 0: never."""
+    max_hours: float = 0.0
+    """End the training after this many hours in all attempts together, as at its last step; 0: no limit."""
+    max_corrupt_images: int = 10
+    """Corrupt images that are replaced by others; with more, the run fails."""
+    num_workers: int | None = None
+    """Loader processes per rank. Default: the CPU cores per rank, or 0 for data in memory."""
+    log_every: int = 20
+    """Steps between two lines of metrics."""
+    checkpoint_every: str = "10m"
+    """Steps (500) or time (30s, 10m, 2h) between checkpoints. The end of each epoch is saved too."""
+    snapshot_every: str = "auto"
+    """Steps (50) or time (2s) between snapshots in each node's memory, from which a crash is resumed. `off`: none.
+    `auto`: one second, or longer where snapshots would take 1 % of the time."""
+    keep_checkpoints: int = 2
+    """Number of newest checkpoints to keep."""
+    log_samples: bool = False
+    """Log the images of each step, one file per rank in metrics/samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Adjustable):
     """The training flags."""
 
     data: str = ""
@@ -44,8 +74,6 @@ class TrainConfig:
     """Train only the head; all other layers and their batch statistics keep --weights."""
     head_hidden: int = 0
     """Width of an additional hidden layer in the head; 0: none."""
-    epochs: int = 8
-    """Passes over the training set."""
     batch_size: int = _DEFAULT_BATCH
     """Images per step on all ranks together (global batch)."""
     lr: float | None = None
@@ -88,10 +116,6 @@ class TrainConfig:
     """Factor of the step and plateau schedulers."""
     plateau_patience: int = 10
     """Patience of the plateau scheduler in epochs."""
-    early_stopping_patience: int = 0
-    """End the training after this many epochs without a higher validation accuracy; 0: never."""
-    max_hours: float = 0.0
-    """End the training after this many hours in all attempts together, as at its last step; 0: no limit."""
     clip_grad_norm: float = 0.0
     """Clip the norm of the gradients to this value; 0: no clipping."""
     grad_accum_steps: int = 1
@@ -134,24 +158,9 @@ class TrainConfig:
     """Side of the input images in evaluations; a larger one often helps. Default: --image-size."""
     val_split: float = 0.05
     """Part of the training set held out for validation, if the data have no val/."""
-    max_corrupt_images: int = 10
-    """Corrupt images that are replaced by others; with more, the run fails."""
     data_on_device: Literal["auto", "on", "off"] = "auto"
     """Keep all images of IDX or CIFAR files in the memory of each rank's GPU and augment them there, without
     --auto-augment or --crop resized. `auto`: if they take less than a tenth of its free memory."""
-    num_workers: int | None = None
-    """Loader processes per rank. Default: its CPU cores; 0 for data in memory."""
-    log_every: int = 20
-    """Steps between two lines of metrics."""
-    checkpoint_every: str = "10m"
-    """Steps (500) or time (30s, 10m, 2h) between checkpoints. The end of each epoch is saved too."""
-    snapshot_every: str = "auto"
-    """Steps (50) or time (2s) between snapshots in each node's memory, from which a crash is resumed. `off`: none.
-    `auto`: one second, or longer where snapshots would take 1 % of the time."""
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints to keep."""
-    log_samples: bool = False
-    """Log the images of each step, one file per rank in metrics/samples."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work: `training.config.rules.check`."""

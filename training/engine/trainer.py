@@ -148,6 +148,7 @@ class Trainer:
             world_size=self.group.world_size,
             restored_from=restored.path.name if restored else None,
             source=restored.source if restored else None,
+            train_seconds=round(self.loss_meter.train_seconds, 3),
             seconds=round(time.monotonic() - started, 3),
             restore_seconds=round(restore_seconds, 3),
             connect_seconds=round(self.group.connected_at - started, 3),

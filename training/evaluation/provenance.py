@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hpc.core.git import git_revision
+from hpc.core.resumption import current_spec
 from training.data.dataset import Data
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
@@ -23,7 +24,7 @@ def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str,
     """Everything that the model depends on, ready for JSON; null for what is unknown."""
     run, spec, revision = context.run_dir, dict[str, Any](), None
     with suppress(OSError, ValueError):
-        spec = dict(json.loads(run.spec.read_bytes()))
+        spec = dict(json.loads(current_spec(run).read_bytes()))
     # A training that was started by hand has neither a spec nor a copy of the code.
     with suppress(OSError):
         revision = run.revision.read_text().strip() if run.spec.exists() else git_revision(Path.cwd())

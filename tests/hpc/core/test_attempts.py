@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core.attempts import Attempt, attempts_of, budget_now, budget_of, last_job_id
+from hpc.core.attempts import Attempt, attempts_of, budget_now, budget_of, last_job_id, may_restart_after
 from hpc.core.causes import PastInterruption
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
@@ -152,3 +152,16 @@ def test_newest_job_is_known_though_the_clocks_were_set_back() -> None:
     events.append({"time": 5000.0, "event": "claimed", "attempt": 2, "job_id": "9"})
     assert last_job_id(sorted(events, key=lambda event: event["time"])) == "9"
     assert last_job_id([]) is None
+
+
+def test_failures_before_a_resumption_no_longer_count() -> None:
+    failed = {"event": "attempt_ended", "cause": "crashed", "step": 12, "signature": "1: KeyError"}
+    again = [{"time": 31.0, **failed, "attempt": 2}]
+    events = [*HISTORY[:-3], {"time": 13.0, **failed, "attempt": 1}, *HISTORY[-2:-1], *again]
+    assert not may_restart_after(attempts_of(events)), "the same failure twice"
+    resumed = [*events, {"time": 40.0, "event": "resumed", "attempt": 2, "number": 1, "cancellations": 0}]
+    assert may_restart_after(attempts_of(resumed))
+    assert budget_of(attempts_of(resumed)).row == ()
+    third = [{**HISTORY[-2], "time": 50.0, "attempt": 3}, {"time": 60.0, **failed, "attempt": 3}]
+    assert may_restart_after(attempts_of([*resumed, *third]))
+    assert budget_of(attempts_of([*resumed, *third])).row == ("crashed",)

@@ -91,7 +91,7 @@ def test_snapshot_that_is_newer_than_the_checkpoints_of_its_run_is_kept(tmp_path
     assert not left.exists()
 
 
-@pytest.mark.parametrize("over", ["completed", "cancelled", "deleted", "replaced"])
+@pytest.mark.parametrize("over", ["completed", "cancelled for good", "deleted", "replaced"])
 def test_snapshot_of_a_run_that_is_over_is_removed(tmp_path: Path, over: str) -> None:
     run = RunDir(tmp_path / "run")
     run.events.mkdir(parents=True)
@@ -102,8 +102,11 @@ def test_snapshot_of_a_run_that_is_over_is_removed(tmp_path: Path, over: str) ->
     if over == "completed":
         run.final.mkdir()
         run.final_result.write_text("{}")
-    elif over == "cancelled":
-        EventWriter(run.events / "cancel.jsonl").append("cancelled", by="me")
+    elif over == "cancelled for good":
+        EventWriter(run.events / "cancel.jsonl").append("cancelled", by="me", final=False)
+        start_another(tmp_path)
+        assert left.exists(), "hpc resume may continue from it"
+        EventWriter(run.events / "cancel.jsonl").append("cancelled", by="me", final=True)
     else:
         shutil.rmtree(run.path)
         if over == "replaced":

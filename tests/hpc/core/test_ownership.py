@@ -186,9 +186,12 @@ def link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("loosen", [give, open_to_all, open_to_group, link])
-@pytest.mark.parametrize("part", [".", "submit.sbatch", "environment.json", "spec.json", "events", "code"])
+@pytest.mark.parametrize(
+    "part", [".", "submit.sbatch", "environment.json", "spec.json", "spec-001.json", "events", "code"]
+)
 def test_every_part_is_the_owners_alone(shared: Path, loosen: Callable[[Path], Any], part: str) -> None:
     run = make_run(shared / "run")
+    run.revised_spec(1).write_bytes(run.spec.read_bytes())
     check_is_own(run)
     loosen(run.path / part)
     with pytest.raises(UserError, match="run run is not yours alone: "):

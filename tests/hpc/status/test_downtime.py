@@ -105,6 +105,22 @@ def test_preempted_attempt_that_was_requeued(tmp_path: Path) -> None:
     )
 
 
+def test_pause_until_the_user_resumes_is_no_recovery(tmp_path: Path) -> None:
+    (interruption,) = interruptions(
+        tmp_path,
+        *FIRST,
+        happened(34.0, "attempt_ended", cause="cancelled", step=60),
+        happened(9034.0, "resumed", number=1, cancellations=1),
+        happened(9035.0, "resubmitted", job_id="8"),
+        claimed(9040.0, attempt=2),
+        happened(9041.0, "staged", 2, node="a"),
+        started(9050.0, step=60, attempt=2),
+        happened(9051.0, "first_step", 2, step=61),
+    )
+    assert (interruption.cause, interruption.steps_lost) == ("cancelled", 0)
+    assert interruption.seconds["total"] == 17.0
+
+
 def test_attempt_that_ended_without_reporting_is_noticed_by_the_next(tmp_path: Path) -> None:
     (interruption,) = interruptions(
         tmp_path,

@@ -113,8 +113,8 @@ def test_job_that_slurm_does_not_list_is_gone(tmp_path: Path, squeue: Squeue) ->
 
 PREEMPTED = {**ENDED, "cause": "preempted"}
 CANCELLED = "7|CANCELLED|None|||0|N/A|N/A|{script}|"
-GONE = "its job is gone: continue it with hpc supervise --once, or `sbatch submit.sbatch` in the run directory"
-NEVER = "its job is gone and never started: continue with `sbatch submit.sbatch` in the run directory"
+GONE = "its job is gone: continue it with hpc supervise --once, or hpc resume"
+NEVER = "its job is gone and never started: continue with hpc resume"
 
 
 @pytest.mark.parametrize(

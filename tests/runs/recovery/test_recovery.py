@@ -45,6 +45,35 @@ def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
     assert_nothing_left(run)
 
 
+def test_cancelled_run_is_resumed(site: Site, undisturbed: RunDir) -> None:
+    """Not while its job is there; a job that is submitted by hand says so; then with the bits of a run in one go."""
+    run = site.submit("--data=data", "--name=paused", "--nodes=2", *WHOLE)
+    run.wait_for_steps(20)
+    busy = site.hpc("resume", "paused", "--time=2h")
+    assert (busy.returncode, busy.stderr.count("\n")) == (2, 1)
+    assert f"has job {run.job_id}, which is running" in busy.stderr
+    run.cancel()
+    before = run.steps()
+    by_hand = site.slurm("sbatch", "--parsable", str(run.directory.script))
+    run.wait("the refusal", lambda: run.events("refused"))
+    shown = site.hpc("status", "paused").stdout
+    assert f"job {by_hand}: run paused was cancelled, so this job starts nothing: type hpc resume" in shown
+    run.wait("the end of that job", lambda: not run.is_alive())
+    answer = json.loads(site.hpc("resume", "paused", "--time=2h", "--json").stdout)
+    assert answer["changed"] == {"--time": "02:00:00"}
+    assert site.slurm("squeue", "--noheader", f"--jobs={answer['job_id']}", "--format=%l") == "2:00:00"
+    status = run.wait_for_state("completed")
+    run.assert_no_gap()
+    assert run.steps()[: len(before)] == before
+    assert_equal(undisturbed, run.directory)
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["cancelled", "completed"]
+    assert status["attempts"][1]["job_id"] == answer["job_id"]
+    assert status["steps_lost"] == 0
+    assert not any("starts nothing" in warning for warning in status["warnings"])
+    assert len(run.events("resumed")) == len(run.events("resubmitted")) == 1
+    assert not run.events("requeued")
+
+
 def test_hung_worker(site: Site, undisturbed: RunDir) -> None:
     run = site.submit("--data=data", "--name=hang", "--nodes=2", "--hang-timeout=5s", *WHOLE)
     run.wait_for_steps(20)

@@ -1,0 +1,202 @@
+"""`hpc clean`: what old runs hold on shared storage, and how to remove it. Runs on the login node.
+
+A run is removed whole or not at all: its directory gets a name that is no run's, and is then deleted. A deletion that
+was interrupted is finished by the next `hpc clean --yes`.
+"""
+
+import os
+import re
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Column, Table
+from rich.text import Text
+
+from hpc import cli
+from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.ownership import check_is_own
+from hpc.core.rundir import RunDir
+from hpc.core.text import visible
+from hpc.core.units import duration_seconds
+from hpc.slurm import client as slurm
+from hpc.slurm.squeue import SlurmJob
+from hpc.status.alive import local_jobs, slurm_jobs
+from hpc.status.run_view import TERMINAL, StatusCache
+
+_ANY_AGE = "0s"
+_ENDING = "removed"
+_REMOVED = re.compile(rf"\..+\.[0-9a-f]{{32}}\.{_ENDING}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanOptions(cli.RunsOptions):
+    """List what runs that have ended hold, the largest first; with --yes, remove it.
+
+    Runs that are pending or running are left alone, and those of other users.
+    """
+
+    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Run directories or names; by default all below --runs-dir."""
+    older_than: str = _ANY_AGE
+    """Only runs in which nothing has happened for this long: 12h, 30d."""
+    state: str = ",".join(sorted(TERMINAL))
+    """Only runs in these states."""
+    checkpoints_only: bool = False
+    """Remove only the checkpoints: best/, final/, metrics, logs and report stay. Nothing can resume or fork the run."""
+    yes: bool = False
+    """Remove. Without it, only list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What a run that has ended holds."""
+
+    run: str
+    run_dir: str
+    state: str
+    last_used: float
+    """When something was last written to it, in seconds since the epoch."""
+    size: int
+    """Bytes that its removal frees; what forks share with it is theirs too."""
+    checkpoints: int
+    """Bytes of its checkpoints among them."""
+
+    def freed(self, *, checkpoints_only: bool) -> int:
+        """Bytes that are freed."""
+        return self.checkpoints if checkpoints_only else self.size
+
+
+def clean(options: CleanOptions) -> int:
+    """List, or remove. Returns 1 if something could not be removed."""
+    found = sorted(_chosen(options), key=lambda one: -one.freed(checkpoints_only=options.checkpoints_only))
+    is_narrowed = options.run or options.older_than != _ANY_AGE or options.state != CleanOptions.state
+    if options.yes and found and not (is_narrowed or options.checkpoints_only):
+        raise UserError(
+            f"--yes alone would remove all {len(found)} runs that have ended: name them, or give --older-than 30d, "
+            "--state failed,cancelled or --checkpoints-only"
+        )
+    problems = _remove(options, found) if options.yes else []
+    total = sum(one.freed(checkpoints_only=options.checkpoints_only) for one in found)
+    if options.json:
+        cli.print_json({"removed": options.yes, "bytes": total, "runs": [asdict(one) for one in found]})
+    elif not found:
+        print(f"nothing to remove: no run in {options.runs_dir} that these flags name has ended")
+    else:
+        Console().print(_table(found))
+        what = "the checkpoints of these runs" if options.checkpoints_only else "these runs"
+        print(f"removed {what}: {decimal(total)}" if options.yes else f"{decimal(total)}: --yes removes {what}")
+    if problems:
+        raise TorchrelayError("; ".join(problems))
+    return 0
+
+
+# --- what there is ---
+
+
+def _chosen(options: CleanOptions) -> list[Holding]:
+    """The runs that match the flags. Raises UserError for wrong flags, and for named runs that cannot be removed."""
+    wanted = set(options.state.split(","))
+    if unknown := sorted(wanted - TERMINAL):
+        raise UserError(f"--state is {options.state!r}: {unknown[0]!r} is none of {', '.join(sorted(TERMINAL))}")
+    oldest = time.time() - duration_seconds("--older-than", options.older_than)
+    runs = [cli.find_own_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
+    cache = StatusCache()
+    states = {row["run_dir"]: row["state"] for row in cache.summaries(runs)}
+    if cache.problem:
+        raise TorchrelayError(f"{cache.problem}; which runs have ended is unknown: try again later")
+    jobs = slurm.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
+    found = list[Holding]()
+    for run in runs:
+        problem = why_it_stays(run, states.get(str(run.path), "running"), jobs)
+        if problem and options.run:
+            raise UserError(problem)
+        if not problem and states[str(run.path)] in wanted and (holding := _holding(run, states)).last_used <= oldest:
+            found.append(holding)
+    return found
+
+
+def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -> str:
+    """Why a run must not be removed; empty if it may be. `jobs` are the user's on Slurm; None: there is no Slurm."""
+    try:
+        check_is_own(run)
+    except UserError as error:
+        return str(error)
+    if run.script.exists() and jobs is None:
+        return f"run {run.name} is Slurm's, and may have a job: type this where there is a Slurm"
+    alive = local_jobs(run) + (slurm_jobs(run, jobs) if jobs else [])
+    if state in TERMINAL and not alive:
+        return ""
+    what = f"has job {alive[0]}" if alive else f"is {state}"
+    return f"run {run.name} {what}: type hpc cancel {run.name}, and this again when it has ended"
+
+
+def _holding(run: RunDir, states: dict[str, str]) -> Holding:
+    times, size, checkpoints = [run.path.stat().st_mtime], 0, 0
+    for directory, _, names in os.walk(run.path):
+        for name in names:
+            status = Path(directory, name).lstat()
+            times.append(status.st_mtime)
+            # The blocks of a file with another name, in a fork, stay.
+            freed = status.st_blocks * 512 if status.st_nlink == 1 else 0
+            size += freed
+            checkpoints += freed if Path(directory).is_relative_to(run.checkpoints) else 0
+    state = states[str(run.path)]
+    return Holding(
+        run=run.name, run_dir=str(run.path), state=state, last_used=max(times), size=size, checkpoints=checkpoints
+    )
+
+
+def _table(found: Sequence[Holding]) -> Table:
+    sizes = [Column(name, justify="right") for name in ("size", "checkpoints")]
+    table = Table(Column("run", overflow="fold"), "state", "last used", *sizes, box=None, pad_edge=False)
+    for one in found:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.last_used))
+        table.add_row(Text(visible(one.run)), one.state, used, decimal(one.size), decimal(one.checkpoints))
+    return table
+
+
+# --- removal ---
+
+
+def _remove(options: CleanOptions, found: Sequence[Holding]) -> list[str]:
+    """Remove the runs, or their checkpoints, and what an interrupted removal left. Returns what went wrong."""
+    problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
+    for place in {options.runs_dir, *(run.path.parent for run in runs), *(run.path for run in runs)}:
+        for left in place.expanduser().glob(f".*.{_ENDING}"):
+            if _REMOVED.fullmatch(left.name):
+                shutil.rmtree(left, ignore_errors=True)
+    for run in runs:
+        try:
+            remove(run.checkpoints if options.checkpoints_only else run.path)
+        except OSError as error:
+            problems.append(f"{run.name} is not removed, or not in full: {error}")
+    return problems
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory, which need not exist: under its name it is there in full, or not at all.
+
+    Raises:
+        OSError: it could not be renamed, and is untouched; or a part is left under the new name.
+    """
+    doomed = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.{_ENDING}")
+    try:
+        directory.rename(doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed)
+
+
+main = partial(cli.run, clean, CleanOptions, "clean")
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""`hpc fork`: a new run that goes on from the newest checkpoint of another one, with other flags. Login node.
+
+The new run is submitted as by `hpc submit`, with the flags of the other one before those of the command line. It gets
+the checkpoint and the best model by hard links: neither is ever written to, and the other run may delete its own.
+"""
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import tyro
+
+from hpc import cli
+from hpc.core.errors import UserError
+from hpc.core.files import UNSUPPORTED, json_line, read_json_lines, write_atomic
+from hpc.core.rundir import RunDir
+from hpc.flags import flags_of, named_run, typed_names, with_own_flags
+from hpc.spec import RunSpec
+from hpc.submit.__main__ import SubmitTraining, flag_names, submit
+from hpc.submit.sbatch_flags import spelled_out
+from training.checkpoint.storage import STATE_VALUES, find_damage, list_checkpoints, step_of
+from training.config.changes import refuse_on_fork
+from training.config.command_line import check_names
+from training.config.train_config import TrainConfig
+
+_OF_NEW_TRAININGS = ("config", "recipe")
+_TRIES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkOptions(SubmitTraining):
+    """Submit a new run that goes on from the newest checkpoint of another one, with other flags.
+
+    All flags of hpc submit; those that are not given are the other run's. The steps before the checkpoint stay in the
+    other run: the metrics of the new one begin after it.
+    """
+
+    run: tyro.conf.Positional[str]
+    """Run directory or name of the other run. It may be running."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    return cli.run(fork, ForkOptions, "fork", argv, expand=_with_flags_of_the_run)
+
+
+def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
+    """Put the flags of the other run in front of those that the user types."""
+    if {"-h", "--help"}.intersection(arguments):
+        return arguments
+    known = flag_names(SubmitTraining)
+    arguments = spelled_out(arguments, known)
+    check_names(arguments, known)
+    name, typed = named_run(arguments, known), typed_names(arguments)
+    if name is None:
+        raise UserError("no run is named: type hpc fork NAME --name NEW; hpc status lists the runs")
+    if "name" not in typed:
+        raise UserError(f"the new run has no name: type hpc fork {name} --name NEW")
+    for flag in typed.intersection(_OF_NEW_TRAININGS):
+        raise UserError(f"--{flag} is for new trainings: type the flags that change")
+    source = cli.find_own_run(name, cli.runs_dir(arguments))
+    spec = RunSpec.load(source)
+    if spec.train is None:
+        raise UserError(
+            f"run {name} runs {spec.script[0]}, which keeps its own checkpoints: submit it under a new name, with the "
+            "argument by which it finds them"
+        )
+    refuse_on_fork([field.name for field in fields(TrainConfig) if field.name.replace("_", "-") in typed], source.best)
+    return [f"--runs-dir={source.path.parent}", *with_own_flags(flags_of(spec), arguments)]
+
+
+def fork(options: ForkOptions) -> int:
+    """Submit a run that has the newest intact checkpoint of the other one."""
+    source = cli.find_own_run(options.run, options.runs_dir)
+    if not list_checkpoints(source.checkpoints):
+        raise UserError(
+            f"run {source.name} has no checkpoint in {source.checkpoints}: wait for the first one, or type hpc submit"
+        )
+    return submit(options, (), lambda run, spec: give_newest_checkpoint(source, run, spec))
+
+
+def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpec:
+    """Put the newest intact checkpoint of a run, its metrics until then and its best model into a new run directory.
+
+    Returns the new run's spec with its origin.
+
+    Raises:
+        UserError: no checkpoint is intact, or no step would follow the newest one.
+    """
+    tried = set[Path]()
+    while path := next((path for path in list_checkpoints(source.checkpoints) if path not in tried), None):
+        tried.add(path)
+        copy = run.checkpoints / path.name
+        # The other run, which may train, may delete it meanwhile: then it has a newer one.
+        with suppress(FileNotFoundError):
+            _link_files(path, copy)
+            if not find_damage(copy):
+                break
+        shutil.rmtree(copy, ignore_errors=True)
+    else:
+        raise UserError(f"run {source.name} has no checkpoint that is intact in {source.checkpoints}: type hpc submit")
+    epochs_done = json.loads((copy / STATE_VALUES).read_bytes())["progress"]["epoch"]
+    if spec.train and epochs_done >= spec.train.epochs:
+        raise UserError(
+            f"--epochs is {spec.train.epochs}, and {path.name} of run {source.name} is after epoch {epochs_done}: "
+            f"use --epochs {epochs_done + 1} or more"
+        )
+    _give_results(source, run, step_of(path))
+    return replace(spec, forked_from=str(path))
+
+
+def _give_results(source: RunDir, run: RunDir, step: int) -> None:
+    """What the state of a step refers to: the metrics until then, and the best model."""
+    for old, new in ((source.train_metrics, run.train_metrics), (source.eval_metrics, run.eval_metrics)):
+        until_then = [{**line, "attempt": 0} for line in read_json_lines(old) if line["step"] <= step]
+        new.parent.mkdir(exist_ok=True)
+        write_atomic(new, "".join(map(json_line, until_then)))
+    for _ in range(_TRIES):
+        with suppress(FileNotFoundError):  # the other run is just replacing it, or has none
+            if json.loads((source.best / "result.json").read_bytes())["step"] <= step:
+                _link_files(source.best, run.best)
+            return
+        shutil.rmtree(run.best, ignore_errors=True)
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """Make a directory with hard links to the files of another one, or on other storage with copies."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        try:
+            os.link(file, target / file.name)
+        except OSError as error:
+            if error.errno not in {errno.EXDEV, errno.EMLINK, *UNSUPPORTED}:
+                raise
+            shutil.copyfile(file, target / file.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

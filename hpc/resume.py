@@ -1,0 +1,293 @@
+"""`hpc resume`: continue a run that its user has cancelled, that has failed, or that is to train longer. Login node.
+
+It happens whole or not at all: if Slurm refuses the job, everything is as it was. One process can resume a run: the one
+that claims its next job (`hpc.slurm.resubmit`), as agents and supervisors do.
+"""
+
+import dataclasses
+import getpass
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from hpc import cli
+from hpc.core import ledger
+from hpc.core.attempts import attempts_of, last_job_id
+from hpc.core.causes import Cause
+from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.files import last_json_line, write_atomic
+from hpc.core.git import git_revision, repository
+from hpc.core.kernel import start_time
+from hpc.core.ledger import Event, EventWriter
+from hpc.core.resumption import (
+    is_cancelled,
+    is_cancelled_for_good,
+    next_resumption,
+    record_resumption,
+    resumption_file,
+)
+from hpc.core.rundir import RunDir
+from hpc.core.text import visible
+from hpc.flags import changed_flags, named_run, typed_names, with_own_flags
+from hpc.slurm import client as slurm
+from hpc.slurm import resubmit
+from hpc.slurm.executor import SlurmExecutor, start_local
+from hpc.spec import Network, Recovery, Resources, RunSpec
+from hpc.status.alive import local_jobs, slurm_jobs
+from hpc.submit import checks
+from hpc.submit.code_copy import copy_code, find_code
+from hpc.submit.sbatch_flags import spelled_out
+from training.checkpoint.storage import list_checkpoints
+from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
+from training.config.command_line import flag_names
+from training.config.train_config import Adjustable, TrainConfig, check_world
+
+_GROUPS = ("resources", "recovery", "network", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(cli.RunOptions):
+    """Continue a run after hpc cancel or a failure, or train a complete one longer, from its newest saved state.
+
+    Flags that are not given stay as they were. The counts of failures begin anew. Flags that would change steps, such
+    as --lr, need hpc fork.
+    """
+
+    resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
+    recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
+    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
+    train: tyro.conf.OmitArgPrefixes[Adjustable] = field(default_factory=Adjustable)
+    new_code: bool = False
+    """Run the code as it is now in the repository of the current directory, instead of the copy of the submission."""
+    wait: bool = False
+    """Wait until the run ends, and print its result."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    return cli.run(resume, ResumeOptions, "resume", argv, expand=_with_flags_of_the_run)
+
+
+def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
+    """Put what the run has in front of what its user types."""
+    if {"-h", "--help"}.intersection(arguments):
+        return arguments
+    switches = flag_names(ResumeOptions) | flag_names(TrainConfig)
+    arguments = spelled_out(arguments, switches)
+    name = named_run(arguments, switches)
+    if name is None:
+        raise UserError("no run is named: type hpc resume NAME; hpc status lists the runs")
+    run = cli.find_own_run(name, cli.runs_dir(arguments))
+    spec, typed = RunSpec.load(run), typed_names(arguments)
+    of_training = {field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)}
+    if spec.train is None and (unknown := sorted(typed & of_training)):
+        raise UserError(
+            f"--{unknown[0]} is a flag of our trainer, but run {run.name} runs {spec.script[0]}, whose arguments "
+            "stay as they were submitted: leave it out"
+        )
+    refuse_on_resume(typed, name, run.best)
+    own = [word for part in (spec.resources, spec.recovery, spec.network) for word in changed_flags(part)]
+    return with_own_flags(own + (changed_flags(spec.train, ADJUSTABLE) if spec.train else []), arguments)
+
+
+def resume(options: ResumeOptions) -> int:
+    """Check, put the new spec into force, and submit the run's next job."""
+    # What the run is made of must be writable by its user alone (hpc.core.ownership).
+    os.umask(os.umask(0) | 0o022)
+    run = cli.find_own_run(options.run, options.runs_dir)
+    # Before the jobs: what another process submits after this is then seen by the claim, what it did before by squeue.
+    events = ledger.read(run.events)
+    before = RunSpec.load(run)
+    if options.new_code and before.in_place:
+        raise UserError(f"--new-code: run {run.name} runs {before.script[0]} where it is, as it is now: leave it out")
+    after = _adjusted(run, before, options, events)
+    _check_has_ended(run, before, events)
+    job_id = _continue(run, before, after, events, new_code=options.new_code)
+    changed = changed_settings(before, after)
+    answer = {"run": run.name, "run_dir": str(run.path), "job_id": job_id, "cluster": after.cluster, "changed": changed}
+    if options.wait:
+        from hpc.status.__main__ import wait_for_end  # noqa: PLC0415 - draws with rich, which only this needs
+
+        return wait_for_end(run, answer if options.json else None)
+    if options.json:
+        cli.print_json(answer)
+        return 0
+    step = resubmit.last_step(run)
+    print(visible(f"run {run.name} goes on in job {job_id}" + (f" after step {step}" if step else "")))
+    for name, value in changed.items():
+        print(visible(f"  {name} {value}"))
+    return 0
+
+
+# --- what must hold ---
+
+
+def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> None:
+    """Refuse a run that was cancelled for good, that a job works on, or that has lost what it would continue with."""
+    if is_cancelled_for_good(events):
+        raise UserError(
+            f"run {run.name} was cancelled with --final: continue under a new name with hpc fork {run.name} --name NEW"
+        )
+    if spec.cluster == "slurm":
+        listed = slurm.jobs()
+        for job_id in slurm_jobs(run, listed)[:1]:
+            state = listed[job_id].state.lower()
+            raise UserError(
+                f"run {run.name} has job {job_id}, which is {state}: hpc resume is for runs without a job; type hpc "
+                f"cancel {run.name}, and this again when the job has ended"
+            )
+    for pid in local_jobs(run)[:1]:
+        raise UserError(
+            f"run {run.name} still runs, as process {pid}: type hpc cancel {run.name}, and this again when it has ended"
+        )
+    if spec.cluster == "slurm" and not resubmit.has_own_script(run):
+        raise UserError(
+            f"{run.script} belongs to another run directory, so this one is a copy or was moved: type hpc fork "
+            f"{run.path} --name NEW"
+        )
+    saved = spec.forked_from or any(event["event"] in {"checkpoint_saved", "snapshot_saved"} for event in events)
+    if spec.train and saved and not list_checkpoints(run.checkpoints):
+        raise UserError(
+            f"run {run.name} has no checkpoints left in {run.checkpoints}, so it would begin anew: type hpc submit for "
+            "a new run"
+        )
+
+
+def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, events: Sequence[Event]) -> RunSpec:
+    """The spec with the flags of the command line, checked as by hpc submit where something has changed."""
+    train = before.train and dataclasses.replace(
+        before.train, **{name: getattr(options.train, name) for name in ADJUSTABLE}
+    )
+    after = dataclasses.replace(
+        before, resources=options.resources, recovery=options.recovery, network=options.network, train=train
+    )
+    last = next(reversed(attempts_of(events)), None)
+    complete = run.final_result.exists() or (last is not None and last.cause == Cause.COMPLETED and not last.resumed)
+    if before.train and train:
+        ended = next((event.get("ended") for event in reversed(events) if event["event"] == "train_completed"), None)
+        epoch = (last_json_line(run.train_metrics) or {}).get("epoch", 0)
+        check_adjusted(before.train, train, Begun(run=run.name, epoch=epoch, ended=ended, complete=complete))
+    elif complete:
+        raise UserError(f"run {run.name} is complete: its script ended with exit code 0; submit it under a new name")
+    if (after.resources, after.recovery, after.network) == (before.resources, before.recovery, before.network):
+        return after
+    checks.check_setup(after.resources.setup, after.cluster)
+    if after.cluster == "slurm":
+        resources = checks.resolve_resources(after.resources, slurm.partitions(), after.recovery.spares)
+    else:
+        resources = checks.local_resources(after.resources)
+    after = dataclasses.replace(after, resources=resources)
+    checks.check_recovery(after)
+    if train:
+        check_world(train, resources.max_nodes * resources.ranks_per_node)
+    return after
+
+
+def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
+    """The flags that differ between two specs, with their new values. Pure."""
+    found = dict[str, Any]()
+    for group in _GROUPS:
+        old, new = getattr(before, group), getattr(after, group)
+        for each in dataclasses.fields(new) if new else ():
+            value = getattr(new, each.name)
+            if value != getattr(old, each.name):
+                found[f"--{each.name.replace('_', '-')}"] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+# --- what is done ---
+
+
+def _continue(run: RunDir, before: RunSpec, after: RunSpec, events: Sequence[Event], *, new_code: bool) -> str:
+    """Put the spec into force and start the run's next job. Returns its id; an error leaves everything as it was."""
+    attempts = attempts_of(events)
+    attempt = attempts[-1].attempt if attempts else 0
+    if not resubmit.claim_next_job(run, attempt, events):
+        raise TorchrelayError(
+            f"another process is submitting the next job of run {run.name}: see hpc status {run.name}"
+        )
+    number, revision = next_resumption(run), None
+    with ExitStack() as cleanup, ExitStack() as undo:
+        if new_code:
+            temporary = Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp"))
+            cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
+            after = dataclasses.replace(after, script=_replace_code(run, after, temporary, undo))
+            revision = git_revision(Path.cwd())
+        after.save(run, number)
+        if after.cluster == "slurm" and (new_code or after != before):
+            undo.callback(write_atomic, run.script, run.script.read_bytes())
+            write_atomic(run.script, SlurmExecutor(run, after).script())
+        if attempts and attempts[-1].ended is None:
+            cause = Cause.CANCELLED if is_cancelled(events) else Cause.LOST
+            resubmit.record_missing_end(run, attempts[-1], "its agents recorded no end", cause=cause)
+        if run.final.exists():
+            kept = run.path / f"final-step-{resubmit.last_step(run) or 0:08d}"
+            run.final.rename(kept)
+            undo.callback(kept.rename, run.final)
+        recorded = record_resumption(
+            run, number, events, attempt=attempt, by=getpass.getuser(), changed=changed_settings(before, after),
+            revision=revision, stop_lead_seconds=after.stop_lead_seconds, grace_seconds=_grace_seconds(after),
+        )  # fmt: skip
+        if not recorded:
+            raise TorchrelayError(f"another process has resumed run {run.name}: see hpc status {run.name}")
+        undo.callback(resumption_file(run, number).unlink)
+        try:
+            job_id = _start(run, after, number, attempt, events)
+        except TorchrelayError as error:
+            raise type(error)(f"run {run.name} stays as it was: {error}") from error
+        undo.pop_all()
+    return job_id
+
+
+def _grace_seconds(spec: RunSpec) -> int | None:
+    if spec.cluster != "slurm" or spec.resources.partition is None:
+        return None
+    try:
+        return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))
+    except TorchrelayError:
+        return None  # hpc status lacks a warning
+
+
+def _replace_code(run: RunDir, spec: RunSpec, temporary: Path, undo: ExitStack) -> tuple[str, ...]:
+    """Replace `code/` by a copy of the repository that the current directory is in. Returns `spec.script` there.
+
+    Keeps the old one in `temporary`, an empty directory beside it.
+
+    Raises:
+        UserError: that repository does not track the run's script.
+    """
+    # The script's path is that from the top of the repository.
+    code = find_code(repository(Path.cwd()) or Path.cwd(), spec.script, spec.include, run.path.parent)
+    copy_code(RunDir(temporary), code)
+    old = temporary / "old"
+    run.code.rename(old)
+    undo.callback(old.rename, run.code)
+    undo.callback(shutil.rmtree, run.code)
+    RunDir(temporary).code.rename(run.code)
+    return code.script
+
+
+def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, events: Sequence[Event]) -> str:
+    writer = EventWriter(resumption_file(run, number))
+    old, excluded = last_job_id(events), list[str]()
+    if spec.cluster == "slurm":
+        excluded = resubmit.nodes_to_exclude(spec, events)
+        known = {event["job_id"] for event in events if event.get("job_id")}
+        job_id = resubmit.submit_next_job(run, spec, excluded, known)
+    else:
+        job_id = start_local(run)
+        writer.append("submitted", job_id=job_id, cluster=spec.cluster, started=start_time(job_id))
+    writer.append("resubmitted", attempt=attempt, job_id=job_id, old_job_id=old, excluded=excluded)
+    return job_id
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Which jobs of a run are alive: what is about to act on it must know. Runs on the login node."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc.core import ledger
+from hpc.core.kernel import is_alive
+from hpc.core.rundir import RunDir
+from hpc.slurm.squeue import SlurmJob
+from hpc.status.run_view import jobs_by_run
+
+
+def slurm_jobs(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[str]:
+    """The ids of the run's jobs among those that squeue lists, also of those that were submitted by hand."""
+    recorded = {event.get("job_id") for event in ledger.read(run.events)}
+    own = {job.job_id for job in jobs_by_run([run], jobs)[run.path]}
+    return sorted(own | {job.job_id for job in jobs.values() if job.job_id in recorded and _may_be_job_of(run, job)})
+
+
+def local_jobs(run: RunDir) -> list[str]:
+    """The process ids of submitit's controllers of a run that `--cluster local` started on this machine."""
+    submitted = [event for event in ledger.read(run.events) if event["event"] == "submitted" and event["started"]]
+    return [event["job_id"] for event in submitted if is_alive(event["job_id"], event["started"])]
+
+
+def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:
+    """Whether a job that the ledger names is alive and runs the run's script, by whatever path it was submitted.
+
+    The ledger of a copied run directory names the jobs of the original. Slurm gives ids again after some time.
+    """
+    command = Path(job.command)
+    if not job.state.alive or command.parts[-2:] != run.script.parts[-2:]:
+        return False
+    try:
+        return command.stat().st_ino == run.script.stat().st_ino
+    except OSError:
+        return True  # it was submitted where the same storage is mounted on another path

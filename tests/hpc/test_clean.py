@@ -1,0 +1,155 @@
+"""`hpc clean` without Slurm: it lists what runs that have ended hold, and removes what it is told to."""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import CONSTANT, LONG, Run, Site, refused, submit_and_wait, tiny_data
+
+from hpc.clean import remove
+from training.checkpoint.storage import list_checkpoints
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Run]:
+    """A complete training."""
+    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    tiny_data(path / "data", train=320, test=100)
+    yield submit_and_wait(Site(path, "/nonexistent"), *CONSTANT, "--name=trained", "--epochs=2")
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def site(trained: Run, shared: Path) -> Site:
+    """Two complete runs, of which `small` has no checkpoints; `stopped`, cancelled, is larger, and 40 days old."""
+    runs = shared / "runs"
+    runs.mkdir()
+    for name in ("complete", "stopped", "small"):
+        shutil.copytree(trained.directory.path, runs / name)
+    here = Site(shared, "/nonexistent")
+    shutil.rmtree(runs / "small" / "checkpoints")
+    shutil.rmtree(runs / "stopped" / "final")
+    (runs / "stopped" / "events" / "attempt-001-end.jsonl").unlink()
+    (runs / "stopped" / "logs" / "large.log").write_bytes(os.urandom(2**22))
+    assert here.hpc("cancel", "stopped").returncode == 0
+    age = time.time() - 40 * 86400
+    for path in (runs / "stopped").rglob("*"):
+        os.utime(path, (age, age))
+    os.utime(runs / "stopped", (age, age))
+    return here
+
+
+def listed(site: Site, *arguments: str) -> list[str]:
+    """The runs that `hpc clean` names."""
+    done = site.hpc("clean", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return [one["run"] for one in json.loads(done.stdout)["runs"]]
+
+
+def there(site: Site) -> set[str]:
+    """What is in the directory of the runs."""
+    return {path.name for path in (site.path / "runs").iterdir()}
+
+
+def test_largest_is_first_and_nothing_is_removed_without_yes(site: Site) -> None:
+    shown = site.hpc("clean").stdout
+    rows = [line.split() for line in shown.splitlines()]
+    assert [row[0] for row in rows[1:4]] == ["stopped", "complete", "small"]
+    assert [row[1] for row in rows[1:4]] == ["cancelled", "completed", "completed"]
+    assert shown.endswith(": --yes removes these runs\n")
+    [first, *_] = json.loads(site.hpc("clean", "--json").stdout)["runs"]
+    assert first["size"] > first["checkpoints"] + 2**22 > 2**22
+    assert there(site) == {"complete", "stopped", "small"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (["--state=cancelled"], ["stopped"]),
+        (["--state=failed,cancelled"], ["stopped"]),
+        (["--state=failed"], []),
+        (["--older-than=30d"], ["stopped"]),
+        (["--older-than=50d"], []),
+        (["small", "complete"], ["complete", "small"]),
+        (["--checkpoints-only", "--state=completed"], ["complete", "small"]),
+    ],
+)
+def test_flags_choose_runs(site: Site, flags: list[str], names: list[str]) -> None:
+    assert listed(site, *flags) == names
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--yes"], "--yes alone would remove all 3 runs that have ended: name them, or give --older-than 30d"),
+        (["--state=done"], "--state is 'done': 'done' is none of cancelled, completed, failed"),
+        (["--older-than=30"], "--older-than is '30': use a duration such as"),
+        (["complet", "--yes"], "there is no run 'complet': existing runs: complete"),
+    ],
+)
+def test_wrong_command_lines_say_what_to_type(site: Site, flags: list[str], says: str) -> None:
+    assert says in refused(site, "clean", *flags)
+    assert there(site) == {"complete", "stopped", "small"}
+
+
+def test_only_what_was_asked_for_is_removed_and_what_a_kill_had_left(site: Site) -> None:
+    left = site.path / "runs" / f".old.{uuid.uuid4().hex}.removed"
+    shutil.copytree(site.path / "runs" / "small", left)
+    assert "old" not in site.hpc("status").stdout, "what is being removed is no run"
+    assert listed(site, "--state=cancelled", "--yes") == ["stopped"]
+    assert there(site) == {"complete", "small"}
+
+
+def test_checkpoints_alone(site: Site) -> None:
+    path = site.path / "runs" / "complete"
+    kept = {file.relative_to(path) for file in path.rglob("*") if "checkpoints" not in file.parts}
+    assert listed(site, "complete", "--checkpoints-only", "--yes") == ["complete"]
+    assert {file.relative_to(path) for file in path.rglob("*")} == kept
+    assert (path / "final" / "model.safetensors").exists()
+    assert "so it would begin anew: type hpc submit" in refused(site, "resume", "complete", "--epochs=3")
+    assert "has no checkpoint in" in refused(site, "fork", "complete", "--name=x", "--epochs=3")
+
+
+def test_forked_run_keeps_its_checkpoint(site: Site) -> None:
+    """It is a hard link: the run from which it came holds nothing that its removal would free."""
+    dry: dict[str, Any] = json.loads(site.hpc("clean", "complete", "--json").stdout)
+    [newest, *_] = list_checkpoints(site.path / "runs" / "complete" / "checkpoints")
+    linked = site.path / "linked"
+    shutil.copytree(newest, linked, copy_function=os.link)
+    now: dict[str, Any] = json.loads(site.hpc("clean", "complete", "--json").stdout)
+    assert now["bytes"] < dry["bytes"]
+    assert listed(site, "complete", "--yes") == ["complete"]
+    assert (linked / "state.safetensors").exists()
+
+
+def test_running_run_and_that_of_another_user_stay(site: Site) -> None:
+    tiny_data(site.path / "data")
+    run = site.submit("--cluster=local", "--data=data", "--name=busy", *LONG)
+    try:
+        assert f"run busy has job {run.job_id}: type hpc cancel busy" in refused(site, "clean", "busy", "--yes")
+        if os.getuid() == 0:
+            shutil.chown(site.path / "runs" / "small", "nobody")
+            assert "belongs to nobody" in refused(site, "clean", "small", "--yes")
+        assert "busy" not in listed(site, "--state=completed,failed,cancelled")
+        assert "small" not in listed(site) or os.getuid() != 0
+    finally:
+        run.cancel()
+
+
+def test_directory_that_cannot_be_renamed_stays_whole(tmp_path: Path) -> None:
+    directory = tmp_path / ("n" * 250)
+    directory.mkdir()
+    (directory / "file").write_text("kept")
+    with pytest.raises(OSError, match="File name too long"):
+        remove(directory)
+    assert (directory / "file").read_text() == "kept"
+    remove(tmp_path / "absent")

@@ -1,0 +1,149 @@
+"""`hpc resume` without Slurm: what it refuses and what it says to type; a complete run that trains longer."""
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import CONSTANT, SHORT, Run, Site, add_script, assert_equal, refused, submit_and_wait, tiny_data
+
+from hpc.core.ledger import EventWriter
+from hpc.core.resumption import current_spec, is_cancelled, is_cancelled_now, record_resumption
+from hpc.core.rundir import RunDir
+from hpc.flags import named_run, with_own_flags
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    tiny_data(path / "data", train=320, test=100)
+    yield Site(path, "/nonexistent")
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def complete(site: Site) -> Run:
+    """A complete training of 2 epochs at a constant learning rate."""
+    return submit_and_wait(site, *CONSTANT, "--name=complete", "--epochs=2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "run complete is complete: to train longer, give more --epochs"),
+        (("--epochs=1",), "--epochs is 1, but run complete has been in epoch 2: use 2 or more"),
+        (("--lr", "0.1"), "type hpc fork complete --name NEW --lr ..."),
+        (("--batch-size=32",), "--batch-size cannot change in a training that has begun: type hpc submit --name NEW"),
+        (("--epochs=0",), "--epochs is 0: use 1 or more"),
+        (("--nodes=two",), "--nodes is 'two'"),
+        (("--setup=module load cuda", "--epochs=4"), "--cluster local has no batch script"),
+        (("--epoch=4",), "--epoch"),
+    ],
+)
+def test_wrong_command_lines_say_what_to_type(site: Site, complete: Run, flags: tuple[str, ...], says: str) -> None:
+    assert says in refused(site, "resume", "complete", *flags)
+    assert complete.status()["state"] == "completed"
+    assert not complete.events("resumed")
+
+
+def test_run_that_is_not_named_or_not_there_is_refused(site: Site) -> None:
+    assert "type hpc resume NAME" in refused(site, "resume", "--epochs", "4")
+    assert "there is no run 'nope'" in refused(site, "resume", "--epochs", "4", "nope")
+
+
+def test_epochs_that_change_earlier_learning_rates_are_refused(site: Site) -> None:
+    run = submit_and_wait(site, *SHORT, "--name=cosine", "--epochs=1")
+    says = refused(site, "resume", "cosine", "--epochs=2")
+    assert "with --lr-scheduler cosine the learning rate of every step depends on it" in says
+    assert "type hpc fork cosine --name NEW --epochs 2" in says
+    assert run.directory.final_result.exists()
+
+
+def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(site: Site, complete: Run) -> None:
+    whole = submit_and_wait(site, *CONSTANT, "--name=whole", "--epochs=4")
+    copy = site.path / "runs" / "longer"
+    shutil.copytree(complete.directory.path, copy)
+    done = site.hpc("resume", "longer", "--epochs", "4", "--wait", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["changed"] == {"--epochs": 4}
+    assert answer["status"]["state"] == "completed"
+    run = Run(site, RunDir(copy), answer["job_id"])
+    assert [attempt["cause"] for attempt in answer["status"]["attempts"]] == ["completed", "completed"]
+    assert [event["step"] for event in run.events("train_started")] == [0, 8]
+    assert_equal(whole.directory, run.directory)
+    assert json.loads((copy / "final-step-00000008" / "result.json").read_text())["step"] == 8, "the result before"
+    submitted, now = (json.loads(path.read_text()) for path in (run.directory.spec, current_spec(run.directory)))
+    assert (submitted["train"]["epochs"], now["train"]["epochs"]) == (2, 4)
+    assert json.loads((run.directory.final / "model.json").read_text())["made_from"]["spec"]["train"]["epochs"] == 4
+
+
+FAILING = "raise SystemExit('no luck')\n"
+
+
+def test_failed_script_is_mended_and_resumed(site: Site) -> None:
+    add_script(site, "mine.py", FAILING)
+    flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=1")
+    run = submit_and_wait(site, *flags, "--name=mended", "--", "mine.py")
+    assert run.status()["state"] == "failed"
+    says = refused(site, "resume", "mended", "--epochs=3")
+    assert "--epochs is a flag of our trainer, but run mended runs mine.py" in says
+    (site.path / "mine.py").write_text("print('mended')\n")
+    (site.path / "elsewhere").mkdir()
+    again = site.hpc("resume", "mended", "--wait")
+    assert again.returncode == 1, "the old code fails again"
+    assert len(run.events("attempt_ended")) == 2
+    resume = (sys.executable, "-m", "hpc", "resume", "../runs/mended", "--new-code", "--wait")
+    done = site.type("sh", "-c", 'cd elsewhere && exec "$@"', "sh", *resume)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.directory.rank_log(3, 0).read_text().splitlines()[-1] == "mended"
+    assert "its script ended with exit code 0" in refused(site, "resume", "mended")
+    assert not list(run.directory.path.glob(".resume-*")), "nothing temporary is left"
+
+
+def test_cancelled_for_good_is_not_resumed(site: Site, complete: Run) -> None:
+    copies = [site.path / "runs" / name for name in ("one", "two")]
+    for copy in copies:
+        shutil.copytree(complete.directory.path, copy)
+        shutil.rmtree(copy / "final")
+        (copy / "events" / "attempt-001-end.jsonl").unlink()
+    done = site.hpc("cancel", "one", "two", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [row["state"] for row in json.loads(done.stdout)] == ["cancelled", "cancelled"]
+    assert site.hpc("cancel", "one", "--final").returncode == 0
+    assert "was cancelled with --final: continue under a new name with hpc fork one" in refused(site, "resume", "one")
+    assert "there is no run 'none'" in refused(site, "cancel", "two", "none")
+
+
+# --- its parts ---
+
+
+def test_only_cancellations_that_the_resumption_has_seen_are_taken_back(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.events.mkdir()
+    cancelled = EventWriter(run.cancellation)
+    cancelled.append("cancelled", by="me", final=False)
+    seen = [{"event": "cancelled"}]
+    assert is_cancelled(seen)
+    assert is_cancelled_now(run)
+    assert record_resumption(run, 1, seen, attempt=1)
+    assert not record_resumption(run, 1, seen, attempt=1), "another process was first"
+    assert not is_cancelled_now(run)
+    cancelled.append("cancelled", by="me", final=False)
+    assert is_cancelled_now(run), "whatever the clocks say"
+
+
+def test_flags_of_the_run_are_kept_unless_they_are_typed() -> None:
+    own = ["--elastic", "--time=1:00:00", "--setup=a", "--setup=b", "--nodes=2"]
+    assert with_own_flags(own, ["r", "--time", "2h", "--setup=c", "--no-elastic"]) == [
+        "--nodes=2", "r", "--time", "2h", "--setup=c",
+    ]  # fmt: skip
+    switches = {"elastic": True, "time": False}
+    assert named_run(["--elastic", "--time", "2h", "--runs-dir=x", "r"], switches) == "r"
+    assert named_run(["--no-elastic", "r", "--time"], switches) == "r"
+    assert named_run(["--time", "r"], switches) is None

@@ -1,0 +1,111 @@
+"""Which training flags may change in a run that has begun: by `hpc resume`, by `hpc fork`, or only in a new run.
+
+`hpc resume` keeps every step as it would have been; `hpc fork` goes on from the saved state with other steps; the state
+itself depends on some flags. Pure; runs on the login node, and the last of these on every rank.
+"""
+
+from collections.abc import Collection
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc.core.errors import UserError
+from hpc.core.rundir import MODEL_WEIGHTS
+from training.config.rules import flag
+from training.config.train_config import Adjustable, TrainConfig
+
+IDENTIFYING = (
+    *("model", "batch_size", "seed", "optimizer", "nesterov", "ema_decay"),
+    *("image_size", "eval_image_size", "val_split", "freeze_backbone", "head_hidden"),
+)
+"""The flags that a saved state depends on: with another value it would be another run."""
+ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))
+# What begins a training has no effect on a saved state.
+_OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
+# In these schedules every learning rate depends on the number of epochs.
+_PLANNED = frozenset({"cosine", "one-cycle"})
+
+
+class Begun(NamedTuple):
+    """A training that has begun."""
+
+    run: str
+    """The name or the directory to type."""
+    epoch: int
+    """The epoch that it is in, or was in when it ended; 0 before the first step."""
+    ended: str | None
+    """Of a complete one, why it ended early: a name of `training.engine.early_stopping`; None: after its last epoch."""
+    complete: bool
+
+
+def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
+    """Refuse typed flags (without dashes) that are the training's and that `hpc resume` may not set.
+
+    `run` is the run's name as it was typed, `best` the directory of its best model.
+
+    Raises:
+        UserError: says what to type instead.
+    """
+    for name in (field.name for field in fields(TrainConfig)):
+        if name.replace("_", "-") not in names or name in ADJUSTABLE:
+            continue
+        refuse_on_fork({name}, best)
+        raise UserError(
+            f"{flag(name)} would change the steps of run {run}, which hpc resume continues as it was: type "
+            f"hpc fork {run} --name NEW {flag(name)} ..., which goes on from its newest checkpoint under a new name"
+        )
+
+
+def refuse_on_fork(changed: Collection[str], best: Path) -> None:
+    """Refuse changed fields on which the saved state depends, or which have no effect on it.
+
+    Raises:
+        UserError: says what to type instead.
+    """
+    for name in sorted({*IDENTIFYING, *_OF_THE_BEGINNING}.intersection(changed)):
+        raise UserError(
+            f"{flag(name)} cannot change in a training that has begun: type hpc submit --name NEW {flag(name)} ... for "
+            f"a new one; with --weights {best / MODEL_WEIGHTS} it begins with the weights of this one, if the model is "
+            "the same"
+        )
+
+
+def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun) -> None:
+    """Refuse another number of epochs that would change steps already done, and to complete a training twice.
+
+    Raises:
+        UserError: says what to type instead.
+    """
+    fork = f"type hpc fork {begun.run} --name NEW --epochs {after.epochs}"
+    if after.epochs != before.epochs and begun.epoch:
+        depends = before.lr_scheduler in _PLANNED
+        if depends or before.warmup_epochs > min(before.epochs, after.epochs):
+            what = f"--lr-scheduler {before.lr_scheduler}" if depends else f"--warmup-epochs {before.warmup_epochs:g}"
+            raise UserError(
+                f"--epochs is {after.epochs}, but with {what} the learning rate of every step depends on it, and the "
+                f"steps so far are those of --epochs {before.epochs}: {fork}, which goes on from the "
+                f"newest checkpoint with the learning rates of {after.epochs} epochs"
+            )
+        if after.epochs < begun.epoch:
+            raise UserError(
+                f"--epochs is {after.epochs}, but run {begun.run} has been in epoch {begun.epoch}: "
+                f"use {begun.epoch} or more"
+            )
+    if begun.complete and not _goes_on(before, after, begun.ended):
+        raise UserError(f"run {begun.run} is complete: {_HOW_TO_GO_ON[begun.ended]}")
+
+
+_HOW_TO_GO_ON = {
+    None: "to train longer, give more --epochs than it has",
+    "early_stopping": "it stopped early; to train longer, give a larger --early-stopping-patience, or 0",
+    "max_hours": "its hours were over; to train longer, give more --max-hours, or 0",
+}
+
+
+def _goes_on(before: TrainConfig, after: TrainConfig, ended: str | None) -> bool:
+    """Whether steps follow those of a complete training."""
+    if ended is None:
+        return after.epochs > before.epochs
+    name = "early_stopping_patience" if ended == "early_stopping" else "max_hours"
+    old, new = getattr(before, name), getattr(after, name)
+    return bool(new == 0 or new > old)
