@@ -52,7 +52,7 @@ def files_of(run: Run) -> dict[str, bytes]:
 )
 def test_wrong_command_lines_say_what_to_type(site: Site, parent: Run, arguments: tuple[str, ...], says: str) -> None:
     assert says in refused(site, "fork", *arguments)
-    assert [path.name for path in (site.path / "runs").iterdir()] == [parent.directory.name]
+    assert [path.name for path in (site.path / "runs").glob("[!.]*")] == [parent.directory.name]
 
 
 def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(site: Site, parent: Run) -> None:
