@@ -87,10 +87,11 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
     if store.add("seen", 1) == rank_info.world_size:
         store.set("all seen", "")
     store.wait(["all seen"], _TIMEOUT)
-    some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)
     where = f"local rank {rank_info.local_rank} on {platform.node()}"
+    # First: the store is gone as soon as the first rank has ended.
     if broken:
-        raise BadNodeError(f"{where} cannot use the GPU that was asked for: {problem}")
+        raise BadNodeError(f"{where} cannot use the GPU that was asked for (--device cpu does without): {problem}")
+    some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)
     if some and not able:
         raise BadNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")
     if store.add("broken", 0) or (some and lacking):

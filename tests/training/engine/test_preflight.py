@@ -130,7 +130,7 @@ def test_a_node_whose_driver_is_not_loaded_is_bad() -> None:
 
 def test_a_node_whose_gpus_cannot_be_used_is_bad() -> None:
     first, second = choose([0, 0], ["no driver", ""])
-    assert re.fullmatch("BadNodeError: local rank 0 on .* cannot use the GPU that was asked for: no driver", first)
+    assert re.fullmatch("BadNodeError: local rank 0 on .* cannot use the GPU that was asked for .*: no driver", first)
     assert second.startswith("TorchrelayError: this rank passed")
 
 
@@ -150,7 +150,7 @@ def test_rank_that_must_use_a_gpu_finds_its_node_bad(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHRELAY_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == EXIT_BAD_NODE
-    assert re.match("error: local rank 0 on .* cannot use the GPU that was asked for: ", done.stderr)
+    assert re.match("error: local rank 0 on .* cannot use the GPU that was asked for .*: ", done.stderr)
     assert not (tmp_path / "run").exists()
 
 
