@@ -20,6 +20,7 @@ def flags_of(spec: RunSpec) -> list[str]:
     flags += [f"--stage-keep={spec.stage_keep}"] if spec.stage_keep != "7d" else []
     flags += [f"--stage-timeout={spec.stage_timeout}"] if spec.stage_timeout != "5m" else []
     flags += [] if spec.pack is None else ["--pack=on", f"--pack-size={spec.pack}"]
+    flags += ["--device=cpu"] if spec.device == "cpu" else []
     flags += ["--stage-env"] if spec.stage_env else []
     flags += [f"--python={spec.python}"] if spec.python else []
     flags += [f"--container={spec.container}"] if spec.container else []

@@ -12,6 +12,7 @@ from hpc.core.files import write_json
 from hpc.core.resumption import current_spec
 from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds, port_range, stop_lead_seconds, walltime_minutes
+from training.config.device_choice import DeviceChoice
 from training.config.train_config import TrainConfig
 
 Cluster = Literal["slurm", "local"]
@@ -220,6 +221,8 @@ class RunSpec:
     """The image in which torchrun and the ranks of a user's script run, with its own `python`; None: no container."""
     include: tuple[str, ...] = ()
     """Patterns of untracked files in the copy of the code."""
+    device: DeviceChoice = "auto"
+    """`cuda`: a node where torch can use no GPU is a bad one."""
     in_place: str | None = None
     """The directory from which the user's script runs as it is then; None: `code/`."""
     recovery: Recovery = field(default_factory=Recovery)

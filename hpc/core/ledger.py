@@ -20,7 +20,7 @@ that are known):
 | memory_emptied | an agent whose directory in memory was removed, and made again | node detail |
 | rendezvous | head node's agent | round port members (node ranks) |
 | checked | head node's agent: the preflight before a user's script passed | nodes (names) |
-| preflight | rank 0 | world_size allreduce_gb_per_second seconds |
+| preflight | rank 0 | world_size device (the GPUs' models, or CPU) allreduce_gb_per_second seconds |
 | train_started | rank 0, at every start | step epoch total_steps world_size restored_from source train_seconds (of \
   the restored state) and the times below |
 | first_step | rank 0, at every start of the ranks | step |

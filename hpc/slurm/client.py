@@ -94,6 +94,11 @@ def running_slurm_conf() -> Path | None:
     return slurm_conf if name == "(slurmctld)" and state != "Z" and slurm_conf.exists() else None
 
 
+def is_testbed() -> bool:
+    """Whether Slurm's commands talk to this machine's testbed, whose GPUs are pretended."""
+    return os.environ.get("SLURM_CONF") == str(TESTBED_DIRECTORY / "slurm.conf")
+
+
 def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
     """Run a command and return its output. Raises TorchrelayError if it is not installed, fails, or times out.
 

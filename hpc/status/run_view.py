@@ -85,6 +85,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     state = decision.state if decision else _state(events, attempts, job, slurm_answers=jobs is not None)
     state = "completed" if records.result is not None and not ending else state
     started, budget = [event for event in events if event["event"] == "train_started"], budget_now(attempts)
+    checked = [event for event in events if event["event"] == "preflight"]
     productive = None
     if attempts:
         ended = (attempts[-1].ended or events[-1]["time"]) if state in TERMINAL else time.time()
@@ -102,6 +103,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "step": train.get("step"),
         "total_steps": started[-1].get("total_steps") if started else None,
         "world_size": train.get("world_size"),
+        "device": checked[-1].get("device") if checked else None,
         "images_per_second": train.get("images_per_second"),
         "train_loss": train.get("loss"),
         "val_accuracy": validation.get("accuracy"),

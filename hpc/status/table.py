@@ -27,9 +27,10 @@ _NUMBERS = frozenset({"step", "loss", "accuracy", "ETA", "attempt", "img/s", "ep
 
 
 def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
-    """The table of runs; with `details`, of a single run also its warnings and interruptions, the latest first."""
+    """The table of runs; with `details`, of a single run also its device, warnings and interruptions."""
     parts: list[Table | str] = [_fitting_table(console, [_cells(row) for row in rows], _COLUMNS)]
     if details and len(rows) == 1:
+        parts += [f"device: {escape(visible(rows[0]['device']))}"] if rows[0]["device"] else []
         parts += [f"[yellow]warning:[/] {escape(visible(warning))}" for warning in rows[0]["warnings"]]
         parts += budget_lines(rows[0]["budget"]) if rows[0]["state"] != "completed" else []
         parts += ["", interruption_table(console, rows[0]["interruptions"][::-1])] if rows[0]["interruptions"] else []

@@ -24,6 +24,7 @@ from hpc.core.files import write_atomic
 from hpc.core.git import is_listed_as_untracked
 from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
+from hpc.core.node_info import torch_build
 from hpc.core.nodedir import check_stage_dir
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
@@ -36,9 +37,11 @@ from hpc.submit import checks, environment_archive, sbatch_flags, sbatch_variabl
 from hpc.submit.cluster_choice import SLURM_FLAGS, ClusterFlag, choose_cluster, slurm_only, this_machine
 from hpc.submit.code_copy import UserCode, code_in_place, copy_code, find_code
 from hpc.submit.dry_run import show_dry_run
+from hpc.submit.gpu_use import resolve_device
 from hpc.submit.package_copy import keep_packages
 from training.config import command_line
 from training.config.command_line import RecipeName
+from training.config.device_choice import DeviceChoice
 from training.config.model_names import check_model, resolve_weights
 from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, check_world
@@ -68,6 +71,8 @@ class SubmitOptions(cli.Common):
     """slurm; local: this machine, one process per pretended node; auto: Slurm, or in a terminal this machine."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="YAML")] = None
     """File of flags; the command line overrides it."""
+    device: Annotated[DeviceChoice, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    """cuda: avoid nodes where torch can use no GPU; cpu; auto: cuda if there are GPUs, and a driver or Slurm."""
     dry_run: bool = False
     """Check everything, ask sbatch too, print the script alone."""
     wait: bool = False
@@ -200,8 +205,7 @@ def submit(
     _record_submission(run, spec, job_id)
     _prepare_later_runs(run)
     if not options.json:
-        started = f"started run {run.name} on {this_machine()}, as process {job_id}"
-        print(f"submitted run {run.name} as job {job_id}" if on_slurm else started, flush=True)
+        print(_first_line(run, spec, job_id), flush=True)
     if options.wait:
         # Draws with rich: a mere submission need not load it.
         from hpc.status.__main__ import wait_for_end  # noqa: PLC0415
@@ -212,6 +216,15 @@ def submit(
     else:
         _print_next(run, options.runs_dir)
     return 0
+
+
+def _first_line(run: RunDir, spec: RunSpec, job_id: str) -> str:
+    # With --gpus-per-node 0 on Slurm, nothing else is expected.
+    on_cpu = spec.device != "cuda" and (spec.cluster == "local" or spec.resources.num_gpus > 0)
+    where = "; its ranks use the CPU" if on_cpu else ""
+    if spec.cluster == "slurm":
+        return f"submitted run {run.name} as job {job_id}{where}"
+    return f"started run {run.name} on {this_machine()}, as process {job_id}{where}"
 
 
 def _warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
@@ -282,6 +295,9 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     image, python = user_environment.resolve(
         options.container, options.python, resources.setup, on_cluster=cluster == "slurm"
     )
+    # Of the user's own environment, torch is not known before it runs.
+    build = None if python or image else torch_build()
+    device = resolve_device(options.device, resources.num_gpus, cluster, build)
     kind = train.model if train else Path(script[0]).stem
     name = options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDir(options.runs_dir.expanduser().resolve() / name)
@@ -292,7 +308,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, recipe=getattr(options, "recipe", None), python=python,
-        container=image, include=getattr(options, "include", ()),
+        container=image, device=device, include=getattr(options, "include", ()),
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)

@@ -29,6 +29,7 @@ from jobs.ranks.rendezvous import Rendezvous, torchrun_argv, torchrun_environmen
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 from jobs.stop_request import StopRequest
 from training.config.dataset_layout import check_data
+from training.config.device_choice import RANK_VARIABLES
 from training.config.train_config import spec_argv
 
 _POLL_SECONDS = 0.1
@@ -124,6 +125,7 @@ def _command(
     )  # fmt: skip
     interface, base = spec.network.interface, _base_environment(spec, python)
     environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads, interface)
+    environment |= RANK_VARIABLES[spec.device]
     # The modules of the user's environment, also those of --setup, without ours.
     given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
     path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]

@@ -51,6 +51,7 @@ def test_two_pretended_nodes_train(site: Site) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     status = json.loads(done.stdout)["status"]
     assert (status["state"], status["world_size"], status["attempt"]) == ("completed", 4, 1)
+    assert status["device"] == "CPU"
     assert status["test_accuracy"] > 0.5
     assert status["steps_lost"] == 0
 

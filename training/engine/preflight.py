@@ -19,7 +19,8 @@ from hpc.core.errors import BadNodeError, TorchrelayError
 from hpc.core.ledger import EventWriter, attempt_prefix
 from hpc.core.rundir import RunDir
 from training.runtime.fault_injection import NO_FAULT, Fault
-from training.runtime.process_group import ProcessGroup, connect, device_of_the_node, disconnect
+from training.runtime.process_group import ProcessGroup, connect, disconnect
+from training.runtime.rank_device import device_name, device_of_the_node
 from training.runtime.run_context import rank_info_from
 
 _HELP = """usage: hpc preflight
@@ -37,6 +38,8 @@ class PreflightReport:
     """The result, the same on every rank but for the clock."""
 
     world_size: int
+    device: str
+    """The models of all ranks' GPUs, or `CPU`."""
     allreduce_gb_per_second: float | None
     """Bus bandwidth of the fastest all-reduce, as nccl-tests defines it: 2 (n - 1) / n x bytes / time, which each of n
     ranks sends, so that it does not depend on n. None: there is only one rank."""
@@ -75,6 +78,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
         bandwidth = round(2 * (group.world_size - 1) / group.world_size * values.nbytes / fastest / 1e9, 3)
     return PreflightReport(
         world_size=group.world_size,
+        device=", ".join(sorted(set(group.all_gather_json(device_name(group.device))))),
         allreduce_gb_per_second=bandwidth,
         seconds=round(time.monotonic() - began, 3),
     )
@@ -127,7 +131,7 @@ def _all_reduce_seconds(values: Tensor, group: ProcessGroup) -> float:
 
 
 def _describe_device(group: ProcessGroup) -> str:
-    device = f"{torch.cuda.get_device_name()} {group.device.index}" if group.device.type == "cuda" else "the CPU"
+    device = device_name(group.device) + (f" {group.device.index}" if group.device.type == "cuda" else "")
     return f"rank {group.rank} on {platform.node()} ({device})"
 
 

@@ -2,13 +2,11 @@
 
 import json
 import os
-import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +15,14 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 from torch.distributed.rendezvous import rendezvous
 from torch.nn import functional
 
-from hpc.core.causes import is_device_failure
-from hpc.core.errors import BadNodeError, TorchrelayError, UserError
+from hpc.core.errors import UserError
 from hpc.core.kernel import resident_memory_bytes
+from training.runtime.rank_device import device_of_the_node, find_device
 from training.runtime.run_context import RankInfo
 
 # After this long without an answer, another rank is dead.
 _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
-# Exists wherever NVIDIA's driver is loaded.
-_DRIVER = Path("/dev/nvidiactl")
 
 
 class SharedError(UserError):
@@ -152,23 +148,6 @@ class ProcessGroup:
             raise SharedError(f"rank {rank}: {text}" if alone else text)
 
 
-@contextmanager
-def device_of_the_node() -> Iterator[None]:
-    """While this rank's device is tried for the first time: an error of CUDA is the node's fault.
-
-    Raises:
-        BadNodeError: CUDA has failed.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        message = str(error).strip().partition("\n")[0]
-        # An NCCL that cannot reach another node says nothing of this one's device.
-        if "cuda" not in message.lower() and not is_device_failure(message):
-            raise
-        raise BadNodeError(f"{platform.node()} cannot use its GPUs: {message}") from error
-
-
 @device_of_the_node()
 def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     """Connect to the other ranks: NCCL with a GPU per rank, gloo without GPUs.
@@ -185,10 +164,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     store: Store = HashStore()
     if "MASTER_ADDR" in os.environ:
         store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
-    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # A testbed gives its jobs pretended GPUs, which have no driver.
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "") if _DRIVER.exists() else ""
-    device = choose_device(rank_info, store, usable, given)
+    device = find_device(rank_info, store)
     gpu = device if device.type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)
@@ -206,33 +182,6 @@ def _control_group(timeout: timedelta) -> distributed.ProcessGroup:
     group = distributed.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
     return group
-
-
-def choose_device(rank_info: RankInfo, store: Store, usable: int, given: str) -> torch.device:
-    """This rank's GPU, or the CPU if no rank has one: ranks with and without a GPU could not connect.
-
-    On this node torch can use `usable` GPUs; `given` is the job's CUDA_VISIBLE_DEVICES where NVIDIA's driver is loaded,
-    else empty. All ranks share the store.
-
-    Raises:
-        BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
-        TorchrelayError: that is so on another node.
-    """
-    broken, able = bool(given and not usable), rank_info.local_rank < usable
-    store.add("broken", broken)
-    store.add("able", able)
-    if store.add("seen", 1) == rank_info.world_size:
-        store.set("all seen", "")
-    store.wait(["all seen"], _TIMEOUT)
-    some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)
-    where = f"local rank {rank_info.local_rank} on {platform.node()}"
-    if broken:
-        raise BadNodeError(f"{where} was given GPUs {given}, but torch {torch.__version__} can use none of them")
-    if some and not able:
-        raise BadNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")
-    if store.add("broken", 0) or (some and lacking):
-        raise TorchrelayError(f"this rank passed, but {lacking} of the {rank_info.world_size} ranks have no GPU")
-    return torch.device("cuda", rank_info.local_rank) if able else torch.device("cpu")
 
 
 def disconnect() -> None:

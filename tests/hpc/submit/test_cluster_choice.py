@@ -71,6 +71,6 @@ def test_in_a_terminal_the_first_line_names_this_machine(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     first = done.stdout.splitlines()[0]
     here = os.uname().nodename
-    said = re.fullmatch(rf"started run run on this machine, {here} \(\d+ CPUs?\), as process (\d+)", first)
+    said = re.fullmatch(rf"started run run on this machine, {here} \(\d+ CPUs?\), as process (\d+)(; .*)?", first)
     assert said, first
     Run(Site(tmp_path, "/nonexistent"), RunDir(tmp_path / "runs" / "run"), said[1]).cancel()

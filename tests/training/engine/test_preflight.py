@@ -1,6 +1,7 @@
 """The preflight: its report of ranks that pass, and of one whose device computes wrongly."""
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,8 @@ from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import BadNodeError, TorchrelayError
 from training.engine.preflight import count_wrong, run_preflight
 from training.runtime.fault_injection import parse_fault
-from training.runtime.process_group import ProcessGroup, choose_device, device_of_the_node
+from training.runtime.process_group import ProcessGroup
+from training.runtime.rank_device import choose_device, device_of_the_node, why_no_gpu
 from training.runtime.run_context import RankInfo
 
 SHORT = ("--epochs=1", "--batch-size=64")
@@ -36,7 +38,7 @@ def test_a_single_rank_has_no_bandwidth(group: ProcessGroup) -> None:
 
 
 def test_a_device_that_computes_wrongly_is_found(group: ProcessGroup) -> None:
-    message = r"rank 0 on .+ \(the CPU\) computes wrongly: 1 of 65536 elements of a matrix product are wrong"
+    message = r"rank 0 on .+ \(CPU\) computes wrongly: 1 of 65536 elements of a matrix product are wrong"
     with pytest.raises(BadNodeError, match=message) as raised:
         run_preflight(group, parse_fault("preflight@0:0"))
     assert raised.value.exit_code == EXIT_BAD_NODE
@@ -99,14 +101,14 @@ def test_a_complete_run_needs_no_check(start: Starter) -> None:
     assert len(events(run, "preflight")) == 1
 
 
-def choose(usable: list[int], given: list[str]) -> list[str]:
+def choose(usable: list[int], problems: list[str]) -> list[str]:
     """What becomes of ranks on as many nodes, one each: their device, or the end of their error."""
     store = HashStore()
 
     def one(rank: int) -> str:
         rank_info = RankInfo(rank=rank, world_size=len(usable), local_rank=0, local_world_size=1, restarts=0)
         try:
-            return str(choose_device(rank_info, store, usable[rank], given[rank]))
+            return str(choose_device(rank_info, store, usable[rank], problems[rank]))
         except TorchrelayError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -115,22 +117,41 @@ def choose(usable: list[int], given: list[str]) -> list[str]:
 
 
 def test_all_ranks_have_gpus_or_none_has() -> None:
-    assert choose([1, 4], ["0", "0,1,2,3"]) == ["cuda:0", "cuda:0"]
+    assert choose([1, 4], ["", ""]) == ["cuda:0", "cuda:0"]
     assert choose([0, 0], ["", ""]) == ["cpu", "cpu"]
 
 
 def test_a_node_whose_driver_is_not_loaded_is_bad() -> None:
-    well, bad_node = choose([1, 0], ["0", ""])
+    well, bad_node = choose([1, 0], ["", ""])
     assert well == "TorchrelayError: this rank passed, but 1 of the 2 ranks have no GPU"
     assert bad_node.startswith("BadNodeError: local rank 0 on ")
     assert "has no GPU: this node has 0" in bad_node
 
 
 def test_a_node_whose_gpus_cannot_be_used_is_bad() -> None:
-    first, second = choose([0, 0], ["0", ""])
-    assert "was given GPUs 0, but torch" in first
-    assert first.startswith("BadNodeError")
+    first, second = choose([0, 0], ["no driver", ""])
+    assert re.fullmatch("BadNodeError: local rank 0 on .* cannot use the GPU that was asked for .*: no driver", first)
     assert second.startswith("TorchrelayError: this rank passed")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_it_is_said_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device_file = tmp_path / "nvidiactl"
+    assert why_no_gpu((device_file,)) == f"no GPU driver is loaded (there is no {device_file})"
+    device_file.touch()
+    version = f"torch {torch.__version__}"
+    assert why_no_gpu((device_file,)).startswith(f"{version} cannot use the driver: Found no NVIDIA driver")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert why_no_gpu((device_file,)) == f"{version} is built for CPUs alone"
+
+
+def test_rank_that_must_use_a_gpu_finds_its_node_bad(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "training.engine.preflight", str(tmp_path / "run"), "1"]
+    environment = {**os.environ, "TORCHRELAY_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == EXIT_BAD_NODE
+    assert re.match("error: local rank 0 on .* cannot use the GPU that was asked for .*: ", done.stderr)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_preflight_is_a_program_of_its_own(tmp_path: Path) -> None:
@@ -141,4 +162,4 @@ def test_the_preflight_is_a_program_of_its_own(tmp_path: Path) -> None:
     [line] = done.stdout.splitlines()
     assert line.startswith("preflight: 2 ranks on CPU, all-reduce ")
     [preflight] = events(tmp_path / "run", "preflight")
-    assert (preflight["attempt"], preflight["world_size"]) == (3, 2)
+    assert (preflight["attempt"], preflight["world_size"], preflight["device"]) == (3, 2, "CPU")

@@ -1,0 +1,41 @@
+"""Whether the ranks of a run must have GPUs, so that none trains on a CPU unasked. Runs on the login node."""
+
+from pathlib import Path
+
+from hpc.core.errors import UserError
+from hpc.core.node_info import TorchBuild
+from hpc.slurm import client as slurm
+from hpc.spec import Cluster
+from training.config.device_choice import DeviceChoice
+
+# One of them exists wherever a GPU's driver is loaded.
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def resolve_device(asked: DeviceChoice, gpus_per_node: int, cluster: Cluster, build: TorchBuild | None) -> DeviceChoice:
+    """What --device means for a run: `auto` becomes `cuda` where GPUs were asked for and can be there.
+
+    They cannot be on a testbed, nor on this machine without a driver.
+
+    Args:
+        asked: the flag.
+        gpus_per_node: 0 for none.
+        cluster: where the run trains.
+        build: the torch of the ranks; None if it is not known.
+
+    Raises:
+        UserError: there can be none.
+    """
+    if gpus_per_node == 0:
+        if asked == "cuda":
+            raise UserError("--device is cuda, but --gpus-per-node 0 asks for no GPUs: leave one out")
+        return asked  # auto: a part of a GPU, by --sbatch gres=shard:1, may be used
+    pretended = slurm.is_testbed() if cluster == "slurm" else not any(driver.exists() for driver in _DRIVERS)
+    if asked == "cpu" or (asked == "auto" and pretended):
+        return asked
+    if build is not None and build.accelerator is None:
+        raise UserError(
+            f"--gpus-per-node is {gpus_per_node}, but this environment's torch {build.version} is built for CPUs "
+            "alone: install one for GPUs, or use --device cpu"
+        )
+    return "cuda"

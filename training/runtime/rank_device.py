@@ -1,0 +1,99 @@
+"""Which device a rank computes on, and whose fault it is if that does not work. Runs on every rank."""
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not in __all__
+
+from hpc.core.causes import is_device_failure
+from hpc.core.errors import BadNodeError, TorchrelayError
+from training.config.device_choice import must_use_gpu
+from training.runtime.run_context import RankInfo
+
+# After this long without an answer, another rank is dead.
+_TIMEOUT = timedelta(minutes=10)
+# Exists wherever NVIDIA's driver is loaded; AMD's.
+_NVIDIA_DRIVER, _AMD_DRIVER = Path("/dev/nvidiactl"), Path("/dev/kfd")
+
+
+@contextmanager
+def device_of_the_node() -> Iterator[None]:
+    """While this rank's device is tried for the first time: an error of CUDA is the node's fault.
+
+    Raises:
+        BadNodeError: CUDA has failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error).strip().partition("\n")[0]
+        # An NCCL that cannot reach another node says nothing of this one's device.
+        if "cuda" not in message.lower() and not is_device_failure(message):
+            raise
+        raise BadNodeError(f"{platform.node()} cannot use its GPUs: {message}") from error
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a GPU, such as `NVIDIA H200`, or `CPU`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def find_device(rank_info: RankInfo, store: Store) -> torch.device:
+    """This rank's device. All ranks share the store.
+
+    Raises:
+        BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them, though they were asked for.
+        TorchrelayError: that is so on another node.
+    """
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Without a node agent, torchrun's user has named GPUs. A testbed names pretended ones, which have no driver.
+    named = bool(os.environ.get("CUDA_VISIBLE_DEVICES")) and _NVIDIA_DRIVER.exists()
+    problem = why_no_gpu() if not usable and (named or must_use_gpu(os.environ)) else ""
+    return choose_device(rank_info, store, usable, problem)
+
+
+def why_no_gpu(drivers: tuple[Path, ...] = (_NVIDIA_DRIVER, _AMD_DRIVER)) -> str:
+    """Why torch can use no GPU here."""
+    version = f"torch {torch.__version__}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"{version} is built for CPUs alone"
+    if not any(driver.exists() for driver in drivers):
+        return f"no GPU driver is loaded (there is no {drivers[0]})"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        first_sentence = str(error).strip().partition("\n")[0].partition(". ")[0]
+        return f"{version} cannot use the driver: {first_sentence}"
+    return f"{version} sees none with CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+
+
+def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) -> torch.device:
+    """`find_device`, of what a node has: ranks with and without a GPU could not connect.
+
+    Args:
+        rank_info: this rank.
+        store: that of all ranks.
+        usable: how many GPUs torch can use on this node.
+        problem: why it can use none though it must; empty if it need not.
+    """
+    broken, able = bool(problem), rank_info.local_rank < usable
+    store.add("broken", broken)
+    store.add("able", able)
+    if store.add("seen", 1) == rank_info.world_size:
+        store.set("all seen", "")
+    store.wait(["all seen"], _TIMEOUT)
+    where = f"local rank {rank_info.local_rank} on {platform.node()}"
+    # First: the store is gone as soon as the first rank has ended.
+    if broken:
+        raise BadNodeError(f"{where} cannot use the GPU that was asked for (--device cpu does without): {problem}")
+    some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)
+    if some and not able:
+        raise BadNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")
+    if store.add("broken", 0) or (some and lacking):
+        raise TorchrelayError(f"this rank passed, but {lacking} of the {rank_info.world_size} ranks have no GPU")
+    return torch.device("cuda", rank_info.local_rank) if able else torch.device("cpu")
