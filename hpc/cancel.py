@@ -45,9 +45,10 @@ def cancel(options: CancelOptions) -> int:
         raise UserError("no run is named: type hpc cancel NAME, or several names; hpc status lists them")
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run]
     answers, problems = list[dict[str, str]](), list[str]()
+    cache = StatusCache()
     for run in runs:
         try:
-            answers.append(_cancel(run, final=options.final, talks=not options.json))
+            answers.append(_cancel(run, str(cache.summary(run)["state"]), options))
         except TorchrelayError as error:
             problems.append(str(error))
     if options.json:
@@ -57,10 +58,9 @@ def cancel(options: CancelOptions) -> int:
     return 0
 
 
-def _cancel(run: RunDir, *, final: bool, talks: bool) -> dict[str, str]:
-    """End one run; a TorchrelayError if that did not succeed in full."""
-    on_slurm = RunSpec.load(run).cluster == "slurm"
-    before = str(StatusCache().summary(run)["state"])
+def _cancel(run: RunDir, before: str, options: CancelOptions) -> dict[str, str]:
+    """End one run, whose state was `before`; a TorchrelayError if that did not succeed in full."""
+    on_slurm, final = RunSpec.load(run).cluster == "slurm", options.final
     problems = _end_jobs(run) if on_slurm else []
     # A failed run may be about to continue: the supervisor submits its next job.
     is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
@@ -73,10 +73,10 @@ def _cancel(run: RunDir, *, final: bool, talks: bool) -> dict[str, str]:
         raise TorchrelayError(f"run {run.name}: {'; '.join(problems)}; type hpc cancel again when that is over")
     for job_id in [] if on_slurm else local_jobs(run):
         os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agents
-    if talks and is_new:
+    if is_new and not options.json:
         after = "for good" if final else f"and will not be requeued; {cli.own_command()} resume {run.name} continues it"
         print(visible(f"run {run.name} is cancelled {after}"))
-    elif talks:
+    elif not options.json:
         print(visible(f"run {run.name} had already ended: {before}"))
     return {"run": run.name, "run_dir": str(run.path), "state": "cancelled" if is_new else before}
 

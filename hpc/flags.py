@@ -67,11 +67,13 @@ def named_run(arguments: Sequence[str], switches: Mapping[str, bool]) -> str | N
     return None
 
 
-def with_own_flags(own: Sequence[str], arguments: Sequence[str]) -> list[str]:
+def with_own_flags(own: Sequence[str], arguments: Sequence[str], switches: Mapping[str, bool]) -> list[str]:
     """The flags that a run has, without those that the user has typed, and then these.
 
-    A flag that is given several times, such as --setup, replaces all that the run has. `--no-NAME` takes a switch back.
+    A flag that is given several times, such as --setup, replaces all that the run has. `--no-NAME` takes a switch back;
+    `switches` as in `named_run`.
     """
+    off = {f"--no-{name}" for name, is_switch in switches.items() if is_switch}
     typed = typed_names(arguments)
     kept = [word for word in own if word[2:].partition("=")[0] not in typed]
-    return [*kept, *(word for word in arguments if not word.startswith("--no-"))]
+    return [*kept, *(word for word in arguments if word not in off)]

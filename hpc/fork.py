@@ -72,7 +72,7 @@ def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
             "argument by which it finds them"
         )
     refuse_on_fork([field.name for field in fields(TrainConfig) if field.name.replace("_", "-") in typed], source.best)
-    return [f"--runs-dir={source.path.parent}", *with_own_flags(flags_of(spec), arguments)]
+    return [f"--runs-dir={source.path.parent}", *with_own_flags(flags_of(spec), arguments, known)]
 
 
 def fork(options: ForkOptions) -> int:

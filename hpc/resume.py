@@ -7,6 +7,7 @@ that claims its next job (`hpc.slurm.resubmit`), as agents and supervisors do.
 import dataclasses
 import getpass
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tyro
 
@@ -95,7 +96,8 @@ def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
         )
     refuse_on_resume(typed, name, run.best)
     own = [word for part in (spec.resources, spec.recovery, spec.network) for word in changed_flags(part)]
-    return with_own_flags(own + (changed_flags(spec.train, ADJUSTABLE) if spec.train else []), arguments)
+    own += changed_flags(spec.train, ADJUSTABLE) if spec.train else []
+    return with_own_flags(own, arguments, switches)
 
 
 def resume(options: ResumeOptions) -> int:
@@ -109,7 +111,7 @@ def resume(options: ResumeOptions) -> int:
     if options.new_code and before.in_place:
         raise UserError(f"--new-code: run {run.name} runs {before.script[0]} where it is, as it is now: leave it out")
     after = _adjusted(run, before, options, events)
-    _check_has_ended(run, before, events)
+    _check_has_ended(run, before, events, shlex.quote(options.run))
     job_id = _continue(run, before, after, events, new_code=options.new_code)
     changed = changed_settings(before, after)
     answer = {"run": run.name, "run_dir": str(run.path), "job_id": job_id, "cluster": after.cluster, "changed": changed}
@@ -130,11 +132,14 @@ def resume(options: ResumeOptions) -> int:
 # --- what must hold ---
 
 
-def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> None:
-    """Refuse a run that was cancelled for good, that a job works on, or that has lost what it would continue with."""
+def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event], typed: str) -> None:
+    """Refuse a run that was cancelled for good, that a job works on, or that has lost what it would continue with.
+
+    `typed` is how its user has named it.
+    """
     if is_cancelled_for_good(events):
         raise UserError(
-            f"run {run.name} was cancelled with --final: continue under a new name with hpc fork {run.name} --name NEW"
+            f"run {run.name} was cancelled with --final: continue under a new name with hpc fork {typed} --name NEW"
         )
     if spec.cluster == "slurm":
         listed = slurm.jobs()
@@ -142,16 +147,16 @@ def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> Non
             state = listed[job_id].state.lower()
             raise UserError(
                 f"run {run.name} has job {job_id}, which is {state}: hpc resume is for runs without a job; type hpc "
-                f"cancel {run.name}, and this again when the job has ended"
+                f"cancel {typed}, and this again when the job has ended"
             )
     for pid in local_jobs(run)[:1]:
         raise UserError(
-            f"run {run.name} still runs, as process {pid}: type hpc cancel {run.name}, and this again when it has ended"
+            f"run {run.name} still runs, as process {pid}: type hpc cancel {typed}, and this again when it has ended"
         )
     if spec.cluster == "slurm" and not resubmit.has_own_script(run):
         raise UserError(
             f"{run.script} belongs to another run directory, so this one is a copy or was moved: type hpc fork "
-            f"{run.path} --name NEW"
+            f"{typed} --name NEW"
         )
     saved = spec.forked_from or any(event["event"] in {"checkpoint_saved", "snapshot_saved"} for event in events)
     if spec.train and saved and not list_checkpoints(run.checkpoints):
@@ -174,7 +179,7 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, events: Sequ
     if before.train and train:
         ended = next((event.get("ended") for event in reversed(events) if event["event"] == "train_completed"), None)
         epoch = (last_json_line(run.train_metrics) or {}).get("epoch", 0)
-        check_adjusted(before.train, train, Begun(run=run.name, epoch=epoch, ended=ended, complete=complete))
+        check_adjusted(before.train, train, Begun(run=options.run, epoch=epoch, ended=ended, complete=complete))
     elif complete:
         raise UserError(f"run {run.name} is complete: its script ended with exit code 0; submit it under a new name")
     if (after.resources, after.recovery, after.network) == (before.resources, before.recovery, before.network):
@@ -208,19 +213,15 @@ def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
 
 def _continue(run: RunDir, before: RunSpec, after: RunSpec, events: Sequence[Event], *, new_code: bool) -> str:
     """Put the spec into force and start the run's next job. Returns its id; an error leaves everything as it was."""
-    attempts = attempts_of(events)
+    attempts, number = attempts_of(events), next_resumption(run)
     attempt = attempts[-1].attempt if attempts else 0
-    if not resubmit.claim_next_job(run, attempt, events):
-        raise TorchrelayError(
-            f"another process is submitting the next job of run {run.name}: see hpc status {run.name}"
-        )
-    number, revision = next_resumption(run), None
     with ExitStack() as cleanup, ExitStack() as undo:
-        if new_code:
-            temporary = Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp"))
-            cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
-            after = dataclasses.replace(after, script=_replace_code(run, after, temporary, undo))
-            revision = git_revision(Path.cwd())
+        copy = _copy_code(run, after, cleanup) if new_code else None
+        if not resubmit.claim_next_job(run, attempt, events):
+            raise TorchrelayError(f"another process submits the next job of run {run.name}: see hpc status {run.name}")
+        if copy:
+            after = dataclasses.replace(after, script=copy.script)
+            _replace_code(run, copy.run, undo)
         after.save(run, number)
         if after.cluster == "slurm" and (new_code or after != before):
             undo.callback(write_atomic, run.script, run.script.read_bytes())
@@ -229,12 +230,13 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, events: Sequence[Eve
             cause = Cause.CANCELLED if is_cancelled(events) else Cause.LOST
             resubmit.record_missing_end(run, attempts[-1], "its agents recorded no end", cause=cause)
         if run.final.exists():
-            kept = run.path / f"final-step-{resubmit.last_step(run) or 0:08d}"
+            kept = run.earlier_final(number)
             run.final.rename(kept)
             undo.callback(kept.rename, run.final)
         recorded = record_resumption(
             run, number, events, attempt=attempt, by=getpass.getuser(), changed=changed_settings(before, after),
-            revision=revision, stop_lead_seconds=after.stop_lead_seconds, grace_seconds=_grace_seconds(after),
+            revision=git_revision(Path.cwd()) if copy else None,
+            stop_lead_seconds=after.stop_lead_seconds, grace_seconds=_grace_seconds(after),
         )  # fmt: skip
         if not recorded:
             raise TorchrelayError(f"another process has resumed run {run.name}: see hpc status {run.name}")
@@ -256,23 +258,36 @@ def _grace_seconds(spec: RunSpec) -> int | None:
         return None  # hpc status lacks a warning
 
 
-def _replace_code(run: RunDir, spec: RunSpec, temporary: Path, undo: ExitStack) -> tuple[str, ...]:
-    """Replace `code/` by a copy of the repository that the current directory is in. Returns `spec.script` there.
+class _CodeCopy(NamedTuple):
+    """A copy of the code that is not yet the run's."""
 
-    Keeps the old one in `temporary`, an empty directory beside it.
+    run: RunDir
+    """A temporary directory that has it as its `code/`."""
+    script: tuple[str, ...]
+    """`RunSpec.script` in it."""
+
+
+def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
+    """Copy the repository that the current directory is in.
 
     Raises:
         UserError: that repository does not track the run's script.
     """
+    temporary = RunDir(Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp")))
+    cleanup.callback(shutil.rmtree, temporary.path, ignore_errors=True)
     # The script's path is that from the top of the repository.
     code = find_code(repository(Path.cwd()) or Path.cwd(), spec.script, spec.include, run.path.parent)
-    copy_code(RunDir(temporary), code)
-    old = temporary / "old"
+    copy_code(temporary, code)
+    return _CodeCopy(temporary, code.script)
+
+
+def _replace_code(run: RunDir, copy: RunDir, undo: ExitStack) -> None:
+    """Replace `code/`, and keep the old one beside the copy."""
+    old = copy.path / "old"
     run.code.rename(old)
     undo.callback(old.rename, run.code)
-    undo.callback(shutil.rmtree, run.code)
-    RunDir(temporary).code.rename(run.code)
-    return code.script
+    copy.code.rename(run.code)
+    undo.callback(run.code.rename, copy.code)
 
 
 def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, events: Sequence[Event]) -> str:

@@ -80,6 +80,10 @@ class RunDir:
         """The resolved RunSpec from one `hpc resume` on, immutable too."""
         return self.path / f"spec-{resumption:03d}.json"
 
+    def earlier_final(self, resumption: int) -> Path:
+        """The `final/` of a complete run that one `hpc resume` had train longer."""
+        return self.path / f"final-{resumption:03d}"
+
     def sample_log(self, attempt: int, rank: int) -> Path:
         """One JSON line per step: the indices of the images that one rank of one attempt used."""
         return self.path / "metrics" / "samples" / f"attempt-{attempt:03d}-rank-{rank:02d}.jsonl"

@@ -77,7 +77,7 @@ def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(site: Site, c
     assert [attempt["cause"] for attempt in answer["status"]["attempts"]] == ["completed", "completed"]
     assert [event["step"] for event in run.events("train_started")] == [0, 8]
     assert_equal(whole.directory, run.directory)
-    assert json.loads((copy / "final-step-00000008" / "result.json").read_text())["step"] == 8, "the result before"
+    assert json.loads((copy / "final-001" / "result.json").read_text())["step"] == 8, "the result before"
     submitted, now = (json.loads(path.read_text()) for path in (run.directory.spec, current_spec(run.directory)))
     assert (submitted["train"]["epochs"], now["train"]["epochs"]) == (2, 4)
     assert json.loads((run.directory.final / "model.json").read_text())["made_from"]["spec"]["train"]["epochs"] == 4
@@ -140,10 +140,9 @@ def test_only_cancellations_that_the_resumption_has_seen_are_taken_back(tmp_path
 
 def test_flags_of_the_run_are_kept_unless_they_are_typed() -> None:
     own = ["--elastic", "--time=1:00:00", "--setup=a", "--setup=b", "--nodes=2"]
-    assert with_own_flags(own, ["r", "--time", "2h", "--setup=c", "--no-elastic"]) == [
-        "--nodes=2", "r", "--time", "2h", "--setup=c",
-    ]  # fmt: skip
     switches = {"elastic": True, "time": False}
+    typed = ["r", "--time", "2h", "--setup=c", "--no-elastic", "--no-such"]
+    assert with_own_flags(own, typed, switches) == ["--nodes=2", "r", "--time", "2h", "--setup=c", "--no-such"]
     assert named_run(["--elastic", "--time", "2h", "--runs-dir=x", "r"], switches) == "r"
     assert named_run(["--no-elastic", "r", "--time"], switches) == "r"
     assert named_run(["--time", "r"], switches) is None

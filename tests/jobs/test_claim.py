@@ -12,6 +12,7 @@ from hpc.core import ledger
 from hpc.core.attempts import attempts_of
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import append_json_line
+from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.spec import Cluster, Resources, RunSpec
 from jobs import claim, node_attempt
@@ -119,3 +120,19 @@ def test_agents_that_wait_for_a_dead_head_node_replace_the_job_once(
     assert "8" in (tmp_path / "cancelled").read_text()
     ended = attempts_of(ledger.read(run.events))[-1]
     assert (ended.cause, ended.detail) == ("node_failure", "gpu01 was lost")
+
+
+def test_job_of_a_complete_or_cancelled_run_records_why_it_starts_nothing(tmp_path: Path) -> None:
+    run = run_with_a_lost_attempt(tmp_path, "local", time.time())
+    EventWriter(run.cancellation).append("cancelled", by="me", final=False)
+    with pytest.raises(
+        TorchrelayError, match=r"run r was cancelled, so this job starts nothing: type hpc resume /.*/r$"
+    ):
+        claim.claim_next(run, allocation("local"), 1, "m")
+    assert not claim.refuse_if_complete(run, allocation("local"))
+    run.final.mkdir()
+    run.final_result.write_text("{}")
+    assert claim.refuse_if_complete(run, allocation("local"))
+    assert claim.refuse_if_complete(run, replace(allocation("local"), node_rank=1))
+    [refused] = [event for event in ledger.read(run.events) if event["event"] == "refused"]
+    assert refused["detail"].endswith(f"to train longer, type hpc resume {run.path} --epochs N")

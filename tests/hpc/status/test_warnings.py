@@ -93,3 +93,17 @@ def test_data_that_are_not_on_the_nodes_disk_are_warned_of() -> None:
     [warning] = warnings_of([SUBMITTED, claimed(1), staged(shared="gpu02 uses it too")])
     assert warning.startswith("the copy of /photos on gpu01 is on no disk of that node's own (gpu02 uses it too): set")
     assert warnings_of([SUBMITTED, claimed(1), staged(in_place="no room"), claimed(2)]) == []
+
+
+def test_job_that_started_nothing_says_why_until_another_one_starts() -> None:
+    refused = {"time": 5.0, "event": "refused", "job_id": "12", "restart": 0, "detail": "run r was cancelled: type x"}
+    assert warnings_of([SUBMITTED, claimed(1), refused]) == ["job 12: run r was cancelled: type x"]
+    assert warnings_of([SUBMITTED, refused, {**claimed(1), "time": 6.0}]) == []
+    resumed = {"time": 6.0, "event": "resumed", "attempt": 1, "number": 1, "cancellations": 1}
+    assert warnings_of([SUBMITTED, claimed(1), refused, resumed]) == []
+
+
+def test_times_that_the_run_was_resumed_with_count() -> None:
+    resumed = {"time": 8.0, "event": "resumed", "attempt": 1, "stop_lead_seconds": 300, "grace_seconds": 90}
+    assert len(warnings_of([SUBMITTED, stopped(25.0)])) == 2
+    assert warnings_of([SUBMITTED, stopped(25.0), resumed]) == []
