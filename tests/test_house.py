@@ -15,7 +15,7 @@ FOLDERS = [*PACKAGES, *(path for package in PACKAGES for path in package.rglob("
 # Names that mean the same wherever they stand: a verb's entry point; a node's part in staging, and in doctor.
 SAME_EVERYWHERE = {"__main__", "staging", "doctor"}
 MOST_ENTRIES, UNCOUNTED = 16, {"__init__.py", "__pycache__"}
-HEAVY = {"torch", "torchvision", "pandas", "matplotlib"}
+HEAVY = {"torch", "torchvision", "pandas", "bokeh"}
 
 
 def repeated(names: list[str]) -> set[str]:

@@ -23,11 +23,11 @@ def _git(directory: Path, *arguments: str) -> str | None:
 
 
 def git_revision(directory: Path) -> str | None:
-    """The checked out commit, with `+changes` if tracked files differ from it; None outside of a repository."""
+    """The checked out commit, with `+dirty` if tracked files differ from it; None outside of a repository."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
         return None
-    return commit.strip() + ("+changes" if _git(directory, "status", "--porcelain", "--untracked-files=no") else "")
+    return commit.strip() + ("+dirty" if _git(directory, "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def copy_code(run: RunDir, working_directory: Path, script: tuple[str, ...] = ()) -> tuple[str, ...]:

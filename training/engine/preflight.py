@@ -21,6 +21,7 @@ from hpc.core.rundir import RunDir
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, connect, device_of_the_node, disconnect
 from training.runtime.run_context import rank_info_from
+from training.runtime.software import device_name, versions
 
 _REPEATS = 3
 # Enough for the bandwidth to count more than the latency, and little enough for a fraction of a second.
@@ -143,6 +144,7 @@ def main(run_dir: str, attempt: str) -> int:
         try:
             ledger.path.parent.mkdir(parents=True, exist_ok=True)
             ledger.append("preflight", attempt=int(attempt), **asdict(report))
+            ledger.append("software", attempt=int(attempt), device=device_name(group.device), **versions())
         except OSError as error:
             print(f"warning: {ledger.path} cannot be written ({error}): this result is lost", flush=True)
     disconnect()
