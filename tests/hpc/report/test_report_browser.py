@@ -14,6 +14,8 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from report_rig import complete, completed_run, pending_run, report, running_run, spec_of
 
+from hpc.core.files import append_json_line
+
 DESK, PHONE = 1280, 390
 FIGURES = 7
 # WCAG 2.1, level AA, for text of ordinary size.
@@ -182,8 +184,17 @@ def test_colors_follow_dark_and_light_and_paper_is_light(
     page.emulate_media(color_scheme="dark", media="print")
     assert ground_and_contrast(page)[0] > 0.9
     assert [found for found in page.evaluate(CONTRASTS) if found[1] < LEAST_CONTRAST] == []
+
+
+def test_nothing_is_cut_off_on_paper(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"lr": 0.25, "mixup": 0.2, "label_smoothing": 0.1, "optimizer": "adamw", "weight_decay": 0.3}
+    runs = [completed_run(tmp_path / "first")]
+    runs += [running_run(tmp_path / ("x" * 60), spec=spec_of("x" * 60, **settings))]
+    page.emulate_media(media="print")
     page.set_viewport_size({"width": 718, "height": 1000})  # A4 with Chromium's margins
-    assert page.evaluate(CUT_OFF) == []
+    for shown in (runs[:1], runs):
+        open_page(page, report(capsys, *[run.path for run in shown]).path)
+        assert page.evaluate(CUT_OFF.replace(".scroll, ", "")) == []
 
 
 def test_a_line_shows_its_values_where_one_points_at_it(
@@ -199,6 +210,21 @@ def test_a_line_shows_its_values_where_one_points_at_it(
     assert name == "training"
     losses = {line["step"]: line["loss"] for line in map(json.loads, run.train_metrics.read_text().splitlines())}
     assert float(loss) == pytest.approx(losses[int(step)], abs=1e-4)
+
+
+def test_what_one_points_at_is_text_whatever_it_is_called(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "<img src=x onerror=alert(1)><b>@step"
+    runs = [running_run(tmp_path / name), running_run(tmp_path / "other", loss=9.0)]
+    line = {"step": 402, name: 1.0}
+    append_json_line(runs[0].train_metrics, {**json.loads(runs[0].train_metrics.read_text().splitlines()[-1]), **line})
+    open_page(page, report(capsys, *[run.path for run in runs]).path)
+    page.locator("#plot-0").scroll_into_view_if_needed()
+    page.mouse.move(*page.evaluate(PLACE, 300))
+    tip = page.locator(TIPS).filter(has_text=name)
+    tip.wait_for()
+    assert tip.locator("img, b").count() == 0
 
 
 def test_interruptions_begin_at_the_step_that_was_restored_and_say_what_they_were(

@@ -59,7 +59,7 @@ def test_loss_and_accuracy_are_those_of_the_mixed_images_and_the_smoothed_labels
     smoothing = settings.get("label_smoothing", 0.0)
     smooth = (1 - smoothing) * targets + smoothing / 3
     assert loss == pytest.approx(float(-(smooth * logits.log_softmax(1)).sum(1).mean()), rel=1e-5)
-    assert accuracy == float((logits.argmax(1) == targets.argmax(1)).float().mean())
+    assert accuracy == float((logits.argmax(1) == targets.argmax(1)).double().mean())
 
 
 @pytest.mark.parametrize(("amp", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
