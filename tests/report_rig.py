@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ BEGAN = 1_700_000_000.0
 EVENTS: tuple[dict[str, Any], ...] = (
     {"time": 0, "event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30},
     {"time": 1, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "nodes": ["a1", "a2"]},
+    {"time": 7, "event": "preflight", "attempt": 1, "world_size": 2, "device": "H200", "seconds": 0.1},
+    {"time": 8, "event": "software", "attempt": 1, "torch": "2.15.0", "cuda": "13.2", "driver": "595.1"},
     {"time": 9, "event": "train_started", "attempt": 1, "step": 0, "total_steps": STEPS, "world_size": 2},
     {"time": 10, "event": "first_step", "attempt": 1, "step": 1},
     {"time": 131, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 120, "rank": 1, "node": "a2",
@@ -37,18 +40,29 @@ EVENTS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def time_of(step: int) -> float:
+    """When a step was done, a second each, in accordance with the events."""
+    return BEGAN + step + (9 if step < 119 else 21 if step < 211 else 99)
+
+
 def spec_of(name: str, **settings: Any) -> RunSpec:
-    """Of a training on the cluster."""
+    """Of a training on the cluster, with a recipe."""
     train = TrainConfig(**{"data": "/data/pets", "epochs": 4, "batch_size": 64, **settings})
     resources = Resources(nodes="2", gpus_per_node="1", cpus_per_gpu=4, time="1d", partition="gpu")
-    return RunSpec(name=name, cluster="slurm", resources=resources, data=train.data, train=train, stage_dir="/tmp")
+    return RunSpec(
+        name=name, cluster="slurm", resources=resources, data=train.data, train=train, stage_dir="/tmp", recipe="cifar"
+    )
 
 
 def pending_run(path: Path, spec: RunSpec | None = None) -> RunDir:
     """A run that has been submitted, and nothing more."""
     run = RunDir(path)
-    for directory in (run.events, run.logs):
+    for directory in (run.events, run.logs, run.packages):
         directory.mkdir(parents=True)
+    run.revision.write_text(f"{COMMIT}+dirty\n")
     (spec or spec_of(run.name)).save(run)
     write_events(run, 1)
     return run
@@ -60,18 +74,19 @@ def write_events(run: RunDir, count: int) -> None:
         append_json_line(run.events / "agent.jsonl", {**event, "time": BEGAN + event["time"]})
 
 
-def running_run(path: Path, loss: float = 2.0) -> RunDir:
+def running_run(path: Path, loss: float = 2.0, spec: RunSpec | None = None) -> RunDir:
     """A run in its second attempt; `loss` is that of the first step."""
-    run = pending_run(path)
+    run = pending_run(path, spec)
     run.events.joinpath("agent.jsonl").unlink()
-    write_events(run, 11)
+    write_events(run, len(EVENTS) - 1)
     run.train_metrics.parent.mkdir()
     for step in range(2, STEPS + 1, 2):
         attempt = 1 if step <= 210 else 2
         noise = 0.1 * ((7 * step) % 13) / 13
         line = {"step": step, "epoch": (step - 1) // EPOCH + 1, "loss": loss / (1 + step / 40) + noise}
         line |= {"lr": 0.1 * (1 - step / STEPS), "images_per_second": 900 + 300 * noise, "world_size": 2}
-        line |= {"train_seconds": 0.9 * step, "attempt": attempt, "time": BEGAN + 10 + step}
+        line |= {"train_seconds": 0.9 * step, "attempt": attempt, "time": time_of(step)}
+        line |= {"accuracy": 0.9 - 0.5 / step, "data_wait_share": noise, "memory_bytes": 2**30}
         append_json_line(run.train_metrics, line)
     for epoch in range(1, 5):
         _evaluate(run, epoch, "val", 0.5 + 0.1 * epoch)
@@ -80,13 +95,20 @@ def running_run(path: Path, loss: float = 2.0) -> RunDir:
 
 def _evaluate(run: RunDir, epoch: int, split: str, accuracy: float) -> None:
     line = {"step": EPOCH * epoch, "epoch": epoch, "split": split, "loss": 1.5 / epoch, "accuracy": accuracy}
-    line |= {"correct": int(200 * accuracy), "total": 200, "corrupt": 0, "attempt": 2, "time": BEGAN + 500}
+    line |= {"correct": int(200 * accuracy), "total": 200, "corrupt": 0, "attempt": 2, "time": time_of(EPOCH * epoch)}
+    line["top5_accuracy"] = (1 + accuracy) / 2
     append_json_line(run.eval_metrics, line)
 
 
 def completed_run(path: Path, loss: float = 2.0) -> RunDir:
     """A run with a test result."""
     run = running_run(path, loss)
+    complete(run)
+    return run
+
+
+def complete(run: RunDir) -> None:
+    """End a running run, with a test result."""
     append_json_line(run.events / "agent.jsonl", {**EVENTS[-1], "time": BEGAN + EVENTS[-1]["time"]})
     _evaluate(run, 4, "test", 0.85)
     run.final.mkdir()
@@ -96,7 +118,6 @@ def completed_run(path: Path, loss: float = 2.0) -> RunDir:
     quoted = [",".join('"' + str(cell).replace('"', '""') + '"' for cell in row) for row in rows]
     run.confusion.write_text("\n".join(quoted) + "\n")
     run.samples.write_text(json.dumps([_sample("even", 1.0), _sample("mistake", 0.7)]))
-    return run
 
 
 def _sample(kind: str, probability: float) -> dict[str, Any]:
@@ -117,8 +138,13 @@ class Written:
     tables: tuple[Path, ...]
 
     @property
-    def html(self) -> str:
+    def whole(self) -> str:
         return self.path.read_text(encoding="utf-8")
+
+    @property
+    def html(self) -> str:
+        """What is no script: the reader's part of the page."""
+        return re.sub(r"<script[ >].*?</script>", "", self.whole, flags=re.DOTALL)
 
 
 def report(capsys: Any, *arguments: object) -> Written:

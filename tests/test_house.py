@@ -18,7 +18,7 @@ FOLDERS = [*PACKAGES, *(path for package in PACKAGES for path in package.rglob("
 SAME_EVERYWHERE = {"__main__", "staging", "doctor", "config"}
 # The verbs in hpc/ are not counted either: `hpc` lists them.
 MOST_ENTRIES, UNCOUNTED = 17, {"__init__.py", "__pycache__"}
-HEAVY = {"torch", "torchvision", "pandas", "matplotlib"}
+HEAVY = {"torch", "torchvision", "pandas", "bokeh"}
 
 
 def repeated(names: list[str]) -> set[str]:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 
 def git_revision(directory: Path) -> str | None:
-    """The checked out commit, with `+changes` if tracked files differ from it; None outside of a repository."""
+    """The checked out commit, with `+dirty` if tracked files differ from it; None outside of a repository."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
         return None
-    return commit.strip() + ("+changes" if _git(directory, "status", "--porcelain", "--untracked-files=no") else "")
+    return commit.strip() + ("+dirty" if _git(directory, "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def repository(directory: Path) -> Path | None:

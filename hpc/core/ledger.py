@@ -21,6 +21,7 @@ that are known):
 | rendezvous | head node's agent | round port members (node ranks) |
 | checked | head node's agent: the preflight before a user's script passed | nodes (names) |
 | preflight | rank 0 | world_size device (the GPUs' models, or CPU) allreduce_gb_per_second seconds |
+| software | rank 0, after it | torch cuda driver python, and other versions |
 | train_started | rank 0, at every start | step epoch total_steps world_size restored_from source train_seconds (of \
   the restored state) and the times below |
 | first_step | rank 0, at every start of the ranks | step |

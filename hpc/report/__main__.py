@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ from hpc import cli
 from hpc.core.errors import UserError
 from hpc.core.files import write_atomic
 from hpc.core.ownership import check_is_own
+from hpc.core.rundir import RunDir
 from hpc.report.gather import csv_tables, gather
-from hpc.report.page import comparison_page, run_page
+from hpc.report.page import RELOAD_SECONDS, comparison_page, run_page
 from hpc.status.__main__ import summaries
 
 
@@ -26,14 +28,29 @@ class ReportOptions(cli.RunsOptions):
     """Run directories or names."""
     output: Path | None = None
     """Directory for the page and the tables; by default report/ in the run, or beside the runs that are compared."""
+    watch: bool = False
+    """Write them anew every 30 s until the runs have ended, or Ctrl-C. An open page reloads itself."""
 
 
 def report(options: ReportOptions) -> int:
-    """Write the page and the tables, and print their paths."""
+    """Write the page and the tables, and print their paths; with --watch again and again until all runs have ended."""
     if not options.run:
         raise UserError("no run: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in (cli.find_run(name, options.runs_dir) for name in options.run)}.values())
-    records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
+    path = _page_path(options, runs)
+    tables, ended = _write(runs, path)
+    if not options.json:
+        print(f"{path}\n  beside it: {', '.join(tables)}", flush=True)
+    while options.watch and not ended:
+        time.sleep(RELOAD_SECONDS)
+        tables, ended = _write(runs, path)
+    if options.json:
+        cli.print_json({"report": str(path), "tables": [str(path.with_name(name)) for name in tables]})
+    return 0
+
+
+def _page_path(options: ReportOptions, runs: Sequence[RunDir]) -> Path:
+    """Where the page goes; its directory is made."""
     if options.output is None and len(runs) == 1:
         try:
             check_is_own(runs[0])  # another user's report/ may be a link to anywhere
@@ -45,6 +62,12 @@ def report(options: ReportOptions) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create {path.parent} ({error.strerror}): use another --output") from error
+    return path
+
+
+def _write(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
+    """Write all files. Returns the names of the tables, and whether all runs have ended."""
+    records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
     tables, now = csv_tables(records), time.time()
     if len(records) == 1:
         page = run_page(records[0], list(tables), now)
@@ -55,11 +78,7 @@ def report(options: ReportOptions) -> int:
     for name, table in tables.items():
         write_atomic(path.with_name(name), table.to_csv(index=False))
     write_atomic(path, page)
-    if options.json:
-        cli.print_json({"report": str(path), "tables": [str(path.with_name(name)) for name in tables]})
-    else:
-        print(f"{path}\n  beside it: {', '.join(tables)}")
-    return 0
+    return list(tables), all(record.has_ended for record in records)
 
 
 main = partial(cli.run, report, ReportOptions, "report")

@@ -55,11 +55,16 @@ def duration(seconds: object) -> str:
     return " ".join(f"{count} {unit}" for count, unit in counts[largest : largest + 2] if count)
 
 
+def hours(value: object) -> str:
+    """Hours, of GPUs: 0.04, 12.5, 1,300."""
+    return number(value, "{:,.0f}" if known(value) and value >= 100 else "{:.3g}")  # type: ignore[operator]  # a number
+
+
 def plural(count: int | None, noun: str) -> str:
     """A count with its noun: 1 step, 2 steps; also one that is not known."""
     return f"{number(count)} {noun}{'s' * (count != 1)}"
 
 
 FILTERS: dict[str, Callable[..., str]] = {
-    one.__name__: one for one in (number, percent, text, cause, moment, duration, plural)
+    one.__name__: one for one in (number, percent, text, cause, moment, duration, hours, plural)
 }

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,17 +11,21 @@ import numpy as np
 import pandas as pd
 
 from hpc.core import ledger
-from hpc.core.attempts import attempts_of
 from hpc.core.errors import UserError
 from hpc.core.files import read_json_lines
+from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.core.text import csv_cell, csv_text
+from hpc.report.timeline import Period, periods_of
 from hpc.spec import RunSpec
 from hpc.status.downtime import PARTS
 from hpc.status.run_view import TERMINAL, Summary
 
 TRAIN = ("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time")
-EVALUATIONS = ("step", "epoch", "split", "loss", "accuracy", "correct", "total", "corrupt", "attempt", "time")
+EVALUATIONS = (
+    *("step", "epoch", "split", "loss", "accuracy", "top5_accuracy", "correct", "total", "corrupt", "attempt", "time"),
+)
+OTHER_METRICS = ("step", "epoch", "attempt", "time")
 ATTEMPTS = (
     "attempt", "job_id", "nodes", "started", "ended", "seconds", "cause", "first_step", "last_step", "detail",
 )  # fmt: skip
@@ -50,15 +54,17 @@ class RunRecord:
     spec: RunSpec | None
     train: pd.DataFrame
     evaluations: pd.DataFrame
+    other_metrics: Mapping[str, pd.DataFrame]
+    """Those of the other files in `metrics/`, by name."""
     attempts: pd.DataFrame
     interruptions: pd.DataFrame
     classes: pd.DataFrame
     confusion: pd.DataFrame | None
     """Number of images by true class (rows) and predicted class (columns)."""
     samples: Sequence[dict[str, Any]]
-    trained_from: float | None
-    """When the first steps began."""
-    last_event: float | None
+    events: Sequence[Event]
+    revision: str | None
+    """The git revision of the code."""
     notes: list[str]
     """What is missing or damaged, in sentences."""
 
@@ -72,14 +78,33 @@ class RunRecord:
         """The median throughput; NaN before the first logged step."""
         return float(self.train["images_per_second"].median())
 
-    def wall_seconds(self, now: float) -> float | None:
-        """From the start of the first attempt to the end of the last one, or to now."""
-        if self.attempts.empty:
-            return None
-        ended = self.attempts["ended"].iloc[-1]
-        if pd.isna(ended):
-            ended = self.last_event or now if self.summary["state"] in TERMINAL else now
-        return float(ended - self.attempts["started"].iloc[0])
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing follows."""
+        return self.summary["state"] in TERMINAL
+
+    def ended(self, now: float) -> float:
+        """The end of the last attempt, or now; seconds since the epoch."""
+        ended = None if self.attempts.empty else self.attempts["ended"].iloc[-1]
+        if ended is not None and not pd.isna(ended) and self.has_ended:
+            return float(ended)
+        return float(self.events[-1]["time"]) if self.has_ended and self.events else now
+
+    @property
+    def began(self) -> float | None:
+        """The start of the first attempt; seconds since the epoch."""
+        return None if self.attempts.empty else float(self.attempts["started"].iloc[0])
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """None for a user's script, and before the training has started."""
+        total = self.summary["total_steps"]
+        return total / self.spec.train.epochs if total and self.spec and self.spec.train else None
+
+    def periods(self, now: float) -> list[Period]:
+        """What the run did when."""
+        own_script = self.spec is not None and self.spec.train is None
+        return periods_of(self.events, self.summary["interruptions"], self.ended(now), own_script=own_script)
 
 
 def gather(run: RunDir, summary: Summary) -> RunRecord:
@@ -94,7 +119,12 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     confusion = _try(notes, run.confusion, read_confusion)
     samples = _try(notes, run.samples, read_samples) or []
     events = ledger.read(run.events)
-    starts = [attempt.training_started for attempt in attempts_of(events)]
+    revision = _try(notes, run.revision, lambda path: path.read_text().strip())
+    other = {
+        path.stem: _lines(notes, path, OTHER_METRICS)
+        for path in sorted(run.train_metrics.parent.glob("*.jsonl"))
+        if path not in {run.train_metrics, run.eval_metrics}
+    }
     notes += missing(summary, spec, has_metrics=not train.empty, has_test=confusion is not None, samples=len(samples))
     attempts = [
         {
@@ -114,13 +144,14 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
         spec=spec,
         train=train,
         evaluations=evaluations,
+        other_metrics=other,
         attempts=_table(attempts, ATTEMPTS),
         interruptions=_table(interruptions, INTERRUPTIONS),
         classes=classes_table(confusion),
         confusion=confusion,
         samples=samples,
-        trained_from=next((start for start in starts if start is not None), None),
-        last_event=events[-1].get("time") if events else None,
+        events=events,
+        revision=revision,
         notes=notes,
     )
 
@@ -137,9 +168,16 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | N
 
 
 def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    """A file of metrics: these columns, and all others that have a number; one row for each step, the last written."""
     _count_damaged(notes, path)
-    found = _table(list(read_json_lines(path)), columns)
-    return found[found["step"].notna()].reset_index(drop=True)
+    lines = list(read_json_lines(path))
+    others = {name: None for line in lines for name, value in line.items() if type(value) in {int, float}}
+    found = _table(lines, list(dict.fromkeys([*columns, *others])))
+    found = found[np.isfinite(found["step"])]
+    keys = ["step", *({"split"}.intersection(columns))]
+    # A script that starts again from a checkpoint writes steps once more.
+    later = found["step"][::-1].cummin()[::-1]
+    return found[found["step"] <= later].drop_duplicates(keys, keep="last").reset_index(drop=True)
 
 
 def _count_damaged(notes: list[str], path: Path) -> None:
@@ -166,7 +204,7 @@ def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_te
         (not summary["attempts"], "No attempt has started."),
         (
             not has_metrics and script,
-            "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl to see curves here.",
+            "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl for curves (docs/metrics.md).",
         ),
         (not has_metrics and not script, "No metrics: the first are logged after --log-every steps."),
         (not script and not over, "No test result yet: the test runs at the end of the training."),
@@ -225,16 +263,22 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 def csv_tables(records: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
     """The tables beside the page, by file name. Each has the run's name in front, and exists even without rows."""
-    found = dict[str, pd.DataFrame]()
-    for file, attribute in _FILES.items():
-        tables = [getattr(record, attribute) for record in records]
-        named = [table.assign(run=label) for label, table in zip(labels_of(records), tables, strict=True)]
-        joined = pd.concat([table for table in named if not table.empty] or named[:1], ignore_index=True)
-        # Steps are whole numbers, also where one is unknown.
-        found[file] = joined[["run", *tables[0].columns]].convert_dtypes()
-        for column in _TEXT.union({"run"}).intersection(found[file].columns):
-            found[file][column] = found[file][column].map(csv_cell)
+    found = {file: _joined(records, [getattr(one, attribute) for one in records]) for file, attribute in _FILES.items()}
+    for name in sorted({name for record in records for name in record.other_metrics}):
+        tables = [record.other_metrics.get(name, _table([], OTHER_METRICS)) for record in records]
+        found[f"metrics-{name}.csv"] = _joined(records, tables)
     return found
+
+
+def _joined(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    named = [table.assign(run=label) for label, table in zip(labels_of(records), tables, strict=True)]
+    joined = pd.concat([table for table in named if not table.empty] or named[:1], ignore_index=True)
+    columns = dict.fromkeys(["run", *(column for table in tables for column in table.columns)])
+    # Steps are whole numbers, also where one is unknown.
+    joined = joined.reindex(columns=list(columns)).convert_dtypes()
+    for column in _TEXT.union({"run"}).intersection(columns):
+        joined[column] = joined[column].map(csv_cell)
+    return joined
 
 
 def labels_of(records: Sequence[RunRecord]) -> list[str]:

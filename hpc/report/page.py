@@ -1,19 +1,25 @@
 """The page of one run and the page that compares several: what the templates show. Pure; runs on the login node.
 
-The templates escape whatever they print, but the drawings of `hpc.report.plots`.
+The templates escape whatever they print, but scripts.
 """
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 import jinja2
 import pandas as pd
+from markupsafe import Markup
 
 from hpc.report import formats
+from hpc.report.charts import line_style
 from hpc.report.command import flat_settings, shell_text, submit_command
 from hpc.report.formats import FILTERS, UNKNOWN, known
 from hpc.report.gather import RunRecord, labels_of
-from hpc.report.plots import attempt_spans, line_style, plots_of
+from hpc.report.origin import cost, how_to_get_the_code, provenance
+from hpc.report.plots import COLORS, DEFAULT_SMOOTHING, SMOOTHINGS, Plots, bokeh_script, plots_of
 from hpc.spec import RunSpec
 from hpc.status.downtime import PARTS
 from training.config.train_config import highest_learning_rate
@@ -32,7 +38,14 @@ _RECOVERY = {
     "restore": "reading the checkpoint",
     "first_step": "until the first step was done",
 }
-_RECOVERY_COLORS = {part: f"s{number}" for number, part in enumerate(PARTS, 1)}
+RELOAD_SECONDS = 30
+# Color and meaning of the marks in the figures.
+_MARKS = (
+    ("failure", "a failure, and what it discarded or until the run was back"),
+    ("outside", "a preemption or time limit"),
+    ("queue", "in the queue"),
+)
+_RECOVERY_COLORS = {part: f"s{number}" for number, part in enumerate(PARTS, 1)} | {"start": "queue"}
 
 Column = tuple[str, Any, str]
 """Title, key of the rows, kind of the cells."""
@@ -46,17 +59,21 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         record=record,
         tables=tables,
         now=now,
-        seconds=record.wall_seconds(now),
+        seconds=None if record.began is None else record.ended(now) - record.began,
         headline=_headline(spec) if spec else (),
         causes=[f"{cost['count']} {formats.cause(name)}" for name, cost in record.summary["recovery"].items()],
-        plots=plots_of([record]),
-        several_attempts=len(attempt_spans(record.train)) > 1,
-        interrupted_steps=bool(record.interruptions["step"].notna().any()),
+        reload_seconds=None if record.has_ended else RELOAD_SECONDS,
+        provenance=provenance(record),
+        cost=cost(record, now),
+        plots=plots_of([record], now),
+        several_attempts=len(record.attempts) > 1,
+        mark_legend=_MARKS,
         time_spent=_time_spent(record, now),
         lost_by_cause=_lost_time(_by_cause(record.interruptions)),
         interruptions=_interruption_rows(record),
         attempts=record.attempts.to_dict("records"),
         command=shell_text(submit_command(spec)) if spec else "",
+        origin=how_to_get_the_code(record),
         settings=[pair for pair in flat_settings(spec).items() if pair[1]] if spec else (),
         **_test(record),
     )
@@ -67,23 +84,23 @@ def comparison_page(
 ) -> str:
     """The HTML of the page that compares runs; `links` lead to their own pages, for those that have one."""
     labelled = list(zip(labels_of(records), records, strict=True))
-    specs = [(label, record.spec) for label, record in labelled if record.spec]
+    differing = _differing_settings({label: record.spec for label, record in labelled if record.spec})
     return _render(
         "comparison.html",
         tables=tables,
         now=now,
-        runs=_runs(labelled, links, now),
-        plots=plots_of(records),
+        reload_seconds=None if all(record.has_ended for record in records) else RELOAD_SECONDS,
+        runs=_runs(labelled, links, now, differing),
+        setting_columns=[(name, f"setting {name}", "text") for name in differing],
+        plots=plots_of(records, now),
         lost_by_run=_lost_time({label: record.interruptions for label, record in labelled}),
         lost_by_cause=_lost_time(_by_cause(pd.concat([record.interruptions for record in records]))),
         **_compared_classes(labelled),
-        setting_columns=[("setting", None, "text"), *((label, label, "text") for label, _ in specs)],
-        settings=_differing_settings(dict(specs)),
         remarks=[f"{label}: {note}" for label, one in labelled for note in (*one.notes, *one.summary["warnings"])],
     )
 
 
-def _render(template: str, **values: Any) -> str:
+def _render(template: str, *, plots: Plots, **values: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hpc.report"),
         autoescape=True,
@@ -96,7 +113,19 @@ def _render(template: str, **values: Any) -> str:
     environment.filters["side"] = lambda kind: _SIDES.get(kind, "number")
     environment.tests["known"] = known
     environment.globals["recovery_legend"] = _recovery_legend
-    return environment.get_template(template).render(values)
+    environment.globals |= {"unknown": UNKNOWN, "colors": COLORS, "smoothings": list(SMOOTHINGS)}
+    # Bokeh reads its models in this order.
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    environment.globals |= {"default_smoothing": DEFAULT_SMOOTHING}
+    own = resources.files("hpc.report").joinpath("templates", "page.js").read_text(encoding="utf-8")
+    # Scripts of ours: no text from a run is in them.
+    scripts = [Markup(script) for script in ([bokeh_script()] if plots.charts else []) + [own]]  # noqa: S704
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    return environment.get_template(template).render(**values, plots=plots, scripts=scripts, script_hashes=hashes)
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _formatted(value: object, kind: str) -> str:
@@ -131,19 +160,19 @@ def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _time_spent(record: RunRecord, now: float) -> list[tuple[str, float, str]]:
-    """The run's wall-clock time in parts: name, seconds, color; empty if it is not known."""
-    whole, trained = record.wall_seconds(now), record.train["train_seconds"].max()
-    if not whole or whole <= 0 or pd.isna(trained):
+    """The run's time since its submission in parts: name, seconds, color; empty if it is not known."""
+    trained = record.train["train_seconds"].max()
+    if pd.isna(trained):
         return []
-    began = record.attempts["started"].iloc[0]
-    startup = max(0.0, (record.trained_from or began) - began)
-    interrupted = float(record.interruptions["total_seconds"].sum())
-    other = max(0.0, whole - float(trained) - startup - interrupted)
+    spent = dict.fromkeys(("queue", "startup", "recovery", "training"), 0.0)
+    for period in record.periods(now):
+        spent[period.kind] += period.seconds
     return [
         ("productive steps", float(trained), "s3"),
-        ("startup", startup, "s1"),
-        ("interruptions", interrupted, "bad"),
-        ("other", other, "rule"),
+        ("queue", spent["queue"], "queue"),
+        ("startup", spent["startup"], "s1"),
+        ("interruptions", spent["recovery"], "failure"),
+        ("other", max(0.0, spent["training"] - float(trained)), "s8"),
     ]
 
 
@@ -201,7 +230,12 @@ def _test(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _runs(labelled: Sequence[tuple[str, RunRecord]], links: Sequence[str | None], now: float) -> list[dict[str, Any]]:
+def _runs(
+    labelled: Sequence[tuple[str, RunRecord]],
+    links: Sequence[str | None],
+    now: float,
+    differing: Mapping[str, Mapping[str, str]],
+) -> list[dict[str, Any]]:
     accuracies = [record.summary["test_accuracy"] for _, record in labelled]
     best = max((accuracy for accuracy in accuracies if accuracy is not None), default=None)
     return [
@@ -214,7 +248,8 @@ def _runs(labelled: Sequence[tuple[str, RunRecord]], links: Sequence[str | None]
             "best_validation": record.best_validation,
             "images_per_second": record.images_per_second,
             "interruptions": len(record.interruptions),
-            "seconds": record.wall_seconds(now),
+            "seconds": None if record.began is None else record.ended(now) - record.began,
+            **{f"setting {name}": values.get(label, "") for name, values in differing.items()},
         }
         for number, ((label, record), link) in enumerate(zip(labelled, links, strict=True))
     ]
@@ -236,9 +271,9 @@ def _compared_classes(labelled: Sequence[tuple[str, RunRecord]]) -> dict[str, An
     }
 
 
-def _differing_settings(specs: Mapping[str, RunSpec]) -> list[dict[Any, str]]:
-    """The settings in which the runs differ, beside their names."""
+def _differing_settings(specs: Mapping[str, RunSpec]) -> dict[str, dict[str, str]]:
+    """The settings in which the runs differ, and their value in each run."""
     flat = {label: flat_settings(spec) for label, spec in specs.items()}
     names = dict.fromkeys(name for settings in flat.values() for name in settings if name != "name")
-    rows = ((name, {label: settings.get(name, "") for label, settings in flat.items()}) for name in names)
-    return [{**row, None: name} for name, row in rows if len(set(row.values())) > 1]
+    values = {name: {label: settings.get(name, "") for label, settings in flat.items()} for name in names}
+    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs.values())) > 1}

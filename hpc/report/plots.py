@@ -1,309 +1,256 @@
-"""The figures: one run with its attempts and interruptions, or several runs, as inlined SVG. Runs on the login node.
+"""The figures as Bokeh draws them in the reader's browser, and the data that it needs. Runs on the login node.
 
-matplotlib draws with placeholder colors, which become the page's CSS variables, so that figures follow dark and light
-mode. Text stays text, in the page's font.
+The page has all points, for each x axis and each degree of smoothing; `templates/page.js` chooses among these columns.
+Colors are those of the light page: in dark mode the style sheet inverts whole figures.
 """
 
-import io
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from bokeh.document import Document
+from bokeh.models import (
+    BasicTickFormatter,
+    BoxZoomTool,
+    ColumnDataSource,
+    DataRange1d,
+    HoverTool,
+    NumeralTickFormatter,
+    PanTool,
+    Range1d,
+    ResetTool,
+    SaveTool,
+    WheelZoomTool,
+)
+from bokeh.plotting import figure
+from bokeh.resources import Resources
 
 from hpc.core.causes import Cause
-from hpc.report.gather import RunRecord, labels_of
+from hpc.report.charts import Axis, Chart, Clock, Series, axes_of, charts_of, clock_for
+from hpc.report.formats import cause as cause_text
+from hpc.report.formats import duration, known, number, plural
+from hpc.report.gather import RunRecord
 
-SERIES = 8
-# Placeholders: no two alike, and none that matplotlib would use by itself.
 COLORS = {
-    name: f"#0101{number:02x}"
-    for number, name in enumerate(["soft", "rule", "band", "bad", "mild", *(f"s{line + 1}" for line in range(SERIES))])
-}
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    # Ids of clip paths and markers then follow from their content: the same run makes the same page.
-    "svg.hashsalt": "torchrelay",
-    "font.size": 11.0,
-    "axes.edgecolor": COLORS["rule"],
-    "axes.labelcolor": COLORS["soft"],
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": COLORS["rule"],
-    "grid.linewidth": 0.7,
-    "xtick.color": COLORS["soft"],
-    "ytick.color": COLORS["soft"],
-    "xtick.major.size": 0.0,
-    "ytick.major.size": 0.0,
-    "xtick.major.pad": 6.0,
-    "ytick.major.pad": 6.0,
-    "text.color": COLORS["soft"],
-    "lines.linewidth": 1.7,
-    "lines.solid_capstyle": "round",
-}
-_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
-# Causes from outside the run.
-_EXTERNAL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
-# A line with fewer points is not smoothed; a longer one is averaged over 1/40 of it.
-_PLAIN_POINTS, _SMOOTHED_PARTS = 60, 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlotSize:
-    """The size of a drawing: a phone gets its own, because text that is scaled down is too small to read."""
-
-    name: str
-    width: float
-    """In CSS pixels, which are also points."""
-    height: float
-    points: int
-    """The maximum number of points of a line."""
-
-
-SIZES = (
-    PlotSize(name="wide", width=540, height=280, points=2000),
-    PlotSize(name="narrow", width=330, height=230, points=700),
-)
-
-
-def decimate(table: pd.DataFrame, column: str, most: int) -> pd.DataFrame:
-    """At most `most` rows, evenly spread: of each stretch the lowest and the highest, so that no extreme is lost."""
-    known = table[table[column].notna()].reset_index(drop=True)
-    if len(known) <= most:
-        return known
-    stretches = np.arange(len(known)) * (most // 2 - 1) // len(known)
-    grouped = known[column].groupby(stretches)
-    keep = {0, len(known) - 1, *grouped.idxmin(), *grouped.idxmax()}
-    return known.loc[sorted(keep)]
-
-
-def smoothed(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """The trend of a column: the centered moving average, which neither lags nor leads."""
-    if len(table) <= _PLAIN_POINTS:
-        return table
-    window = table[column].rolling(len(table) // _SMOOTHED_PARTS + 1, center=True, min_periods=1)
-    return table.assign(**{column: window.mean()})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """One kind of figure: a column of the metrics over the steps."""
-
-    title: str
-    column: str
-    split: str | None = None
-    """Of evaluations: on which part of the data; None: the column is of the training's metrics."""
-    unit: Callable[[float], str]
-    """A value as people write it."""
-
-    def table(self, record: RunRecord) -> pd.DataFrame:
-        """The rows of a run that it shows."""
-        if self.split is None:
-            return record.train
-        return record.evaluations[record.evaluations["split"] == self.split]
-
-
-LOSS = Chart(title="Loss", column="loss", unit="{:.3f}".format)
-ACCURACY = Chart(title="Accuracy", column="accuracy", split="val", unit="{:.2%}".format)
-SPEED = Chart(title="Images per second", column="images_per_second", unit="{:,.0f}".format)
-RATE = Chart(title="Learning rate", column="lr", unit="{:.3g}".format)
-CHARTS = (LOSS, ACCURACY, SPEED, RATE)
-_NOISY = frozenset({LOSS, SPEED})
+    "s1": "#1d5fd1", "s2": "#c2500a", "s3": "#14804a", "s4": "#8a3ffc", "s5": "#b8256e", "s6": "#0b7285",
+    "s7": "#7a5c00", "s8": "#55606e", "failure": "#c62828", "outside": "#b58100", "queue": "#7048a8",
+    "soft": "#55606e", "rule": "#c3cad4", "shade": "#c9d2de",
+}  # fmt: skip
+"""Of lines, periods and the frame; the style sheet has them as variables."""
+SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
+"""The trend is the moving average over this part of a line: 1/40, and so on."""
+DEFAULT_SMOOTHING = "medium"
+MOST_FIGURES = 40
+# Shorter lines have no trend.
+_PLAIN_POINTS = 60
+# Of a line and of all together, each with up to seven numbers of four bytes.
+_MOST_POINTS, _ALL_POINTS = 1000, 16_000
 # A loss that falls by this factor is drawn on a logarithmic scale: its beginning would hide its end.
 _LONG_FALL = 4.0
-# The part of the data, what it is called, its sign and color in the key, and how it is drawn.
-_EVALUATIONS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
-    ("val", "validation", "●", "s2", {"marker": "o", "markersize": 4, "linewidth": 1.2}),
-    ("test", "test", "◆", "s3", {"marker": "D", "markersize": 7, "linestyle": "none"}),
-)
+# Causes from outside the run.
+_EXTERNAL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
+_FONT = {"text_font": "system-ui, sans-serif", "text_font_size": "12px", "text_color": COLORS["soft"]}
 
 
-def plots_of(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """The figures of one or more runs; none without data.
+@dataclass(frozen=True, kw_only=True)
+class Plots:
+    """What the template shows of the figures."""
 
-    A figure has a title, a key (of each sign its color and its meaning), a description for those who cannot see it, and
-    a drawing for each size, the content of an SVG element; the style sheet shows the one that fits.
-    """
-    shown = [chart for chart in CHARTS if any(chart.table(record)[chart.column].notna().any() for record in records)]
-    return [_plot(chart, records) for chart in shown]
-
-
-def _plot(chart: Chart, records: Sequence[RunRecord]) -> dict[str, Any]:
-    steps = pd.concat([table["step"] for record in records for table in (record.train, record.evaluations)])
-    last = max(1.0, float(steps.max()))
-
-    def paint(axes: Axes, size: PlotSize) -> None:
-        if len(records) == 1:
-            _paint_run(axes, size, chart, records[0])
-        else:
-            _paint_runs(axes, size, chart, records)
-        # The same steps in all figures, so that what happened at one is found in the others.
-        axes.set_xlim(-0.02 * last, 1.02 * last)
-        axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(6 if size.width > 400 else 4, integer=True))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        if _is_logarithmic(chart, records):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_locator(NullLocator())
-        if chart is ACCURACY:
-            axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.4g}%")
-        if chart is SPEED:
-            axes.yaxis.set_major_formatter("{x:,.0f}")
-        if chart in {SPEED, RATE}:
-            axes.set_ylim(bottom=0)
-
-    key = _key(chart, records[0]) if len(records) == 1 else []
-    key += [("", "soft", "logarithmic scale")] if _is_logarithmic(chart, records) else []
-    drawings = draw(chart.column, paint)
-    return {"title": chart.title, "key": key, "description": describe(chart, records), "drawings": drawings}
+    charts: Sequence[Chart]
+    axes: Sequence[Axis]
+    """What the x axis can show."""
+    has_trends: bool
+    left_out: Sequence[str]
+    """Titles of figures that would make the page too large."""
+    data: dict[str, Any]
+    """For `templates/page.js`: Bokeh's document, and the element of each figure."""
 
 
-def _key(chart: Chart, record: RunRecord) -> list[tuple[str, str, str]]:
-    """What the signs mean, if there are several."""
-    if chart not in {LOSS, ACCURACY}:
-        return []
-    splits = set(record.evaluations["split"])
-    training = [("━", "s1", "training")] if chart is LOSS else []
-    return training + [(sign, color, name) for split, name, sign, color, _ in _EVALUATIONS if split in splits]
+def bokeh_script() -> str:
+    """Bokeh's own script, to embed in the page."""
+    (script, *_) = Resources(mode="inline", components=["bokeh"]).js_raw
+    return script
 
 
-def _is_logarithmic(chart: Chart, records: Sequence[RunRecord]) -> bool:
-    values = pd.concat([chart.table(record)[chart.column] for record in records])
-    return chart is LOSS and bool(values.min() > 0) and bool(values.max() > _LONG_FALL * values.min())
+def plots_of(records: Sequence[RunRecord], now: float) -> Plots:
+    """The figures of one or more runs; none without data."""
+    clock = clock_for(records, now)
+    charts = charts_of(records, clock)
+    shown = charts[:MOST_FIGURES]
+    axes = axes_of(shown, clock)
+    most = min(_MOST_POINTS, _ALL_POINTS // max(1, sum(len(chart.series) for chart in shown)))
+    marks = _marks(records[0], clock, now) if len(records) == 1 else []
+    # The same steps in all figures, so that what happened at one is found in the others.
+    x_range = _range(axes[0]) if axes else Range1d()
+    document, elements = Document(title=""), dict[str, str]()
+    for position, chart in enumerate(shown):
+        drawn = _draw(chart, most, marks, x_range, axes)
+        document.add_root(drawn)
+        elements[drawn.id] = f"plot-{position}"
+    return Plots(
+        charts=shown,
+        axes=axes,
+        has_trends=any(_has_trend(chart, one) for chart in shown for one in chart.series),
+        left_out=[chart.look.title for chart in charts[MOST_FIGURES:]],
+        data={
+            "document": document.to_json(deferred=False),
+            "elements": elements,
+            "axes": {axis.name: {"limits": _limits(axis), "label": axis.label} for axis in axes},
+        },
+    )
 
 
-def describe(chart: Chart, records: Sequence[RunRecord]) -> str:
-    """A figure in words."""
-    words = [f"{chart.title} by step."]
-    for record, label in zip(records, labels_of(records), strict=True):
-        table = chart.table(record).dropna(subset=[chart.column])
-        if table.empty:
-            words.append(f"{label}: not known.")
+def _limits(axis: Axis) -> tuple[float, float]:
+    largest = max(axis.largest, 1e-6)
+    return -0.02 * largest, 1.02 * largest
+
+
+def _range(axis: Axis) -> Range1d:
+    start, end = _limits(axis)
+    return Range1d(start=start, end=end)
+
+
+def _draw(chart: Chart, most: int, marks: Sequence[dict[str, Any]], x_range: Range1d, axes: Sequence[Axis]) -> figure:
+    logarithmic = is_logarithmic(chart)
+    box_zoom = BoxZoomTool()
+    drawn = figure(
+        height=270, sizing_mode="stretch_width", x_range=x_range, y_axis_type="log" if logarithmic else "linear",
+        y_range=DataRange1d(start=0) if chart.look.from_zero else DataRange1d(),
+        tools=[box_zoom, PanTool(), WheelZoomTool(dimensions="width"), ResetTool(), SaveTool()],
+        toolbar_location="above", min_border=2, background_fill_color=None, border_fill_color=None,
+        outline_line_color=None,
+    )  # fmt: skip
+    drawn.toolbar.update(logo=None, active_drag=box_zoom, active_scroll=None)
+    drawn.toolbar.stylesheets = ["@media print { :host { visibility: hidden; } }"]
+    _frame(drawn, axes, logarithmic=logarithmic)
+    _draw_marks(drawn, marks)
+    lines = [_draw_series(drawn, chart, one, most) for one in chart.series]
+    value = f"@value{{{chart.look.form}}}"
+    drawn.add_tools(
+        HoverTool(
+            renderers=lines,
+            # Above each other, many would hide the figure.
+            mode="vline" if len(lines) <= 4 else "mouse",
+            tooltips=[("", "$name"), (chart.look.title, value), *((axis.label, _hovered(axis)) for axis in axes)],
+            formatters={"@value": "printf"},
+            visible=False,
+        )
+    )
+    return drawn
+
+
+def _hovered(axis: Axis) -> str:
+    return "@step{0,0}" if axis.name == "step" else f"@{axis.name}{{0.00}}"
+
+
+def _frame(drawn: figure, axes: Sequence[Axis], *, logarithmic: bool) -> None:
+    for axis in drawn.axis:
+        axis.update(axis_line_color=None, major_tick_line_color=None, minor_tick_line_color=None)
+        axis.update(**{f"major_label_{name}": value for name, value in _FONT.items()})
+    drawn.xgrid.grid_line_color = None
+    drawn.ygrid.update(grid_line_color=COLORS["rule"], grid_line_alpha=0.6)
+    drawn.xaxis.update(**{f"axis_label_{name}": value for name, value in _FONT.items()})
+    drawn.xaxis.axis_label_text_font_style = "normal"
+    drawn.xaxis.axis_label = axes[0].label if axes else ""
+    drawn.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
+    if logarithmic:
+        drawn.yaxis.formatter = BasicTickFormatter()
+
+
+def _has_trend(chart: Chart, series: Series) -> bool:
+    return chart.look.noisy and not series.is_evaluation and len(series.points) > _PLAIN_POINTS
+
+
+def _draw_series(drawn: figure, chart: Chart, series: Series, most: int) -> Any:
+    """Draw a line, and return what the reader can point at: a noisy one is faint, behind its trend."""
+    has_trend, color = _has_trend(chart, series), COLORS[series.color]
+    points = series.points
+    if has_trend:
+        trends = {f"value_{name}": smoothed(points["value"], part) for name, part in SMOOTHINGS.items() if part}
+        points = points.assign(**trends)
+    # 32 bits are more than an eye sees, and half of the page.
+    source = ColumnDataSource({name: column.to_numpy("float32") for name, column in decimate(points, most).items()})
+    common: dict[str, Any] = {"x": "step", "source": source, "color": color, "name": series.name}
+    if series.is_evaluation or len(points) < 40:
+        drawn.scatter(y="value", size=9 if len(points) == 1 else 5, **common)
+    style: dict[str, Any] = {"line_width": 1.7, "line_dash": series.dashes}
+    if not has_trend:
+        return drawn.line(y="value", **style, **common)
+    drawn.line(y="value", alpha=0.3, line_width=1.0, **common)
+    trend = drawn.line(y=f"value_{DEFAULT_SMOOTHING}", **style, **common)
+    trend.tags = ["trend"]
+    return trend
+
+
+def smoothed(values: pd.Series, part: int) -> pd.Series:
+    """The centered moving average over 1/part of a line, which neither lags nor leads."""
+    return values.rolling(len(values) // part + 1, center=True, min_periods=1).mean()
+
+
+def decimate(points: pd.DataFrame, most: int) -> pd.DataFrame:
+    """At most `most` rows, evenly spread: of each stretch the lowest and the highest, so that no extreme is lost."""
+    if len(points) <= most:
+        return points
+    stretches = np.arange(len(points)) * (most // 2 - 1) // len(points)
+    grouped = points["value"].groupby(stretches)
+    return points.loc[sorted({0, len(points) - 1, *grouped.idxmin(), *grouped.idxmax()})]
+
+
+def is_logarithmic(chart: Chart) -> bool:
+    """Whether a loss falls so far that its end would be flat."""
+    values = pd.concat([series.points["value"] for series in chart.series])
+    return chart.column == "loss" and bool(values.min() > 0) and bool(values.max() > _LONG_FALL * values.min())
+
+
+def _marks(record: RunRecord, clock: Clock, now: float) -> list[dict[str, Any]]:
+    """Strips behind the lines, from and to a step, time and epoch: every other attempt, interruptions, the queue."""
+    per_epoch, began = record.steps_per_epoch or np.nan, record.began or np.nan
+
+    def strip(color: str, steps: tuple[float, float], times: tuple[float, float], text: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {"color": COLORS[color], "alpha": 0.5 if color == "shade" else 0.25, "text": text}
+        for end, step, time in zip(("from", "to"), steps, times, strict=True):
+            found |= {f"step_{end}": step, f"epoch_{end}": step / per_epoch}
+            found[f"time_{end}"] = (time - began) / clock.unit_seconds
+        return found
+
+    attempts = [row for row in record.attempts.to_dict("records") if known(row["first_step"])]
+    edges = [*(row["first_step"] for row in attempts), record.train["step"].max()]
+    shades = [
+        strip("shade", (row["first_step"], end), (row["started"], row["ended"] if known(row["ended"]) else now))
+        for row, end in zip(attempts, edges[1:], strict=True)
+    ][1::2]
+    return [*shades, *_interruption_strips(record, strip, now)]
+
+
+def _interruption_strips(record: RunRecord, strip: Any, now: float) -> Iterator[dict[str, Any]]:
+    rows = {int(row["number"]): row for row in record.interruptions.to_dict("records")}
+    for period in record.periods(now):
+        if period.interruption is None:
             continue
-        values, steps, unit = table[chart.column], table["step"], chart.unit
-        first, last = (f"{unit(values.iloc[i])} at step {steps.iloc[i]:.0f}" for i in (0, -1))
-        words.append(f"{label}: from {first} to {last}, lowest {unit(values.min())}, highest {unit(values.max())}.")
-    return " ".join(words)
+        row = rows[period.interruption]
+        lost = row["steps_lost"] if known(row["steps_lost"]) else 0
+        text = f"#{period.interruption} {cause_text(row['cause'])} at step {number(row['step'])}"
+        if period.kind == "queue":
+            steps, color, text = (row["step"], row["step"]), "queue", f"{text}: {duration(period.seconds)} in the queue"
+        else:
+            steps, color = (row["step"] - lost, row["step"]), "outside" if row["cause"] in _EXTERNAL else "failure"
+            text = f"{text}: {duration(row['total_seconds'])}, {plural(int(lost), 'step')} lost"
+        yield strip(color, steps, (period.began, period.ended), text)
 
 
-def _paint_run(axes: Axes, size: PlotSize, chart: Chart, record: RunRecord) -> None:
-    """One run: the raw line faint behind its trend, the evaluations, the attempts and the interruptions."""
-    color = COLORS["s1"]
-    if chart.split is None:
-        trend = smoothed(record.train, chart.column) if chart in _NOISY else record.train
-        if trend is not record.train:
-            _line(axes, decimate(record.train, chart.column, size.points), chart, color=color, alpha=0.3, linewidth=0.9)
-        _line(axes, decimate(trend, chart.column, size.points), chart, color=color)
-    if chart in {LOSS, ACCURACY}:
-        for split, _, _, evaluations_color, style in _EVALUATIONS:
-            evaluations = record.evaluations[record.evaluations["split"] == split]
-            rows = decimate(evaluations, chart.column, size.points // 4)
-            if not rows.empty:
-                _line(axes, rows, chart, color=COLORS[evaluations_color], zorder=3, clip_on=False, **style)
-    _paint_attempts(axes, record.train)
-    _paint_interruptions(axes, record.interruptions, record.train["step"].max())
-
-
-def _line(axes: Axes, rows: pd.DataFrame, chart: Chart, **style: Any) -> None:
-    axes.plot(rows["step"].to_numpy(), rows[chart.column].to_numpy(), **style)
-
-
-def attempt_spans(train: pd.DataFrame) -> list[tuple[int, float, float]]:
-    """For each attempt with productive steps: its number, its first and its last step."""
-    lasts = train.groupby("attempt")["step"].max()
-    starts = [float(train["step"].min()), *lasts.tolist()]
-    return [(int(attempt), start, last) for (attempt, last), start in zip(lasts.items(), starts, strict=False)]
-
-
-def _paint_attempts(axes: Axes, train: pd.DataFrame) -> None:
-    """Every other attempt is shaded; those that are wide enough are named above."""
-    spans = attempt_spans(train)
-    if len(spans) < 2:
-        return
-    total = spans[-1][2] - spans[0][1]
-    for number, (attempt, start, end) in enumerate(spans):
-        if number % 2:
-            axes.axvspan(start, end, color=COLORS["band"], linewidth=0, zorder=0)
-        if end - start > total / 6:
-            _write_above(axes, (start + end) / 2, 13, f"attempt {attempt}", color=COLORS["soft"])
-
-
-def _paint_interruptions(axes: Axes, interruptions: pd.DataFrame, last: float) -> None:
-    """A line for each, with its number at the top unless that would cover the one before."""
-    marks = interruptions[interruptions["step"].notna()].sort_values("step")
-    numbered, gap = -np.inf, last / 25
-    for number, step, cause in zip(marks["number"], marks["step"], marks["cause"], strict=True):
-        color = COLORS["mild" if cause in _EXTERNAL else "bad"]
-        axes.axvline(step, color=color, linewidth=1.1, linestyle=(0, (3, 2)), zorder=1)
-        if step - numbered > gap:
-            numbered = step
-            _write_above(axes, step, 1, str(int(number)), color=color)
-
-
-def _write_above(axes: Axes, step: float, points: float, text: str, color: str) -> None:
-    """Write text above the frame, at a distance in points."""
-    style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 10, "color": color}
-    frame = axes.get_xaxis_transform()
-    axes.annotate(text, (step, 1), xycoords=frame, xytext=(0, points), textcoords="offset points", **style)
-
-
-def line_style(number: int) -> tuple[str, int]:
-    """The color and the dashes of a run in a comparison, by its number: every pair is used before one repeats."""
-    return f"s{number % SERIES + 1}", number // SERIES % len(_DASHES)
-
-
-def _paint_runs(axes: Axes, size: PlotSize, chart: Chart, records: Sequence[RunRecord]) -> None:
-    """Several runs, one line each; together they have the points of a few."""
-    most = max(100, 4 * size.points // len(records))
-    for number, record in enumerate(records):
-        color, dashes = line_style(number)
-        table = chart.table(record)
-        rows = decimate(smoothed(table, chart.column) if chart in _NOISY else table, chart.column, most)
-        dots = {"marker": "o", "markersize": 3.5} if chart.split and len(rows) < 40 else {}
-        _line(axes, rows, chart, color=COLORS[color], linestyle=_DASHES[dashes], linewidth=1.5, **dots)
-
-
-def draw(name: str, paint: Callable[[Axes, PlotSize], None]) -> dict[PlotSize, Markup]:
-    """Draw a figure in each size. `name` is unique on the page, for ids; `paint` uses `COLORS` only."""
-    drawings = dict[PlotSize, Markup]()
-    for size in SIZES:
-        with rc_context(_STYLE):
-            figure = Figure(figsize=(size.width / 72, size.height / 72), layout="constrained")
-            axes = figure.subplots()
-            axes.grid(visible=False, axis="x")
-            paint(axes, size)
-            buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        # matplotlib has escaped the text in it.
-        drawings[size] = Markup(_inlined(buffer.getvalue(), f"{name}-{size.name}"))  # noqa: S704
-    return drawings
-
-
-def _inlined(document: str, name: str) -> str:
-    """The content of an SVG document, with unique ids, the page's colors, and coordinates to a tenth of a pixel."""
-    inside = document[document.index('<g id="figure_1">') :]
-    inside = re.sub(r'<g id="[^"]*">', "<g>", inside)
-    inside = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", inside).replace("xlink:href", "href")
-    inside = re.sub(r" font-family: [^;]*;", "", inside)
-    # Only the coordinates of paths.
-    inside = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"-?\d+\.\d+", _rounded, path[0]), inside)
-    for color, placeholder in COLORS.items():
-        inside = inside.replace(placeholder, f"var(--{color})")
-    return re.sub(r"\n\s*", "\n", inside).removesuffix("</svg>\n")
-
-
-def _rounded(number: re.Match[str]) -> str:
-    return f"{float(number[0]):.1f}".removesuffix(".0")
+def _draw_marks(drawn: figure, marks: Sequence[dict[str, Any]]) -> None:
+    """Draw them; a recovery that lost no step is a line at its step."""
+    for is_shade in (True, False):
+        chosen = [mark for mark in marks if (mark["text"] == "") == is_shade]
+        if not chosen:
+            continue
+        source = ColumnDataSource({key: [mark[key] for mark in chosen] for key in chosen[0]})
+        strips = drawn.vstrip(
+            x0="step_from", x1="step_to", source=source,
+            fill_color="color", fill_alpha="alpha", line_color=None if is_shade else "color", line_alpha=0.6,
+            name="attempts" if is_shade else "interruptions", level="underlay",
+        )  # fmt: skip
+        if not is_shade:
+            drawn.add_tools(HoverTool(renderers=[strips], tooltips="@text", visible=False, point_policy="follow_mouse"))

@@ -126,7 +126,11 @@ def progress(row: Summary) -> str:
         return ": ".join(filter(None, ["pending", wait_reason(row)]))
     if row["step"] is None:
         return f"attempt {row['attempt'] or 1}: starting"
-    return f"attempt {row['attempt']}: epoch {row['epoch']} step {row['step']} loss {row['train_loss']:.4f}"
+    # A user's script may log a part of them.
+    loss = None if row["train_loss"] is None else f"{row['train_loss']:.4f}"
+    known = {"epoch": row["epoch"], "step": row["step"], "loss": loss}
+    words = [f"{name} {value}" for name, value in known.items() if value is not None]
+    return f"attempt {row['attempt']}: {' '.join(words)}"
 
 
 main = partial(cli.run, status, StatusOptions, "status")

@@ -99,13 +99,13 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "state": state,
         "attempt": attempts[-1].attempt if attempts else None,
         "attempts": [{key: getattr(attempt, key) for key in _ATTEMPT_KEYS} for attempt in attempts],
-        "epoch": train.get("epoch"),
-        "step": train.get("step"),
+        "epoch": _number(train, "epoch"),
+        "step": _number(train, "step"),
         "total_steps": started[-1].get("total_steps") if started else None,
         "world_size": train.get("world_size"),
         "device": checked[-1].get("device") if checked else None,
-        "images_per_second": train.get("images_per_second"),
-        "train_loss": train.get("loss"),
+        "images_per_second": _number(train, "images_per_second"),
+        "train_loss": _number(train, "loss"),
         "val_accuracy": validation.get("accuracy"),
         "test_accuracy": final.get("test_accuracy"),
         "best_test_accuracy": best.get("test_accuracy") if isinstance(best, dict) else None,
@@ -121,6 +121,12 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "detail": attempts[-1].detail if attempts else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
     }
+
+
+def _number(record: Mapping[str, Any], name: str) -> int | float | None:
+    """A number from a file that a user's script may have written; None for anything else."""
+    value = record.get(name)
+    return value if type(value) in {int, float} else None
 
 
 def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:

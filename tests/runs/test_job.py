@@ -1,7 +1,9 @@
 """The main job on a real Slurm: it trains, and it goes on after whatever interrupts it."""
 
 import csv
+import importlib.metadata
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +69,20 @@ def test_names_and_paths_that_a_shell_would_take_apart(site: Site, name: str) ->
     check_complete(inside, f"--name={name}", f"--runs-dir={odd / 'r $u n s'}")
 
 
+def check_report(run: Run, stopped: int) -> None:
+    """The report of a run that was preempted after a step: what it was made from, and what it cost."""
+    answer = json.loads(run.site.hpc("report", str(run.directory.path), "--json").stdout)
+    page = Path(answer["report"]).read_text()
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert facts["torch"] == importlib.metadata.version("torch")
+    assert facts["Jobs"] == run.job_id
+    assert set(facts["Nodes"].split(", ")) >= set(run.nodes())
+    assert float(facts["GPU-hours"]) > 0
+    assert re.search(r"<b>productive [\d.e-]+</b>", page)
+    [queue] = set(re.findall(rf"#1 preempted at step {stopped}: ([\w. ]+) in the queue", page))
+    assert queue != "0.0 s"
+
+
 def test_preempted_run_goes_on_at_the_very_next_step(site: Site) -> None:
     run = site.submit("--data=data", *LONG)
     run.wait_for_steps(20)
@@ -84,6 +100,7 @@ def test_preempted_run_goes_on_at_the_very_next_step(site: Site) -> None:
     assert status["steps_lost"] == 0
     assert run.attempts_logged() == [1, 2]
     assert len(run.events("requeued")) == 1
+    check_report(run, stopped)
     run.cancel()
 
 

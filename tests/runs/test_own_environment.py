@@ -1,5 +1,6 @@
 """What a user's script finds on the nodes: the environment that --setup makes, and the user's own Python."""
 
+import importlib.metadata
 import json
 import subprocess
 from pathlib import Path
@@ -93,6 +94,9 @@ def test_script_trains_in_an_environment_that_has_nothing_of_ours(site: Site) ->
     [killed] = run.events("interruption")
     assert (killed["rank"], killed["cause"]) == (1, "crashed")
     assert run.events("preflight")[0]["world_size"] == 2, "in that environment, too"
+    [software] = run.events("software")
+    assert software["torch"] == importlib.metadata.version("torch")
+    assert software["torchrelay"] is None, "it has nothing of ours"
     for rank in (0, 1):
         lines = run.directory.rank_log(1, rank).read_text().splitlines()
         assert lines.count(f"found mine {environment} {environment} []") == 2, "torchrun has restarted both"

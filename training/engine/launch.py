@@ -19,6 +19,7 @@ from training.models.factory import FORMATS, Preprocess, build_model, input_chan
 from training.models.parallel import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, SharedError, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
+from training.runtime.software import versions
 
 
 def launch(context: RunContext, rank_info: RankInfo) -> None:
@@ -40,6 +41,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         report = run_preflight(group, context.fault)
         trainer = make_trainer(context, group)
         trainer.logger.event("preflight", **asdict(report))
+        trainer.logger.event("software", **versions())
         # The objects so far live to the end. Frozen, they cost the garbage collector no time, and its counters do not
         # make loader workers copy their pages.
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Losses, images and time since the last line of metrics. Runs on every rank; the loss stays on the device."""
+"""Loss, accuracy, images and time since the last line of metrics. Runs on every rank; sums stay on the device."""
 
 import math
 import time
@@ -22,15 +22,17 @@ class DivergedError(SharedError):
 
 
 class LossMeter:
-    """Sums since the last line of metrics: the losses of this rank's images, the images of all ranks, and the time.
+    """Sums since the last line of metrics, and the time.
 
-    The losses are float32 numbers of similar size. Summed as float64 they are not rounded, so the sum depends neither
-    on the number of ranks nor on when a state was saved. A part of the training's state.
+    Losses and correct predictions are those of this rank's images; images and steps are those of all ranks. The losses
+    are float32 numbers of similar size. Summed as float64 they are not rounded, so the sum depends neither on the
+    number of ranks nor on when a state was saved. A part of the training's state.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self.loss = torch.zeros((), dtype=torch.float64, device=group.device)
+        self.correct = torch.zeros((), dtype=torch.float64, device=group.device)
         self.images = 0
         self._steps = 0
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=group.device)
@@ -40,6 +42,8 @@ class LossMeter:
         self._waited = 0.0
         self.data_wait_share = 0.0
         """The share of the time that ranks waited for data, the mean of all ranks, as of the last `total_loss`."""
+        self.accuracy = 0.0
+        """The share of all ranks' images that were predicted correctly, as of the last `total_loss`."""
         self._earlier_seconds = 0.0
 
     def begin_step(self) -> None:
@@ -52,9 +56,10 @@ class LossMeter:
         if self._started is not None:
             self._waited += seconds
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Add the sum (float32) of the losses of some of this rank's images."""
+    def add(self, loss: Tensor, correct: Tensor) -> None:
+        """Add some of this rank's images: the sum (float32) of their losses, how many were predicted correctly."""
         self.loss += loss.detach()
+        self.correct += correct
 
     def add_images(self, images: int) -> None:
         """Count a step with this many images on all ranks."""
@@ -70,10 +75,11 @@ class LossMeter:
             DivergedError: the sum is not finite.
         """
         share = self._waited / max(self._seconds, 1e-9)
-        # One all-reduce for both: each one waits for all ranks.
-        sums = self._group.all_reduce(torch.stack([self.loss.to("cpu"), torch.tensor(share, dtype=torch.float64)]))
-        self.data_wait_share = float(sums[1]) / self._group.world_size
-        total = float(sums[0])
+        # One all-reduce for all: each one waits for all ranks.
+        shares = torch.tensor([share], dtype=torch.float64)
+        sums = self._group.all_reduce(torch.cat([torch.stack([self.loss, self.correct]).to("cpu"), shares]))
+        total, correct, waited = map(float, sums)
+        self.data_wait_share, self.accuracy = waited / self._group.world_size, correct / max(self.images, 1)
         if not math.isfinite(total):
             finite_steps = min(self._group.all_gather_json(int(self._finite_steps)))
             raise DivergedError(total, step - self._steps + finite_steps + 1)
@@ -103,15 +109,18 @@ class LossMeter:
         self._earlier_seconds = self.train_seconds
         self._started, self._waited = time.monotonic(), 0.0
         self.loss.zero_()
+        self.correct.zero_()
         self.images = self._timed_images = self._steps = 0
         self._finite_steps.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss of all ranks' images, on the device, and counts. All ranks must call this; no host waits for it."""
-        loss = self._group.all_reduce_on_device(self.loss)
-        return {"loss": loss, "images": self.images, "train_seconds": self.train_seconds}
+        """The sums of all ranks, on the device, and counts. All ranks must call this; no host waits for it."""
+        loss, correct = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct]))
+        sums = {"loss": loss.clone(), "correct": correct.clone()}
+        return {**sums, "images": self.images, "train_seconds": self.train_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Go on from a saved state. The saved loss is that of all ranks: rank 0 alone counts it."""
-        self.loss.copy_(state_dict["loss"] if self._group.is_rank_zero else torch.zeros(()))
+        """Go on from a saved state. The saved sums are those of all ranks: rank 0 alone counts them."""
+        for name, mine in (("loss", self.loss), ("correct", self.correct)):
+            mine.copy_(state_dict[name] if self._group.is_rank_zero else torch.zeros(()))
         self.images, self._earlier_seconds = state_dict["images"], state_dict["train_seconds"]

@@ -22,6 +22,7 @@ from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.rank_device import device_name, device_of_the_node
 from training.runtime.run_context import rank_info_from
+from training.runtime.software import versions
 
 _HELP = """usage: hpc preflight
 
@@ -162,6 +163,7 @@ def _record(report: PreflightReport, run: RunDir, attempt: int) -> None:
     try:
         ledger.path.parent.mkdir(parents=True, exist_ok=True)
         ledger.append("preflight", attempt=attempt, **asdict(report))
+        ledger.append("software", attempt=attempt, **versions())
     except OSError as error:
         print(f"warning: {ledger.path} cannot be written ({error}): this result is lost", flush=True)
 

@@ -94,10 +94,10 @@ class Stepper:
         for index in range(micro_batches):
             start, end = split_range(len(batch.labels), index, micro_batches, self.schedule.samples_per_group)
             with nullcontext() if index == micro_batches - 1 else self.wrapped.no_sync():
-                loss = self._loss(batch.images[start:end], batch.labels[start:end], mix)
+                loss, correct = self._loss(batch.images[start:end], batch.labels[start:end], mix)
                 scaled = scaler.scale(loss * (self.group.world_size / self.schedule.batch_size))
                 torch.autograd.backward(scaled)
-            loss_meter.add_loss(loss)
+            loss_meter.add(loss, correct)
         self.fault.inject("step", progress.step + 1, self.group.rank)
         state.wait_for_copies()
         if config.clip_grad_norm:
@@ -112,8 +112,11 @@ class Stepper:
         if state.ema:
             state.ema.update(state.model, progress.step)
 
-    def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> Tensor:
-        """The sum of the losses of a micro-batch."""
+    def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> tuple[Tensor, Tensor]:
+        """Of a micro-batch: the sum of the losses, and how many images were predicted correctly.
+
+        Of mixed images, the label that counts is that of the larger part, as in torchvision's references.
+        """
         inputs = self.preprocess(images)
         with autocast(self.config, self.group.device):
             logits = self.wrapped(mix_images(mix, inputs) if mix else inputs)
@@ -121,4 +124,6 @@ class Stepper:
         if mix:
             targets = mix_labels(mix, targets, logits.shape[1])
         smoothing = self.config.label_smoothing
-        return functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
+        loss = functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
+        expected = targets.argmax(1) if mix else targets
+        return loss, (logits.detach().argmax(1) == expected).sum()

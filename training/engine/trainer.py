@@ -275,6 +275,7 @@ class Trainer:
                 "step": step,
                 "epoch": epoch,
                 "loss": round(loss, 6),
+                "accuracy": round(meter.accuracy, 6),
                 "lr": lr,
                 "images_per_second": round(speed, 1),
                 "world_size": self.group.world_size,

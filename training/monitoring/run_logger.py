@@ -129,7 +129,7 @@ class RunLogger:
         """Write the metrics of a logged step, or of an evaluation, which names its split."""
         if not self._writes:
             return
-        lines, scalars = self._train, ["loss", "lr", "images_per_second"]
+        lines, scalars = self._train, ["loss", "accuracy", "lr", "images_per_second"]
         if "split" in record:
             lines, scalars = self._evaluations, ["loss", "accuracy"]
         lines.append({**record, "attempt": self._attempt, "time": time.time()})

@@ -13,7 +13,6 @@ from torch import Tensor
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
 from training.checkpoint.sharded import read_full
-from training.checkpoint.state import LOSS
 from training.checkpoint.storage import STATE_VALUES, list_checkpoints
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -65,7 +64,8 @@ def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
         yield compare_tensors(name, *chosen)
     values = [json.loads((path / STATE_VALUES).read_text()) for path in (one, other)]
     for part, full in zip(values, tensors, strict=True):
-        part["loss_meter"] = _timeless(part["loss_meter"]) | {"loss": full[LOSS].item()}
+        sums = {name: full[f"loss_meter/{name}"].item() for name in ("loss", "correct")}
+        part["loss_meter"] = _timeless(part["loss_meter"]) | sums
     for name, key in (
         ("learning rates", "optimizer"),
         ("loss scale", "scaler"),

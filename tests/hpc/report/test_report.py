@@ -1,7 +1,10 @@
 """What `hpc report` writes: pages and tables, whatever a run directory lacks."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +12,29 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from report_rig import BEGAN, CLASSES, EVENTS, HOSTILE, STEPS, completed_run, pending_run, report, running_run, spec_of
+from report_rig import (
+    BEGAN,
+    CLASSES,
+    COMMIT,
+    EVENTS,
+    HOSTILE,
+    STEPS,
+    complete,
+    completed_run,
+    pending_run,
+    report,
+    running_run,
+    spec_of,
+)
 
 from hpc.core import program
 from hpc.core.files import append_json_line
-from hpc.core.rundir import RunDir
-from hpc.report import formats, plots
+from hpc.report import formats
 from hpc.report.__main__ import main
 from hpc.report.command import shell_text, submit_command
-from hpc.report.gather import RunRecord, gather
-from hpc.report.plots import CHARTS, attempt_spans, decimate
+from hpc.report.plots import decimate
 from hpc.spec import Recovery, Resources, RunSpec
-from hpc.status.run_view import summarize
+from hpc.status import __main__ as status
 from hpc.submit import __main__ as submit
 from training.config.train_config import TrainConfig
 from training.evaluation.final_files import confusion_csv
@@ -28,8 +42,17 @@ from training.evaluation.final_files import confusion_csv
 Capture = pytest.CaptureFixture[str]
 
 
-def record(run: RunDir) -> RunRecord:
-    return gather(run, summarize(run, None))
+FIGURES = [
+    *("Loss", "Accuracy (%)", "Top-5 accuracy (%)", "Images per second", "Learning rate", "Waiting for data (%)"),
+    "Memory of rank 0 (GiB)",
+]
+
+
+def facts(html: str) -> dict[str, str]:
+    """Names and values in the head of a page."""
+    found = re.search(r'<dl class="facts">(.*?)</dl>', html, re.DOTALL)
+    assert found
+    return dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", found[1]))
 
 
 def headings(html: str) -> list[str]:
@@ -39,7 +62,7 @@ def headings(html: str) -> list[str]:
 def test_page_of_a_run_has_everything_and_loads_nothing(tmp_path: Path, capsys: Capture) -> None:
     html = report(capsys, completed_run(tmp_path / "r").path).html
     wanted = [
-        *("r", "Training", "Loss", "Accuracy", "Images per second", "Learning rate"),
+        *("r", "Training", *FIGURES),
         *("Time and interruptions", "Where the time went", "Time lost, by cause", "Interruptions", "Attempts"),
         *("Test", "Accuracy by class", "Confusion matrix", "Sample of the test set", "Most confident errors"),
         *("Reproduce it", "Tables"),
@@ -64,7 +87,7 @@ def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> Non
     names = ("=1+1", "-2", "@SUM(A1)")
     run = completed_run(tmp_path / "r")
     run.confusion.write_text(confusion_csv(torch.tensor([[3, 1, 0], [0, 4, 0], [2, 0, 5]]), names))
-    append_json_line(run.events / "z.jsonl", {**EVENTS[4], "time": BEGAN + 132, "detail": "=cmd()", "cause": "+hang"})
+    append_json_line(run.events / "z.jsonl", {**EVENTS[5], "time": BEGAN + 132, "detail": "=cmd()", "cause": "+hang"})
     written = report(capsys, run.path)
     tables = {path.name: pd.read_csv(path, dtype=str, keep_default_na=False) for path in written.tables}
     assert tables["classes.csv"]["class"].tolist() == [f"'{name}" for name in names]
@@ -82,7 +105,9 @@ def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> Non
 
 def test_text_from_files_is_escaped(tmp_path: Path, capsys: Capture) -> None:
     runs = [completed_run(tmp_path / name) for name in ("a", "b")]
-    for html in (report(capsys, runs[0].path).html, report(capsys, *[run.path for run in runs]).html):
+    for written in (report(capsys, runs[0].path), report(capsys, *[run.path for run in runs])):
+        html, scripts = written.html, re.findall(r"<script\b[^>]*>", written.whole)
+        assert scripts[-3:] == ['<script type="application/json" id="plots">', *["<script>"] * 2]
         assert "&lt;script&gt;alert(1)" in html
         assert "<script" not in html
         assert "<img src=x" not in html
@@ -122,13 +147,91 @@ def test_several_runs_are_compared_beside_their_directories(tmp_path: Path, caps
     assert train.groupby("run").size().to_dict() == {"first": 200, "second": 200}
 
 
-def test_settings_that_differ_are_shown(tmp_path: Path, capsys: Capture) -> None:
+def test_settings_that_differ_are_columns_beside_the_accuracy(tmp_path: Path, capsys: Capture) -> None:
     for name, lr in (("a", 0.1), ("b", 0.25)):
-        pending_run(tmp_path / name, spec_of(name, lr=lr))
+        running_run(tmp_path / name, spec=spec_of(name, lr=lr))
     html = report(capsys, tmp_path / "a", tmp_path / "b").html
-    (table,) = re.findall(r"<h2>Settings that differ</h2>.*?</table>", html, re.DOTALL)
-    assert re.findall(r"<th[^>]*scope=\"row\"[^>]*>(.*?)</th>", table) == ["lr"]
-    assert "0.25" in table
+    (table,) = re.findall(r'<table class="stacks sortable">.*?</table>', html, re.DOTALL)
+    titles = re.findall(r"<th scope=\"col\"[^>]*>(.*?)</th>", table)
+    assert titles[:5] == ["run", "state", "best validation", "lr", "loss"]
+    assert re.findall(r'data-label="lr" data-value="(.*?)"', table) == ["0.1", "0.25"]
+
+
+def test_page_begins_with_provenance_and_cost(tmp_path: Path, capsys: Capture) -> None:
+    html = report(capsys, completed_run(tmp_path / "r").path).html
+    assert facts(html) == {
+        "Code": f"{COMMIT[:12]}+dirty", "Recipe": "cifar", "torch": "2.15.0", "CUDA": "13.2", "Driver": "595.1",
+        "Device": "H200", "Jobs": "7", "Nodes": "a1, a2, a3", "Wait in the queue": "1 min 7 s", "GPU-hours": "0.243",
+    }  # fmt: skip
+    assert html.index("GPU-hours") < html.index('class="tiles"')
+    for part in (
+        "productive 0.2</b> (82%)",
+        "recomputed 0.001</b> (0%)",
+        "recovering 0.0122</b> (5%)",
+        "waiting 0.005",
+    ):
+        assert part in html
+    assert f"Check out commit {COMMIT} first, with changes that were not committed" in html
+    assert "its flags began as recipe cifar." in html
+
+
+def test_any_number_of_any_file_of_metrics_is_drawn(tmp_path: Path, capsys: Capture) -> None:
+    run = running_run(tmp_path / "r")
+    for step in (1, 2, 3, 4, 3, 4, 5):  # it was interrupted after step 4, and began again after step 2
+        line = {
+            "step": step,
+            "temperature": 40 + step,
+            "name": "gpu0",
+            "on": True,
+            "nothing": None,
+            "time": BEGAN + step,
+        }
+        append_json_line(run.train_metrics.with_name("gpu.jsonl"), line)
+    written = report(capsys, run.path)
+    assert headings(written.html)[2:10] == [*FIGURES, "temperature"]
+    assert "temperature by step. gpu: from 41 at step 1 to 45 at step 5, lowest 41, highest 45." in written.html
+    table = pd.read_csv(written.path.with_name("metrics-gpu.csv"))
+    assert table["temperature"].tolist() == [41, 42, 43, 44, 45]
+
+
+def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Path, capsys: Capture) -> None:
+    spec = RunSpec(name="own", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py",))
+    run = pending_run(tmp_path / "own", spec)
+    (example,) = re.findall(r"```python\n(.*?)```", Path("docs/metrics.md").read_text(), re.DOTALL)
+    environment = {**os.environ, "TORCHRELAY_RUN_DIR": str(run.path)}
+    subprocess.run([sys.executable, "-c", example], env=environment, check=True)
+    assert status.main([str(run.path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["step"], row["train_loss"], row["images_per_second"]) == (10, 0.7, 5100)
+    assert status.progress({**row, "state": "running", "attempt": 1}) == "attempt 1: step 10 loss 0.7000"
+    html = report(capsys, run.path).html
+    assert headings(html)[2:5] == ["Loss", "Images per second", "grad_norm"]
+
+
+def test_decimation_keeps_the_ends_and_every_extreme() -> None:
+    values = [1.0] * 30_000
+    values[12_345], values[20_001] = 99.0, -99.0
+    points = pd.DataFrame({"step": range(30_000), "value": values})
+    kept = decimate(points, 1000)
+    assert len(kept) <= 1000
+    assert {0, 12_345, 20_001, 29_999} <= set(kept["step"])
+    assert kept["step"].is_monotonic_increasing
+    assert decimate(points.head(500), 1000).equals(points.head(500))
+
+
+def test_watch_writes_the_page_until_the_run_has_ended(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, pages = running_run(tmp_path / "r"), []
+
+    def pause(seconds: float) -> None:
+        pages.append((seconds, run.report.read_text()))
+        complete(run)
+
+    monkeypatch.setattr("time.sleep", pause)
+    written = report(capsys, run.path, "--watch")
+    assert [(seconds, 'data-reload="30"' in page) for seconds, page in pages] == [(30, True)]
+    assert "data-reload" not in written.html
 
 
 def test_runs_of_the_same_name_are_labelled_by_directory(tmp_path: Path, capsys: Capture) -> None:
@@ -143,13 +246,17 @@ def test_pending_run_lists_what_is_missing(tmp_path: Path, capsys: Capture) -> N
     assert "No attempt has started." in html
     assert "No metrics: the first are logged after --log-every steps." in html
     assert headings(html) == ["r", "Reproduce it", "Tables"]
+    assert [*facts(html)] == ["Code", "Recipe", "Jobs", "Wait in the queue"]
+    assert re.findall(r"<dt>(.*?)</dt>", html)[4:] == ["Interruptions", "Attempts"], (
+        "tiles without a value are not drawn"
+    )
 
 
 def test_page_of_a_running_run(tmp_path: Path, capsys: Capture) -> None:
     html = report(capsys, running_run(tmp_path / "r").path).html
     assert "No test result yet: the test runs at the end of the training." in html
     assert "Confusion matrix" not in html
-    assert {"Loss", "Accuracy", "Attempts"} <= set(headings(html))
+    assert {"Loss", "Accuracy (%)", "Attempts"} <= set(headings(html))
 
 
 def test_failed_run_shows_its_last_message(tmp_path: Path, capsys: Capture) -> None:
@@ -172,7 +279,7 @@ def test_custom_script_has_attempts_and_its_command(tmp_path: Path, capsys: Capt
         name="own", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py", "a b", "--x")
     )
     html = report(capsys, pending_run(tmp_path / "own", spec).path).html
-    assert "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl" in html
+    assert "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl for curves" in html
     assert "No test result" not in html
     assert "python -m hpc.submit --cluster=local \\\n  -- my.py &#39;a b&#39; --x" in html
 
@@ -183,10 +290,7 @@ def test_custom_script_has_attempts_and_its_command(tmp_path: Path, capsys: Capt
      "final/confusion.csv", "final/samples.json"],
 )  # fmt: skip
 @pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "other"])
-def test_damaged_file_is_named_and_the_rest_shown(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, file: str, damage: str
-) -> None:
-    monkeypatch.setattr(plots, "SIZES", plots.SIZES[:1])  # drawing takes most of the time
+def test_damaged_file_is_named_and_the_rest_shown(tmp_path: Path, capsys: Capture, file: str, damage: str) -> None:
     run = completed_run(tmp_path / "r")
     path = run.path / file
     data = path.read_bytes()
@@ -234,11 +338,13 @@ def test_ids_are_unique_and_every_reference_has_one(tmp_path: Path, capsys: Capt
         assert {a or b for a, b in re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', html)} <= ids.keys()
 
 
-def test_plots_have_descriptions_for_screen_readers(tmp_path: Path, capsys: Capture) -> None:
+def test_figures_have_descriptions_for_those_who_cannot_see_them(tmp_path: Path, capsys: Capture) -> None:
     html = report(capsys, completed_run(tmp_path / "r").path).html
-    labels = re.findall(r'<svg [^>]*role="img" aria-label="([^"]*)"', html)
-    assert len(labels) == 2 * len(CHARTS)
-    assert any("r: from 60.00% at step 100 to 90.00% at step 400" in words for words in labels)
+    labels = re.findall(r'<div class="plot" [^>]*role="img" aria-label="([^"]*)"', html)
+    assert len(labels) == len(FIGURES)
+    assert any("validation: from 60.00 at step 100 to 90.00 at step 400" in words for words in labels)
+    hidden = re.findall(r"<noscript><p>(.*?)</p></noscript>", html)
+    assert hidden == labels, "without JavaScript they are read instead"
     assert all('alt="' in image for image in re.findall(r"<img [^>]*>", html))
 
 
@@ -248,12 +354,16 @@ def test_report_of_the_same_run_is_the_same_but_for_its_time(tmp_path: Path, cap
     assert first == second
 
 
-def test_a_long_run_makes_a_small_page(tmp_path: Path, capsys: Capture) -> None:
+def test_a_long_run_with_many_numbers_makes_a_page_of_less_than_2_mb(tmp_path: Path, capsys: Capture) -> None:
     run = running_run(tmp_path / "r")
     lines = [json.loads(line) for line in run.train_metrics.read_text().splitlines()]
-    many = [json.dumps({**lines[at % 200], "step": at + 1}) for at in range(50_000)]
+    more = {f"layer {number}": 0.1 * number for number in range(50)}
+    many = [json.dumps({**lines[at % 200], **more, "step": at + 1}) for at in range(20_000)]
     run.train_metrics.write_text("\n".join(many) + "\n")
-    assert len(report(capsys, run.path).html) < 600_000
+    written = report(capsys, run.path)
+    assert written.path.stat().st_size < 2_000_000
+    assert "Not drawn, to keep the page small: layer 33, layer 34" in written.html
+    assert "layer 49" in pd.read_csv(run.report.with_name("train.csv")).columns
 
 
 @pytest.mark.parametrize(
@@ -297,21 +407,6 @@ def test_command_submits_the_same_run_again() -> None:
     assert (parsed.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
     assert (parsed.cluster, str(parsed.stage_dir)) == ("slurm", "/scratch")
     assert "--data='/d a'" in shell_text(words) or "'--data=/d a'" in shell_text(words)
-
-
-def test_decimation_keeps_the_ends_and_every_extreme() -> None:
-    values = [1.0] * 30_000
-    values[12_345], values[20_001] = 99.0, -99.0
-    table = pd.DataFrame({"step": range(30_000), "loss": values})
-    kept = decimate(table, "loss", 2000)
-    assert len(kept) <= 2000
-    assert {0, 12_345, 20_001, 29_999} <= set(kept["step"])
-    assert kept["step"].is_monotonic_increasing
-    assert decimate(table.head(500), "loss", 2000).equals(table.head(500))
-
-
-def test_attempts_share_the_steps_without_a_gap(tmp_path: Path) -> None:
-    assert attempt_spans(record(running_run(tmp_path / "r")).train) == [(1, 2.0, 210.0), (2, 210.0, 400.0)]
 
 
 @pytest.mark.parametrize(

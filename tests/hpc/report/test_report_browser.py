@@ -1,16 +1,23 @@
-"""The report in a real browser: dark and light, on a desk and on a phone, without a network."""
+"""The report in a real browser: dark and light, on a desk and on a phone, printed, pointed at, without a network."""
 
+import io
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
-from report_rig import completed_run, pending_run, report, running_run
+from report_rig import complete, completed_run, pending_run, report, running_run, spec_of
+
+from hpc.core.files import append_json_line
 
 DESK, PHONE = 1280, 390
+FIGURES = 7
 # WCAG 2.1, level AA, for text of ordinary size.
 LEAST_CONTRAST = 4.5
 # Each text with its contrast to what is behind it: backgrounds of its ancestors, one over the other.
@@ -28,40 +35,56 @@ CONTRASTS = """() => {
       const color = channels(getComputedStyle(at).backgroundColor);
       if (color[3] === 255) return color;
     }
-    return channels(matchMedia('(prefers-color-scheme: dark)').matches ? 'black' : 'white');
+    return channels(matchMedia('screen and (prefers-color-scheme: dark)').matches ? 'black' : 'white');
   };
   const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const text = texts.currentNode.textContent.trim(), element = texts.currentNode.parentElement;
     if (!text || !element.checkVisibility() || element.closest('script, style')) continue;
     const style = getComputedStyle(element);
-    const color = channels(element.namespaceURI.endsWith('svg') ? style.fill : style.color);
+    const color = channels(style.color);
     const [high, low] = [luminance(color), luminance(behind(element))].sort((a, b) => b - a);
     found.push([text, (high + 0.05) / (low + 0.05)]);
   }
   return found;
 }"""
-# Of each visible plot: its size, the height of its smallest letters, and the colors of its lines.
-PLOTS = """() => [...document.querySelectorAll('figure.card svg')].filter(svg => svg.checkVisibility()).map(svg => {
-  const box = svg.getBoundingClientRect(), scale = box.width / svg.viewBox.baseVal.width;
-  const letters = [...svg.querySelectorAll('text')].map(text => parseFloat(getComputedStyle(text).fontSize) * scale);
-  const lines = [...svg.querySelectorAll('path')].map(path => getComputedStyle(path).stroke);
-  return {width: box.width, height: box.height, letters: Math.min(...letters), lines, words: letters.length};
-})"""
+# Bokeh draws in its own time.
+DRAWN = "!document.getElementById('plots') || globalThis.Bokeh?.documents[0]?.is_idle"
+# What reaches beyond the right side of the window, and does not scroll in a box of its own.
+CUT_OFF = """() => [...document.body.querySelectorAll('*')]
+  .filter(element => element.checkVisibility() && !element.closest('.scroll, script'))
+  .filter(element => element.getBoundingClientRect().right > innerWidth).map(element => element.outerHTML)"""
+# What the lines and strips of the first figure show now, and the range of its x axis.
+SHOWN = """() => {
+  const {renderers, x_range, below} = Bokeh.documents[0].roots()[0];
+  const fields = renderers.map(({name, glyph}) => [name, (glyph.x ?? glyph.x0).field, glyph.y?.field]);
+  return {fields, range: [x_range.start, x_range.end], label: below[0].axis_label};
+}"""
+# Where a value of the x axis of the first figure is in the window.
+PLACE = """value => {
+  const {frame, el} = Bokeh.index.get_one(Bokeh.documents[0].roots()[0]), box = el.getBoundingClientRect();
+  return [box.x + frame.x_scale.compute(value), box.y + frame.bbox.y + frame.bbox.height / 2];
+}"""
+TIPS = ".bk-Tooltip"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """The distribution's Chromium; where the tests on a real Slurm are required, so is this."""
+def launch() -> Iterator[Callable[..., Browser]]:
+    """Starts the distribution's Chromium; where the tests on a real Slurm are required, so is this."""
     chromium = shutil.which("chromium")
     if chromium is None:
         reason = "needs the package chromium"
         pytest.fail(reason) if os.environ.get("TORCHRELAY_REQUIRE_SLURM") else pytest.skip(reason)
     with sync_playwright() as playwright:
         # Without its sandbox, which root cannot use: the page is our own.
-        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield started
-        started.close()
+        yield lambda *flags: playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", *flags])
+
+
+@pytest.fixture(scope="module")
+def browser(launch: Callable[..., Browser]) -> Iterator[Browser]:
+    started = launch()
+    yield started
+    started.close()
 
 
 @pytest.fixture(params=[("light", DESK), ("dark", DESK), ("light", PHONE), ("dark", PHONE)], ids=str)
@@ -71,36 +94,54 @@ def window(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
     page.errors, page.requests = [], []  # type: ignore[attr-defined]
-    page.on("console", lambda message: page.errors.append(message.text))
+    # Bokeh says when it is ready.
+    page.on("console", lambda message: message.type == "info" or page.errors.append(message.text))
     page.on("pageerror", lambda error: page.errors.append(str(error)))
     page.on("request", lambda request: page.requests.append(request.url))
     yield page
     context.close()
 
 
-def look(page: Any, path: Path) -> list[dict[str, Any]]:
-    """Open a page, assert what holds for each, and return its plots."""
+def luminance(pixel: tuple[int, int, int]) -> float:
+    red, green, blue = ((c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for c in (v / 255 for v in pixel))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def ground_and_contrast(page: Any) -> tuple[float, float]:
+    """Of the first figure as it is seen: the luminance of its background, and the contrast of the letters below it."""
+    image = Image.open(io.BytesIO(page.locator("#plot-0").screenshot())).convert("RGB")
+    pixels = list(image.crop((0, image.height - 45, image.width, image.height)).get_flattened_data())
+    ground = luminance(Counter(pixels).most_common(1)[0][0])
+    ratios = [(max(ground, one) + 0.05) / (min(ground, one) + 0.05) for one in map(luminance, set(pixels))]
+    return ground, max(ratios)
+
+
+def open_page(page: Any, path: Path) -> None:
     page.goto(path.as_uri())
+    page.wait_for_function(DRAWN)
+
+
+def look(page: Any, path: Path) -> int:
+    """Open a page, assert what holds for each, and return how many figures it has."""
+    open_page(page, path)
     assert page.errors == []
     assert [url for url in page.requests if not url.startswith("data:")] == [path.as_uri()]
     width = page.viewport_size["width"]
     assert page.evaluate("document.documentElement.scrollWidth") == width, "it scrolls sideways"
+    assert page.evaluate(CUT_OFF) == []
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 10
     assert [found for found in contrasts if found[1] < LEAST_CONTRAST] == []
-    plots: list[dict[str, Any]] = page.evaluate(PLOTS)
-    for plot in plots:
-        assert plot["width"] > 0.7 * min(width, 560)
-        assert plot["height"] > 200
-        assert plot["words"] > 6
-        assert plot["letters"] > 9
-        assert len(set(plot["lines"])) > 2
-    return plots
+    sizes = [
+        page.locator(f"#plot-{number} canvas").first.bounding_box() for number in range(page.locator(".plot").count())
+    ]
+    assert all(size["width"] > 0.7 * min(width, 560) and size["height"] > 200 for size in sizes)
+    return len(sizes)
 
 
 def test_page_of_a_run(window: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plots = look(window, report(capsys, completed_run(tmp_path / "r").path).path)
-    assert len(plots) == 4, "each is shown once"
+    assert look(window, report(capsys, completed_run(tmp_path / "r").path).path) == FIGURES
+    assert ground_and_contrast(window)[1] > LEAST_CONTRAST
     images = window.evaluate(
         "[...document.images].map(image => image.naturalWidth * image.getBoundingClientRect().width)"
     )
@@ -109,28 +150,166 @@ def test_page_of_a_run(window: Page, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_page_of_a_pending_run(window: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert look(window, report(capsys, pending_run(tmp_path / ("r" * 100)).path).path) == []
+    assert look(window, report(capsys, pending_run(tmp_path / ("r" * 100)).path).path) == 0
 
 
 def test_comparison(window: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         completed_run(tmp_path / "first"),
-        running_run(tmp_path / ("x" * 100), loss=3.0),
+        running_run(tmp_path / ("x" * 100), loss=3.0, spec=spec_of("x" * 100, lr=0.25)),
         pending_run(tmp_path / "p"),
     ]
-    plots = look(window, report(capsys, *[run.path for run in runs]).path)
-    assert len(plots) == 4
+    assert look(window, report(capsys, *[run.path for run in runs]).path) == FIGURES
     window.set_viewport_size({"width": 700, "height": 900})
     assert window.evaluate("document.documentElement.scrollWidth") == 700
 
 
-def test_colors_follow_dark_and_light(browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = report(capsys, completed_run(tmp_path / "r").path).path
-    colors = {}
-    for scheme in ("light", "dark"):
-        page = browser.new_page(color_scheme=scheme)
-        page.goto(path.as_uri())
-        colors[scheme] = {color for plot in page.evaluate(PLOTS) for color in plot["lines"]} - {"none"}
-        page.close()
-    assert colors["light"]
-    assert colors["light"].isdisjoint(colors["dark"])
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page on a desk."""
+    context = browser.new_context(viewport={"width": DESK, "height": 900}, color_scheme="light")
+    yield context.new_page()
+    context.close()
+
+
+def test_colors_follow_dark_and_light_and_paper_is_light(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+    light, _ = ground_and_contrast(page)
+    page.emulate_media(color_scheme="dark")
+    dark, _ = ground_and_contrast(page)
+    assert dark < 0.1
+    assert light > 0.9
+    page.emulate_media(color_scheme="dark", media="print")
+    assert ground_and_contrast(page)[0] > 0.9
+    assert [found for found in page.evaluate(CONTRASTS) if found[1] < LEAST_CONTRAST] == []
+
+
+def test_nothing_is_cut_off_on_paper(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"lr": 0.25, "mixup": 0.2, "label_smoothing": 0.1, "optimizer": "adamw", "weight_decay": 0.3}
+    runs = [completed_run(tmp_path / "first")]
+    runs += [running_run(tmp_path / ("x" * 60), spec=spec_of("x" * 60, **settings))]
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 718, "height": 1000})  # A4 with Chromium's margins
+    for shown in (runs[:1], runs):
+        open_page(page, report(capsys, *[run.path for run in shown]).path)
+        assert page.evaluate(CUT_OFF.replace(".scroll, ", "")) == []
+
+
+def test_a_line_shows_its_values_where_one_points_at_it(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = completed_run(tmp_path / "r")
+    open_page(page, report(capsys, run.path).path)
+    page.locator("#plot-0").scroll_into_view_if_needed()
+    page.mouse.move(*page.evaluate(PLACE, 300))
+    tip = page.locator(TIPS).filter(has_text="training")
+    tip.wait_for()
+    name, loss, step, *_ = tip.locator(".bk-tooltip-row-value").all_inner_texts()
+    assert name == "training"
+    losses = {line["step"]: line["loss"] for line in map(json.loads, run.train_metrics.read_text().splitlines())}
+    assert float(loss) == pytest.approx(losses[int(step)], abs=1e-4)
+
+
+def test_what_one_points_at_is_text_whatever_it_is_called(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "<img src=x onerror=alert(1)><b>@step"
+    runs = [running_run(tmp_path / name), running_run(tmp_path / "other", loss=9.0)]
+    line = {"step": 402, name: 1.0}
+    append_json_line(runs[0].train_metrics, {**json.loads(runs[0].train_metrics.read_text().splitlines()[-1]), **line})
+    open_page(page, report(capsys, *[run.path for run in runs]).path)
+    page.locator("#plot-0").scroll_into_view_if_needed()
+    page.mouse.move(*page.evaluate(PLACE, 300))
+    tip = page.locator(TIPS).filter(has_text=name)
+    tip.wait_for()
+    assert tip.locator("img, b").count() == 0
+
+
+def test_interruptions_begin_at_the_step_that_was_restored_and_say_what_they_were(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+    find = "name => Bokeh.documents[0].roots()[0].renderers.find(one => one.name === name).data_source.data"
+    attempts, strips = page.evaluate(find, "attempts"), page.evaluate(find, "interruptions")
+    assert (attempts["step_from"], attempts["step_to"]) == ([210], [400])
+    assert (strips["step_from"], strips["step_to"]) == ([118, 210, 210, 210], [120, 210, 210, 210])
+    queue = strips["text"].index("#2 preempted at step 210: 1 min 6 s in the queue")
+    assert strips["color"].count(strips["color"][queue]) == 1, "the queue has a color of its own"
+    page.select_option("[data-control=axis]", "time")
+    page.locator("#plot-0").scroll_into_view_if_needed()
+    minutes = (strips["time_from"][queue] + strips["time_to"][queue]) / 2
+    page.mouse.move(*page.evaluate(PLACE, minutes))
+    page.locator(TIPS).filter(has_text="1 min 6 s in the queue").wait_for()
+
+
+def test_x_axis_and_smoothing_are_chosen_for_all_figures(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+    labels = {}
+    for axis, largest in (("step", 400), ("time", 8.3), ("epoch", 4)):
+        page.select_option("[data-control=axis]", axis)
+        shown = page.evaluate(SHOWN)
+        labels[axis] = shown["label"]
+        assert {field.removesuffix("_from") for _, field, _ in shown["fields"]} == {axis}
+        assert shown["range"][1] == pytest.approx(1.02 * largest, rel=0.01)
+    assert labels == {"step": "step", "time": "minutes since the start", "epoch": "epoch"}
+    for degree, column in (("none", "value"), ("strong", "value_strong")):
+        page.select_option("[data-control=smoothing]", degree)
+        trends = [value for name, _, value in page.evaluate(SHOWN)["fields"] if name == "training"]
+        assert trends == ["value", column]
+
+
+def test_a_zoomed_page_stays_and_another_reloads_itself(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = running_run(tmp_path / "r")
+    path = report(capsys, run.path).path
+    page.clock.install()
+    open_page(page, path)
+    page.select_option("[data-control=axis]", "epoch")
+    whole = page.evaluate(SHOWN)["range"]
+    page.locator("#plot-0").scroll_into_view_if_needed()
+    page.mouse.move(*page.evaluate(PLACE, 1.0))
+    page.mouse.down()
+    page.mouse.move(*page.evaluate(PLACE, 2.0), steps=5)
+    page.mouse.up()
+    page.wait_for_function(f"Bokeh.documents[0].roots()[1].x_range.end < {whole[1]}")
+    assert page.evaluate(SHOWN)["range"] == pytest.approx([1.0, 2.0], abs=0.05)
+    complete(run)
+    report(capsys, run.path)
+    page.clock.fast_forward(31_000)
+    assert page.locator(".pill").inner_text() == "running", "the reader is looking at something"
+    page.evaluate("Bokeh.documents[0].roots()[0].reset.emit()")
+    page.wait_for_function(f"Bokeh.documents[0].roots()[1].x_range.end === {whole[1]}")
+    with page.expect_navigation():
+        page.clock.fast_forward(31_000)
+    assert page.locator(".pill").inner_text() == "completed"
+    page.wait_for_function(DRAWN)
+    assert page.evaluate(SHOWN)["label"] == "epoch", "what was chosen stays"
+
+
+def test_runs_are_sorted_by_any_column(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [completed_run(tmp_path / "b")]
+    runs += [running_run(tmp_path / name, spec=spec_of(name, lr=lr)) for name, lr in (("c", 0.9), ("a", 0.85))]
+    open_page(page, report(capsys, *[run.path for run in runs]).path)
+    orders = []
+    for title in ("run", "run", "lr", "lr", "test accuracy"):
+        page.get_by_role("button", name=title, exact=True).click()
+        orders.append("".join(page.locator("table.sortable tbody th").all_inner_texts()).replace("\n", ""))
+    assert orders == ["cba", "abc", "cab", "acb", "bac"]
+
+
+def test_without_javascript_figures_are_described(
+    launch: Callable[..., Browser], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Playwright's own switch leaves <noscript> out, and so does its search for text.
+    browser = launch("--blink-settings=scriptEnabled=false")
+    page = browser.new_page()
+    page.goto(report(capsys, completed_run(tmp_path / "r").path).path.as_uri())
+    assert page.locator("noscript .notes").is_visible()
+    assert page.locator("noscript p").filter(visible=True).count() == 1 + FIGURES
+    assert not page.locator(".controls").is_visible()
+    browser.close()

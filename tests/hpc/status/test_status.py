@@ -66,6 +66,16 @@ def test_control_characters_of_ranks_and_nodes_reach_no_terminal(
     assert r"failed: \x1b[2J" in waited.err
 
 
+def test_lines_of_a_script_may_have_other_things_than_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.train_metrics.parent.mkdir()
+    append_json_line(run.train_metrics, {"step": 7, "loss": "low", "images_per_second": [1], "epoch": None})
+    (row,) = json.loads(printed(capsys, str(run.path), "--json"))
+    names = ("step", "train_loss", "images_per_second", "epoch")
+    assert [row[name] for name in names] == [7, None, None, None]
+    assert not any("cannot read" in warning for warning in row["warnings"])
+    assert status.progress({**row, "state": "running"}) == "attempt 1: step 7"
+
+
 def test_run_that_is_named_shows_its_interruptions(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     title, row, warning, _, head, third, second, first = printed(capsys, str(run.path)).splitlines()
     assert "interruptions" in title

@@ -188,9 +188,10 @@ def spoil(step: int, rank: int) -> None:
 
     loss = Stepper._loss  # noqa: SLF001
 
-    def spoilt_loss(stepper: Stepper, *arguments: Any) -> torch.Tensor:
+    def spoilt_loss(stepper: Stepper, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         spoilt = stepper.state.progress.step + 1 == step and int(os.environ["RANK"]) == rank
-        return loss(stepper, *arguments) * (float("nan") if spoilt else 1)
+        value, correct = loss(stepper, *arguments)
+        return value * (float("nan") if spoilt else 1), correct
 
     Stepper._loss = spoilt_loss  # type: ignore[method-assign]  # noqa: SLF001
 

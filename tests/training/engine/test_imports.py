@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-HEAVY = {"torchvision", "matplotlib", "pandas"}
+HEAVY = {"torchvision", "bokeh", "pandas"}
 
 
 def python(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":

@@ -1,6 +1,8 @@
 """The preflight: its report of ranks that pass, and of one whose device computes wrongly."""
 
+import importlib.metadata
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -30,6 +32,9 @@ def test_every_start_of_the_ranks_records_a_preflight(start: Starter) -> None:
     assert preflight["allreduce_gb_per_second"] > 0
     assert 0 <= preflight["seconds"] <= events(run, "train_started")[0]["seconds"]
     assert preflight["time"] <= events(run, "train_started")[0]["time"]
+    [software] = events(run, "software")
+    assert software["torch"] == importlib.metadata.version("torch")
+    assert software["python"] == platform.python_version()
 
 
 def test_a_single_rank_has_no_bandwidth(group: ProcessGroup) -> None:

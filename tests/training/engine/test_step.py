@@ -27,11 +27,11 @@ def watched(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     hook.remove()
 
 
-def make_step(trainer: Trainer, group: ProcessGroup) -> tuple[Batch, float]:
-    """A step: its batch, and its loss."""
+def make_step(trainer: Trainer, group: ProcessGroup) -> tuple[Batch, float, float]:
+    """A step: its batch, its loss and its accuracy."""
     batch, loss_meter = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))], LossMeter(group)
     trainer.stepper.step(batch, loss_meter)
-    return batch, loss_meter.total_loss(1) / loss_meter.images
+    return batch, loss_meter.total_loss(1) / loss_meter.images, loss_meter.accuracy
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def make_step(trainer: Trainer, group: ProcessGroup) -> tuple[Batch, float]:
         {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1, "seed": 3},
     ],
 )
-def test_the_loss_is_that_of_the_mixed_images_and_the_smoothed_labels(
+def test_loss_and_accuracy_are_those_of_the_mixed_images_and_the_smoothed_labels(
     group: ProcessGroup, idx_data: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     trainer = trainer_with(group, idx_data, tmp_path / "run", **settings)
     with watched(trainer.state.model) as seen:
-        batch, loss = make_step(trainer, group)
+        batch, loss, accuracy = make_step(trainer, group)
     [(images, logits)] = seen
     plain, labels = trainer.stepper.preprocess(batch.images), nn.functional.one_hot(batch.labels, 3).float()
     mix = draw_mix(trainer.config, 0, 12)
@@ -59,6 +59,7 @@ def test_the_loss_is_that_of_the_mixed_images_and_the_smoothed_labels(
     smoothing = settings.get("label_smoothing", 0.0)
     smooth = (1 - smoothing) * targets + smoothing / 3
     assert loss == pytest.approx(float(-(smooth * logits.log_softmax(1)).sum(1).mean()), rel=1e-5)
+    assert accuracy == float((logits.argmax(1) == targets.argmax(1)).double().mean())
 
 
 @pytest.mark.parametrize(("amp", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -162,7 +162,7 @@ def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:
     (tmp_path / "own" / "notes").write_text("one")
     git("add", "notes")
     git("commit", "-qm", "one")
-    for number, ending in enumerate(("", "+changes")):
+    for number, ending in enumerate(("", "+dirty")):
         run = RunDir(tmp_path / str(number))
         run.path.mkdir()
         copy_code(run, find_code(tmp_path / "own", ()))

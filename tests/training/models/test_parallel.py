@@ -18,7 +18,7 @@ from training.runtime.process_group import ProcessGroup, SharedError
 def gradients(trainer: Trainer) -> list[torch.Tensor]:
     """Of the first batch, as the ranks have exchanged them."""
     batch = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))]
-    trainer.stepper._loss(batch.images, batch.labels, None).backward()  # noqa: SLF001
+    trainer.stepper._loss(batch.images, batch.labels, None)[0].backward()  # noqa: SLF001
     return [parameter.grad for parameter in trainer.state.model.parameters() if parameter.grad is not None]
 
 

@@ -1,0 +1,59 @@
+"""What a run was made from and what it cost: the head of its page. Pure; runs on the login node."""
+
+from typing import Any
+
+from hpc.core.text import few
+from hpc.report.formats import duration
+from hpc.report.gather import RunRecord
+from hpc.report.timeline import PARTS, gpu_hours
+
+_COMMIT_DIGITS = 12
+_COLORS = dict(zip(PARTS, ("s3", "outside", "failure", "s8", "s1"), strict=True))
+_NO_REPOSITORY = "in no git repository"
+
+
+def provenance(record: RunRecord) -> list[tuple[str, str]]:
+    """Names and values; what is not known is left out."""
+    software = [event for event in record.events if event["event"] == "software"]
+    checked = [event for event in record.events if event["event"] == "preflight"]
+    newest: dict[str, Any] = software[-1] if software else {}
+    commit, _, dirty = (record.revision or _NO_REPOSITORY).partition("+")
+    short = commit[:_COMMIT_DIGITS] if record.revision else commit
+    attempts = record.summary["attempts"]
+    jobs = [str(each["job_id"]) for each in attempts] or [str(record.summary["job_id"] or "")]
+    nodes = [node for each in attempts for node in each["nodes"]]
+    found = {
+        "Code": short + (f"+{dirty}" if dirty else ""),
+        "Recipe": record.spec and record.spec.recipe,
+        "torch": newest.get("torch"),
+        "CUDA": newest.get("cuda"),
+        "Driver": newest.get("driver"),
+        "Device": " and ".join(dict.fromkeys(str(event.get("device") or "") for event in checked)),
+        "Jobs": few(list(dict.fromkeys(jobs))),
+        "Nodes": few(sorted(set(nodes))),
+    }
+    return [(name, str(value)) for name, value in found.items() if value]
+
+
+def how_to_get_the_code(record: RunRecord) -> str:
+    """From which commit and recipe the command makes the same run, in a sentence."""
+    commit, _, dirty = (record.revision or "").partition("+")
+    recipe = f"its flags began as recipe {record.spec.recipe}" if record.spec and record.spec.recipe else ""
+    code = f"check out commit {commit} first" if commit else "its code was in no git repository"
+    changed = ", with changes that were not committed" if dirty else ""
+    return "; ".join(filter(None, [f"{code[0].upper()}{code[1:]}{changed}", recipe])) + "."
+
+
+def cost(record: RunRecord, now: float) -> dict[str, Any]:
+    """The wait in the queue, and the GPU-hours by part, in all and with a color each."""
+    periods = record.periods(now)
+    gpus = record.spec.resources.num_gpus if record.spec else 0
+    # Without GPUs a node has one rank.
+    hours = gpu_hours(record.events, periods, record.train, gpus or 1, record.summary["steps_lost"])
+    waits = [period.seconds for period in periods if period.kind == "queue"]
+    return {
+        "queue": duration(sum(waits)) if waits else None,
+        "unit": "GPU-hours" if gpus else "node-hours",
+        "hours": sum(hours.values()) if hours else None,
+        "parts": [(part, value, _COLORS[part]) for part, value in hours.items()],
+    }

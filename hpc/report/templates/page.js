@@ -1,0 +1,80 @@
+// Puts the figures in place, chooses what they show, sorts tables and reloads the page of a run that goes on.
+"use strict";
+
+const read = id => JSON.parse(document.getElementById(id).textContent);
+const control = name => document.querySelector(`[data-control=${name}]`);
+
+function showAxis(figure, name, {limits: [start, end], label}) {
+  for (const {glyph} of figure.renderers) {
+    if (glyph.type === "VStrip") {
+      glyph.setv({x0: {field: `${name}_from`}, x1: {field: `${name}_to`}});
+    } else {
+      glyph.x = {field: name};
+    }
+  }
+  figure.below[0].axis_label = label;
+  figure.x_range.setv({start, end, reset_start: start, reset_end: end});
+}
+
+function showSmoothing(figure, degree) {
+  for (const {glyph, tags} of figure.renderers) {
+    if (tags.includes("trend")) glyph.y = {field: degree === "none" ? "value" : `value_${degree}`};
+  }
+}
+
+async function drawPlots() {
+  const {document: model, elements, axes} = read("plots");
+  await Bokeh.embed.embed_items({report: model}, [{docid: "report", roots: elements, root_ids: Object.keys(elements)}]);
+  const figures = Bokeh.documents[0].roots();
+  // A finger that drags scrolls the page.
+  if (matchMedia("(pointer: coarse)").matches) for (const figure of figures) figure.toolbar.active_drag = null;
+  const show = () => {
+    const chosen = Object.fromEntries(["axis", "smoothing"].map(name => [name, control(name)?.value]));
+    for (const figure of figures) {
+      showAxis(figure, chosen.axis, axes[chosen.axis]);
+      showSmoothing(figure, chosen.smoothing);
+    }
+    // Reloading keeps it.
+    history.replaceState(chosen, "");
+  };
+  for (const [name, value] of Object.entries(history.state ?? {})) {
+    if (control(name)) control(name).value = value;
+  }
+  for (const select of document.querySelectorAll("[data-control]")) select.addEventListener("change", show);
+  show();
+}
+
+function isZoomed() {
+  const range = globalThis.Bokeh?.documents[0]?.roots()[0]?.x_range;
+  return range && (range.start !== range.reset_start || range.end !== range.reset_end);
+}
+
+function reloadEvery(seconds) {
+  setInterval(() => { if (!isZoomed()) location.reload(); }, 1000 * seconds);
+}
+
+function compare(one, other) {
+  return isNaN(one) || isNaN(other) ? one.localeCompare(other, "en", {numeric: true}) : one - other;
+}
+
+function makeSortable(table) {
+  const headers = [...table.tHead.rows[0].cells], body = table.tBodies[0];
+  const value = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent.trim();
+  headers.forEach((header, column) => {
+    const button = document.createElement("button");
+    button.append(...header.childNodes);
+    header.append(button);
+    button.addEventListener("click", () => {
+      const down = header.ariaSort === "descending";
+      for (const other of headers) other.ariaSort = null;
+      header.ariaSort = down ? "ascending" : "descending";
+      const rows = [...body.rows], known = rows.filter(row => value(row, column) !== "");
+      known.sort((one, other) => compare(value(other, column), value(one, column)));
+      body.append(...(down ? known.reverse() : known), ...rows.filter(row => !known.includes(row)));
+    });
+  });
+}
+
+for (const table of document.querySelectorAll("table.sortable")) makeSortable(table);
+if (document.body.dataset.reload) reloadEvery(Number(document.body.dataset.reload));
+if (document.getElementById("plots")) drawPlots();
