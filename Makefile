@@ -5,7 +5,7 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3.1[1-9]) python3)
 BIN := .venv/bin
 READY := .venv/ready
 PACKAGES := slurm-wlm munge iproute2 dataset-fashion-mnist python3-venv
-TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server chromium g++ rsync
+TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server chromium g++ rsync fish zsh
 INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
 	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1) >/dev/null; }
 

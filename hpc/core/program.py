@@ -105,6 +105,12 @@ def _default_hint(default: str) -> str:
     return "" if default in {"None", "False", "", "''", "()"} else f"(default: {default})"
 
 
+def print_completion(options: Any, prog: str, shell: str) -> None:
+    """Print a script with which bash, zsh or fish completes the flags of a dataclass, or of a union of subcommands."""
+    with contextlib.suppress(SystemExit):  # with 0
+        tyro.cli(options, args=["--tyro-write-completion", shell, "-"], prog=prog, config=_TYRO)
+
+
 def run(work: Callable[[], int], prefix: str = "error", *, debug: bool = False) -> int:
     """Call `work`, and return its exit code. An error is printed after `prefix`, with `debug` its traceback too."""
     try:

@@ -1,0 +1,59 @@
+"""`hpc completion SHELL`: what makes a shell complete verbs, flags and their values. Runs on the login node."""
+
+import importlib
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, Union
+
+import tyro
+
+from hpc import cli
+from hpc.core import program
+
+# Where each verb's flags are.
+OPTIONS = {
+    "submit": "hpc.submit.__main__:SubmitTraining", "status": "hpc.status.__main__:StatusOptions",
+    "logs": "hpc.logs.__main__:LogsOptions", "supervise": "hpc.supervise.__main__:SuperviseOptions",
+    "cancel": "hpc.cancel:CancelOptions", "resume": "hpc.resume:ResumeOptions", "fork": "hpc.fork:ForkOptions",
+    "clean": "hpc.clean:CleanOptions", "report": "hpc.report.__main__:ReportOptions",
+    "stage": "hpc.stage:StageOptions", "config": "hpc.config:ConfigOptions",
+    "doctor": "hpc.doctor.__main__:DoctorOptions", "drill": "hpc.drill.__main__:DrillOptions",
+    "testbed": "hpc.testbed.__main__:Verb", "completion": "hpc.completion:CompletionOptions",
+    "train": "training.config.command_line:TrainOptions", "pack": "training.pack.__main__:PackOptions",
+    "predict": "training.predict:PredictOptions", "export": "training.export:ExportOptions",
+    "profile": "training.profile:ProfileOptions", "verify": "training.verify_resume.__main__:VerifyOptions",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions(cli.Common):
+    """Print a script with which the shell completes hpc: its verbs, flags and their values.
+
+    For example:
+      hpc completion bash > ~/.local/share/bash-completion/completions/hpc
+      hpc completion zsh > ~/.zfunc/_hpc    (with `fpath+=~/.zfunc` before compinit in ~/.zshrc)
+      hpc completion fish > ~/.config/fish/completions/hpc.fish
+    """
+
+    shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
+
+
+def completion(options: CompletionOptions) -> int:
+    """Print the script of tyro's generator."""
+    verbs = tuple(
+        Annotated[_class(path), tyro.conf.subcommand(name=verb, prefix_name=False)] for verb, path in OPTIONS.items()
+    )
+    program.print_completion(Union[verbs], "hpc", options.shell)  # noqa: UP007 - of a tuple
+    return 0
+
+
+def _class(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+main = partial(cli.run, completion, CompletionOptions, "completion")
+
+if __name__ == "__main__":
+    sys.exit(main())
