@@ -291,6 +291,12 @@ def usable_nodes(partition: str | None) -> set[str]:
     return {node for node, state in _node_states(partition).items() if not state.startswith(_UNUSABLE)}
 
 
+def responding_nodes(partition: str | None) -> set[str]:
+    """Those of them that answer Slurm now."""
+    states = _node_states(partition).items()
+    return {node for node, state in states if not state.startswith(_UNUSABLE) and not state.endswith("*")}
+
+
 def idle_nodes(partition: str | None) -> set[str]:
     """Those of them on which a job may start now."""
     return {node for node, state in _node_states(partition).items() if state == "idle"}

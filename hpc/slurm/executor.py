@@ -135,14 +135,13 @@ class SlurmExecutor(submitit.SlurmExecutor):
         Raises:
             UserError: sbatch would refuse it.
         """
+        # Before sbatch is asked: nodes that come back meanwhile must not make its answer the user's mistake.
+        in_service = len(slurm.responding_nodes(self.spec.resources.partition))
         done = slurm.complete("sbatch", "--test-only", text=self.script())
-        if done.returncode != 0 and not (lacks_nodes(done.stderr) and self._waits_for_nodes()):
+        # With --test-only, sbatch refuses what it would queue until enough nodes are back.
+        if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes[0]):
             raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")
         return parse_estimate(done.stderr)
-
-    def _waits_for_nodes(self) -> bool:
-        """Whether so many nodes are down or drained that `sbatch --test-only` refuses what sbatch would queue."""
-        return len(slurm.usable_nodes(self.spec.resources.partition)) < self.spec.job_nodes[0]
 
     def _find_job(self, sbatch_error: str) -> str:
         """The id of the job after an sbatch that failed: Slurm may have queued it, and only the reply was lost."""

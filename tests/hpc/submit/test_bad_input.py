@@ -6,12 +6,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Site, mounted_volume, tiny_data
+from cluster import TIMEOUT_SECONDS, Site, mounted_volume, tiny_data
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +196,17 @@ def test_no_slurm(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def wait_for_nodes(site: Site) -> None:
+    """Wait until all nodes answer Slurm, as they do not at once after a change of their state."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while "*" in (states := site.slurm("sinfo", "--noheader", "--Node", "--format=%T")):
+        assert time.monotonic() < deadline, states
+        time.sleep(0.3)
+
+
 @pytest.mark.slurm
 def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
+    wait_for_nodes(site)
     before = sorted(site.path.rglob("*"))
     done = site.hpc("submit", "--data=data", "--nodes=2", "--gpus-per-node=4", "--dry-run", "--name=it's $dry")
     assert done.returncode == 0
@@ -217,6 +227,7 @@ def test_dry_run_on_a_cluster_whose_nodes_are_out_of_service(site: Site) -> None
         done = site.hpc("submit", "--data=data", "--nodes=2", "--dry-run", "--json")
     finally:
         site.slurm("scontrol", "update", "NodeName=gpu[01-03]", "State=resume")
+        wait_for_nodes(site)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["expected_start"] is None
     assert "Slurm does not say when it would start: type sinfo" in done.stderr
