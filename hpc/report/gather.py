@@ -278,7 +278,7 @@ def _joined(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> pd.
     joined = joined.reindex(columns=list(columns)).convert_dtypes()
     for column in _TEXT.union({"run"}).intersection(columns):
         joined[column] = joined[column].map(csv_cell)
-    return joined
+    return joined.rename(columns=csv_cell)
 
 
 def labels_of(records: Sequence[RunRecord]) -> list[str]:

@@ -4,7 +4,7 @@ The page has all points, for each x axis and each degree of smoothing; `template
 Colors are those of the light page: in dark mode the style sheet inverts whole figures.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,7 +224,9 @@ def _marks(record: RunRecord, clock: Clock, now: float) -> list[dict[str, Any]]:
     return [*shades, *_interruption_strips(record, strip, now)]
 
 
-def _interruption_strips(record: RunRecord, strip: Any, now: float) -> Iterator[dict[str, Any]]:
+def _interruption_strips(
+    record: RunRecord, strip: Callable[..., dict[str, Any]], now: float
+) -> Iterator[dict[str, Any]]:
     rows = {int(row["number"]): row for row in record.interruptions.to_dict("records")}
     for period in record.periods(now):
         if period.interruption is None:

@@ -37,10 +37,11 @@ async function drawPlots() {
     // Reloading keeps it.
     history.replaceState(chosen, "");
   };
-  for (const [name, value] of Object.entries(history.state ?? {})) {
-    if (control(name)) control(name).value = value;
+  for (const select of document.querySelectorAll("[data-control]")) {
+    const kept = history.state?.[select.dataset.control];
+    if ([...select.options].some(option => option.value === kept)) select.value = kept;
+    select.addEventListener("change", show);
   }
-  for (const select of document.querySelectorAll("[data-control]")) select.addEventListener("change", show);
   show();
 }
 

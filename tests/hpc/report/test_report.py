@@ -97,8 +97,11 @@ def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> Non
     assert {"'+hang"} <= set(tables["interruptions.csv"]["cause"])
     for name in names:
         assert f">{name}<" in written.html, "the page shows the name of the class"
-    append_json_line(run.train_metrics, {"step": 401, "epoch": 5, "loss": -0.5, "attempt": 2, "time": BEGAN + 505})
-    losses = pd.read_csv(report(capsys, run.path).tables[0])["loss"]
+    line = {"step": 401, "epoch": 5, "loss": -0.5, "attempt": 2, "time": BEGAN + 505, "=2+2": 1}
+    append_json_line(run.train_metrics, line)
+    train = pd.read_csv(report(capsys, run.path).tables[0])
+    assert train.columns[-1] == "'=2+2"
+    losses = train["loss"]
     assert losses.dtype == float
     assert losses.iloc[-1] == -0.5
 

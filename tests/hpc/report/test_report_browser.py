@@ -227,6 +227,18 @@ def test_what_one_points_at_is_text_whatever_it_is_called(
     assert tip.locator("img, b").count() == 0
 
 
+def test_no_other_script_runs(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+    page.evaluate("""() => {
+      const script = document.createElement("script"), image = document.createElement("img");
+      script.textContent = "hit = 1";
+      image.setAttribute("onerror", "hit = 2");
+      document.body.append(script, image);
+      image.dispatchEvent(new Event("error"));
+    }""")
+    assert page.evaluate("typeof hit") == "undefined"
+
+
 def test_interruptions_begin_at_the_step_that_was_restored_and_say_what_they_were(
     page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
