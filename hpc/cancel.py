@@ -51,11 +51,12 @@ def cancel(options: CancelOptions) -> int:
             answers.append(_cancel(run, str(cache.summary(run)["state"]), options))
         except TorchrelayError as error:
             problems.append(str(error))
+            answers.append({"run": run.name, "run_dir": str(run.path), "error": str(error)})
     if options.json:
         cli.print_json(answers)
-    if problems:
-        raise TorchrelayError("; ".join(problems))
-    return 0
+    for problem in problems:
+        print(f"hpc cancel: {visible(problem)}", file=sys.stderr)
+    return int(bool(problems))
 
 
 def _cancel(run: RunDir, before: str, options: CancelOptions) -> dict[str, str]:

@@ -20,6 +20,9 @@ from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from training.config import command_line, defaults
 
+SCHEMA = 1
+"""Version of docs/json.schema.json: of a change that breaks readers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
@@ -69,7 +72,11 @@ def run(
         slurm.adopt_environment(os.environ)
         return verb(program.parse(options, given, f"hpc {name}", hidden=hidden))
 
-    return program.run(work, f"hpc {name}", debug="--debug" in arguments)
+    def report(message: str, exit_code: int) -> None:
+        if "--json" in arguments:
+            print_json({"error": message, "exit_code": exit_code})
+
+    return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=report)
 
 
 def runs_dir(arguments: list[str]) -> Path:
@@ -88,8 +95,15 @@ def own_command() -> str:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document."""
-    print(json.dumps(document, indent=2))
+    """Print one JSON document, as docs/json.schema.json describes that of each verb."""
+    print(json.dumps(versioned(document), indent=2))
+
+
+def versioned(document: Any) -> Any:
+    """A document, or each one of a list, with the version of the schema."""
+    if isinstance(document, list):
+        return [versioned(one) for one in document]
+    return {"schema": SCHEMA, **document}
 
 
 def find_run(run: str, runs_dir: Path) -> RunDir:

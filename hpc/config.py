@@ -41,7 +41,8 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
             values[name] = (overlay(merged, one.settings)[name], ", ".join([*sources, one.source]))
         merged = overlay(merged, one.settings)
     if options.json:
-        cli.print_json({name: {"value": value, "source": source} for name, (value, source) in sorted(values.items())})
+        flags = [{"flag": name, "value": value, "source": source} for name, (value, source) in sorted(values.items())]
+        cli.print_json({"flags": flags})
         return 0
     for path in files():
         print(f"{path}{'' if os.path.lexists(path) else ' (does not exist)'}")

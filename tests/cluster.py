@@ -10,12 +10,13 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from hpc.core import ledger
@@ -25,6 +26,7 @@ from hpc.core.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
 
 ROOT = Path(__file__).parents[1]
+_JSON_SCHEMA = json.loads((ROOT / "docs" / "json.schema.json").read_text())
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 # Generous: the machine may be busy, and Slurm's own clocks tick in tens of seconds.
 TIMEOUT_SECONDS = 150.0
@@ -68,9 +70,22 @@ def mounted_volume(path: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
+def checked_json(
+    arguments: Sequence[str], done: "subprocess.CompletedProcess[str]"
+) -> "subprocess.CompletedProcess[str]":
+    """What a verb has printed; with --json it must have the documented shape, also for an error."""
+    if "--json" in arguments and "--follow" not in arguments:
+        document = json.loads(done.stdout)
+        is_error = isinstance(document, dict) and "error" in document
+        verb = "error" if is_error else {"fork": "submit"}.get(arguments[0], arguments[0])
+        jsonschema.validate(document, {**_JSON_SCHEMA, "$ref": f"#/$defs/{verb}"})
+        assert not is_error or document["exit_code"] == done.returncode
+    return done
+
+
 def hpc(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Type `hpc ...`."""
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "hpc", *arguments],
         cwd=cwd or ROOT,
         env={**os.environ, **environment},
@@ -79,6 +94,7 @@ def hpc(*arguments: str, cwd: Path | None = None, **environment: str) -> "subpro
         check=False,
         timeout=240,
     )
+    return checked_json(arguments, done)
 
 
 def hpc_json(*arguments: str, cwd: Path | None = None) -> Any:
@@ -153,7 +169,7 @@ class Site:
 
     def hpc(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """Run `hpc ...` in it."""
-        return self.type(sys.executable, "-m", "hpc", *arguments, **environment)
+        return checked_json(arguments, self.type(sys.executable, "-m", "hpc", *arguments, **environment))
 
     def slurm(self, *command: str) -> str:
         """Run one of Slurm's commands, which must succeed."""

@@ -111,8 +111,17 @@ def print_completion(options: Any, prog: str, shell: str) -> None:
         tyro.cli(options, args=["--tyro-write-completion", shell, "-"], prog=prog, config=_TYRO)
 
 
-def run(work: Callable[[], int], prefix: str = "error", *, debug: bool = False) -> int:
-    """Call `work`, and return its exit code. An error is printed after `prefix`, with `debug` its traceback too."""
+def run(
+    work: Callable[[], int],
+    prefix: str = "error",
+    *,
+    debug: bool = False,
+    report: Callable[[str, int], None] = lambda _message, _exit_code: None,
+) -> int:
+    """Call `work`, and return its exit code.
+
+    An error is printed after `prefix`, with `debug` its traceback too, and reported with its exit code.
+    """
     try:
         return work()
     except TorchrelayError as error:
@@ -129,4 +138,5 @@ def run(work: Callable[[], int], prefix: str = "error", *, debug: bool = False) 
     if debug:
         traceback.print_exc()
     print(f"{prefix}: {visible(message)}", file=sys.stderr)
+    report(message, code)
     return code

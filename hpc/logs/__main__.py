@@ -56,7 +56,7 @@ def logs(options: LogsOptions) -> int:
         # One list, printed as it is read: it may be larger than the memory.
         separator = "["
         for line in reader.new_lines(ended=True):
-            print(separator + json.dumps(line), end="")
+            print(separator + json.dumps(cli.versioned(line)), end="")
             separator = ",\n"
         print("[]" if separator == "[" else "]")
     else:
@@ -111,7 +111,7 @@ def first_error(events: Sequence[Event]) -> Event | None:
 def _follow(options: LogsOptions, reader: LogReader) -> None:
     """Print until the run has ended and its last lines are out; with --json one document per line."""
     cache, polled, ended = StatusCache(), 0.0, False
-    form = json.dumps if options.json else partial(_for_people, raw=options.raw)
+    form = _as_json if options.json else partial(_for_people, raw=options.raw)
     while not ended:
         if time.monotonic() - polled > _STATE_SECONDS:
             ended = cache.summary(reader.run)["state"] in TERMINAL
@@ -120,6 +120,10 @@ def _follow(options: LogsOptions, reader: LogReader) -> None:
             print(form(line))
         sys.stdout.flush()
         time.sleep(0 if ended else _POLL_SECONDS)
+
+
+def _as_json(line: Line) -> str:
+    return json.dumps(cli.versioned(line))
 
 
 def _for_people(line: Line, *, raw: bool) -> str:

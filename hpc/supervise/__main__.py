@@ -93,7 +93,7 @@ def _print(lines: list[Line], options: SuperviseOptions) -> None:
             continue
         problem = f": {line['problem']}" if line["problem"] else ""
         text = f"{time.strftime('%F %T')} {line['run']}: {line['action']} ({line['reason']}){problem}"
-        print(json.dumps(line) if options.json else visible(text), flush=True)
+        print(json.dumps(cli.versioned(line)) if options.json else visible(text), flush=True)
 
 
 def _check(options: SuperviseOptions, on_end: list[str]) -> list[Line]:

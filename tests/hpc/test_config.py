@@ -23,7 +23,7 @@ def hpc(tmp_path: Path, *arguments: str, **variables: str) -> "subprocess.Comple
 def shown(tmp_path: Path, **variables: str) -> dict[str, Any]:
     done = hpc(tmp_path, "config", "--json", **variables)
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return {one.pop("flag"): one for one in json.loads(done.stdout)["flags"]}
 
 
 def test_variables_of_sbatch_win_over_the_users_file(tmp_path: Path) -> None:
