@@ -162,7 +162,7 @@ def test_it_is_shown_before_the_submission(venv: Path) -> None:
     install_torch(venv, "2.12.0")
     site, flag = Site(venv.parent, "/nonexistent"), f"--python={venv}/bin/python"
     (site.path / "my.py").touch()
-    shown = site.hpc("submit", "--cluster=local", flag, "--dry-run", "--", "my.py")
+    shown = site.hpc("submit", "--cluster=local", flag, "--include=my.py", "--dry-run", "--", "my.py")
     assert (shown.returncode, shown.stderr) == (0, f"hpc submit: torchrun and the ranks start in {venv}/bin/python\n")
 
 
