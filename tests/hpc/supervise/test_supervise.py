@@ -216,7 +216,7 @@ def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
     site.slurm("scancel", run.job_id)
     silent = crippled(site, "silent", holds_nodes=True)
     site.slurm("scancel", silent.job_id)
-    silent.wait("the end", lambda: not live_jobs(silent))
+    silent.wait("the end", lambda: not silent.is_alive())
     assert run.status()["state"] == "cancelled", "squeue still lists it"
     assert actions(site) == {"unwanted": "record", "silent": "record"}
     assert silent.status()["state"] == "cancelled"
