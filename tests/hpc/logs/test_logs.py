@@ -66,7 +66,7 @@ def test_json_is_one_document(run: RunDir, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out) == []
     run.rank_log(1, 0).write_text('a "b"\nc')
     assert logs.main([str(run.path), "--json"]) == 0
-    lines = [{"attempt": 1, "rank": 0, "line": text} for text in ('a "b"', "c")]
+    lines = [{"schema": 1, "attempt": 1, "rank": 0, "line": text} for text in ('a "b"', "c")]
     assert json.loads(capsys.readouterr().out) == lines
 
 

@@ -235,7 +235,7 @@ def test_down_leaves_nothing_behind(box: Box) -> None:
     call(*box, "sbatch", "--output=/dev/null", f"--wrap={stray}", slurm_conf=str(PATHS.slurm_conf))
     wait_for(lambda: traces(box)["processes"].count("sleep") >= before["processes"].count("sleep") + 2)
     type_testbed("kill-node", "gpu03", prefix=box)
-    assert type_testbed("down", prefix=box) == {"up": False, "slurm_conf": None, "nodes": []}
+    assert type_testbed("down", prefix=box) == {"schema": 1, "up": False, "slurm_conf": None, "nodes": []}
     assert traces(box) == before
 
 

@@ -44,7 +44,7 @@ def test_bare_profile_is_hard_on_runs() -> None:
     lines = render.slurm_conf(layout.TestbedShape(profile="bare"), PATHS).splitlines()
     assert {"JobRequeue=0", "SlurmdTimeout=300"} <= set(lines)
     [gpu] = [line.split() for line in lines if line.startswith("PartitionName=gpu")]
-    assert {"GraceTime=0", "MaxTime=00:05:00", "DefaultTime=00:02:00"} <= set(gpu)
+    assert {"GraceTime=0", "MaxTime=00:05:00", "DefaultTime=00:05:00"} <= set(gpu)
     quick = render.slurm_conf(layout.TestbedShape(profile="bare", slurmd_timeout=10), PATHS)
     assert "SlurmdTimeout=10\n" in quick
 
