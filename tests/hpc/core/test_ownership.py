@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become 
 CLIENTS = {
     "squeue": "echo asked >> {calls}; exit 0",
     "scontrol": 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1',
-    "sinfo": 'case "$*" in *%P*%a*) echo "gpu*|up|1-00:00:00|1-infinite|4|8|gpu:4";; esac',
+    "sinfo": 'case "$*" in *%P*%a*) echo "gpu*|up|1-00:00:00|n/a|1-infinite|4|8|gpu:4";; esac',
     "sacct": "exit 1",
     "scancel": 'echo "scancel $*" >> {calls}',
     "sbatch": 'echo "sbatch $*" >> {calls}; case "$*" in *--parsable*) echo 8;; *) echo Submitted batch job 8;; esac',

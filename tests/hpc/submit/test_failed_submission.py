@@ -16,7 +16,7 @@ from hpc.submit.__main__ import new_run_directory
 
 REFUSED = UserError("sbatch refused the job")
 LOST_REPLY = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
-SINFO = "echo 'gpu*|up|1-00:00:00|1-infinite|4|8|gpu:4'"
+SINFO = "echo 'gpu*|up|1-00:00:00|n/a|1-infinite|4|8|gpu:4'"
 SUBMIT = ("submit", "--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8")
 
 
