@@ -93,3 +93,12 @@ def test_data_that_are_not_on_the_nodes_disk_are_warned_of() -> None:
     [warning] = warnings_of([SUBMITTED, claimed(1), staged(shared="gpu02 uses it too")])
     assert warning.startswith("the copy of /photos on gpu01 is on no disk of that node's own (gpu02 uses it too): set")
     assert warnings_of([SUBMITTED, claimed(1), staged(in_place="no room"), claimed(2)]) == []
+
+
+def test_completed_run_has_only_the_warning_about_its_result() -> None:
+    slow = {"time": 2.0, "event": "slow_rank", "attempt": 1, "rank": 3, "node": "a", "busy_seconds": 2.0}
+    off = {"time": 3.0, "event": "snapshot_off", "attempt": 1, "reason": "no room"}
+    ended = {"time": 4.0, "event": "train_completed", "attempt": 1, "learned_nothing": "it has learned nothing"}
+    events = [SUBMITTED, claimed(1), {**slow, "median_seconds": 1.0}, off, ended]
+    assert len(warnings_of(events)) == 3
+    assert warnings_of(events, completed=True) == ["it has learned nothing"]
