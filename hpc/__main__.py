@@ -12,6 +12,8 @@ VERBS = {
     "status": "table of runs",
     "logs": "output of the ranks",
     "supervise": "restart interrupted runs: requeue, release, resubmit",
+    "shell": "a shell on a node of a run",
+    "top": "what each rank uses of its GPU and CPUs now",
     "cancel": "end runs",
     "resume": "continue a run after hpc cancel or a failure, or train it longer",
     "fork": "a new run from another one's newest checkpoint, with other flags",
@@ -24,7 +26,7 @@ VERBS = {
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",
 }
-_FILES = {"cancel", "clean", "completion", "config", "fork", "resume", "stage"}
+_FILES = {"cancel", "clean", "completion", "config", "fork", "resume", "shell", "stage", "top"}
 # Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
 PROGRAMS = {
     "train": ("training", "train on this machine"),

@@ -12,10 +12,12 @@ from hpc import cli
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of, may_restart_after
 from hpc.core.causes import FINAL_CAUSES, is_consequence
+from hpc.core.errors import UserError
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
-from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last
+from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs
+from hpc.spec import RunSpec
 from hpc.status.run_view import TERMINAL, StatusCache
 
 _POLL_SECONDS = 0.5
@@ -47,6 +49,7 @@ class LogsOptions(cli.RunOptions):
 def logs(options: LogsOptions) -> int:
     """Print the logs; with --follow, also new lines."""
     run = cli.find_run(options.run, options.runs_dir)
+    _check_choice(options, run)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ranks may print what the terminal cannot show
     reader = reader_for(options, run)
@@ -68,6 +71,22 @@ def logs(options: LogsOptions) -> int:
     if reader.shortened:
         _notice("only the ends of long logs are shown: --all shows everything")
     return 0
+
+
+def _check_choice(options: LogsOptions, run: RunDir) -> None:
+    """Refuse, with a UserError, a rank that the run cannot have, and an attempt that it has not had."""
+    if options.rank is not None:
+        resources = RunSpec.load(run).resources
+        # A resumption may have changed the number of nodes.
+        last = max([resources.max_nodes * resources.ranks_per_node - 1, *ranks_with_logs(run)])
+        if not 0 <= options.rank <= last:
+            has = f"ranks 0 to {last}" if last else "one rank, 0"
+            raise UserError(f"--rank is {options.rank}, but run {run.name} has {has}")
+    attempts = max((attempt.attempt for attempt in attempts_of(ledger.read(run.events))), default=0)
+    # With --follow one may wait for the next.
+    if options.attempt is not None and not 0 < options.attempt <= attempts + options.follow:
+        has = f"attempts 1 to {attempts}" if attempts > 1 else "one attempt, 1" if attempts else "no attempt yet"
+        raise UserError(f"--attempt is {options.attempt}, but run {run.name} has {has}")
 
 
 def reader_for(options: LogsOptions, run: RunDir) -> LogReader:

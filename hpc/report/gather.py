@@ -16,10 +16,10 @@ from hpc.core.files import read_json_lines
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.core.text import csv_cell, csv_text
-from hpc.report.timeline import Period, periods_of
 from hpc.spec import RunSpec
 from hpc.status.downtime import PARTS
 from hpc.status.run_view import TERMINAL, Summary
+from hpc.status.timeline import Period, periods_of
 
 TRAIN = ("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time")
 EVALUATIONS = (
@@ -77,6 +77,11 @@ class RunRecord:
     def images_per_second(self) -> float:
         """The median throughput; NaN before the first logged step."""
         return float(self.train["images_per_second"].median())
+
+    @property
+    def last_logged(self) -> dict[str, Any]:
+        """The last line of the training's metrics; empty before the first, and without what is not known."""
+        return {} if self.train.empty else dict(self.train.iloc[-1].dropna())
 
     @property
     def has_ended(self) -> bool:

@@ -5,10 +5,10 @@ from typing import Any
 from hpc.core.text import few
 from hpc.report.formats import duration
 from hpc.report.gather import RunRecord
-from hpc.report.timeline import PARTS, gpu_hours
+from hpc.status.timeline import GPU_PARTS, gpu_hours
 
 _COMMIT_DIGITS = 12
-_COLORS = dict(zip(PARTS, ("s3", "outside", "failure", "s8", "s1"), strict=True))
+_COLORS = dict(zip(GPU_PARTS, ("s3", "outside", "failure", "s8", "s1"), strict=True))
 _NO_REPOSITORY = "in no git repository"
 
 
@@ -49,7 +49,7 @@ def cost(record: RunRecord, now: float) -> dict[str, Any]:
     periods = record.periods(now)
     gpus = record.spec.resources.num_gpus if record.spec else 0
     # Without GPUs a node has one rank.
-    hours = gpu_hours(record.events, periods, record.train, gpus or 1, record.summary["steps_lost"])
+    hours = gpu_hours(record.events, periods, gpus or 1, record.last_logged, record.summary["steps_lost"])
     waits = [period.seconds for period in periods if period.kind == "queue"]
     return {
         "queue": duration(sum(waits)) if waits else None,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
@@ -14,15 +14,19 @@ from rich.live import Live
 
 from hpc import cli
 from hpc.core.errors import UserError
+from hpc.core.ownership import other_owner
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
+from hpc.status.cells import wait_reason
+from hpc.status.details import interruption_table
 from hpc.status.run_view import TERMINAL, StatusCache, Summary
-from hpc.status.table import interruption_table, view, wait_reason, watch_view
+from hpc.status.table import view, watch_view
 
+State = Literal["pending", "running", "completed", "failed", "cancelled"]
 _WATCH_SECONDS, _WAIT_SECONDS = 2.0, 1.0
 # The share of a core that --watch takes at most: users share login nodes.
 _WATCH_SHARE = 0.1
-_PIPE_WIDTH = 160
+_PIPE_WIDTH = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,10 @@ class StatusOptions(cli.RunsOptions):
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
     """Run directories or names; by default all below --runs-dir."""
+    state: tyro.conf.UseAppendAction[tuple[State, ...]] = ()
+    """Only runs in this state. Repeatable."""
+    mine: bool = False
+    """Only your own runs, where several users share --runs-dir."""
     watch: bool = False
     """Keep the table up to date until Ctrl-C."""
 
@@ -38,19 +46,29 @@ class StatusOptions(cli.RunsOptions):
 def status(options: StatusOptions) -> int:
     """Print the table, or the contract's JSON."""
     runs = _runs(options)
-    if options.json:
-        cli.print_json(summaries(runs))
-    elif not runs:
-        print(f"no runs in {options.runs_dir}: start one with hpc submit --data fashion-mnist")
-    elif options.watch:
+    if options.watch and not options.json:
         _watch(options)
+    elif not runs and not options.json:
+        whose = " of yours" if options.mine else ""
+        print(f"no runs{whose} in {options.runs_dir}: start one with hpc submit --data fashion-mnist")
     else:
-        print_table(summaries(runs), details=bool(options.run))
+        rows = _chosen(options, summaries(runs))
+        if options.json:
+            cli.print_json(rows)
+        elif rows:
+            print_table(rows, details=bool(options.run))
+        else:
+            print(f"no run is {' or '.join(options.state)}: leave out --state to see all ({len(runs)})")
     return 0
 
 
 def _runs(options: StatusOptions) -> list[RunDir]:
-    return [cli.find_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
+    runs = [cli.find_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
+    return [run for run in runs if not options.mine or other_owner(run.path) is None]
+
+
+def _chosen(options: StatusOptions, rows: list[Summary]) -> list[Summary]:
+    return [row for row in rows if not options.state or row["state"] in options.state]
 
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
@@ -88,7 +106,7 @@ def _watch(options: StatusOptions) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             began = time.process_time()
-            rows = cache.summaries(_runs(options))
+            rows = _chosen(options, cache.summaries(_runs(options)))
             drawn = watch_view(console, rows, details=bool(options.run), problem=cache.problem)
             live.update(drawn, refresh=True)
             time.sleep(max(_WATCH_SECONDS, (time.process_time() - began) / _WATCH_SHARE))

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc.core import ledger
+from hpc.core.causes import JobState
+from hpc.core.errors import UserError
 from hpc.core.kernel import is_alive
 from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob
 from hpc.status.run_view import jobs_by_run
 
@@ -35,3 +38,22 @@ def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:
         return command.stat().st_ino == run.script.stat().st_ino
     except OSError:
         return True  # it was submitted where the same storage is mounted on another path
+
+
+def running_job(run: RunDir) -> SlurmJob:
+    """The job in which the run trains now. Raises a UserError if there is none."""
+    if not run.script.exists():
+        raise UserError(f"run {run.name} has no job: it runs on this machine (--cluster local)")
+    jobs = slurm.jobs()
+    running = [jobs[job_id] for job_id in slurm_jobs(run, jobs) if jobs[job_id].state is JobState.RUNNING]
+    if not running:
+        raise UserError(f"run {run.name} has no running job: hpc status {run.name} says why")
+    return running[-1]
+
+
+def chosen_node(run: RunDir, job: SlurmJob, name: str | None) -> str:
+    """The node of the job with this name, by default the first. Raises a UserError if it has none such."""
+    nodes = slurm.hostnames(job.nodes)
+    if name is not None and name not in nodes:
+        raise UserError(f"--node is {name!r}, but run {run.name} runs on {', '.join(nodes)}")
+    return name or nodes[0]

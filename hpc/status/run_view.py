@@ -15,7 +15,7 @@ from typing import Any
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, budget_now, last_job_id, may_restart_after
 from hpc.core.causes import Cause, JobState
-from hpc.core.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import last_json_line, storage_time
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
@@ -24,7 +24,9 @@ from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
-from hpc.status.downtime import goodput, interruptions_of, recovery_by_cause, steps_lost
+from hpc.spec import RunSpec
+from hpc.status.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
+from hpc.status.timeline import GPU_PARTS, gpu_hours, periods_of
 from hpc.status.warnings import warnings_of
 from hpc.supervise.decide import STARTS, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
@@ -53,6 +55,7 @@ def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision |
             train=last_json_line(run.train_metrics) or {},
             validation=last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {},
             result=_final_result(run),
+            spec=_spec(run),
         )
         return _summary(run, jobs, decision, records)
     except (LookupError, OSError, TypeError, ValueError) as error:
@@ -71,12 +74,13 @@ class _Records:
     """The last one."""
     result: Mapping[str, Any] | None = None
     """That of the test."""
+    spec: RunSpec | None = None
+    """None if it is damaged."""
 
 
 def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | None, records: _Records) -> Summary:
     events, train, validation, final = records.events, records.train, records.validation, records.result or {}
     attempts, interruptions, best = attempts_of(events), interruptions_of(events), final.get("best")
-    paused = sum(attempt.resumed - attempt.ended for attempt in attempts if attempt.resumed and attempt.ended)
     job = next(iter(jobs or ()), None)
     pending = job if job and job.state is JobState.PENDING else None
     suspended = "suspended" if job and job.state is JobState.SUSPENDED else None
@@ -86,12 +90,6 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     state = "completed" if records.result is not None and not ending else state
     started, budget = [event for event in events if event["event"] == "train_started"], budget_now(attempts)
     checked = [event for event in events if event["event"] == "preflight"]
-    productive = None
-    if attempts:
-        ended = (attempts[-1].ended or events[-1]["time"]) if state in TERMINAL else time.time()
-        inherited = started[0].get("train_seconds", 0.0) if started else 0.0  # by a run that is a fork
-        trained = None if (total := train.get("train_seconds")) is None else total - inherited
-        productive = goodput(trained, attempts[0].started + paused, ended)
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -110,11 +108,12 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "test_accuracy": final.get("test_accuracy"),
         "best_test_accuracy": best.get("test_accuracy") if isinstance(best, dict) else None,
         "steps_lost": steps_lost(interruptions) if attempts else None,
-        "goodput": productive,
+        **_allocation(attempts, records.spec),
+        **_time_spent(records, attempts, interruptions, is_over=state in TERMINAL),
         "interruptions": [dict(vars(interruption)) for interruption in interruptions],
         "recovery": recovery_by_cause(interruptions),
         "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
-        "warnings": warnings_of(events),
+        "warnings": warnings_of(events, completed=state == "completed"),
         "staging": _staging(events) if state == "running" else None,
         "reason": pending.reason if pending else suspended or (decision and _reason(decision)),
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
@@ -127,6 +126,44 @@ def _number(record: Mapping[str, Any], name: str) -> int | float | None:
     """A number from a file that a user's script may have written; None for anything else."""
     value = record.get(name)
     return value if type(value) in {int, float} else None
+
+
+def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, Any]:
+    """What the last attempt has of the cluster, or, before the first, what the run asks for at most."""
+    if spec is None:
+        return dict.fromkeys(("partition", "gpus", "gpu_type"))
+    nodes = len(attempts[-1].nodes) if attempts else spec.job_nodes[1]
+    resources = spec.resources
+    return {"partition": resources.partition, "gpus": nodes * resources.num_gpus, "gpu_type": resources.gpu_type}
+
+
+def _time_spent(
+    records: _Records, attempts: Sequence[Attempt], interruptions: Sequence[Interruption], *, is_over: bool
+) -> dict[str, Any]:
+    """The run's time, and that of its GPUs; `elapsed_seconds` count from its first start, without its user's pauses."""
+    events, spec, trained = records.events, records.spec, records.train.get("train_seconds")
+    last = attempts[-1].ended if attempts and attempts[-1].ended else events[-1]["time"] if events else 0.0
+    until = last if is_over else time.time()
+    periods = periods_of(
+        events, [vars(one) for one in interruptions], until, own_script=spec is not None and spec.train is None
+    )
+    queued = sum(period.seconds for period in periods if period.kind == "queue") if events else None
+    if not attempts:
+        return {"elapsed_seconds": None, "queue_seconds": queued, "goodput": None, "gpu_hours": None}
+    paused = sum(attempt.resumed - attempt.ended for attempt in attempts if attempt.resumed and attempt.ended)
+    began = attempts[0].started + paused
+    starts = [event for event in events if event["event"] == "train_started"]
+    inherited = starts[0].get("train_seconds", 0.0) if starts else 0.0  # by a run that is a fork
+    hours = None
+    if spec is not None and spec.resources.num_gpus:
+        parts = gpu_hours(events, periods, spec.resources.num_gpus, records.train, steps_lost(interruptions))
+        hours = {"allocated": sum(parts.values()), **dict.fromkeys(GPU_PARTS, 0.0), **parts}
+    return {
+        "elapsed_seconds": max(0.0, until - began),
+        "queue_seconds": queued,
+        "goodput": goodput(None if trained is None else trained - inherited, began, until),
+        "gpu_hours": hours,
+    }
 
 
 def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:
@@ -182,6 +219,13 @@ def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
     slowest = max(copying, key=lambda event: event["eta_seconds"] or 0.0)
     wanted = ("node", "activity", "bytes_done", "bytes_total", "bytes_per_second", "eta_seconds")
     return {key: slowest[key] for key in wanted}
+
+
+def _spec(run: RunDir) -> RunSpec | None:
+    try:
+        return RunSpec.load(run)
+    except UserError:
+        return None  # damaged: what the others record is shown all the same
 
 
 def _final_result(run: RunDir) -> dict[str, Any] | None:

@@ -18,12 +18,17 @@ _ADVICE = {
 }
 
 
-def warnings_of(events: Sequence[Event]) -> list[str]:
-    """One sentence per warning, with the flag to type.
+def warnings_of(events: Sequence[Event], *, completed: bool = False) -> list[str]:
+    """One sentence per warning, with the flag to type; of a completed run only what concerns its result.
 
     All but those of the result and of the time to save are the last attempt's.
     """
     last = {event["event"]: event for event in events}
+    # A later attempt finds the run complete, and says no more.
+    nothing = last.get("train_completed", {}).get("learned_nothing")
+    about_result = [nothing] if nothing else []
+    if completed:
+        return about_result
     attempt = last.get("claimed", {}).get("attempt")
     found = _refused_job(events)
     found += _too_little_time(last.get("resumed") or last.get("submitted", {}), save_seconds(events))
@@ -39,10 +44,7 @@ def warnings_of(events: Sequence[Event]) -> list[str]:
         found.append(f"snapshots are off: {off['reason']}")
     if (ended := now.get("attempt_ended")) and ended["cause"] in _ADVICE and "resumed" not in now:
         found.append(_ADVICE[ended["cause"]])
-    # A later attempt finds the run complete, and says no more.
-    if nothing := last.get("train_completed", {}).get("learned_nothing"):
-        found.append(nothing)
-    return found
+    return [*found, *about_result]
 
 
 def _refused_job(events: Sequence[Event]) -> list[str]:

@@ -17,6 +17,7 @@ from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.logs import __main__ as logs
 from hpc.logs.reader import Tail, lines_before, merged, offset_of_last
+from hpc.spec import Resources, RunSpec
 
 BLOCK = 2**17
 CRASH = {"exit_code": 1, "signal": None, "cause": "crashed"}
@@ -27,7 +28,8 @@ def run(tmp_path: Path) -> RunDir:
     found = RunDir(tmp_path / "r")
     for directory in (found.events, found.attempt_logs(1), found.attempt_logs(2)):
         directory.mkdir(parents=True)
-    found.spec.write_text("{}")
+    resources = Resources(nodes="2", gpus_per_node="4")
+    RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources, script=("a.py",)).save(found)
     for attempt in (1, 2):
         happened(found, "claimed", attempt=attempt, job_id="7", restart=0, secret="a", nodes=["gpu01", "gpu02"])
     return found
@@ -73,6 +75,24 @@ def test_json_is_one_document(run: RunDir, capsys: pytest.CaptureFixture[str]) -
 def test_run_without_logs_has_a_notice(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert logs.main([str(run.path)]) == 0
     assert "has no such log yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--rank=8"], "--rank is 8, but run r has ranks 0 to 7"),
+        (["--rank=-1"], "--rank is -1, but run r has ranks 0 to 7"),
+        (["--attempt=3"], "--attempt is 3, but run r has attempts 1 to 2"),
+        (["--attempt=4", "--follow"], "--attempt is 4, but run r has attempts 1 to 2"),
+    ],
+)
+def test_rank_or_attempt_that_cannot_be_is_refused(
+    flags: list[str], problem: str, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert logs.main([str(run.path), *flags]) == 2
+    assert capsys.readouterr().err == f"hpc logs: {problem}\n"
+    run.rank_log(1, 8).write_text("before the run was resumed on fewer nodes\n")
+    assert len(printed(capsys, run, "--rank=8")) == 1
 
 
 def test_control_characters_are_shown_unless_raw_output_is_asked_for(

@@ -88,7 +88,9 @@ def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> Non
     run = completed_run(tmp_path / "r")
     run.confusion.write_text(confusion_csv(torch.tensor([[3, 1, 0], [0, 4, 0], [2, 0, 5]]), names))
     interruption = next(event for event in EVENTS if event["event"] == "interruption")
-    append_json_line(run.events / "z.jsonl", {**interruption, "time": BEGAN + 132, "detail": "=cmd()", "cause": "+hang"})
+    append_json_line(
+        run.events / "z.jsonl", {**interruption, "time": BEGAN + 132, "detail": "=cmd()", "cause": "+hang"}
+    )
     written = report(capsys, run.path)
     tables = {path.name: pd.read_csv(path, dtype=str, keep_default_na=False) for path in written.tables}
     assert tables["classes.csv"]["class"].tolist() == [f"'{name}" for name in names]

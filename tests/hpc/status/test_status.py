@@ -1,6 +1,8 @@
 """What `hpc status` prints of a run that was interrupted, from a run directory."""
 
+import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from hpc.slurm.squeue import SlurmJob
 from hpc.spec import Resources, RunSpec
 from hpc.status import __main__ as status
 from hpc.status import table
+from hpc.status.cells import wait_reason
+from hpc.status.details import budget_lines, interruption_table, largest_parts
 from hpc.status.run_view import summarize
 
 CRASH = {"cause": "crashed", "rank": 3, "node": "gpu02", "detail": "KeyError: '[x]'", "round": 1}
@@ -31,15 +35,20 @@ EVENTS = (
 )
 
 
+RESOURCES = Resources(nodes="2", gpus_per_node="a100:4", partition="gpu")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     found = RunDir(tmp_path / "r")
     found.events.mkdir(parents=True)
-    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
+    found.eval_metrics.parent.mkdir()
+    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=RESOURCES, script=("a.py",))
     spec.save(found)
     for event in EVENTS:
         attempt = {} if event["event"] == "submitted" else {"attempt": 1}
         append_json_line(found.events / "x.jsonl", {**event, **attempt})
+    append_json_line(found.eval_metrics, {"split": "val", "accuracy": 0.5, "step": 57})
     return found
 
 
@@ -76,28 +85,77 @@ def test_lines_of_a_script_may_have_other_things_than_numbers(run: RunDir, capsy
     assert status.progress({**row, "state": "running"}) == "attempt 1: step 7"
 
 
-def test_run_that_is_named_shows_its_interruptions(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    title, row, warning, _, head, third, second, first = printed(capsys, str(run.path)).splitlines()
-    assert "interruptions" in title
-    assert "2 crashed, 1 preempted" in row
-    titles = "time cause rank, node steps lost seconds lost message longest parts"
-    assert head.split() == titles.split()
-    cells = ["crashed", "rank", "3,", "gpu02", "2", "9.0", "KeyError:", "'[x]'", "notice", "1.0"]
-    assert first.split()[2:] == cells
-    assert second.split()[6:8] == ["1", "13.5"]
-    assert third.split()[2:] == ["preempted", "-", "-", "-", "-", "notice", "29.0"], "it waits for its next attempt"
+def test_run_that_is_named_shows_all_that_is_known_of_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, str(run.path))
+    facts, _, costs = text.partition("\n\n")
+    *lines, warning = facts.splitlines()
+    found = {line[:11].strip(): line[11:].strip() for line in lines}
+    assert found["job"] == "7, partition gpu, attempt 1"
+    assert (found["nodes"], found["GPUs"]) == ("gpu01, gpu02", "8 a100")
+    assert found["interrupted"] == "2 crashed, 1 preempted"
+    assert found["GPU-hours"] == "0.144, 0.0622 productive, 0.0822 lost to interruptions"
+    assert found["accuracy"] == "50.00% val"
     assert warning.startswith("warning: saving took 28.0 s")
+    head, third, second, first = costs.splitlines()
+    assert " ".join(head.split()) == "time cause lost steps lost time rank, node message longest parts"
+    assert " ".join(first.split()[2:]) == "crashed 2 9.0 s rank 3, gpu02 KeyError: '[x]' notice 1.0"
+    assert second.split()[3:6] == ["1", "13.5", "s"]
+    assert third.split()[2:] == ["preempted", "-", "-", "-", "-", "notice", "29.0"], "it waits for its next attempt"
+
+
+ALL_TITLES = "run state job step accuracy ETA loss elapsed GPUs attempt img/s partition interruptions epoch nodes"
 
 
 @pytest.mark.parametrize(
-    ("width", "titles"),
-    [(160, "run state step loss accuracy ETA attempt img/s interruptions epoch nodes"),
-     (30, "run state step loss accuracy"), (1, "run state")],
-)  # fmt: skip
+    ("width", "titles"), [(160, ALL_TITLES), (80, " ".join(ALL_TITLES.split()[:11])), (1, "run state")]
+)
 def test_narrow_table_has_the_most_important_columns(run: RunDir, width: int, titles: str) -> None:
     (drawn,) = table.view(Console(width=width), [summarize(run, None)], details=False).renderables
     assert isinstance(drawn, Table)
     assert [column.header for column in drawn.columns] == titles.split()
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_every_row_is_one_line_that_fits(run: RunDir, width: int) -> None:
+    row = summarize(run, None)
+    names = ["a" * 100, "resnet50-imagenet-baseline-1", "resnet50-imagenet-baseline-2"]
+    console = Console(width=width, file=io.StringIO())
+    console.print(table.view(console, [{**row, "run": name} for name in names], details=False))
+    console.print(interruption_table(console, [{**one, "detail": "x" * 500} for one in row["interruptions"]]))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 1 + len(names) + 1 + len(row["interruptions"])
+    assert max(map(len, lines)) <= width
+    assert lines[3].startswith(names[2]), "names that differ at their ends can be told apart"
+
+
+def test_reason_of_runs_that_wait_stands_below_the_table(run: RunDir) -> None:
+    row = {**summarize(run, None), "state": "pending", "reason": "Resources"}
+    console = Console(width=80, file=io.StringIO())
+    console.print(table.view(console, [{**row, "run": name} for name in ("one", "two")], details=False))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[-1] == "one, two: pending: no nodes are free"
+
+
+def test_runs_are_chosen_by_state_and_owner(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    everything = ("--runs-dir", str(run.path.parent))
+    (row,) = json.loads(printed(capsys, *everything, "--mine", "--json"))
+    others = {"pending", "running", "completed", "failed", "cancelled"} - {row["state"]}
+    wrong = [f"--state={state}" for state in sorted(others)]
+    assert len(json.loads(printed(capsys, *everything, *wrong, f"--state={row['state']}", "--json"))) == 1
+    assert json.loads(printed(capsys, *everything, *wrong, "--json")) == []
+    assert "leave out --state to see all (1)" in printed(capsys, *everything, *wrong)
+    assert status.main([*everything, "--state=sleeping"]) == 2
+    assert "sleeping" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes a run of another user")
+def test_runs_of_others_are_not_mine(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    os.chown(run.path, 65534, 65534)
+    everything = ("--runs-dir", str(run.path.parent))
+    assert len(json.loads(printed(capsys, *everything, "--json"))) == 1
+    assert json.loads(printed(capsys, *everything, "--mine", "--json")) == []
+    assert printed(capsys, *everything, "--mine").startswith("no runs of yours in")
 
 
 def test_table_of_all_runs_is_the_table_alone(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,15 +207,15 @@ def test_largest_parts_come_first() -> None:
         "restore": None,
         "total": 99.0,
     }
-    assert table.largest_parts(parts) == "start 120.0, rendezvous 9.0, stage 4.0"
+    assert largest_parts(parts) == "start 120.0, rendezvous 9.0, stage 4.0"
 
 
 def test_used_budgets_are_shown() -> None:
     used = [{"causes": ["crashed", "hang"], "failures": 3, "budget": 5}]
     line = "failures without progress: 3 of 5 (crashed, hang)"
-    assert table.budget_lines({"used": used, "same_failure_twice": False}) == [line]
+    assert budget_lines({"used": used, "same_failure_twice": False}) == [line]
     ended = "the same failure twice in a row has ended the run"
-    assert table.budget_lines({"used": used, "same_failure_twice": True}) == [line, ended]
+    assert budget_lines({"used": used, "same_failure_twice": True}) == [line, ended]
 
 
 def test_suspended_run_says_so(run: RunDir) -> None:
@@ -166,4 +224,4 @@ def test_suspended_run_says_so(run: RunDir) -> None:
     job = SlurmJob(job_id="8", state=JobState.SUSPENDED, reason="None", nodes="gpu01", command=str(run.script))
     row = summarize(run, [job])
     assert (row["state"], row["reason"]) == ("pending", "suspended")
-    assert table.wait_reason(row).startswith("suspended: it continues when")
+    assert wait_reason(row).startswith("suspended: it continues when")

@@ -17,8 +17,8 @@ from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import parse_jobs
 from hpc.status import __main__ as status
+from hpc.status.cells import wait_reason
 from hpc.status.run_view import StatusCache, jobs_by_run
-from hpc.status.table import wait_reason
 from hpc.supervise import __main__ as supervise
 
 Squeue = Callable[[str], None]

@@ -107,3 +107,12 @@ def test_times_that_the_run_was_resumed_with_count() -> None:
     resumed = {"time": 8.0, "event": "resumed", "attempt": 1, "stop_lead_seconds": 300, "grace_seconds": 90}
     assert len(warnings_of([SUBMITTED, stopped(25.0)])) == 2
     assert warnings_of([SUBMITTED, stopped(25.0), resumed]) == []
+
+
+def test_completed_run_has_only_the_warning_about_its_result() -> None:
+    slow = {"time": 2.0, "event": "slow_rank", "attempt": 1, "rank": 3, "node": "a", "busy_seconds": 2.0}
+    off = {"time": 3.0, "event": "snapshot_off", "attempt": 1, "reason": "no room"}
+    ended = {"time": 4.0, "event": "train_completed", "attempt": 1, "learned_nothing": "it has learned nothing"}
+    events = [SUBMITTED, claimed(1), {**slow, "median_seconds": 1.0}, off, ended]
+    assert len(warnings_of(events)) == 3
+    assert warnings_of(events, completed=True) == ["it has learned nothing"]

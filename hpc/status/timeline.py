@@ -25,13 +25,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any, Literal
 
-import pandas as pd
-
 from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.ledger import Event
 
 Kind = Literal["queue", "startup", "training", "recovery"]
-PARTS = ("productive", "recomputed", "recovering", "waiting", "evaluating and saving")
+GPU_PARTS = ("productive", "recomputed", "recovering", "waiting", "evaluating and saving")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,67 +73,76 @@ def periods_of(
 def _down(
     events: Sequence[Event], interruptions: Sequence[Mapping[str, Any]], until: float, *, own_script: bool
 ) -> list[Period]:
-    """The recoveries, and before them what they spent in the queue."""
+    """The recoveries, and before them what they spent in the queue. A pause before `hpc resume` is part of neither."""
     queues, recoveries, attempts = list[Period](), list[Period](), attempts_of(events)
+    resumed = {each.attempt: each.resumed for each in attempts}
     failures = [one["failed_at"] or one["recorded_at"] for one in interruptions]
     for number, (one, failed) in enumerate(zip(interruptions, failures, strict=True), 1):
-        seconds, next_start = one["seconds"], until
+        seconds, next_start, began, recorded = one["seconds"], until, failed, one["recorded_at"]
         ends_attempt = seconds["start"] != 0
         if ends_attempt:
+            began, recorded = (resumed[one["attempt"]] or time for time in (failed, recorded))
             next_start = next((each.started for each in attempts if each.attempt > one["attempt"]), until)
-            queued = one["recorded_at"] + (seconds["release"] or 0.0)
+            queued = recorded + (seconds["release"] or 0.0)
             queues.append(Period(kind="queue", began=queued, ended=next_start, interruption=number))
         if seconds["total"] is not None:
-            ended = failed + seconds["total"]
+            ended = began + seconds["total"]
         elif own_script:
             ended = next_start if ends_attempt else failed
         else:
             ended = [*failures[number:], until][0]
-        recoveries.append(Period(kind="recovery", began=failed, ended=ended, interruption=number))
+        recoveries.append(Period(kind="recovery", began=began, ended=ended, interruption=number))
     return [*queues, *recoveries]
 
 
 def gpu_hours(
     events: Sequence[Event],
     periods: Sequence[Period],
-    train: pd.DataFrame,
     gpus_per_node: int,
+    last_logged: Mapping[str, Any],
     steps_lost: int | None,
 ) -> dict[str, float]:
-    """GPU-hours by part; empty before the first attempt. What a user's script does between failures is productive."""
-    found, trained = dict.fromkeys(PARTS, 0.0), 0.0
-    for period, attempt in product(periods, attempts_of(events)):
+    """GPU-hours by part; empty before the first attempt. What a user's script does between failures is productive.
+
+    `last_logged` is the last line of the training's metrics, empty before the first.
+    """
+    found, trained = dict.fromkeys(GPU_PARTS, 0.0), 0.0
+    starts = [event for event in events if event["event"] == "train_started"]
+    for attempt, period in product(attempts_of(events), periods):
         seconds = min(period.ended, attempt.ended or period.ended) - max(period.began, attempt.started)
         if seconds <= 0:
             continue
         allocated = seconds * len(attempt.nodes) * gpus_per_node
         if period.kind == "training":
-            used = min(allocated, seconds * _ranks(events, attempt, period.began, gpus_per_node))
+            used = min(allocated, seconds * _ranks(starts, attempt, period.began, gpus_per_node))
             trained += used
             found["waiting"] += allocated - used
         else:
             found["recovering" if period.kind == "recovery" else "waiting"] += allocated
-    productive, steps = _productive_seconds(train), train["step"].max()
+    productive, steps = _productive_seconds(starts, last_logged), _steps(starts, last_logged)
     found["productive"] = trained if productive is None else min(trained, productive)
-    if productive is not None:
+    if productive is not None and steps > 0:
         found["recomputed"] = min(trained - found["productive"], found["productive"] / steps * (steps_lost or 0))
         found["evaluating and saving"] = trained - found["productive"] - found["recomputed"]
     return {part: seconds / 3600 for part, seconds in found.items() if seconds > 0}
 
 
-def _productive_seconds(train: pd.DataFrame) -> float | None:
-    """The GPU-seconds of all steps that count; None if they are not recorded."""
-    # A column that grows from line to line, with one GPU for each of the ranks of that line.
-    known = train[train["train_seconds"].notna()]
-    seconds = known["train_seconds"].diff().fillna(known["train_seconds"])
-    return None if known.empty else float((seconds * known["world_size"]).sum())
+def _productive_seconds(starts: Sequence[Event], last_logged: Mapping[str, Any]) -> float | None:
+    """The GPU-seconds of all steps that count; None if they are not recorded. A fork does not count its original's."""
+    if last_logged.get("train_seconds") is None or not starts:
+        return None
+    # Each start restores the seconds of the steps that count until then; one GPU for each of its ranks.
+    marks = [*(start.get("train_seconds", 0.0) for start in starts), last_logged["train_seconds"]]
+    trained = [max(0.0, end - begin) for begin, end in pairwise(marks)]
+    return float(sum(start["world_size"] * seconds for start, seconds in zip(starts, trained, strict=True)))
 
 
-def _ranks(events: Sequence[Event], attempt: Attempt, time: float, gpus_per_node: int) -> int:
+def _steps(starts: Sequence[Event], last_logged: Mapping[str, Any]) -> int:
+    """How many steps count; those before a fork do not."""
+    return int(last_logged.get("step") or 0) - int(starts[0]["step"] if starts else 0)
+
+
+def _ranks(starts: Sequence[Event], attempt: Attempt, time: float, gpus_per_node: int) -> int:
     """How many ranks trained from this time on, one per GPU; those of the attempt's members where none said so."""
-    sizes = [
-        event["world_size"]
-        for event in events
-        if event["event"] == "train_started" and event["attempt"] == attempt.attempt and event["time"] <= time
-    ]
+    sizes = [start["world_size"] for start in starts if start["attempt"] == attempt.attempt and start["time"] <= time]
     return int(sizes[-1]) if sizes else len(attempt.members) * gpus_per_node

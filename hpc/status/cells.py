@@ -1,0 +1,70 @@
+"""How `hpc status` writes the parts of a summary for people. Pure; runs on the login node."""
+
+import time
+
+from hpc.core.text import visible
+from hpc.slurm.squeue import explain_reason
+from hpc.status.run_view import Summary
+
+STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed": "red", "cancelled": "magenta"}
+_HALF_DAY_SECONDS = 43200
+
+
+def or_dash(value: object, form: str = "{}") -> str:
+    """A value in this form; a dash for None."""
+    return "-" if value is None else form.format(value)
+
+
+def clock(seconds: float | None) -> str:
+    """A duration as 0:42, 2:10 or 1:02:10; a dash for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def accuracy(row: Summary) -> str:
+    """That of the test, else the last one of the validation, with the split."""
+    if row["test_accuracy"] is not None:
+        return f"{row['test_accuracy']:.2%} test"
+    return or_dash(row["val_accuracy"], "{:.1%} val")
+
+
+def step(row: Summary) -> str:
+    """The last logged step, of how many."""
+    return or_dash(row["step"]) + (f"/{row['total_steps']}" if row["step"] and row["total_steps"] else "")
+
+
+def gpus(row: Summary) -> str:
+    """The number of GPUs, and their type if the run asks for one."""
+    return " ".join(filter(None, [or_dash(row["gpus"]), visible(row["gpu_type"] or "")]))
+
+
+def interruptions(row: Summary) -> str:
+    """How many of each cause."""
+    return ", ".join(f"{cost['count']} {visible(cause)}" for cause, cost in row["recovery"].items())
+
+
+def members(row: Summary) -> list[str]:
+    """The nodes that train, or last did."""
+    return list(dict.fromkeys(row["attempts"][-1]["members"])) if row["attempts"] else []
+
+
+def wait_reason(row: Summary) -> str:
+    """Why a run does not train yet: Slurm's reason, or the progress of staging; empty if neither is known."""
+    if staging := row["staging"]:
+        done, total, rate = (staging[key] for key in ("bytes_done", "bytes_total", "bytes_per_second"))
+        copied = f"{done / total:.0%}" if total else f"{done / 1e6:.0f} MB"
+        left = "" if staging["eta_seconds"] is None else f", {clock(staging['eta_seconds'])} left"
+        return f"{staging['activity']} data, {copied}, {rate / 1e6:.0f} MB/s{left}"
+    reason, starts_at = explain_reason(row["reason"] or ""), row["starts_at"]
+    if row["reason"] == "BeginTime" and starts_at:
+        return f"held by Slurm until {_near_time(starts_at)} (requeue delay or --begin)"
+    return ", ".join(filter(None, [reason, starts_at and f"may start {_near_time(starts_at)}"]))
+
+
+def _near_time(seconds: float) -> str:
+    """A time of day, with its date if it is more than half a day away."""
+    form = "%H:%M" if abs(seconds - time.time()) < _HALF_DAY_SECONDS else "%m-%d %H:%M"
+    return time.strftime(form, time.localtime(seconds))

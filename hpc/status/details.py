@@ -1,0 +1,125 @@
+"""What `hpc status RUN` prints: all that is known of one run, a line for each thing. Pure; runs on the login node."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from hpc.core.text import few, visible
+from hpc.status import cells
+from hpc.status.fitting_table import fitting_table
+from hpc.status.run_view import Summary
+
+_PARTS_SHOWN = 3
+_COLUMNS = ("time", "cause", "lost steps", "lost time", "rank, node", "message", "longest parts")
+_NUMBERS = frozenset({"lost steps", "lost time"})
+_LEAST_MESSAGE = 16
+
+
+def run_details(console: Console, row: Summary) -> Group:
+    """A run: its state, place and progress, what it cost, its warnings and its interruptions, the latest first."""
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    for name, text in _facts(row).items():
+        style = cells.STYLES[row["state"]] if name == "state" else ""
+        facts.add_row(Text(name, style="bold"), Text(visible(text), style=style, overflow="fold"))
+    parts: list[RenderableType] = [facts]
+    parts += [f"[yellow]warning:[/] {escape(visible(warning))}" for warning in row["warnings"]]
+    if row["interruptions"]:
+        parts += ["", interruption_table(console, row["interruptions"][::-1])]
+    return Group(*parts)
+
+
+def _facts(row: Summary) -> dict[str, str]:
+    """What is known, by its name."""
+    facts = {
+        "run": row["run"],
+        "directory": row["run_dir"],
+        "state": ": ".join(filter(None, [row["state"], cells.wait_reason(row)])),
+        "job": _joined(row["job_id"], _named("partition ", row["partition"]), _named("attempt ", row["attempt"])),
+        "nodes": few(cells.members(row)),
+        "GPUs": "" if row["gpus"] is None else cells.gpus(row),
+        "device": row["device"] or "",
+        "progress": _joined(
+            _named("epoch ", row["epoch"]),
+            _named("step ", row["step"] and cells.step(row)),
+            _named("loss ", row["train_loss"], "{:.4f}"),
+            _named("", row["images_per_second"], "{:.0f} images/s"),
+            _named("", row["eta_seconds"] and cells.clock(row["eta_seconds"]), "{} left"),
+        ),
+        "accuracy": _joined(
+            _named("", row["val_accuracy"], "{:.2%} val"),
+            _named("", row["test_accuracy"], "{:.2%} test"),
+            _named("", row["best_test_accuracy"], "{:.2%} test of the best model"),
+        ),
+        "time": _time(row),
+        "GPU-hours": _gpu_hours(row["gpu_hours"]),
+        "interrupted": cells.interruptions(row),
+        "ended by": row["detail"] or "",
+        "budget": "; ".join(budget_lines(row["budget"])) if row["state"] != "completed" else "",
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _joined(*texts: str | None) -> str:
+    return ", ".join(filter(None, texts))
+
+
+def _named(name: str, value: object, form: str = "{}") -> str:
+    return "" if value is None else name + form.format(value)
+
+
+def _time(row: Summary) -> str:
+    """How long it has taken so far, and waited."""
+    elapsed = _named("", row["elapsed_seconds"] and cells.clock(row["elapsed_seconds"]), "{} since its first start")
+    queued = _named("", row["queue_seconds"] and cells.clock(row["queue_seconds"]), "{} in the queue")
+    return _joined(elapsed, _named("", row["goodput"], "{:.0%} of it productive"), queued)
+
+
+def _gpu_hours(hours: Mapping[str, float] | None) -> str:
+    """Those that the run had, and what they were used for (hpc.status.timeline)."""
+    if hours is None:
+        return ""
+    parts = {
+        "productive": hours["productive"],
+        "lost to interruptions": hours["recomputed"] + hours["recovering"],
+        "starting, evaluating, saving": hours["waiting"] + hours["evaluating and saving"],
+    }
+    return _joined(f"{hours['allocated']:.3g}", *(f"{value:.3g} {name}" for name, value in parts.items() if value))
+
+
+def budget_lines(budget: Mapping[str, Any]) -> list[str]:
+    """How much a run has used of its budgets for failures, which docs/recovery.md explains."""
+    lines = [
+        f"failures without progress: {one['failures']} of {one['budget']} ({', '.join(one['causes'])})"
+        for one in budget["used"]
+    ]
+    return [*lines, "the same failure twice in a row has ended the run"] if budget["same_failure_twice"] else lines
+
+
+def interruption_table(console: Console, interruptions: Sequence[Mapping[str, Any]]) -> Table:
+    """The interruptions of a run, and what each cost; a message that is too long is cut."""
+    rows = list[dict[str, Text]]()
+    for one in interruptions:
+        rank = None if one["rank"] is None else f"rank {one['rank']}"
+        texts = (
+            time.strftime("%m-%d %H:%M:%S", time.localtime(one["failed_at"] or one["recorded_at"])),
+            one["cause"],
+            cells.or_dash(one["steps_lost"]),
+            cells.or_dash(one["seconds"]["total"], "{:.1f} s"),
+            ", ".join(filter(None, [rank, one["node"]])) or "-",
+            one["detail"] or "-",
+            largest_parts(one["seconds"]) or "-",
+        )
+        rows.append(dict(zip(_COLUMNS, (Text(visible(text)) for text in texts), strict=True)))
+    return fitting_table(console, rows, _COLUMNS, numbers=_NUMBERS, cut=("message", _LEAST_MESSAGE))
+
+
+def largest_parts(seconds: Mapping[str, float | None]) -> str:
+    """The parts of a recovery that took longest."""
+    known = [(name, part) for name, part in seconds.items() if name != "total" and part]
+    longest = sorted(known, key=lambda part: -part[1])[:_PARTS_SHOWN]
+    return ", ".join(f"{name} {part:.1f}" for name, part in longest)
