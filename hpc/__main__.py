@@ -19,11 +19,12 @@ VERBS = {
     "report": "HTML page about a run, or a comparison of several",
     "stage": "staged copies of data sets on this machine",
     "config": "defaults of hpc submit, and where they come from",
+    "notify": "try the recipients of hpc submit --notify",
     "doctor": "find settings of the cluster that cost runs work or time",
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",
 }
-_FILES = {"cancel", "clean", "config", "fork", "resume", "stage"}
+_FILES = {"cancel", "clean", "config", "fork", "notify", "resume", "stage"}
 # Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
 PROGRAMS = {
     "train": ("training", "train on this machine"),

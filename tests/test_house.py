@@ -55,7 +55,17 @@ def test_training_knows_nothing_of_slurm() -> None:
 @pytest.mark.parametrize(
     "module",
     [f"hpc.{verb}.__main__" for verb in ("submit", "status", "logs", "supervise", "doctor", "drill", "testbed")]
-    + ["hpc.__main__", "hpc.cancel", "hpc.resume", "hpc.fork", "hpc.clean", "hpc.stage", "hpc.report", "jobs.agent"],
+    + [
+        "hpc.__main__",
+        "hpc.cancel",
+        "hpc.resume",
+        "hpc.fork",
+        "hpc.clean",
+        "hpc.stage",
+        "hpc.report",
+        "hpc.notify",
+        "jobs.agent",
+    ],
 )
 def test_import_loads_neither_torch_nor_pandas(module: str) -> None:
     code = f"import sys, {module}; print(sorted(set(sys.modules) & {HEAVY!r}))"

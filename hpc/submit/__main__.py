@@ -28,9 +28,10 @@ from hpc.core.nodedir import check_stage_dir
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.core.units import duration_seconds
+from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, start_local
-from hpc.spec import Network, Recovery, Resources, RunSpec, check_run_name
+from hpc.spec import Network, Notification, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
 from hpc.submit import checks, environment_archive, sbatch_flags, sbatch_variables, user_environment
 from hpc.submit.cluster_choice import SLURM_FLAGS, ClusterFlag, choose_cluster, slurm_only, this_machine
@@ -60,6 +61,7 @@ class SubmitOptions(cli.Common):
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
     recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
     network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
+    notification: tyro.conf.OmitArgPrefixes[Notification] = field(default_factory=Notification)
     name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
     """Name of the run. Default: the model or script, and the time."""
     runs_dir: Path = Path("runs")
@@ -291,8 +293,9 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
-        network=options.network, recipe=getattr(options, "recipe", None), python=python,
-        container=image, include=getattr(options, "include", ()),
+        network=options.network, notification=with_known_names(options.notification),
+        recipe=getattr(options, "recipe", None), python=python, container=image,
+        include=getattr(options, "include", ()),
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)
