@@ -51,7 +51,10 @@ _EVERYDAY = {
     "data", "model", "weights", "epochs", "batch_size", "lr", "weight_decay", "amp", "num_workers", "seed", "recipe",
 }  # fmt: skip
 _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
-_RARE = {"debug", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range"}
+_RARE = {
+    "debug", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range", "notify",
+    "notify_interruptions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ class SubmitOptions(cli.Common):
     wait: bool = False
     """Wait until the run ends, and print its result."""
     help_train: bool = False
-    """Show the other flags: training, staging, network."""
+    """Show the other flags: training, staging, network, messages."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
     """Each node's own disk, for the copy of the data. In quotes, '$SLURM_TMPDIR' and others are the node's."""
     stage_keep: Annotated[str, tyro.conf.arg(metavar="TIME")] = "7d"
