@@ -22,11 +22,12 @@ VERBS = {
     "stage": "staged copies of data sets on this machine",
     "config": "defaults of hpc submit, and where they come from",
     "completion": "what makes bash, zsh or fish complete verbs and flags",
+    "notify": "try the recipients of hpc submit --notify",
     "doctor": "find settings of the cluster that cost runs work or time",
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",
 }
-_FILES = {"cancel", "clean", "completion", "config", "fork", "resume", "shell", "stage", "top"}
+_FILES = {"cancel", "clean", "completion", "config", "fork", "notify", "resume", "shell", "stage", "top"}
 # Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
 PROGRAMS = {
     "train": ("training", "train on this machine"),

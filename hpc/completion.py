@@ -18,7 +18,7 @@ OPTIONS = {
     "cancel": "hpc.cancel:CancelOptions", "resume": "hpc.resume:ResumeOptions", "fork": "hpc.fork:ForkOptions",
     "clean": "hpc.clean:CleanOptions", "report": "hpc.report.__main__:ReportOptions",
     "stage": "hpc.stage:StageOptions", "config": "hpc.config:ConfigOptions",
-    "shell": "hpc.shell:ShellOptions", "top": "hpc.top:TopOptions",
+    "notify": "hpc.notify:NotifyOptions", "shell": "hpc.shell:ShellOptions", "top": "hpc.top:TopOptions",
     "doctor": "hpc.doctor.__main__:DoctorOptions", "drill": "hpc.drill.__main__:DrillOptions",
     "testbed": "hpc.testbed.__main__:Verb", "completion": "hpc.completion:CompletionOptions",
     "train": "training.config.command_line:TrainOptions", "pack": "training.pack.__main__:PackOptions",

@@ -15,7 +15,7 @@ def flags_of(spec: RunSpec) -> list[str]:
     """Every setting that is not the default, also those that submit has chosen, without a user's script."""
     flags = [f"--cluster={spec.cluster}", *([f"--data={spec.data}"] if spec.data and spec.train is None else [])]
     flags += [*(changed_flags(spec.train) if spec.train else []), *changed_flags(spec.resources)]
-    flags += [*changed_flags(spec.recovery), *changed_flags(spec.network)]
+    flags += [*changed_flags(spec.recovery), *changed_flags(spec.network), *changed_flags(spec.notification)]
     flags += [f"--stage-dir={spec.stage_dir}"] if spec.stage_dir != "/tmp" else []  # noqa: S108 - submit's default
     flags += [f"--stage-keep={spec.stage_keep}"] if spec.stage_keep != "7d" else []
     flags += [f"--stage-timeout={spec.stage_timeout}"] if spec.stage_timeout != "5m" else []

@@ -38,10 +38,11 @@ from hpc.core.resumption import (
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.flags import changed_flags, named_run, typed_names, with_own_flags
+from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.executor import SlurmExecutor, start_local
-from hpc.spec import Network, Recovery, Resources, RunSpec
+from hpc.spec import Network, Notification, Recovery, Resources, RunSpec
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.submit import checks
 from hpc.submit.code_copy import copy_code, find_code
@@ -51,7 +52,7 @@ from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on
 from training.config.command_line import flag_names
 from training.config.train_config import Adjustable, TrainConfig, check_world
 
-_GROUPS = ("resources", "recovery", "network", "train")
+_GROUPS = ("resources", "recovery", "network", "notification", "train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class ResumeOptions(cli.RunOptions):
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
     recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
     network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
+    notification: tyro.conf.OmitArgPrefixes[Notification] = field(default_factory=Notification)
     train: tyro.conf.OmitArgPrefixes[Adjustable] = field(default_factory=Adjustable)
     new_code: bool = False
     """Run the code as it is now in the repository of the current directory, instead of the copy of the submission."""
@@ -95,7 +97,8 @@ def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
             "stay as they were submitted: leave it out"
         )
     refuse_on_resume(typed, name, run.best)
-    own = [word for part in (spec.resources, spec.recovery, spec.network) for word in changed_flags(part)]
+    groups = (spec.resources, spec.recovery, spec.network, spec.notification)
+    own = [word for part in groups for word in changed_flags(part)]
     own += changed_flags(spec.train, ADJUSTABLE) if spec.train else []
     return with_own_flags(own, arguments, switches)
 
@@ -172,8 +175,9 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, events: Sequ
         before.train, **{name: getattr(options.train, name) for name in ADJUSTABLE}
     )
     after = dataclasses.replace(
-        before, resources=options.resources, recovery=options.recovery, network=options.network, train=train
-    )
+        before, resources=options.resources, recovery=options.recovery, network=options.network, train=train,
+        notification=_adjusted_notification(before, options),
+    )  # fmt: skip
     last = next(reversed(attempts_of(events)), None)
     complete = run.final_result.exists() or (last is not None and last.cause == Cause.COMPLETED and not last.resumed)
     if before.train and train:
@@ -194,6 +198,12 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, events: Sequ
     if train:
         check_world(train, resources.max_nodes * resources.ranks_per_node)
     return after
+
+
+def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notification:
+    """What it had may name what is in the user's file no more: that costs a message, not the resumption."""
+    asked = options.notification
+    return before.notification if asked == before.notification else with_known_names(asked)
 
 
 def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:

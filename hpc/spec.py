@@ -193,6 +193,22 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Notification:
+    """Messages about the run."""
+
+    notify: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]] = ()
+    """Tell this name in ~/.config/torchrelay-notify.yaml when the run is complete or has failed (docs/notify.md).
+    all: every name there. Repeatable."""
+    notify_interruptions: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    """Tell them too when the run is interrupted more than N times within an hour."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the file."""
+        if self.notify_interruptions < 0:
+            raise UserError(f"--notify-interruptions is {self.notify_interruptions}: use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """One run, resolved."""
 
@@ -227,6 +243,8 @@ class RunSpec:
     """The directory from which the user's script runs as it is then; None: `code/`."""
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
+    notification: Notification = field(default_factory=Notification)
+    """With the names that `all` stood for at the submission."""
     recipe: str | None = None
     """The recipe behind the trainer's flags."""
     forked_from: str | None = None
@@ -272,6 +290,8 @@ class RunSpec:
             fields["resources"] = Resources(**fields["resources"])
             fields["recovery"] = Recovery(**fields.get("recovery", {}))
             fields["network"] = Network(**fields.get("network", {}))
+            told = fields.get("notification", {})
+            fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
             fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
             fields["script"] = tuple(fields["script"])
             fields["include"] = tuple(fields.get("include", ()))

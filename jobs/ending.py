@@ -29,6 +29,7 @@ from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
 from jobs.node_attempt import NodeAllocation, NodeAttempt, ask_slurm, log, send_heartbeats
+from jobs.notifier import start_notifying
 from jobs.ranks.monitor import NodeMonitor
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
@@ -111,7 +112,16 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
 def _continue_run(
     node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], bad_nodes: list[str]
 ) -> int:
-    """Have the run continue after a recorded end, if it should. Returns the exit code of the head node's agent."""
+    """Have the run continue after a recorded end, if it should, and tell its user.
+
+    Returns the exit code of the head node's agent.
+    """
+    exit_code = _start_next(node, cause, job_state, lost=lost, bad_nodes=bad_nodes)
+    start_notifying(node).join()
+    return exit_code
+
+
+def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], bad_nodes: list[str]) -> int:
     may_restart = may_restart_after(attempts_of(node.run_events()))
     if not must_requeue(cause, job_state, may_restart=may_restart):
         return 0 if cause is Cause.COMPLETED or may_restart else 1
@@ -184,6 +194,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
         start_next_attempt(node, [head], [])
     else:
         end_job(node)
+    start_notifying(node).join()
     return 0
 
 
@@ -200,6 +211,7 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
     step = (resubmit.last_step(run) or 0) if spec.train else None
     if record_end(node, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.head):
         start_next_attempt(node, [allocation.head], [])
+        start_notifying(node).join()
     return 0
 
 
@@ -316,6 +328,7 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
         ask_slurm(ask, _SLURM_SECONDS)
     except TorchrelayError as error:
         log(f"the run stops here ({error}): on the login node, start hpc supervise, or type hpc resume {node.run.path}")
+        node.record_event("not_continued", detail=str(error))
         return False
     return True
 

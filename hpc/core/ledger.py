@@ -1,8 +1,8 @@
 """The ledger: what happened to a run, as JSON lines, one file per writer. Runs everywhere.
 
 One writer per file, because appends by several hosts tear on NFS. Every record has `time` (seconds since the epoch) and
-`event`; all but submitted, refused and cancelled have `attempt`. The events and their other fields (a failure has those
-that are known):
+`event`; all but submitted, refused, cancelled and those of messages have `attempt`. The events and their other fields
+(a failure has those that are known):
 
 | event | by | fields |
 |---|---|---|
@@ -49,6 +49,10 @@ that are known):
 | released | supervisor: it ended Slurm's requeue delay or hold | attempt job_id |
 | resubmitting | the agent, supervisor or resume that is about to submit a new job | attempt host pid started |
 | scancelled | supervisor: the last job was cancelled with scancel | attempt job_id |
+| not_continued | the agent that could start no next attempt | detail |
+| notifying | who is about to send a message: an agent's process, or the supervisor's | notice recipient host |
+| notification_sent | the same | notice recipient |
+| notification_failed | the same | notice recipient reason |
 | notified | supervisor, before it calls --on-end | state |
 | cancelled | cancel | by final (nothing may resume the run) |
 | resumed | resume | attempt (the last one, or 0) number cancellations (as many of them no longer count) by changed \

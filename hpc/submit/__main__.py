@@ -29,9 +29,10 @@ from hpc.core.nodedir import check_stage_dir
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.core.units import duration_seconds
+from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, start_local
-from hpc.spec import Network, Recovery, Resources, RunSpec, check_run_name
+from hpc.spec import Network, Notification, Recovery, Resources, RunSpec, check_run_name
 from hpc.staging.python_environment import this_environment
 from hpc.submit import checks, environment_archive, sbatch_flags, sbatch_variables, user_environment
 from hpc.submit.cluster_choice import SLURM_FLAGS, ClusterFlag, choose_cluster, slurm_only, this_machine
@@ -53,7 +54,10 @@ _EVERYDAY = {
     "data", "model", "weights", "epochs", "batch_size", "lr", "weight_decay", "amp", "num_workers", "seed", "recipe",
 }  # fmt: skip
 _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
-_RARE = {"debug", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range"}
+_RARE = {
+    "debug", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range", "notify",
+    "notify_interruptions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ class SubmitOptions(cli.Common):
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
     recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
     network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
+    notification: tyro.conf.OmitArgPrefixes[Notification] = field(default_factory=Notification)
     name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
     """Name of the run. Default: the model or script, and the time."""
     runs_dir: Path = Path("runs")
@@ -78,7 +83,7 @@ class SubmitOptions(cli.Common):
     wait: bool = False
     """Wait until the run ends, and print its result."""
     help_train: bool = False
-    """Show the other flags: training, staging, network."""
+    """Show the other flags: training, staging, network, messages."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
     """Each node's own disk, for the copy of the data. In quotes, '$SLURM_TMPDIR' and others are the node's."""
     stage_keep: Annotated[str, tyro.conf.arg(metavar="TIME")] = "7d"
@@ -307,8 +312,9 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
-        network=options.network, recipe=getattr(options, "recipe", None), python=python,
-        container=image, device=device, include=getattr(options, "include", ()),
+        network=options.network, notification=with_known_names(options.notification),
+        recipe=getattr(options, "recipe", None), python=python, container=image, device=device,
+        include=getattr(options, "include", ()),
     )  # fmt: skip
     checks.check_recovery(spec)
     duration_seconds("--stage-keep", spec.stage_keep)

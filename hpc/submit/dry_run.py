@@ -7,6 +7,7 @@ from dataclasses import asdict
 from hpc import cli
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
+from hpc.notification.recipients import choose_recipients
 from hpc.slurm.executor import SlurmExecutor, agent_command
 from hpc.spec import RunSpec
 
@@ -32,11 +33,13 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
     if spec.python:
         of = f" of {visible(spec.container)}" if spec.container else ""
         notes.append(f"torchrun and the ranks start in {visible(spec.python)}{of}")
+    told = choose_recipients(spec.notification.notify)
+    if told:
+        notes.append(f"notifies {', '.join(f'{name} ({service})' for name, service in told.items())}")
     if as_json:
         start = asdict(expected) if expected else None
-        cli.print_json(
-            {**answer, "text": text, "python": spec.python, "container": spec.container, "expected_start": start}
-        )
+        shown = {"text": text, "python": spec.python, "container": spec.container, "notify": list(told)}
+        cli.print_json({**answer, **shown, "expected_start": start})
     else:
         print(text, end="")
     for note in notes:

@@ -23,6 +23,7 @@ from hpc.core.ledger import record
 from hpc.core.ownership import check_is_own
 from hpc.core.text import visible
 from hpc.core.units import duration_seconds
+from hpc.notification.delivery import is_due, run_delivery
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.squeue import jobs_by_script
@@ -168,13 +169,23 @@ def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
         if decision.action is not Action.KEEP:
             perform(one, decision)
         elif on_end and decision.is_final:
-            _notify(one, decision.state, decision.reason, on_end)
+            _call_on_end(one, decision.state, decision.reason, on_end)
+        _send_messages(one, decision)
     except (TorchrelayError, OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None
 
 
-def _notify(one: ObservedRun, state: str, reason: str, command: list[str]) -> None:
+def _send_messages(one: ObservedRun, decision: Decision) -> None:
+    """Send, for --notify, what the nodes could not, or what no node has seen."""
+    if one.known.complete and (modified(one.run.final_result) or 0.0) < time.time() - _NEWS_SECONDS:
+        return  # spares the reading of its events at every check
+    failure = decision.reason if decision.is_final and decision.state == "failed" else None
+    if is_due(one.run, RunSpec.load(one.run).notification, retry=True, failure=failure):
+        run_delivery(one.run, retry=True, failure=failure)
+
+
+def _call_on_end(one: ObservedRun, state: str, reason: str, command: list[str]) -> None:
     """Call the user's command, once, for a run that has just ended."""
     last, run = one.known.last, one.run
     ended = run.final_result.stat().st_mtime if one.known.complete else (last.ended if last else None)

@@ -23,6 +23,7 @@ from jobs.control.rank_health import StragglerDetector, find_hang
 from jobs.control.root_failure import RootFailure
 from jobs.control.round_members import MembershipView, decide_round
 from jobs.node_attempt import NodeAttempt, log
+from jobs.notifier import start_notifying
 from jobs.stop_request import StopRequest
 
 # A node heard from within this time is not about to be lost.
@@ -205,6 +206,7 @@ class Coordinator:
             "interruption", round=self._server.directive.round, pause_seconds=pause, **asdict(failure)
         )
         log(f"{failure.cause}: {failure.detail}")
+        start_notifying(self._node)
         if pause:
             self._paused_until = time.monotonic() + pause
             self._direct(paused=True)

@@ -1,0 +1,59 @@
+"""`hpc notify`: send a test message to the recipients of `hpc submit --notify`. Runs on the login node."""
+
+import functools
+import socket
+import sys
+from dataclasses import dataclass
+
+import tyro
+
+from hpc import cli
+from hpc.core.text import visible
+from hpc.notification.delivery import try_to_send
+from hpc.notification.recipients import ALL, choose_recipients, recipients_file
+
+_TITLE = "A test message of Torchrelay"
+_BODY = "hpc notify on {host} sent this: runs that are submitted with --notify {name} will tell you of their end."
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotifyOptions(cli.Common):
+    """Send a test message to recipients of hpc submit --notify; without names, list them.
+
+    They are in ~/.config/torchrelay-notify.yaml, which only you may be able to read (chmod 600), as NAME: ADDRESS:
+      slack: slack://TOKEN_A/TOKEN_B/TOKEN_C
+      mail: mailto://USER:PASSWORD@smtp.example.org?to=me@example.org
+
+    https://appriseit.com/services/ has the addresses of all services.
+    """
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Names there; all: every one."""
+
+
+def notify(options: NotifyOptions) -> int:
+    """List or try them. Returns 1 if a message could not be sent."""
+    services = choose_recipients(options.names or (ALL,))
+    host = socket.gethostname()
+    problems = {
+        name: try_to_send(name, _TITLE, _BODY.format(host=host, name=name)) if options.names else None
+        for name in services
+    }
+    if options.json:
+        sent = {name: problems[name] is None if options.names else None for name in services}
+        cli.print_json([
+            {"name": name, "service": services[name], "sent": sent[name], "problem": problems[name]}
+            for name in services
+        ])  # fmt: skip
+    else:
+        print(recipients_file())
+        for name, problem in problems.items():
+            outcome = f": {'sent' if problem is None else f'not sent: {problem}'}" if options.names else ""
+            print(visible(f"  {name} ({services[name]}){outcome}"))
+    return int(any(problem is not None for problem in problems.values()))
+
+
+main = functools.partial(cli.run, notify, NotifyOptions, "notify")
+
+if __name__ == "__main__":
+    sys.exit(main())
