@@ -56,7 +56,7 @@ def top(options: TopOptions) -> int:
     if silent := [node for node in nodes if node not in answers]:
         raise TorchrelayError(f"{few(silent)} did not answer: see hpc status {run.name}")
     if not ranks and not options.json:
-        print(f"no rank runs yet: hpc status {run.name} says what the run waits for")
+        print(f"no rank runs now: hpc status {run.name} says what the run does")
     return 0
 
 
