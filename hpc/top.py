@@ -57,7 +57,7 @@ def top(options: TopOptions) -> int:
         print(visible(f"hpc top: {few(silent)} did not answer: see hpc status {run.name}"), file=sys.stderr)
         return 1
     if not ranks and not options.json:
-        print(f"no rank runs yet: hpc status {run.name} says what the run waits for")
+        print(f"no rank runs now: hpc status {run.name} says what the run does")
     return 0
 
 

@@ -16,7 +16,7 @@ from hpc.core.errors import UserError
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
-from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs
+from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs, starts_with_time
 from hpc.spec import RunSpec
 from hpc.status.run_view import TERMINAL, StatusCache
 
@@ -28,7 +28,7 @@ _LINES_BEFORE = 40
 
 @dataclass(frozen=True, kw_only=True)
 class LogsOptions(cli.RunOptions):
-    """Print the logs of a run, each line with its attempt and rank.
+    """Print the logs of a run, each line with its attempt, its rank and, if it does not say so itself, its time.
 
     For a failed run: the log of the rank that failed first, from shortly before its error. Of a long log only the last
     megabyte. --all and --json print everything.
@@ -146,8 +146,11 @@ def _as_json(line: Line) -> str:
 
 
 def _for_people(line: Line, *, raw: bool) -> str:
-    *origin, text = line.values()
-    return f"[{':'.join(str(part) for part in origin)}] {text if raw else visible(str(text))}"
+    *origin, written, text = line.values()
+    name, shown = ":".join(str(part) for part in origin), str(text) if raw else visible(str(text))
+    if not isinstance(written, float) or starts_with_time(shown):
+        return f"[{name}] {shown}"
+    return f"[{name} {time.strftime('%m-%d %H:%M:%S', time.localtime(written))}] {shown}"
 
 
 def _notice(text: str) -> None:

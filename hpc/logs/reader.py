@@ -4,10 +4,14 @@ import errno
 import functools
 import heapq
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
+from hpc.core.files import modified
 from hpc.core.rundir import RunDir
 
 _BLOCK_BYTES = 2**17
@@ -15,8 +19,9 @@ _BLOCK_BYTES = 2**17
 _DELETED = {errno.ENOENT, errno.ESTALE}
 # As Python's logging and most others write times: 2026-11-21 09:00:05,123; and as torch does: W1121 09:00:05.123456.
 _TIME = re.compile(r"\W{0,2}(?:\d{4}-(\d\d)-(\d\d)[T ]|[A-Z](\d\d)(\d\d) )(\d\d:\d\d:\d\d(?:[.,]\d+)?)")
+_SIZE_AND_TIME = re.compile(r"(\d+) (\d+\.\d+)")
 
-Line = dict[str, int | str]
+Line = dict[str, int | float | str | None]
 
 
 @dataclass
@@ -26,22 +31,34 @@ class Tail:
     path: Path
     offset: int = 0
     time: str = ""
-    """The last time at the start of a line; times compare as text."""
+    """The time of the last line that has one; times compare as text."""
     _file: tuple[int, int] | None = None
     _rest: bytes = b""
+
+    @functools.cached_property
+    def times(self) -> "Times":
+        """When it was written."""
+        return Times(self.path)
 
     def lines(self, *, ended: bool = False) -> Iterator[str]:
         """New lines; with `ended` also the text after the last line break.
 
         A log that was replaced or truncated is read from its beginning; a missing one has no lines.
         """
+        return (line for _, line in self.lines_at(ended=ended))
+
+    def lines_at(self, *, ended: bool = False) -> Iterator[tuple[int, str]]:
+        """The same, each with the offset at which it begins."""
         while block := self._block():
+            begin = self.offset - len(block) - len(self._rest)
             *whole, self._rest = (self._rest + block).split(b"\n")
             if len(self._rest) > _BLOCK_BYTES:  # no line of text: cut it rather than keep it in memory
                 whole, self._rest = [*whole, self._rest], b""
-            yield from map(_visible, whole)
+            for line in whole:
+                yield begin, _visible(line)
+                begin += len(line) + 1
         if ended and self._rest:
-            yield _visible(self._rest)
+            yield self.offset - len(self._rest), _visible(self._rest)
             self._rest = b""
 
     def _block(self) -> bytes:
@@ -71,19 +88,59 @@ def _visible(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
-def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail, str]]:
-    """The new lines of several logs, sorted by the times that they start with.
+@dataclass
+class Times:
+    """When a log was written, from the index beside it (jobs.ranks.log_times)."""
 
-    A line without a time stays with the one before it; logs without times come one after the other.
+    log: Path
+    # A script that prints all the time has millions.
+    _sizes: "array[int]" = field(default_factory=lambda: array("q"))
+    _seconds: "array[float]" = field(default_factory=lambda: array("d"))
+    _tail: Tail = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read nothing yet."""
+        self._tail = Tail(self.log.with_suffix(".times"))
+
+    def of(self, offset: int) -> float | None:
+        """When what begins at an offset had been written, in seconds since the epoch; None if that is not known."""
+        if not self._sizes or offset >= self._sizes[-1]:
+            self._read()
+        place = bisect_right(self._sizes, offset)
+        if place < len(self._sizes):
+            return self._seconds[place]
+        # The index is a few tenths of a second behind.
+        return modified(self.log) if self._sizes else None
+
+    def _read(self) -> None:
+        for line in self._tail.lines():
+            if found := _SIZE_AND_TIME.fullmatch(line):
+                self._sizes.append(int(found[1]))
+                self._seconds.append(float(found[2]))
+
+
+def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail, float | None, str]]:
+    """The new lines of several logs, sorted by time: that with which a line starts, else that at which it was written.
+
+    Each with the latter, in seconds since the epoch. A line without any time stays with the one before it; logs without
+    times come one after the other.
     """
 
-    def timed(tail: Tail) -> Iterator[tuple[str, Tail, str]]:
-        for line in tail.lines(ended=ended):
+    def timed(tail: Tail) -> Iterator[tuple[str, Tail, float | None, str]]:
+        for offset, line in tail.lines_at(ended=ended):
+            written = tail.times.of(offset)
             if found := _TIME.match(line):
                 tail.time = "".join(part.replace(",", ".") for part in found.groups() if part)
-            yield tail.time, tail, line
+            elif written is not None:
+                tail.time = datetime.fromtimestamp(written).strftime("%m%d%H:%M:%S.%f")  # noqa: DTZ006 - as people read it
+            yield tail.time, tail, written, line
 
-    return ((tail, line) for _, tail, line in heapq.merge(*map(timed, tails), key=lambda entry: entry[0]))
+    return (entry[1:] for entry in heapq.merge(*map(timed, tails), key=lambda entry: entry[0]))
+
+
+def starts_with_time(line: str) -> bool:
+    """Whether a line says itself when it was printed."""
+    return _TIME.match(line) is not None
 
 
 def offset_of_last(path: Path, text: str) -> int | None:
@@ -140,8 +197,8 @@ class LogReader:
             groups.insert(0, (0, self.run.logs.glob("[0-9]*_[0-9]*_log.out")))
         for number, paths in groups:
             tails = map(self._tail, sorted(paths, key=_numbers))
-            for tail, line in merged(tails, ended=ended or number in over):
-                yield {**origin_of(tail.path), "line": line}
+            for tail, written, line in merged(tails, ended=ended or number in over):
+                yield {**origin_of(tail.path), "time": written, "line": line}
         self._over.update(over)
 
     def start_at(self, path: Path, offset: int) -> None:

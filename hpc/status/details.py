@@ -88,7 +88,7 @@ def _gpu_hours(hours: Mapping[str, float] | None) -> str:
         "lost to interruptions": hours["recomputed"] + hours["recovering"],
         "starting, evaluating, saving": hours["waiting"] + hours["evaluating and saving"],
     }
-    return _joined(f"{hours['allocated']:.3g}", *(f"{value:.3g} {name}" for name, value in parts.items() if value))
+    return f"{hours['allocated']:.3g}: " + _joined(*(f"{value:.3g} {name}" for name, value in parts.items() if value))
 
 
 def budget_lines(budget: Mapping[str, Any]) -> list[str]:

@@ -76,6 +76,7 @@ def _down(
     """The recoveries, and before them what they spent in the queue. A pause before `hpc resume` is part of neither."""
     queues, recoveries, attempts = list[Period](), list[Period](), attempts_of(events)
     resumed = {each.attempt: each.resumed for each in attempts}
+    first_steps = [event["time"] for event in events if event["event"] == "first_step"]
     failures = [one["failed_at"] or one["recorded_at"] for one in interruptions]
     for number, (one, failed) in enumerate(zip(interruptions, failures, strict=True), 1):
         seconds, next_start, began, recorded = one["seconds"], until, failed, one["recorded_at"]
@@ -89,8 +90,8 @@ def _down(
             ended = began + seconds["total"]
         elif own_script:
             ended = next_start if ends_attempt else failed
-        else:
-            ended = [*failures[number:], until][0]
+        else:  # it is not over, or its beginning is not recorded
+            ended = min([time for time in first_steps if time > recorded] + [*failures[number:], until])
         recoveries.append(Period(kind="recovery", began=began, ended=ended, interruption=number))
     return [*queues, *recoveries]
 

@@ -24,6 +24,7 @@ from jobs.control.addresses import interface_of
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
+from jobs.ranks.log_times import noted_log_times
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
@@ -66,6 +67,7 @@ def run_round(
     abort_count, timeout_seconds = directive.abort_count, 0.0
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
+        stack.enter_context(noted_log_times(node.run, node.attempt.attempt, monitor.ranks.running))
         torchrun = stack.enter_context(started)
         ranks_seen = time.monotonic()
         while torchrun.exit_code is None:

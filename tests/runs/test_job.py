@@ -37,7 +37,7 @@ def check_complete(site: Site, *arguments: str, ranks: int = 2) -> None:
     assert run.stat().st_mode & 0o777 == 0o700
     events = ledger.read(run / "events")
     assert sorted(event["node"] for event in events if event["event"] == "staged") == sorted(nodes)
-    logs = sorted(path.name for path in run.glob("logs/attempt-001/*"))
+    logs = sorted(path.name for path in run.glob("logs/attempt-001/*.log"))
     assert logs == [f"rank-0{rank}.log" for rank in range(ranks)]
     with (run / "final" / "confusion.csv").open() as file:
         counted = sum(int(cell) for row in list(csv.reader(file))[1:] for cell in row[1:])

@@ -54,6 +54,12 @@ def test_two_pretended_nodes_train(site: Site) -> None:
     assert status["device"] == "CPU"
     assert status["test_accuracy"] > 0.5
     assert status["steps_lost"] == 0
+    hours = status["gpu_hours"]
+    assert 0 < hours["productive"] < hours["allocated"] == pytest.approx(4 * status["elapsed_seconds"] / 3600, rel=0.1)
+    lines = [line for line in json.loads(site.hpc("logs", status["run"], "--json").stdout) if "rank" in line]
+    assert lines
+    began, ended = status["attempts"][0]["started"], status["attempts"][0]["ended"]
+    assert all(began <= line["time"] <= ended for line in lines)
 
 
 def test_interrupted_run_requeues_itself_and_can_be_cancelled(site: Site) -> None:

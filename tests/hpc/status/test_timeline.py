@@ -78,6 +78,11 @@ def test_a_script_of_the_users_own_has_no_startup() -> None:
     assert found[-1] == ("training", 300, 505, None)
 
 
+def test_recovery_whose_beginning_is_not_recorded_ends_with_the_first_step() -> None:
+    events = [{**one, "failed_at": None} if one["event"] == "attempt_ended" else one for one in EVENTS]
+    assert short(periods(events, 505))[5:] == [("queue", 234, 300, 2), ("recovery", 300, 310, 2), WHOLE[-1]]
+
+
 def test_pause_before_a_resumption_is_neither_queue_nor_recovery() -> None:
     resumed = {"time": 290.0, "event": "resumed", "attempt": 1, "number": 1, "cancellations": 0}
     submitted = {"time": 292.0, "event": "resubmitted", "attempt": 1, "job_id": "8"}
