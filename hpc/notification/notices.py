@@ -29,7 +29,7 @@ def notices_of(run: Path, events: Sequence[Event], interruptions: int) -> list[N
     """All that is to be told of a run until now; `interruptions` are as many within an hour as are not."""
     attempts = attempts_of(events)
     end = _end_of(attempts, events)
-    found = [_ended(run, *end)] if end else []
+    found = [_ended(run, *end, events)] if end else []
     causes = _interruptions(events, failed=end is not None and end[0] == FAILED)
     for number, at in enumerate(alert_times(causes, interruptions), start=1):
         recent = [cause for when, cause in causes.items() if at - _HOUR_SECONDS < when <= at][-interruptions - 1 :]
@@ -66,9 +66,17 @@ def _end_of(attempts: Sequence[Attempt], events: Iterable[Event]) -> tuple[str, 
         return None
     if last.cause == Cause.COMPLETED:
         return COMPLETED, last
-    stranded = any(event["event"] == "not_continued" and event["attempt"] == last.attempt for event in events)
-    failed = last.cause not in FINAL_CAUSES and (stranded or not may_restart_after(attempts))
+    failed = last.cause not in FINAL_CAUSES and (_not_continued(last, events) or not may_restart_after(attempts))
     return (FAILED, last) if failed else None
+
+
+def _not_continued(last: Attempt, events: Iterable[Event]) -> str | None:
+    """Why no next attempt could be started, and what to do; None: it could, or should not be."""
+    details = (
+        each["detail"] for each in events if each["event"] == "not_continued" and each["attempt"] == last.attempt
+    )
+    detail = next(details, None)
+    return None if detail is None else f"Nothing starts it again ({detail}): start hpc supervise, or type hpc resume"
 
 
 def _interruptions(events: Sequence[Event], *, failed: bool) -> dict[float, str]:
@@ -84,11 +92,12 @@ def _interruptions(events: Sequence[Event], *, failed: bool) -> dict[float, str]
     return {at: causes[at] for at in sorted(causes)[: -1 if failed else None]}
 
 
-def _ended(run: Path, how: str, last: Attempt) -> Notice:
+def _ended(run: Path, how: str, last: Attempt, events: Iterable[Event]) -> Notice:
     title = f"Run {run.name} is complete" if how == COMPLETED else f"Run {run.name} has failed"
+    stop = _not_continued(last, events)
     return Notice(
         key=f"{how}-{last.attempt:03d}", title=title, time=last.ended or 0.0,
-        body=_body(run, [last], "status" if how == COMPLETED else "logs"),
+        body=_body(run, [last], "status" if how == COMPLETED else "logs", [stop] if stop else []),
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from hpc.supervise.observe import ObservedRun, observe, with_final_states
 from hpc.supervise.perform import perform
 
 _MAX_POLL_SECONDS = 300.0
-# --on-end is not called for runs that ended longer ago, before it was given.
+# Nobody is told of runs that ended longer ago, before there was a supervisor.
 _NEWS_SECONDS = 3600.0
 _ON_END_TIMEOUT_SECONDS = 60
 # Two heartbeats of an agent, and a margin.
@@ -178,8 +178,11 @@ def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
 
 def _send_messages(one: ObservedRun, decision: Decision) -> None:
     """Send, for --notify, what the nodes could not, or what no node has seen."""
-    if one.known.complete and (modified(one.run.final_result) or 0.0) < time.time() - _NEWS_SECONDS:
-        return  # spares the reading of its events at every check
+    # The events of complete runs are not read at every check.
+    times = [modified(one.run.final_result)] if one.known.complete else [event["time"] for event in one.events]
+    last_news = max(filter(None, times), default=None)
+    if last_news is None or time.time() - last_news > _NEWS_SECONDS:
+        return
     failure = decision.reason if decision.is_final and decision.state == "failed" else None
     if is_due(one.run, RunSpec.load(one.run).notification, retry=True, failure=failure):
         run_delivery(one.run, retry=True, failure=failure)

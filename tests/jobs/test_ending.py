@@ -206,6 +206,7 @@ def test_refusals_of_all_are_final(
     slurm_command("scancel", f"touch {tmp_path}/ended")
     assert not start_next_attempt(node, [], [])
     assert (tmp_path / "ended").exists()
+    assert node.events("not_continued")
     assert f"type hpc resume {node.run.path}" in capsys.readouterr().out
 
 

@@ -51,7 +51,9 @@ def test_what_the_user_ended_or_resumed_is_no_news() -> None:
 
 def test_run_that_slurm_does_not_continue_has_failed() -> None:
     stopped = {"time": 3, "event": "not_continued", "attempt": 1, "detail": "Slurm refuses"}
-    assert keys(claimed(1, 1), ended(1, 2, "node_failure"), stopped) == ["failed-001"]
+    [notice] = notices_of(RUN, [claimed(1, 1), ended(1, 2, "node_failure"), stopped], 3)
+    assert notice.key == "failed-001"
+    assert "Nothing starts it again (Slurm refuses): start hpc supervise, or type hpc resume\n" in notice.body
     assert keys(claimed(1, 1), ended(1, 2, "node_failure"), stopped, claimed(2, 4)) == []
 
 
