@@ -1,7 +1,7 @@
 """When the ranks of this node printed what: an index beside each log, for `hpc logs`. Runs in every agent.
 
 The ranks write their logs themselves. A process in between could stamp each line, but what it holds would be lost with
-it when the agent kills a rank with all its processes; so a thread looks how the logs grow, a few times a second.
+it when the agent kills a rank with all its processes; so a thread looks how the logs grow, twice a second: they are on shared storage.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc.core.rundir import RunDir
 
-_INTERVAL_SECONDS = 0.2
+_INTERVAL_SECONDS = 0.5
 # Shared storage that does not answer must not keep a round from ending.
 _LAST_LOOK_SECONDS = 1.0
 
