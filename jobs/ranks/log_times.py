@@ -1,7 +1,8 @@
 """When the ranks of this node printed what: an index beside each log, for `hpc logs`. Runs in every agent.
 
 The ranks write their logs themselves. A process in between could stamp each line, but what it holds would be lost with
-it when the agent kills a rank with all its processes; so a thread looks how the logs grow, twice a second: they are on shared storage.
+it when the agent kills a rank with all its processes; so a thread looks how the logs grow. Twice a second, because they
+are on shared storage.
 """
 
 import json

@@ -82,7 +82,8 @@ def test_lines_are_stamped_and_merged_by_the_times_at_which_they_were_written(
         "[1:0 11-21 12:00:07] not noted yet",
     ]
     assert logs.main([str(run.path), "--rank=0", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0] == {"attempt": 1, "rank": 0, "time": noon + 1.2, "line": "one"}
+    first = {"schema": 1, "attempt": 1, "rank": 0, "time": noon + 1.2, "line": "one"}
+    assert json.loads(capsys.readouterr().out)[0] == first
 
 
 def test_json_is_one_document(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
