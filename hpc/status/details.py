@@ -48,7 +48,7 @@ def _facts(row: Summary) -> dict[str, str]:
             _named("step ", row["step"] and cells.step(row)),
             _named("loss ", row["train_loss"], "{:.4f}"),
             _named("", row["images_per_second"], "{:.0f} images/s"),
-            _named("", row["eta_seconds"] and cells.clock(row["eta_seconds"]), "{} left"),
+            _duration(row["eta_seconds"], "{} left"),
         ),
         "accuracy": _joined(
             _named("", row["val_accuracy"], "{:.2%} val"),
@@ -72,11 +72,17 @@ def _named(name: str, value: object, form: str = "{}") -> str:
     return "" if value is None else name + form.format(value)
 
 
+def _duration(seconds: float | None, form: str) -> str:
+    return "" if seconds is None else form.format(cells.clock(seconds))
+
+
 def _time(row: Summary) -> str:
     """How long it has taken so far, and waited."""
-    elapsed = _named("", row["elapsed_seconds"] and cells.clock(row["elapsed_seconds"]), "{} since its first start")
-    queued = _named("", row["queue_seconds"] and cells.clock(row["queue_seconds"]), "{} in the queue")
-    return _joined(elapsed, _named("", row["goodput"], "{:.0%} of it productive"), queued)
+    return _joined(
+        _duration(row["elapsed_seconds"], "{} since its first start"),
+        _named("", row["goodput"], "{:.0%} of it productive"),
+        _duration(row["queue_seconds"], "{} in the queue"),
+    )
 
 
 def _gpu_hours(hours: Mapping[str, float] | None) -> str:

@@ -120,10 +120,13 @@ def gpu_hours(
             found["waiting"] += allocated - used
         else:
             found["recovering" if period.kind == "recovery" else "waiting"] += allocated
-    productive, steps = _productive_seconds(starts, last_logged), _steps(starts, last_logged)
-    found["productive"] = trained if productive is None else min(trained, productive)
-    if productive is not None and steps > 0:
-        found["recomputed"] = min(trained - found["productive"], found["productive"] / steps * (steps_lost or 0))
+    found["productive"] = trained
+    if (productive := _productive_seconds(starts, last_logged)) is not None:
+        found["productive"] = min(trained, productive)
+        a_step = found["productive"] / max(
+            1, last_logged["step"] - starts[0]["step"]
+        )  # those before a fork do not count
+        found["recomputed"] = min(trained - found["productive"], a_step * (steps_lost or 0))
         found["evaluating and saving"] = trained - found["productive"] - found["recomputed"]
     return {part: seconds / 3600 for part, seconds in found.items() if seconds > 0}
 
@@ -136,11 +139,6 @@ def _productive_seconds(starts: Sequence[Event], last_logged: Mapping[str, Any])
     marks = [*(start.get("train_seconds", 0.0) for start in starts), last_logged["train_seconds"]]
     trained = [max(0.0, end - begin) for begin, end in pairwise(marks)]
     return float(sum(start["world_size"] * seconds for start, seconds in zip(starts, trained, strict=True)))
-
-
-def _steps(starts: Sequence[Event], last_logged: Mapping[str, Any]) -> int:
-    """How many steps count; those before a fork do not."""
-    return int(last_logged.get("step") or 0) - int(starts[0]["step"] if starts else 0)
 
 
 def _ranks(starts: Sequence[Event], attempt: Attempt, time: float, gpus_per_node: int) -> int:

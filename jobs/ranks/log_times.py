@@ -5,12 +5,10 @@ it when the agent kills a rank with all its processes; so a thread looks how the
 are on shared storage.
 """
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from hpc.core.rundir import RunDir
 
@@ -20,22 +18,17 @@ _LAST_LOOK_SECONDS = 1.0
 
 
 @contextmanager
-def noted_log_times(run: RunDir, attempt: int, running: Callable[[], Iterable[Path]]) -> Iterator[None]:
-    """Note in a thread when the logs of this node's ranks grow, until the end of the context.
-
-    Args:
-        run: the run.
-        attempt: its number.
-        running: the files of the process wrappers that run.
-    """
-    over = threading.Event()
+def noted_log_times(run: RunDir, attempt: int, ranks: Sequence[int]) -> Iterator[None]:
+    """Note in a thread when the logs of these ranks grow, until the end of the context."""
+    over, sizes = threading.Event(), dict.fromkeys(ranks, 0)
 
     def look() -> None:
-        times, is_last = LogTimes(run, attempt), False
+        is_last = False
         while not is_last:
             is_last = over.wait(_INTERVAL_SECONDS)
             with suppress(OSError):  # the storage is full or away: then lines have no time of their own
-                times.note(running())
+                for rank in ranks:
+                    sizes[rank] = _note(run, attempt, rank, sizes[rank])
 
     thread = threading.Thread(target=look, daemon=True, name="log times")
     thread.start()
@@ -46,24 +39,11 @@ def noted_log_times(run: RunDir, attempt: int, running: Callable[[], Iterable[Pa
         thread.join(_LAST_LOOK_SECONDS)
 
 
-class LogTimes:
-    """Notes the sizes of the logs of ranks, each with its time."""
-
-    def __init__(self, run: RunDir, attempt: int) -> None:
-        self._run, self._attempt = run, attempt
-        self._ranks = dict[Path, int]()
-        self._sizes = dict[int, int]()
-
-    def note(self, running: Iterable[Path]) -> None:
-        """Note the logs that have grown; also those of ranks that have run at an earlier call and ended since then."""
-        for wrapper in running:
-            if wrapper not in self._ranks:
-                with suppress(FileNotFoundError):  # it has just ended
-                    self._ranks[wrapper] = json.loads(wrapper.read_bytes())["rank"]
-        for rank in set(self._ranks.values()):
-            log = self._run.rank_log(self._attempt, rank)
-            size = log.stat().st_size if log.exists() else 0
-            if size > self._sizes.get(rank, 0):
-                with self._run.rank_log_times(self._attempt, rank).open("a") as file:
-                    file.write(f"{size} {time.time():.1f}\n")
-                self._sizes[rank] = size
+def _note(run: RunDir, attempt: int, rank: int, known_size: int) -> int:
+    """Note the size of a log, if it has grown. Returns it."""
+    log = run.rank_log(attempt, rank)
+    size = log.stat().st_size if log.exists() else 0
+    if size > known_size:
+        with run.rank_log_times(attempt, rank).open("a") as file:
+            file.write(f"{size} {time.time():.1f}\n")
+    return size

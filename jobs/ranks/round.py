@@ -67,7 +67,7 @@ def run_round(
     abort_count, timeout_seconds = directive.abort_count, 0.0
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
-        stack.enter_context(noted_log_times(node.run, node.attempt.attempt, monitor.ranks.running))
+        stack.enter_context(noted_log_times(node.run, node.attempt.attempt, _own_ranks(node, directive)))
         torchrun = stack.enter_context(started)
         ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
@@ -90,6 +90,13 @@ def run_round(
                     break
             time.sleep(_POLL_SECONDS)
         return 1 if torchrun.exit_code is None else torchrun.exit_code
+
+
+def _own_ranks(node: NodeAttempt, directive: Directive) -> range:
+    """The ranks of this node in a round."""
+    number = node.spec.resources.ranks_per_node
+    first = directive.members.index(node.allocation.node_rank) * number
+    return range(first, first + number)
 
 
 def _start(

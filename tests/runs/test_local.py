@@ -256,7 +256,7 @@ def test_submission_returns_though_the_run_goes_on(site: Site) -> None:
     assert run.is_alive()
     followed = site.hpc("logs", run.directory.name, "--rank=0")
     # Where no DNS answers, a warning of torch's comes first.
-    assert any(line.startswith("[1:0] starting") for line in followed.stdout.splitlines())
+    assert any(line.startswith("[1:0") and "] starting" in line for line in followed.stdout.splitlines())
     run.cancel()
 
 
