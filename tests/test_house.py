@@ -35,6 +35,11 @@ def test_names_of_modules_and_packages_are_unique() -> None:
     assert not repeated([*modules, *(path.name for path in FOLDERS)]) - SAME_EVERYWHERE
 
 
+def test_names_of_test_modules_are_unique() -> None:
+    # pytest imports them by their names alone.
+    assert not repeated([path.name for path in (ROOT / "tests").rglob("test_*.py")])
+
+
 def test_folders_show_few_entries() -> None:
     verbs = {ROOT / "hpc" / name for verb in VERBS for name in (verb, f"{verb}.py")}
     entries = {
