@@ -76,7 +76,7 @@ def test_control_characters_of_ranks_and_nodes_reach_no_terminal(
 
 
 def test_lines_of_a_script_may_have_other_things_than_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    run.train_metrics.parent.mkdir()
+    run.train_metrics.parent.mkdir(exist_ok=True)
     append_json_line(run.train_metrics, {"step": 7, "loss": "low", "images_per_second": [1], "epoch": None})
     (row,) = json.loads(printed(capsys, str(run.path), "--json"))
     names = ("step", "train_loss", "images_per_second", "epoch")
