@@ -20,7 +20,9 @@ def site(testbed: dict[str, Any]) -> Iterator[Site]:
     path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
     tiny_data(path / "data")
     (path / "empty").mkdir()
-    node_local = tiny_data(Path("/tmp/torchrelay-test-data"))
+    node_local = Path("/tmp/torchrelay-test-data")
+    shutil.rmtree(node_local, ignore_errors=True)  # of an earlier run that was killed
+    tiny_data(node_local)
     (path / "text").mkdir()
     (path / "text" / "notes.txt").write_text("no image")
     (path / "runs" / "taken").mkdir(parents=True)
