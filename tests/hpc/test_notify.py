@@ -48,7 +48,8 @@ def test_without_names_it_lists_them_and_sends_nothing(tmp_path: Path) -> None:
     with inbox() as found:
         write_recipients(tmp_path, hook=found.address)
         done = hpc("notify", "--json", XDG_CONFIG_HOME=str(tmp_path))
-    assert json.loads(done.stdout) == [{"name": "hook", "service": "JSON", "sent": None, "problem": None}]
+    shown = {"schema": 1, "name": "hook", "service": "JSON", "sent": None, "problem": None}
+    assert json.loads(done.stdout) == [shown]
     assert not found.titles
 
 
