@@ -43,7 +43,8 @@ class CompletionOptions(cli.Common):
 def completion(options: CompletionOptions) -> int:
     """Print the script of tyro's generator."""
     verbs = tuple(
-        Annotated[_class(path), tyro.conf.subcommand(name=verb, prefix_name=False)] for verb, path in OPTIONS.items()
+        Annotated[program.without_texts(_class(path)), tyro.conf.subcommand(name=verb, prefix_name=False)]
+        for verb, path in OPTIONS.items()
     )
     program.print_completion(Union[verbs], "hpc", options.shell)  # noqa: UP007 - of a tuple
     return 0

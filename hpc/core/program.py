@@ -85,24 +85,33 @@ def _check_flags(options: type[Any], argv: Sequence[str], prog: str) -> None:
 
 def _for_help(options: type[Any], hidden: Collection[str]) -> type[Any]:
     """The dataclass without `hidden` fields, and without the defaults that tell nothing: None, False and ''."""
+    shown = tyro.conf.arg(help_behavior_hint=_default_hint)
+    return _annotated(options, lambda name: tyro.conf.Suppress if name in hidden else shown)
+
+
+def _annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
+    """The dataclass with what tyro should know of each flag, by its name, those of groups included."""
     types, values = dict[str, Any](), dict[str, Any]()
     for field in dataclasses.fields(options):
         kind: Any = field.type
         if group := _group(field):
-            view = _for_help(group, hidden)
+            view = _annotated(group, mark)
             types[field.name] = Annotated[(view, *kind.__metadata__)]
             if field.default_factory is not dataclasses.MISSING:
                 values[field.name] = dataclasses.field(default_factory=view)
-        elif field.name in hidden:
-            types[field.name] = Annotated[kind, tyro.conf.Suppress]
         else:
-            types[field.name] = Annotated[kind, tyro.conf.arg(help_behavior_hint=_default_hint)]
+            types[field.name] = Annotated[kind, mark(field.name)]
     members = {"__annotations__": types, "__doc__": options.__doc__, **values}
     return dataclasses.dataclass(frozen=True, kw_only=True)(type(options.__name__, (options,), members))
 
 
 def _default_hint(default: str) -> str:
     return "" if default in {"None", "False", "", "''", "()"} else f"(default: {default})"
+
+
+def without_texts(options: type[Any]) -> type[Any]:
+    """The dataclass without the help of its flags: tyro's scripts would offer the second line of a text as a word."""
+    return _annotated(options, lambda _: tyro.conf.arg(help="")) if dataclasses.is_dataclass(options) else options
 
 
 def print_completion(options: Any, prog: str, shell: str) -> None:

@@ -39,7 +39,7 @@ def completed(*command: str | Path) -> set[str]:
     ("typed", "offered"),
     [
         (("hpc", "re"), {"report", "resume"}),
-        (("hpc", "submit", "--no"), {"--nodes"}),
+        (("hpc", "submit", "--no"), {"--nodes", "--notify", "--notify-interruptions"}),
         (("hpc", "submit", "--amp", ""), {"none", "bf16", "fp16"}),
         (("hpc", "testbed", "kill"), {"kill-node"}),
         (("hpc", "predict", "--to"), {"--top"}),

@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -234,7 +236,8 @@ def test_watch_writes_the_page_until_the_run_has_ended(
         pages.append((seconds, run.report.read_text()))
         complete(run)
 
-    monkeypatch.setattr("time.sleep", pause)
+    # Not time.sleep itself: threads of other tests may sleep.
+    monkeypatch.setattr("hpc.report.__main__.time", SimpleNamespace(sleep=pause, time=time.time))
     written = report(capsys, run.path, "--watch")
     assert [(seconds, 'data-reload="30"' in page) for seconds, page in pages] == [(30, True)]
     assert "data-reload" not in written.html
