@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -288,6 +289,15 @@ class Run:
         """The metrics have every step once, in order."""
         steps = self.steps()
         assert steps == list(range(1, len(steps) + 1))
+
+
+@contextmanager
+def site_without_slurm() -> Iterator[Site]:
+    """A site of root's with a few images, for `--cluster local`."""
+    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    tiny_data(path / "data", train=320, test=100)
+    yield Site(path, "/nonexistent")
+    shutil.rmtree(path)
 
 
 def submit_and_wait(site: Site, *arguments: str) -> Run:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import CONSTANT, LONG, Run, Site, refused, submit_and_wait, tiny_data
+from cluster import CONSTANT, LONG, Run, Site, refused, site_without_slurm, submit_and_wait, tiny_data
 
 from hpc.clean import remove
 from training.checkpoint.storage import list_checkpoints
@@ -22,10 +21,8 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture(scope="module")
 def trained() -> Iterator[Run]:
     """A complete training."""
-    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
-    tiny_data(path / "data", train=320, test=100)
-    yield submit_and_wait(Site(path, "/nonexistent"), *CONSTANT, "--name=trained", "--epochs=2")
-    shutil.rmtree(path)
+    with site_without_slurm() as site:
+        yield submit_and_wait(site, *CONSTANT, "--name=trained", "--epochs=2")
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from cluster import CONSTANT, SHORT, Run, Site, add_script, assert_equal, refused, submit_and_wait, tiny_data
+from cluster import CONSTANT, SHORT, Run, Site, add_script, assert_equal, refused, site_without_slurm, submit_and_wait
 
 from hpc.core.files import read_json_lines
 from training.checkpoint.storage import list_checkpoints
@@ -17,10 +15,8 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
-    tiny_data(path / "data", train=320, test=100)
-    yield Site(path, "/nonexistent")
-    shutil.rmtree(path)
+    with site_without_slurm() as site:
+        yield site
 
 
 @pytest.fixture(scope="module")

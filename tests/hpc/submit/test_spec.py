@@ -59,7 +59,8 @@ def test_what_slurm_takes_for_something_much_smaller_is_refused(given: dict[str,
 
 def test_memory_and_times_that_say_what_they_mean() -> None:
     for memory, time in (("0", "90m"), ("64G", "12:00:00"), ("64gb", "1-0"), ("512M", "00:01:30")):
-        Resources(mem=memory, time=time)
+        asked = Resources(mem=memory, time=time)
+        assert (asked.mem, asked.time) == (memory, time), "as they were typed"
 
 
 @pytest.mark.parametrize(
