@@ -19,6 +19,7 @@ VERBS = {
     "fork": "a new run from another one's newest checkpoint, with other flags",
     "clean": "list or remove what old runs hold",
     "report": "HTML page about a run, or a comparison of several",
+    "sync": "send metrics to Weights & Biases or MLflow",
     "stage": "staged copies of data sets on this machine",
     "config": "defaults of hpc submit, and where they come from",
     "completion": "what makes bash, zsh or fish complete verbs and flags",
@@ -27,7 +28,7 @@ VERBS = {
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",
 }
-_FILES = {"cancel", "clean", "completion", "config", "fork", "notify", "resume", "shell", "stage", "top"}
+_FILES = {"cancel", "clean", "completion", "config", "fork", "notify", "resume", "shell", "stage", "sync", "top"}
 # Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
 PROGRAMS = {
     "train": ("training", "train on this machine"),

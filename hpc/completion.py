@@ -17,7 +17,7 @@ OPTIONS = {
     "logs": "hpc.logs.__main__:LogsOptions", "supervise": "hpc.supervise.__main__:SuperviseOptions",
     "cancel": "hpc.cancel:CancelOptions", "resume": "hpc.resume:ResumeOptions", "fork": "hpc.fork:ForkOptions",
     "clean": "hpc.clean:CleanOptions", "report": "hpc.report.__main__:ReportOptions",
-    "stage": "hpc.stage:StageOptions", "config": "hpc.config:ConfigOptions",
+    "stage": "hpc.stage:StageOptions", "sync": "hpc.sync:SyncOptions", "config": "hpc.config:ConfigOptions",
     "notify": "hpc.notify:NotifyOptions", "shell": "hpc.shell:ShellOptions", "top": "hpc.top:TopOptions",
     "doctor": "hpc.doctor.__main__:DoctorOptions", "drill": "hpc.drill.__main__:DrillOptions",
     "testbed": "hpc.testbed.__main__:Verb", "completion": "hpc.completion:CompletionOptions",

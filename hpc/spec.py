@@ -16,6 +16,8 @@ from training.config.device_choice import DeviceChoice
 from training.config.train_config import TrainConfig
 
 Cluster = Literal["slurm", "local"]
+Service = Literal["wandb", "mlflow"]
+"""Where metrics can be sent."""
 
 # The options of sbatch that --sbatch may not set, and what to do instead.
 MANAGED_SBATCH = {
@@ -245,6 +247,12 @@ class RunSpec:
     network: Network = field(default_factory=Network)
     notification: Notification = field(default_factory=Notification)
     """With the names that `all` stood for at the submission."""
+    tracker: tuple[Service, ...] = ()
+    """Where the metrics are sent."""
+    id: str = ""
+    """What no other run of the same name has."""
+    mlflow_run: str | None = None
+    """The id that MLflow has given to the run at its submission; None: it was not asked."""
     recipe: str | None = None
     """The recipe behind the trainer's flags."""
     forked_from: str | None = None
@@ -294,7 +302,8 @@ class RunSpec:
             fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
             fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
             fields["script"] = tuple(fields["script"])
-            fields["include"] = tuple(fields.get("include", ()))
+            for name in ("include", "tracker"):
+                fields[name] = tuple(fields.get(name, ()))
             return cls(**fields)
         except (KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged, or of another version: {error!r}") from error

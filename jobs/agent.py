@@ -38,6 +38,7 @@ from jobs.ranks.round import RankSetup, run_round
 from jobs.staging.node_staging import NodeStaging
 from jobs.staging.unpack_environment import stage_environment
 from jobs.stop_request import StopRequest
+from jobs.trackers import sending
 
 _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 600.0
@@ -163,14 +164,15 @@ class _Agent:
         if not isinstance(self._channel, ControlServer):
             self._train()
             return self._leave(self._channel)
-        coordinator = Coordinator(self._node, self._channel, self._stop)
-        self._monitor.callbacks.append(coordinator.poll)
-        self._train()
-        while not self._channel.directive.over:
-            self._monitor.poll()
-            time.sleep(_POLL_SECONDS)
-        self._channel.report(phase=Phase.LEFT)
-        return conclude(self._node, self._channel, self._monitor, coordinator)
+        with sending(self._node):
+            coordinator = Coordinator(self._node, self._channel, self._stop)
+            self._monitor.callbacks.append(coordinator.poll)
+            self._train()
+            while not self._channel.directive.over:
+                self._monitor.poll()
+                time.sleep(_POLL_SECONDS)
+            self._channel.report(phase=Phase.LEFT)
+            return conclude(self._node, self._channel, self._monitor, coordinator)
 
     def _train(self) -> None:
         """Prepare this node, and take part in rounds until there are no more."""

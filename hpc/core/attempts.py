@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from hpc.core.causes import Budget, Cause, PastInterruption, budget_after
+from hpc.core.causes import FINAL_CAUSES, Budget, Cause, PastInterruption, budget_after
 from hpc.core.ledger import Event
+from hpc.core.resumption import is_cancelled
+
+Outcome = Literal["completed", "failed", "cancelled"]
+"""How a run has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,3 +163,22 @@ def may_restart_after(attempts: Sequence[Attempt]) -> bool:
         return True
     *earlier, last = attempts
     return budget_of([*earlier, replace(last, cause=last.cause or Cause.LOST)]).may_restart
+
+
+def outcome_of(attempts: Sequence[Attempt], events: Iterable[Event]) -> Outcome | None:
+    """How the run has ended, as far as its events say so; None if it goes on."""
+    events, last = list(events), attempts[-1] if attempts else None
+    if is_cancelled(events):
+        return "cancelled"
+    if last is None or last.cause is None or last.resumed:
+        return None
+    if last.cause == Cause.COMPLETED:
+        return "completed"
+    stopped = not_continued(last, events) is not None or not may_restart_after(attempts)
+    return "failed" if last.cause not in FINAL_CAUSES and stopped else None
+
+
+def not_continued(attempt: Attempt, events: Iterable[Event]) -> str | None:
+    """Why no job could be started after an attempt; None: one could, or should not."""
+    own = (each for each in events if each["event"] == "not_continued" and each["attempt"] == attempt.attempt)
+    return next((str(each["detail"]) for each in own), None)

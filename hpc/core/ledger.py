@@ -53,6 +53,8 @@ One writer per file, because appends by several hosts tear on NFS. Every record 
 | notifying | who is about to send a message: an agent's process, or the supervisor's | notice recipient host |
 | notification_sent | the same | notice recipient |
 | notification_failed | the same | notice recipient reason |
+| tracking | a process of the head node that sends the metrics | service url |
+| tracking_failed | the same | service reason |
 | notified | supervisor, before it calls --on-end | state |
 | cancelled | cancel | by final (nothing may resume the run) |
 | resumed | resume | attempt (the last one, or 0) number cancellations (as many of them no longer count) by changed \

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.core.attempts import Attempt, attempts_of, may_restart_after
+from hpc.core.attempts import Attempt, attempts_of, not_continued, outcome_of
 from hpc.core.causes import FINAL_CAUSES, Cause
 from hpc.core.ledger import Event
-from hpc.core.resumption import is_cancelled
 
 _HOUR_SECONDS = 3600.0
 COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
@@ -61,21 +60,13 @@ def alert_times(times: Iterable[float], most: int) -> list[float]:
 
 def _end_of(attempts: Sequence[Attempt], events: Iterable[Event]) -> tuple[str, Attempt] | None:
     """How the run has ended, and its last attempt; None if it goes on, or if its user has ended it."""
-    last = attempts[-1] if attempts else None
-    if last is None or last.cause is None or last.resumed or is_cancelled(events):
-        return None
-    if last.cause == Cause.COMPLETED:
-        return COMPLETED, last
-    failed = last.cause not in FINAL_CAUSES and (_not_continued(last, events) or not may_restart_after(attempts))
-    return (FAILED, last) if failed else None
+    outcome = outcome_of(attempts, events)
+    return None if outcome in {None, "cancelled"} else (str(outcome), attempts[-1])
 
 
 def _not_continued(last: Attempt, events: Iterable[Event]) -> str | None:
     """Why no next attempt could be started, and what to do; None: it could, or should not be."""
-    details = (
-        each["detail"] for each in events if each["event"] == "not_continued" and each["attempt"] == last.attempt
-    )
-    detail = next(details, None)
+    detail = not_continued(last, events)
     return None if detail is None else f"Nothing starts it again ({detail}): start hpc supervise, or type hpc resume"
 
 

@@ -7,12 +7,11 @@ import numpy as np
 import pandas as pd
 
 from hpc.report.gather import RunRecord, labels_of
+from hpc.tracking.points import BOOKKEEPING
 
 SERIES = 8
 """Colors of lines; then they repeat with other dashes."""
 DASHES = ("solid", "dashed", "dotted")
-# They say where a line belongs, or have no course of their own.
-_NO_FIGURE = frozenset({"step", "epoch", "attempt", "time", "train_seconds", "seconds", "correct", "total", "corrupt"})
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
@@ -144,7 +143,7 @@ def _tables(record: RunRecord) -> dict[str, pd.DataFrame]:
 
 
 def _is_plotted(column: str, table: pd.DataFrame) -> bool:
-    if column in _NO_FIGURE or not pd.api.types.is_numeric_dtype(table[column]):
+    if column in BOOKKEEPING or not pd.api.types.is_numeric_dtype(table[column]):
         return False
     # Of an elastic run that has lost nodes.
     return column != "world_size" or table[column].min() < table[column].max()

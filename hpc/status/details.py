@@ -58,6 +58,7 @@ def _facts(row: Summary) -> dict[str, str]:
         "time": _time(row),
         "GPU-hours": _gpu_hours(row["gpu_hours"]),
         "interrupted": cells.interruptions(row),
+        "metrics": "; ".join(map(_tracker, row["trackers"])),
         "ended by": row["detail"] or "",
         "budget": "; ".join(budget_lines(row["budget"])) if row["state"] != "completed" else "",
     }
@@ -95,6 +96,12 @@ def _gpu_hours(hours: Mapping[str, float] | None) -> str:
         "starting, evaluating, saving": hours["waiting"] + hours["evaluating and saving"],
     }
     return f"{hours['allocated']:.3g}: " + _joined(*(f"{value:.3g} {name}" for name, value in parts.items() if value))
+
+
+def _tracker(one: Mapping[str, Any]) -> str:
+    if one["problem"] is not None:
+        return f"not at {one['tracker']} ({one['problem']}): type hpc sync"
+    return f"at {one['tracker']}" + (f", {one['url']}" if one["url"] else "")
 
 
 def budget_lines(budget: Mapping[str, Any]) -> list[str]:

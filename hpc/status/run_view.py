@@ -30,6 +30,7 @@ from hpc.status.timeline import GPU_PARTS, gpu_hours, periods_of
 from hpc.status.warnings import warnings_of
 from hpc.supervise.decide import STARTS, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
+from hpc.tracking.sender import last_events
 
 Summary = dict[str, Any]
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
@@ -115,6 +116,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
         "warnings": warnings_of(events, completed=state == "completed"),
         "staging": _staging(events) if state == "running" else None,
+        "trackers": _trackers(events, records.spec, attempts),
         "reason": pending.reason if pending else suspended or (decision and _reason(decision)),
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
         "detail": attempts[-1].detail if attempts else None,
@@ -226,6 +228,15 @@ def _spec(run: RunDir) -> RunSpec | None:
         return RunSpec.load(run)
     except UserError:
         return None  # damaged: what the others record is shown all the same
+
+
+def _trackers(events: Sequence[Event], spec: RunSpec | None, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+    """Where the metrics are sent, and why a node of the last attempt could not."""
+    last = last_events(events, attempts[-1].attempt) if attempts else {}
+    return [
+        {"tracker": service, "url": (event := last.get(service, {})).get("url"), "problem": event.get("reason")}
+        for service in (spec.tracker if spec else ())
+    ]
 
 
 def _final_result(run: RunDir) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ Nothing is queued before every check has passed, and nothing is left behind if o
 
 import dataclasses
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -32,7 +33,7 @@ from hpc.core.units import duration_seconds
 from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm.executor import SlurmExecutor, start_local
-from hpc.spec import Network, Notification, Recovery, Resources, RunSpec, check_run_name
+from hpc.spec import Network, Notification, Recovery, Resources, RunSpec, Service, check_run_name
 from hpc.staging.python_environment import this_environment
 from hpc.submit import checks, environment_archive, sbatch_flags, sbatch_variables, user_environment
 from hpc.submit.cluster_choice import SLURM_FLAGS, ClusterFlag, choose_cluster, slurm_only, this_machine
@@ -40,6 +41,7 @@ from hpc.submit.code_copy import UserCode, code_in_place, copy_code, find_code
 from hpc.submit.dry_run import show_dry_run
 from hpc.submit.gpu_use import resolve_device
 from hpc.submit.package_copy import keep_packages
+from hpc.tracking.submission import at_trackers, check_ready
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.device_choice import DeviceChoice
@@ -56,7 +58,7 @@ _EVERYDAY = {
 _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
 _RARE = {
     "debug", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range", "notify",
-    "notify_interruptions",
+    "notify_interruptions", "tracker",
 }  # fmt: skip
 
 
@@ -68,6 +70,8 @@ class SubmitOptions(cli.Common):
     recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
     network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
     notification: tyro.conf.OmitArgPrefixes[Notification] = field(default_factory=Notification)
+    tracker: tyro.conf.UseAppendAction[tuple[Service, ...]] = ()
+    """Send the metrics to Weights & Biases or MLflow (docs/tracking.md). Repeatable."""
     name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
     """Name of the run. Default: the model or script, and the time."""
     runs_dir: Path = Path("runs")
@@ -83,7 +87,7 @@ class SubmitOptions(cli.Common):
     wait: bool = False
     """Wait until the run ends, and print its result."""
     help_train: bool = False
-    """Show the other flags: training, staging, network, messages."""
+    """Show the other flags: training, staging, network, messages, trackers."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
     """Each node's own disk, for the copy of the data. In quotes, '$SLURM_TMPDIR' and others are the node's."""
     stage_keep: Annotated[str, tyro.conf.arg(metavar="TIME")] = "7d"
@@ -200,10 +204,10 @@ def submit(
         watch = None if options.json else environment_archive.show_progress
         archive = environment_archive.find_or_make(environment, run.path.parent, watch)
         spec = dataclasses.replace(spec, stage_env=str(archive))
-    with new_run_directory(run):
+    with new_run_directory(run), at_trackers(run, spec) as known:
         run.events.mkdir()
         run.logs.mkdir()
-        spec = fill(run, spec)
+        spec = fill(run, known)
         spec.save(run)
         copy_code(run, code)
         answer["job_id"] = job_id = SlurmExecutor(run, spec).start() if on_slurm else start_local(run)
@@ -313,10 +317,13 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, notification=with_known_names(options.notification),
+        tracker=tuple(dict.fromkeys(options.tracker)), id=secrets.token_hex(4),
         recipe=getattr(options, "recipe", None), python=python, container=image, device=device,
         include=getattr(options, "include", ()),
     )  # fmt: skip
     checks.check_recovery(spec)
+    for service in spec.tracker:
+        check_ready(service)
     duration_seconds("--stage-keep", spec.stage_keep)
     if spec.stage_timeout_seconds < _MIN_STAGE_SECONDS:
         raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_MIN_STAGE_SECONDS}s or more")

@@ -20,6 +20,7 @@ from hpc.core.resumption import current_spec
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.staging import container
+from hpc.tracking.tracker import rank_variables
 from jobs.control.addresses import interface_of
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
@@ -153,6 +154,7 @@ def _command(
             "TORCHRELAY_ATTEMPT": str(number),
             **({"TORCHRELAY_DATA": str(setup.data)} if setup.data else {}),
         }
+        environment = {**rank_variables(run, spec), **environment}
     argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, program)
     if spec.container is not None:
         # Our own code is in the run's directory, too.
