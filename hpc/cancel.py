@@ -48,7 +48,11 @@ def cancel(options: CancelOptions) -> int:
     cache = StatusCache()
     for run in runs:
         try:
-            answers.append(_cancel(run, str(cache.summary(run)["state"]), options))
+            before = str(cache.summary(run)["state"])
+            is_new = cancel_run(run, before, final=options.final)
+            answers.append({"run": run.name, "run_dir": str(run.path), "state": "cancelled" if is_new else before})
+            if not options.json:
+                _show(run, before if not is_new else None, final=options.final)
         except TorchrelayError as error:
             problems.append(str(error))
             answers.append({"run": run.name, "run_dir": str(run.path), "error": str(error)})
@@ -59,9 +63,9 @@ def cancel(options: CancelOptions) -> int:
     return int(bool(problems))
 
 
-def _cancel(run: RunDir, before: str, options: CancelOptions) -> dict[str, str]:
-    """End one run, whose state was `before`; a TorchrelayError if that did not succeed in full."""
-    on_slurm, final = RunSpec.load(run).cluster == "slurm", options.final
+def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
+    """End one run, whose state was `before`; False: it had ended. A TorchrelayError if that did not succeed in full."""
+    on_slurm = RunSpec.load(run).cluster == "slurm"
     problems = _end_jobs(run) if on_slurm else []
     # A failed run may be about to continue: the supervisor submits its next job.
     is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
@@ -74,12 +78,14 @@ def _cancel(run: RunDir, before: str, options: CancelOptions) -> dict[str, str]:
         raise TorchrelayError(f"run {run.name}: {'; '.join(problems)}; type hpc cancel again when that is over")
     for job_id in [] if on_slurm else local_jobs(run):
         os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agents
-    if is_new and not options.json:
-        after = "for good" if final else f"and will not be requeued; {cli.own_command()} resume {run.name} continues it"
-        print(visible(f"run {run.name} is cancelled {after}"))
-    elif not options.json:
-        print(visible(f"run {run.name} had already ended: {before}"))
-    return {"run": run.name, "run_dir": str(run.path), "state": "cancelled" if is_new else before}
+    return is_new
+
+
+def _show(run: RunDir, before: str | None, *, final: bool) -> None:
+    """Print what was done; `before` is the state of a run that had ended."""
+    after = "for good" if final else f"and will not be requeued; {cli.own_command()} resume {run.name} continues it"
+    end = f"is cancelled {after}" if before is None else f"had already ended: {before}"
+    print(visible(f"run {run.name} {end}"))
 
 
 def _is_final(run: RunDir) -> bool:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 
@@ -20,6 +20,7 @@ from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from training.config import command_line, defaults
 
+Options = TypeVar("Options")
 SCHEMA = 1
 """Version of docs/json.schema.json: of a change that breaks readers."""
 
@@ -65,18 +66,29 @@ def run(
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        given = arguments
-        if isinstance(options, type) and issubclass(options, RunsOptions):
-            given = [f"--runs-dir={runs_dir(arguments)}", *arguments]
-        given = expand(given) if expand else given  # it may read variables of sbatch
-        slurm.adopt_environment(os.environ)
-        return verb(program.parse(options, given, f"hpc {name}", hidden=hidden))
+        return verb(parse(options, name, arguments, expand, hidden))
 
     def report(message: str, exit_code: int) -> None:
         if "--json" in arguments:
             print_json({"error": message, "exit_code": exit_code})
 
     return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=report)
+
+
+def parse(
+    options: type[Options],
+    name: str,
+    arguments: list[str],
+    expand: Callable[[list[str]], list[str]] | None = None,
+    hidden: Collection[str] = (),
+) -> Options:
+    """The flags of a verb, with defaults as in `run`. Raises UserError if one is wrong."""
+    given = arguments
+    if isinstance(options, type) and issubclass(options, RunsOptions):
+        given = [f"--runs-dir={runs_dir(arguments)}", *arguments]
+    given = expand(given) if expand else given  # it may read variables of sbatch
+    slurm.adopt_environment(os.environ)
+    return program.parse(options, given, f"hpc {name}", hidden=hidden)
 
 
 def runs_dir(arguments: list[str]) -> Path:

@@ -13,7 +13,7 @@ from hpc.core import program
 
 # Where each verb's flags are.
 OPTIONS = {
-    "submit": "hpc.submit.__main__:SubmitTraining", "status": "hpc.status.__main__:StatusOptions",
+    "submit": "hpc.submit.options:SubmitTraining", "status": "hpc.status.__main__:StatusOptions",
     "logs": "hpc.logs.__main__:LogsOptions", "supervise": "hpc.supervise.__main__:SuperviseOptions",
     "cancel": "hpc.cancel:CancelOptions", "resume": "hpc.resume:ResumeOptions", "fork": "hpc.fork:ForkOptions",
     "clean": "hpc.clean:CleanOptions", "report": "hpc.report.__main__:ReportOptions",

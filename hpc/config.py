@@ -14,7 +14,7 @@ from rich.text import Text
 from hpc import cli
 from hpc.core import program
 from hpc.submit import sbatch_variables
-from hpc.submit.__main__ import SubmitTraining, flag_names
+from hpc.submit.options import SubmitTraining, flag_names
 from training.config.command_line import overlay
 from training.config.defaults import files
 

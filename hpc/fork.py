@@ -22,7 +22,9 @@ from hpc.core.files import UNSUPPORTED, json_line, read_json_lines, write_atomic
 from hpc.core.rundir import RunDir
 from hpc.flags import flags_of, named_run, typed_names, with_own_flags
 from hpc.spec import RunSpec
-from hpc.submit.__main__ import SubmitTraining, flag_names, submit
+from hpc.submit.__main__ import show
+from hpc.submit.new_run import NewRun, start_run
+from hpc.submit.options import SubmitTraining, flag_names
 from hpc.submit.sbatch_flags import spelled_out
 from training.checkpoint.storage import STATE_VALUES, find_damage, list_checkpoints, step_of
 from training.config.changes import refuse_on_fork
@@ -47,10 +49,10 @@ class ForkOptions(SubmitTraining):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(fork, ForkOptions, "fork", argv, expand=_with_flags_of_the_run)
+    return cli.run(lambda parsed: show(fork(parsed), parsed), ForkOptions, "fork", argv, expand=with_flags_of_the_run)
 
 
-def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
+def with_flags_of_the_run(arguments: list[str]) -> list[str]:
     """Put the flags of the other run in front of those that the user types."""
     if {"-h", "--help"}.intersection(arguments):
         return arguments
@@ -75,14 +77,14 @@ def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
     return [f"--runs-dir={source.path.parent}", *with_own_flags(flags_of(spec), arguments, known)]
 
 
-def fork(options: ForkOptions) -> int:
-    """Submit a run that has the newest intact checkpoint of the other one."""
+def fork(options: ForkOptions) -> NewRun:
+    """Submit a run that has the newest intact checkpoint of the other one. Raises as `start_run`."""
     source = cli.find_own_run(options.run, options.runs_dir)
     if not list_checkpoints(source.checkpoints):
         raise UserError(
             f"run {source.name} has no checkpoint in {source.checkpoints}: wait for the first one, or type hpc submit"
         )
-    return submit(options, (), lambda run, spec: give_newest_checkpoint(source, run, spec))
+    return start_run(options, (), lambda run, spec: give_newest_checkpoint(source, run, spec))
 
 
 def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpec:

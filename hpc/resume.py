@@ -76,10 +76,10 @@ class ResumeOptions(cli.RunOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(resume, ResumeOptions, "resume", argv, expand=_with_flags_of_the_run)
+    return cli.run(resume, ResumeOptions, "resume", argv, expand=with_flags_of_the_run)
 
 
-def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
+def with_flags_of_the_run(arguments: list[str]) -> list[str]:
     """Put what the run has in front of what its user types."""
     if {"-h", "--help"}.intersection(arguments):
         return arguments
@@ -104,7 +104,32 @@ def _with_flags_of_the_run(arguments: list[str]) -> list[str]:
 
 
 def resume(options: ResumeOptions) -> int:
-    """Check, put the new spec into force, and submit the run's next job."""
+    """Resume the run, and print what has changed; with --wait, wait for the end. Returns the exit code."""
+    run, answer = resume_run(options)
+    if options.wait:
+        from hpc.status.__main__ import wait_for_end  # noqa: PLC0415 - draws with rich, which only this needs
+
+        return wait_for_end(run, answer if options.json else None)
+    if options.json:
+        cli.print_json(answer)
+        return 0
+    step = resubmit.last_step(run)
+    print(visible(f"run {run.name} goes on in job {answer['job_id']}" + (f" after step {step}" if step else "")))
+    for name, value in answer["changed"].items():
+        print(visible(f"  {name} {value}"))
+    return 0
+
+
+def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
+    """Check, put the new spec into force, and submit the run's next job.
+
+    Returns:
+        The run, and the document of `hpc resume --json`.
+
+    Raises:
+        UserError: the run goes on or cannot, or a flag cannot change.
+        TorchrelayError: Slurm refuses the job, or another process has resumed the run.
+    """
     # What the run is made of must be writable by its user alone (hpc.core.ownership).
     os.umask(os.umask(0) | 0o022)
     run = cli.find_own_run(options.run, options.runs_dir)
@@ -117,19 +142,9 @@ def resume(options: ResumeOptions) -> int:
     _check_has_ended(run, before, events, shlex.quote(options.run))
     job_id = _continue(run, before, after, events, new_code=options.new_code)
     changed = changed_settings(before, after)
-    answer = {"run": run.name, "run_dir": str(run.path), "job_id": job_id, "cluster": after.cluster, "changed": changed}
-    if options.wait:
-        from hpc.status.__main__ import wait_for_end  # noqa: PLC0415 - draws with rich, which only this needs
-
-        return wait_for_end(run, answer if options.json else None)
-    if options.json:
-        cli.print_json(answer)
-        return 0
-    step = resubmit.last_step(run)
-    print(visible(f"run {run.name} goes on in job {job_id}" + (f" after step {step}" if step else "")))
-    for name, value in changed.items():
-        print(visible(f"  {name} {value}"))
-    return 0
+    return run, {
+        "run": run.name, "run_dir": str(run.path), "job_id": job_id, "cluster": after.cluster, "changed": changed,
+    }  # fmt: skip
 
 
 # --- what must hold ---

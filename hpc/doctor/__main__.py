@@ -43,7 +43,7 @@ from hpc.slurm.client import ClusterConfig
 from hpc.spec import Network, Resources, RunSpec
 from hpc.status.warnings import save_seconds
 from hpc.submit import sbatch_variables
-from hpc.submit.__main__ import SubmitTraining, flag_names
+from hpc.submit.options import SubmitTraining, flag_names
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 from training.config import command_line
 

@@ -37,27 +37,27 @@ def report(options: ReportOptions) -> int:
     if not options.run:
         raise UserError("no run: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in (cli.find_run(name, options.runs_dir) for name in options.run)}.values())
-    path = _page_path(options, runs)
-    tables, ended = _write(runs, path)
+    path = page_path(runs, options.output)
+    tables, ended = write_report(runs, path)
     if not options.json:
         print(f"{path}\n  beside it: {', '.join(tables)}", flush=True)
     while options.watch and not ended:
         time.sleep(RELOAD_SECONDS)
-        tables, ended = _write(runs, path)
+        tables, ended = write_report(runs, path)
     if options.json:
         cli.print_json({"report": str(path), "tables": [str(path.with_name(name)) for name in tables]})
     return 0
 
 
-def _page_path(options: ReportOptions, runs: Sequence[RunDir]) -> Path:
-    """Where the page goes; its directory is made."""
-    if options.output is None and len(runs) == 1:
+def page_path(runs: Sequence[RunDir], output: Path | None = None) -> Path:
+    """Where the page goes; its directory is made. Raises UserError if it cannot be, or is another user's."""
+    if output is None and len(runs) == 1:
         try:
             check_is_own(runs[0])  # another user's report/ may be a link to anywhere
         except UserError as error:
             raise UserError(f"{error}: use --output DIR") from error
     directory = runs[0].report.parent if len(runs) == 1 else runs[0].path.parent / "report"
-    path = (options.output.expanduser().resolve() if options.output else directory) / "index.html"
+    path = (output.expanduser().resolve() if output else directory) / "index.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,7 +65,7 @@ def _page_path(options: ReportOptions, runs: Sequence[RunDir]) -> Path:
     return path
 
 
-def _write(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
+def write_report(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
     """Write all files. Returns the names of the tables, and whether all runs have ended."""
     records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
     tables, now = csv_tables(records), time.time()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpc.submit import sbatch_variables
-from hpc.submit.__main__ import SubmitTraining, flag_names
+from hpc.submit.options import SubmitTraining, flag_names
 from training.config import defaults as files
 
 

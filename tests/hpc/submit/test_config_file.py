@@ -11,8 +11,8 @@ from hpc.core.errors import UserError
 from hpc.core.program import parse
 from hpc.core.rundir import RunDir
 from hpc.spec import Recovery
-from hpc.submit.__main__ import SubmitScript, SubmitTraining, flag_names
 from hpc.submit.code_copy import copy_code, find_code
+from hpc.submit.options import SubmitScript, SubmitTraining, flag_names
 from training.config.command_line import recipe_path, recipes, with_config
 from training.config.model_names import check_model, torchvision_weights
 from training.config.train_config import TrainConfig

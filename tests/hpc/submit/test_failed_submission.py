@@ -12,7 +12,7 @@ from cluster import ROOT, Site
 
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
-from hpc.submit.__main__ import new_run_directory
+from hpc.submit.new_run import new_run_directory
 
 REFUSED = UserError("sbatch refused the job")
 LOST_REPLY = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"

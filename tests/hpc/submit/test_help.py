@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hpc.core import program
-from hpc.submit.__main__ import SubmitTraining
+from hpc.submit.options import SubmitTraining
 
 _LINES_OF_TWO_SCREENS = 100
 

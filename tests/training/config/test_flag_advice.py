@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc.core.errors import UserError
-from hpc.submit.__main__ import SubmitScript, SubmitTraining, flag_names
+from hpc.submit.options import SubmitScript, SubmitTraining, flag_names
 from training.config.command_line import ADVICE, advice_for, check_names, with_config
 
 SUBMIT = flag_names(SubmitTraining)

@@ -1,0 +1,230 @@
+"""The Python API: `import hpc`. Runs on the login node, in a script or a notebook, without torch.
+
+    run = hpc.submit(hpc.TrainingRun(data="/shared/pets", model="resnet50", epochs=90, nodes=2, gpus_per_node=4))
+    run.wait()
+    run.metrics().plot("step", "loss")
+
+Each call does what the verb of its name does, with the same flags, defaults and errors: `lr=0.1` is `--lr 0.1`.
+"""
+
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
+
+import hpc.submit
+from hpc import cli, fork, resume
+from hpc.cancel import cancel_run
+from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.rundir import RunDir
+from hpc.logs.reader import LogReader
+from hpc.spec import Network, Notification, Recovery, Resources
+from hpc.status.run_view import TERMINAL, StatusCache, Summary
+from hpc.submit.new_run import start_run
+from hpc.submit.options import (
+    RunFlags,
+    ScriptFlags,
+    TrainingFlags,
+    flag_names,
+    options_for,
+    with_defaults,
+)
+from training.config.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Run", "Runs", "ScriptRun", "TorchrelayError", "TrainingRun", "UserError", "find_run", "runs", "submit"]
+
+_WAIT_SECONDS = 2.0
+_COLUMNS = ("run", "state", "job_id", "attempt", "epoch", "step", "images_per_second", "train_loss", "val_accuracy")
+
+
+class _Given:
+    """Remembers the flags that it was made with: the others are the user's defaults, which `submit` reads."""
+
+    given: Mapping[str, Any]
+
+    def __new__(cls, **given: Any) -> Self:
+        """Make one, with what was given."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", given)
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunRequest(_Given, RunFlags, Resources, Recovery, Network, Notification):
+    nodes: int | str = 1  # type: ignore[assignment]  # for Python
+    gpus_per_node: int | str = 1  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Check nothing yet: a recipe, or the user's defaults, may set what is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun(_RunRequest, TrainingFlags, TrainConfig):
+    """A training to submit: the flags of `hpc submit` as arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRun(_RunRequest, ScriptFlags):
+    """A torchrun script of your own to submit: `ScriptRun(command="train.py --epochs 3", nodes=2)`."""
+
+    command: str | Sequence[str]
+    """The script and its arguments, as text or as a list."""
+
+
+class Run:
+    """A run that was submitted, by its directory. It shows itself as a table in a notebook."""
+
+    def __init__(self, directory: Path) -> None:
+        self._run = RunDir(directory)
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self._run.name
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, which has everything."""
+        return self._run.path
+
+    def status(self) -> Summary:
+        """What `hpc status --json` prints of it (docs/json.schema.json); None is what is not known."""
+        return StatusCache().summary(self._run)
+
+    def wait(self, timeout_seconds: float | None = None) -> Summary:
+        """Wait until it is completed, failed or cancelled, over all its attempts; returns the status.
+
+        Raises:
+            TimeoutError: it has not ended in this time. It goes on.
+        """
+        deadline, cache = None if timeout_seconds is None else time.monotonic() + timeout_seconds, StatusCache()
+        while (status := cache.summary(self._run))["state"] not in TERMINAL:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"run {self.name} is {status['state']} after {timeout_seconds} s")
+            time.sleep(_WAIT_SECONDS)
+        return status
+
+    def metrics(self, name: str = "train") -> "pd.DataFrame":
+        """The lines of `metrics/NAME.jsonl`, such as `train` and `eval`, by step; of a repeated step the last one."""
+        import pandas as pd  # noqa: PLC0415 - takes half a second
+
+        from hpc.core.files import read_json_lines  # noqa: PLC0415
+
+        lines = list(read_json_lines(self._run.train_metrics.with_name(f"{name}.jsonl")))
+        keys = ["step", *(["split"] if any("split" in line for line in lines) else [])]
+        table = pd.DataFrame(lines)
+        return table if table.empty else table.drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)
+
+    def logs(self, rank: int | None = None, attempt: int | None = None) -> str:
+        """What the ranks and agents have printed; of one rank, or in one attempt, alone."""
+        lines = LogReader(self._run, rank, attempt).new_lines(ended=True)
+        return "".join(f"{line['line']}\n" for line in lines)
+
+    def cancel(self, *, final: bool = False) -> None:
+        """End it: nothing requeues it until `resume`, and with `final` nothing at all.
+
+        Raises:
+            TorchrelayError: a job may still run.
+        """
+        cancel_run(cli.find_own_run(str(self.directory), self.directory.parent), self.status()["state"], final=final)
+
+    def resume(self, **flags: Any) -> None:
+        """Continue it after `cancel` or a failure, or train it longer: `run.resume(epochs=200)`.
+
+        Raises:
+            UserError: it goes on, or a flag cannot change (`fork`).
+        """
+        arguments = [*as_arguments(flags), str(self.directory)]
+        options = cli.parse(resume.ResumeOptions, "resume", arguments, resume.with_flags_of_the_run)
+        resume.resume_run(options)
+
+    def fork(self, name: str, **flags: Any) -> "Run":
+        """A new run from its newest checkpoint, with other flags: `run.fork("low", lr=0.01)`. Raises as `submit`."""
+        arguments = [*as_arguments({"name": name, **flags}), str(self.directory)]
+        return Run(fork.fork(cli.parse(fork.ForkOptions, "fork", arguments, fork.with_flags_of_the_run)).run.path)
+
+    def report(self) -> Path:
+        """Write its HTML page and CSV tables; returns the page."""
+        from hpc.report.__main__ import page_path, write_report  # noqa: PLC0415 - imports pandas and Bokeh
+
+        path = page_path([self._run])
+        write_report([self._run], path)
+        return path
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+    def _repr_html_(self) -> str:
+        return _html([self])
+
+
+class Runs(list[Run]):
+    """Runs, which show themselves as a table in a notebook."""
+
+    def _repr_html_(self) -> str:
+        return _html(self)
+
+
+def submit(request: TrainingRun | ScriptRun) -> Run:
+    """Check a run, make its directory and queue it, as `hpc submit` does.
+
+    Raises:
+        UserError: a flag is wrong, or Slurm refuses the job; nothing is left behind.
+        TorchrelayError: Slurm does not answer.
+    """
+    flags, script = dict(request.given), tuple[str, ...]()
+    if isinstance(request, ScriptRun):
+        command = flags.pop("command")
+        script = tuple(shlex.split(command) if isinstance(command, str) else map(str, command))
+    options = options_for(script)
+    expand = partial(with_defaults, known=flag_names(options))
+    return Run(start_run(cli.parse(options, "submit", as_arguments(flags), expand), script).run.path)
+
+
+def runs(runs_dir: str | Path = "runs") -> Runs:
+    """All runs in a directory, the newest last."""
+    return Runs(Run(run.path) for run in cli.all_runs(Path(runs_dir)))
+
+
+def find_run(name: str, runs_dir: str | Path = "runs") -> Run:
+    """A run by its name or directory. Raises UserError if there is none."""
+    return Run(cli.find_run(name, Path(runs_dir)).path)
+
+
+def as_arguments(flags: Mapping[str, Any]) -> list[str]:
+    """Flags with their values, as they are typed; None is the default."""
+    words = list[str]()
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            several = isinstance(value, Iterable) and not isinstance(value, str)
+            words += [f"--{flag}={item}" for item in (value if several else (value,))]
+    return words
+
+
+def _html(shown: Sequence[Run]) -> str:
+    import pandas as pd  # noqa: PLC0415 - takes half a second
+
+    rows = StatusCache().summaries([RunDir(run.directory) for run in shown])
+    table = pd.DataFrame([{name: row[name] for name in _COLUMNS} for row in rows], columns=list(_COLUMNS))
+    return str(table.to_html(index=False, na_rep="", float_format="{:.4g}".format))
+
+
+class _CallableRoom(ModuleType):
+    """`hpc.submit` is the function of the API and the package of the verb, which Python binds to the same name."""
+
+    def __call__(self, request: TrainingRun | ScriptRun) -> Run:
+        return submit(request)
+
+
+sys.modules[hpc.submit.__name__].__class__ = _CallableRoom

@@ -1,0 +1,122 @@
+"""What a submission is to do: everything checked, and resolved to a run. Runs on the login node; makes nothing."""
+
+import dataclasses
+import os
+import secrets
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from hpc.core.errors import UserError
+from hpc.core.node_info import torch_build
+from hpc.core.nodedir import check_stage_dir
+from hpc.core.rundir import RunDir
+from hpc.core.text import visible
+from hpc.core.units import duration_seconds
+from hpc.notification.recipients import with_known_names
+from hpc.slurm import client as slurm
+from hpc.spec import RunSpec, check_run_name
+from hpc.submit import checks, user_environment
+from hpc.submit.cluster_choice import choose_cluster, slurm_only
+from hpc.submit.code_copy import UserCode, code_in_place, find_code
+from hpc.submit.gpu_use import resolve_device
+from hpc.submit.options import SubmitOptions, SubmitScript, SubmitTraining
+from hpc.tracking.submission import check_ready
+from training.config.model_names import check_model, resolve_weights
+from training.config.rules import without_effect
+from training.config.train_config import TrainConfig, check_world
+
+# Deleting old copies and moving files may keep an agent busy for a moment.
+_MIN_STAGE_SECONDS = 10
+
+
+def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
+    """Check everything, and resolve the flags to a run. Raises UserError at the first mistake."""
+    if options.name is not None:
+        check_run_name(options.name)
+    train, data = _resolve_work(options, script)
+    pack = None
+    if isinstance(options, SubmitTraining) and train is not None:
+        pack = checks.pack_size(options.pack, options.pack_size, train)
+        checks.check_data_on_device(train)
+    in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
+    cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
+    checks.check_setup(options.resources.setup, cluster)
+    if cluster == "slurm":
+        resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)
+        checks.check_is_shared("--data", data)
+        checks.check_is_shared("--weights", Path(train.weights) if train and train.weights else None)
+    else:
+        resources = checks.local_resources(options.resources)
+    if train is not None:
+        check_world(train, resources.max_nodes * resources.ranks_per_node)
+    checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
+    for flag, value in (("--container", options.container), ("--python", options.python)):
+        user_environment.check_use(flag, value, trains=train is not None, stages=options.stage_env)
+    image, python = user_environment.resolve(
+        options.container, options.python, resources.setup, on_cluster=cluster == "slurm"
+    )
+    # Of the user's own environment, torch is not known before it runs.
+    build = None if python or image else torch_build()
+    device = resolve_device(options.device, resources.num_gpus, cluster, build)
+    kind = train.model if train else Path(script[0]).stem
+    name = options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = RunDir(options.runs_dir.expanduser().resolve() / name)
+    if os.path.lexists(run.path):
+        raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
+    spec = RunSpec(
+        name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
+        script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
+        stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
+        network=options.network, notification=with_known_names(options.notification),
+        tracker=tuple(dict.fromkeys(options.tracker)), id=secrets.token_hex(4),
+        recipe=getattr(options, "recipe", None), python=python, container=image, device=device,
+        include=getattr(options, "include", ()),
+    )  # fmt: skip
+    checks.check_recovery(spec)
+    for service in spec.tracker:
+        check_ready(service)
+    duration_seconds("--stage-keep", spec.stage_keep)
+    if spec.stage_timeout_seconds < _MIN_STAGE_SECONDS:
+        raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_MIN_STAGE_SECONDS}s or more")
+    return run, spec
+
+
+def _resolve_work(options: SubmitOptions, script: tuple[str, ...]) -> tuple[TrainConfig | None, Path | None]:
+    """The trainer's flags, None for a user's script, and the data to stage."""
+    if isinstance(options, SubmitTraining):
+        check_model(options.train.model)
+        data = checks.training_data(options.train)
+        # The path of the weights: the nodes may have another cache than this machine.
+        weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
+        return dataclasses.replace(options.train, data=str(data or ""), weights=weights), data
+    checks.check_script(script)
+    given = options.data if isinstance(options, SubmitScript) else None
+    return None, checks.script_data(given) if given else None
+
+
+def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
+    """The code of the run. Raises UserError if it would not have its script."""
+    if not isinstance(options, SubmitScript) or not options.no_snapshot:
+        return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir)
+    if options.include:
+        raise UserError("--include is for the copy of the code, which --no-snapshot does without: leave one out")
+    if spec.cluster == "slurm":
+        checks.check_is_shared("--no-snapshot: the script in", Path(spec.script[0]).parent)
+    return code_in_place(Path.cwd(), spec.script)
+
+
+def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
+    """Print, on stderr, what a run may not be meant to do."""
+    warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
+    if spec.cluster == "local":
+        warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
+    if missing := code.missing_imports():
+        names = shlex.join(os.path.relpath(code.root / name) for name in missing)
+        warnings.append(
+            f"{visible(code.script[0])} imports files that git does not track, so the run will not have them: type "
+            f"git add {names}, or use --include"
+        )
+    for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
+        print(f"hpc submit: warning: {warning}", file=sys.stderr)

@@ -1,0 +1,112 @@
+"""The Python API, as a script or a notebook uses it: on this machine, without Slurm."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Site, site_without_slurm
+
+import hpc
+
+pytestmark = pytest.mark.timeout(400)
+LOCAL: dict[str, Any] = {"cluster": "local", "gpus_per_node": 1, "cpus_per_gpu": 1}
+TRAINS: dict[str, Any] = {"batch_size": 64, "log_every": 1, "checkpoint_every": "1", "lr_scheduler": "constant"}
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with site_without_slurm() as site:
+        yield site
+
+
+@pytest.fixture(autouse=True)
+def _in_the_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(site.path)
+
+
+@pytest.fixture(scope="module")
+def trained(site: Site) -> hpc.Run:
+    """A complete training of 2 epochs, 4 steps each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(site.path)
+        run = hpc.submit(hpc.TrainingRun(name="pets", data="data", epochs=2, **LOCAL, **TRAINS, val_split=0.2))
+        assert run.wait(timeout_seconds=300)["state"] == "completed"
+    return run
+
+
+def test_training_is_submitted_waited_for_and_read(site: Site, trained: hpc.Run) -> None:
+    assert (trained.name, trained.directory) == ("pets", site.path / "runs/pets")
+    assert list(trained.metrics()["step"]) == list(range(1, 9))
+    assert set(trained.metrics("eval")["split"]) == {"val", "test"}
+    assert trained.metrics("gpu").empty
+    assert "epoch 2" in trained.logs(rank=0)
+    assert trained.report().read_text().startswith("<!DOCTYPE html>")
+
+
+def test_training_is_trained_longer_and_forked(trained: hpc.Run) -> None:
+    trained.resume(epochs=3)
+    assert trained.wait(timeout_seconds=300)["step"] == 12
+    low = trained.fork("low", lr=0.001, epochs=4)
+    assert (low.wait(timeout_seconds=300)["state"], max(low.metrics()["step"])) == ("completed", 16)
+    with pytest.raises(hpc.UserError, match=r"--lr .* hpc fork"):
+        trained.resume(lr=1.0)
+
+
+def test_runs_are_found_and_shown_as_tables(trained: hpc.Run) -> None:
+    (found,) = [run for run in hpc.runs() if run.name == trained.name]
+    assert found.directory == hpc.find_run("pets").directory
+    for shown in (trained, hpc.runs()):
+        table = shown._repr_html_()
+        assert table.startswith("<table")
+        assert "<td>pets</td>" in table
+    with pytest.raises(hpc.UserError, match=r"existing runs: .*pets"):
+        hpc.find_run("pet")
+
+
+def test_script_is_submitted_and_cancelled(site: Site) -> None:
+    (site.path / "waits.py").write_text("import sys, time\nprint('began', sys.argv[1:], flush=True)\ntime.sleep(600)\n")
+    run = hpc.submit(hpc.ScriptRun(command="waits.py 'a b' --c", no_snapshot=True, name="waits", **LOCAL))
+    with pytest.raises(TimeoutError, match="run waits is"):
+        run.wait(timeout_seconds=0.1)
+    while "began ['a b', '--c']" not in run.logs(rank=0):
+        assert run.status()["state"] in {"pending", "running"}, run.logs()
+    run.cancel(final=True)
+    assert run.wait(timeout_seconds=60)["state"] == "cancelled"
+    with pytest.raises(hpc.UserError, match="cancelled with --final"):
+        run.resume()
+
+
+def test_wrong_flags_are_refused_as_by_the_verb_and_leave_nothing() -> None:
+    before = sorted(Path("runs").iterdir())
+    for wrong, says in (({"nodes": 0}, "--nodes is '0'"), ({"model": "resnet"}, "resnet"), ({"mem": "64"}, "64G")):
+        with pytest.raises(hpc.UserError, match=says):
+            hpc.submit(hpc.TrainingRun(**{"data": "data", **LOCAL, **wrong}))
+    with pytest.raises(TypeError, match="epoch"):
+        hpc.TrainingRun(epoch=3)  # type: ignore[call-arg]
+    assert sorted(Path("runs").iterdir()) == before
+
+
+def test_what_is_not_given_is_the_users_default(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    (site.path / "config").mkdir()
+    (site.path / "config/torchrelay.yaml").write_text("model: of-the-user\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(site.path / "config"))
+    with pytest.raises(hpc.UserError, match="--model is 'of-the-user'"):
+        hpc.submit(hpc.TrainingRun(data="data", **LOCAL))
+    with pytest.raises(hpc.UserError, match="--model is 'given'"):
+        hpc.submit(hpc.TrainingRun(data="data", model="given", **LOCAL))
+
+
+def test_function_and_package_of_the_same_name_both_work() -> None:
+    checks = importlib.import_module("hpc.submit.checks")
+    assert callable(hpc.submit)
+    assert hpc.submit.checks is checks  # type: ignore[attr-defined]
+
+
+def test_import_is_light() -> None:
+    code = "import sys, hpc; hpc.runs('none'); print({'torch', 'pandas', 'bokeh', 'wandb'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
