@@ -18,6 +18,7 @@ from hpc import cli
 from hpc.core import ledger
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.ledger import EventWriter
+from hpc.core.ownership import check_is_own
 from hpc.core.resumption import is_cancelled_for_good
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
@@ -43,7 +44,11 @@ def cancel(options: CancelOptions) -> int:
     """End the runs and record it; 1 if one of them may go on. Runs that have ended stay as they are."""
     if not options.run:
         raise UserError("no run is named: type hpc cancel NAME, or several names; hpc status lists them")
-    runs = [cli.find_own_run(name, options.runs_dir) for name in options.run]
+    runs = cli.find_runs(options.run, options.runs_dir)
+    for run in runs:
+        check_is_own(run)
+    for sweep in filter(None, (cli.find_sweep(name, options.runs_dir) for name in options.run)):
+        (sweep / cli.CANCELLED_SWEEP).touch()  # before the runs end: it starts others in their place
     answers, problems = list[dict[str, str]](), list[str]()
     cache = StatusCache()
     for run in runs:

@@ -21,6 +21,8 @@ from hpc.slurm import client as slurm
 from training.config import command_line, defaults
 
 Options = TypeVar("Options")
+SWEEP_FILE, CANCELLED_SWEEP = "sweep.json", "cancelled"
+"""Of a directory of runs that belong together: what they are, and that no more of them are to be started."""
 SCHEMA = 1
 """Version of docs/json.schema.json: of a change that breaks readers."""
 
@@ -127,6 +129,21 @@ def find_run(run: str, runs_dir: Path) -> RunDir:
     close = difflib.get_close_matches(run, names, n=3, cutoff=0.5) or sorted(names)[-3:]
     hint = f"existing runs: {', '.join(close)}" if close else f"{runs_dir} contains no runs (see --runs-dir)"
     raise UserError(f"there is no run {run!r}: {hint}")
+
+
+def find_runs(names: Sequence[str], runs_dir: Path) -> list[RunDir]:
+    """The runs with these directories or names, and those of sweeps. Raises UserError as `find_run`."""
+    found = list[RunDir]()
+    for name in names:
+        sweep = find_sweep(name, runs_dir)
+        found += all_runs(sweep) if sweep else [find_run(name, runs_dir)]
+    return found
+
+
+def find_sweep(name: str, runs_dir: Path) -> Path | None:
+    """The directory of a sweep (hpc.sweep); None if there is none of this name."""
+    paths = (Path(name).expanduser(), runs_dir.expanduser() / name)
+    return next((path.resolve() for path in paths if (path / SWEEP_FILE).is_file()), None)
 
 
 def find_own_run(run: str, runs_dir: Path) -> RunDir:

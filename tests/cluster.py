@@ -76,6 +76,7 @@ def checked_json(
 ) -> "subprocess.CompletedProcess[str]":
     """What a verb has printed; with --json it must have the documented shape, also for an error."""
     if "--json" in arguments and "--follow" not in arguments:
+        assert done.stdout, done.stderr
         document = json.loads(done.stdout)
         is_error = isinstance(document, dict) and "error" in document
         verb = "error" if is_error else {"fork": "submit"}.get(arguments[0], arguments[0])

@@ -1,5 +1,8 @@
 """The errors that reach the user. Runs everywhere."""
 
+import importlib.util
+import sys
+
 from hpc.core.causes import EXIT_BAD_NODE
 
 
@@ -19,3 +22,11 @@ class UserError(TorchrelayError):
     """The user's mistake. Nothing was queued and nothing was left behind."""
 
     exit_code = 2
+
+
+def need_package(package: str, extra: str, what: str) -> None:
+    """A UserError if an optional package, that one of our extras brings, is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"{what} needs the package {package}, which is not in {sys.prefix}: type pip install 'torchrelay[{extra}]'"
+        )

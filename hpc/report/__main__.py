@@ -36,7 +36,7 @@ def report(options: ReportOptions) -> int:
     """Write the page and the tables, and print their paths; with --watch again and again until all runs have ended."""
     if not options.run:
         raise UserError("no run: type hpc report NAME [NAME...]; hpc status lists the names")
-    runs = list({run.path: run for run in (cli.find_run(name, options.runs_dir) for name in options.run)}.values())
+    runs = list({run.path: run for run in cli.find_runs(options.run, options.runs_dir)}.values())
     path = page_path(runs, options.output)
     tables, ended = write_report(runs, path)
     if not options.json:

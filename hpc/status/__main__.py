@@ -63,7 +63,7 @@ def status(options: StatusOptions) -> int:
 
 
 def _runs(options: StatusOptions) -> list[RunDir]:
-    runs = [cli.find_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
+    runs = cli.find_runs(options.run, options.runs_dir) if options.run else cli.all_runs(options.runs_dir)
     return [run for run in runs if not options.mine or other_owner(run.path) is None]
 
 

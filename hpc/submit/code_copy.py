@@ -31,6 +31,8 @@ class UserCode:
     """The script by its path below it, and its arguments; empty for our trainer."""
     in_place: bool = False
     """Whether the script runs where it is."""
+    revision: str | None = None
+    """Its git revision, if `root` is a copy of a repository."""
 
     def missing_imports(self) -> list[str]:
         """The files below the root that the script imports, directly or not, and that the copy would lack."""
@@ -101,13 +103,18 @@ def _matches(here: Path, root: Path, pattern: str, no_code: Sequence[Path]) -> l
 
 def copy_code(run: RunDir, code: UserCode) -> None:
     """Make `code/`."""
-    run.code.mkdir()
+    copy_files(code, run.code)
+    copy_packages(run)
+    if revision := code.revision or git.git_revision(code.root):
+        run.revision.write_text(f"{revision}\n")
+
+
+def copy_files(code: UserCode, target: Path) -> None:
+    """Copy the user's files into a new directory."""
+    target.mkdir()
     for name in code.names:
-        (run.code / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(code.root / name, run.code / name)
-    for path in run.code.rglob("*"):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(code.root / name, target / name)
+    for path in target.rglob("*"):
         # Where a group shares files, its members could otherwise change what the run executes as its user.
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
-    copy_packages(run)
-    if revision := git.git_revision(code.root):
-        run.revision.write_text(f"{revision}\n")

@@ -21,7 +21,7 @@ from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.spec import RunSpec
 from hpc.staging.python_environment import this_environment
 from hpc.submit import environment_archive
-from hpc.submit.code_copy import copy_code
+from hpc.submit.code_copy import UserCode, copy_code
 from hpc.submit.options import SubmitOptions
 from hpc.submit.package_copy import keep_packages
 from hpc.submit.plan import find_user_code, plan, warn
@@ -47,11 +47,15 @@ class NewRun:
 
 
 def start_run(
-    options: SubmitOptions, script: tuple[str, ...], fill: Callable[[RunDir, RunSpec], RunSpec] = lambda _, spec: spec
+    options: SubmitOptions,
+    script: tuple[str, ...],
+    fill: Callable[[RunDir, RunSpec], RunSpec] = lambda _, spec: spec,
+    code: UserCode | None = None,
 ) -> NewRun:
     """Check, make the run directory, submit; a dry run only checks.
 
-    `fill` puts into the new directory what the run begins with, and returns the spec with it (`hpc fork`).
+    `fill` puts into the new directory what the run begins with, and returns the spec with it (`hpc fork`). `code` is
+    the user's, if it is not that of the current directory.
 
     Raises:
         UserError: a flag is wrong, or Slurm refuses the job.
@@ -60,7 +64,7 @@ def start_run(
     # What the run is made of must be writable by its user alone (hpc.core.ownership). The job inherits this.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
-    code = find_user_code(options, spec)
+    code = code or find_user_code(options, spec)
     spec = dataclasses.replace(spec, script=code.script, in_place=str(code.root) if code.in_place else None)
     warn(options, spec, code)
     environment = this_environment() if options.stage_env else None

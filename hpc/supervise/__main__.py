@@ -71,7 +71,7 @@ def supervise(options: SuperviseOptions) -> int:
     wait, once = interval, options.once or options.dry_run
     while True:
         try:
-            lines = _check(options, on_end)
+            lines = check_runs(options, on_end)
             wait = interval
         except (TorchrelayError, OSError) as error:
             if once:
@@ -97,7 +97,7 @@ def _print(lines: list[Line], options: SuperviseOptions) -> None:
         print(json.dumps(cli.versioned(line)) if options.json else visible(text), flush=True)
 
 
-def _check(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
+def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
     """Decide about every run, and act; one line of --json for each. A TorchrelayError if squeue does not answer."""
     lines, started = list[Line](), 0
     for one, decided in _decisions(options):

@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from hpc.core.errors import TorchrelayError
+from hpc.core.errors import TorchrelayError, need_package
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec, Service
-from hpc.tracking.tracker import TrackingError, check_installed
+from hpc.tracking.tracker import TITLES, TrackingError
 
 
 def check_ready(service: Service) -> None:
     """A UserError if the package, the address or the key of a tracker is missing. Asks no server but for a key."""
-    check_installed(service)
+    need_package(service, service, TITLES[service])
     if service == "wandb":
         from hpc.tracking.wandb_tracker import check_login  # noqa: PLC0415 - takes a second
 

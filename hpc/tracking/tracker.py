@@ -4,16 +4,14 @@ The tracker knows what it has: the last step of each series. So nothing that a n
 one, or by `hpc sync`, and no file has to agree with it.
 """
 
-import importlib.util
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from hpc.core.attempts import Outcome
-from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.errors import TorchrelayError, need_package
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec, Service
 from hpc.tracking.points import Point
@@ -53,7 +51,7 @@ def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:
         UserError: its package is not installed, or the environment does not say where it is.
         TrackingError: it cannot be reached, or refuses.
     """
-    check_installed(service)
+    need_package(service, service, TITLES[service])
     # Each takes seconds to import.
     if service == "wandb":
         from hpc.tracking.wandb_tracker import WandbTracker  # noqa: PLC0415
@@ -62,15 +60,6 @@ def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:
     from hpc.tracking.mlflow_tracker import MlflowTracker  # noqa: PLC0415
 
     return MlflowTracker(run, spec)
-
-
-def check_installed(service: Service) -> None:
-    """A UserError if the package of a tracker is not installed."""
-    if importlib.util.find_spec(service) is None:
-        raise UserError(
-            f"{TITLES[service]} needs the package {service}, which is not in {sys.prefix}: type "
-            f"pip install 'torchrelay[{service}]'"
-        )
 
 
 def run_id(spec: RunSpec) -> str:

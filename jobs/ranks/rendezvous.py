@@ -61,6 +61,8 @@ def torchrun_argv(
         f"--rdzv-conf=rank={rendezvous.node}{ports}",
         f"--local-addr={address}",
         *(("--run-path", "--start-method=fork") if program[0].endswith(".py") else ("--no-python",)),
+        # Without it torchrun refuses a script's `--n 4`, as an abbreviation of several flags of its own.
+        "--",
         # For torchrun, `$$` stands for `$`.
         program[0], *(argument.replace("$", "$$") for argument in program[1:]),
     ]  # fmt: skip

@@ -92,7 +92,7 @@ def test_all_members_have_the_same_first_one() -> None:
         assert "--rdzv-endpoint=10.0.0.2:12345" in argv
         assert "--nnodes=2" in argv
         assert "--nproc-per-node=4" in argv
-        assert argv[-3:] == ["--no-python", "echo", "$$HOME"]
+        assert argv[-4:] == ["--no-python", "--", "echo", "$$HOME"]
 
 
 def test_ipv6_addresses_are_in_brackets_for_torchrun() -> None:
