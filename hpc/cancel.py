@@ -47,8 +47,8 @@ def cancel(options: CancelOptions) -> int:
     runs = cli.find_runs(options.run, options.runs_dir)
     for run in runs:
         check_is_own(run)
-    for sweep in filter(None, (cli.find_sweep(name, options.runs_dir) for name in options.run)):
-        (sweep / cli.CANCELLED_SWEEP).touch()  # before the runs end: it starts others in their place
+    for group in filter(None, (cli.find_group(name, options.runs_dir) for name in options.run)):
+        (group / cli.CANCELLED_GROUP).touch()  # before the runs end: it starts others in their place
     answers, problems = list[dict[str, str]](), list[str]()
     cache = StatusCache()
     for run in runs:

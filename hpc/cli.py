@@ -21,8 +21,8 @@ from hpc.slurm import client as slurm
 from training.config import command_line, defaults
 
 Options = TypeVar("Options")
-SWEEP_FILE, CANCELLED_SWEEP = "sweep.json", "cancelled"
-"""Of a directory of runs that belong together: what they are, and that no more of them are to be started."""
+GROUPS, CANCELLED_GROUP = ("sweep", "scaling"), "cancelled"
+"""Directories of runs that belong together (hpc.group) have a file KIND.json; `hpc cancel` puts the other there."""
 SCHEMA = 1
 """Version of docs/json.schema.json: of a change that breaks readers."""
 
@@ -132,18 +132,18 @@ def find_run(run: str, runs_dir: Path) -> RunDir:
 
 
 def find_runs(names: Sequence[str], runs_dir: Path) -> list[RunDir]:
-    """The runs with these directories or names, and those of sweeps. Raises UserError as `find_run`."""
+    """The runs with these directories or names, and those of groups. Raises UserError as `find_run`."""
     found = list[RunDir]()
     for name in names:
-        sweep = find_sweep(name, runs_dir)
-        found += all_runs(sweep) if sweep else [find_run(name, runs_dir)]
+        group = find_group(name, runs_dir)
+        found += all_runs(group) if group else [find_run(name, runs_dir)]
     return found
 
 
-def find_sweep(name: str, runs_dir: Path) -> Path | None:
-    """The directory of a sweep (hpc.sweep); None if there is none of this name."""
+def find_group(name: str, runs_dir: Path) -> Path | None:
+    """The directory of a sweep or of a scaling study; None if there is none of this name."""
     paths = (Path(name).expanduser(), runs_dir.expanduser() / name)
-    return next((path.resolve() for path in paths if (path / SWEEP_FILE).is_file()), None)
+    return next((path.resolve() for path in paths if any((path / f"{kind}.json").is_file() for kind in GROUPS)), None)
 
 
 def find_own_run(run: str, runs_dir: Path) -> RunDir:

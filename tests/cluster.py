@@ -161,13 +161,19 @@ class Site:
     @contextmanager
     def supervised(self, *flags: str) -> "Iterator[subprocess.Popen[str]]":
         """Run `hpc supervise` in it in the background."""
-        command = [sys.executable, "-m", "hpc", "supervise", "--interval=1s", *flags]
-        out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen(command, **self._as_the_user({}), **out) as supervisor:
+        with self.started("supervise", "--interval=1s", *flags) as supervisor:
+            yield supervisor
+
+    @contextmanager
+    def started(self, *arguments: str, errors: int | None = subprocess.STDOUT) -> "Iterator[subprocess.Popen[str]]":
+        """Run `hpc ...` in it in the background."""
+        command = [sys.executable, "-m", "hpc", *arguments]
+        out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        with subprocess.Popen(command, **self._as_the_user({}), **out) as verb:
             try:
-                yield supervisor
+                yield verb
             finally:
-                supervisor.terminate()
+                verb.terminate()
 
     def hpc(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """Run `hpc ...` in it."""

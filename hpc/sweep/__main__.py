@@ -1,48 +1,34 @@
 """The verb `sweep`: its flags, what it prints, and its end. Runs on the login node, like a supervisor."""
 
 import dataclasses
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from hpc import cli
 from hpc.core import program
-from hpc.core.errors import TorchrelayError, UserError, need_package
-from hpc.core.git import git_revision
-from hpc.core.ownership import check_is_own
-from hpc.core.rundir import RunDir
-from hpc.core.text import visible
-from hpc.flags import changed_flags, typed_names
-from hpc.spec import check_run_name
-from hpc.submit.code_copy import copy_files, find_code
+from hpc.core.errors import UserError, need_package
+from hpc.flags import typed_names
+from hpc.group.members import check_placeholders, common, user_code
+from hpc.group.verb import check_is_new, directory_of, go_on, look_after, make, tell_on
 from hpc.submit.options import (
-    RunFlags,
-    ScriptFlags,
     SubmitScript,
     SubmitTraining,
-    TrainingFlags,
     flag_names,
     is_everyday,
     options_for,
     split_script,
     with_defaults,
 )
-from hpc.sweep.directory import Direction, Pruner, Sampler, SweepDir, SweepSpec
 from hpc.sweep.space import grid_of, read_space
+from hpc.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
 from training.config.train_config import TrainConfig
 
-_POLL_SECONDS = 5.0
-_MOST_POLL_SECONDS = 300.0
 _TRIALS, _PARALLEL = 20, 4
-# What a trial has of its own, or not at all.
-_NOT_OF_TRIALS = {"name", "runs_dir", "config"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
     if not script and not {"param", "help", "help-train"} & typed_names(flags) and "-h" not in flags:
-        return cli.run(lambda given: sweep(_named(given), _continued, given), ContinueOptions, "sweep", flags)
+        return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags)
     options: type[SweepTraining | SweepScript] = SweepScript if script else SweepTraining
     others = "--help-train" in flags
     return cli.run(
-        lambda given: sweep(_named(given), partial(_started, script=script), given),
+        partial(sweep, partial(_started, script=script)),
         options,
         "sweep",
         ["--help"] if others else flags,
@@ -117,43 +103,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _named(options: Options) -> SweepDir:
-    """The directory of the sweep. Raises UserError if it has no name, or one that is no directory's."""
-    need_package("optuna", "sweep", "hpc sweep")
-    if options.name is None:
-        raise UserError("the sweep has no name: add --name NAME; later, hpc sweep --name NAME goes on")
-    check_run_name(options.name)
-    return SweepDir(options.runs_dir.expanduser().resolve() / options.name)
-
-
-def sweep(directory: SweepDir, spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> int:
+def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> int:
     """Start or continue a sweep, and look after it until its end. Returns 1 if no trial was completed."""
+    need_package("optuna", "sweep", "hpc sweep")
+    directory = directory_of(SweepDir, options.name, options.runs_dir)
     spec = spec_of(directory, options)
-    from hpc.sweep.controller import Controller  # noqa: PLC0415 - imports Optuna
-    from hpc.sweep.result import show, write_result  # noqa: PLC0415
+    from hpc.sweep.result import show  # noqa: PLC0415
+    from hpc.sweep.sweep_controller import SweepController  # noqa: PLC0415 - imports Optuna
 
-    out = sys.stderr if options.json else sys.stdout
-    controller = Controller(
-        directory, spec, lambda line: print(visible(f"{time.strftime('%H:%M:%S')} {line}"), file=out, flush=True)
-    )
-    pause, is_over = _POLL_SECONDS, False
-    while not is_over:
-        try:
-            is_over, pause = controller.step(), _POLL_SECONDS
-        except UserError:
-            if not list(directory.path.glob("trial-*")):
-                shutil.rmtree(directory.path)  # nothing was started
-            raise
-        except (TorchrelayError, OSError) as error:
-            if options.once:
-                raise
-            pause = min(2 * pause, _MOST_POLL_SECONDS)
-            print(f"hpc sweep: next check in {pause:.0f} s: {error}", file=sys.stderr, flush=True)
-        write_result(directory, spec, controller.study)
-        if options.once:
-            break
-        if not is_over:
-            time.sleep(pause)
+    controller = SweepController(directory, spec, tell_on(as_json=options.json))
+    look_after(directory, controller, once=options.once)
     return show(directory, spec, controller.study, as_json=options.json)
 
 
@@ -161,69 +120,41 @@ def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, scrip
     """Check what is asked for, and make the directory. Raises UserError."""
     if not options.param:
         raise UserError("there is nothing to choose: add --param NAME=VALUES")
-    if directory.spec_file.exists():
-        raise UserError(
-            f"there is a sweep {options.name}: type hpc sweep --name {options.name} to go on, or choose another --name"
-        )
-    if directory.path.exists():
-        raise UserError(f"{directory.path} exists already: choose another --name")
     if options.dry_run or options.wait:
         raise UserError("a sweep has no --dry-run and no --wait: try hpc submit --dry-run with the same flags")
+    check_is_new(directory)
     space = read_space(options.param)
     _check_names(space, script)
     trials = options.trials
     if trials is None:
         trials = len(grid_of(space)) if options.sampler == "grid" else _TRIALS
-    code = None
-    if isinstance(options, SweepTraining) or not options.no_snapshot:
-        include = options.include if isinstance(options, SweepScript) else ()
-        code = find_code(Path.cwd(), script, include, options.runs_dir)
+    code = user_code(options, script)
     spec = SweepSpec(
         param=options.param, trials=trials, parallel=_PARALLEL if options.parallel is None else options.parallel,
         metric=options.metric, sampler=options.sampler,
         direction=options.direction or ("maximize" if "accuracy" in options.metric else "minimize"),
-        pruner=options.pruner, seed=options.sweep_seed, arguments=tuple(_arguments_of_trials(options)),
-        script=code.script if code else script, names=code.names if code else None,
-        revision=git_revision(code.root) if code else None,
+        pruner=options.pruner, seed=options.sweep_seed, **common(options, script, code),
     )  # fmt: skip
     _check_numbers(spec)
-    directory.path.mkdir(mode=0o700, parents=True)
-    if code:
-        copy_files(code, directory.code)
-    directory.save(spec)
+    make(directory, spec, code)
     return spec
-
-
-def _check_names(names: Iterable[str], script: Sequence[str]) -> None:
-    for name in names:
-        if script and not any(f"{{{name}}}" in word for word in script):
-            raise UserError(f"--param {name}: the command line of {script[0]} has no {{{name}}} for its value")
-        if not script and name.replace("-", "_") not in {field.name for field in dataclasses.fields(TrainConfig)}:
-            raise UserError(f"--param {name}: there is no training flag --{name}; hpc sweep --help-train lists them")
-
-
-def _arguments_of_trials(options: SweepTraining | SweepScript) -> list[str]:
-    """The flags that all trials have, with the defaults and files of the user as they are now."""
-    groups = [options.resources, options.recovery, options.network, options.notification]
-    own: list[type] = [RunFlags, ScriptFlags if isinstance(options, SweepScript) else TrainingFlags]
-    names = {field.name for kind in own for field in dataclasses.fields(kind)} - _NOT_OF_TRIALS
-    groups += [options.train] if isinstance(options, SweepTraining) else []
-    return [*changed_flags(options, names), *(word for group in groups for word in changed_flags(group))]
 
 
 def _continued(directory: SweepDir, options: ContinueOptions) -> SweepSpec:
     """What the sweep was started with; --trials and --parallel may change. Raises UserError."""
-    if not directory.spec_file.exists():
-        raise UserError(f"there is no sweep {options.name} in {options.runs_dir}: add --param NAME=VALUES to start one")
-    check_is_own(RunDir(directory.path))
-    spec = directory.load()
-    trials = spec.trials if options.trials is None else options.trials
-    parallel = spec.parallel if options.parallel is None else options.parallel
-    spec = dataclasses.replace(spec, trials=trials, parallel=parallel)
+    hint = "add --param NAME=VALUES to start one"
+    spec = go_on(directory, options.runs_dir, hint, trials=options.trials, parallel=options.parallel)
     _check_numbers(spec)
-    directory.cancelled.unlink(missing_ok=True)
-    directory.save(spec)
     return spec
+
+
+def _check_names(names: Iterable[str], script: Sequence[str]) -> None:
+    if script:
+        check_placeholders(names, script, "--param")
+        return
+    for name in names:
+        if name.replace("-", "_") not in {field.name for field in dataclasses.fields(TrainConfig)}:
+            raise UserError(f"--param {name}: there is no training flag --{name}; hpc sweep --help-train lists them")
 
 
 def _check_numbers(spec: SweepSpec) -> None:

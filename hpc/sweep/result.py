@@ -14,10 +14,10 @@ from rich.text import Text
 from hpc import cli
 from hpc.core.files import write_atomic
 from hpc.core.text import visible
-from hpc.sweep.controller import filled, settings_text
-from hpc.sweep.directory import SweepDir, SweepSpec
-from hpc.sweep.figures import sweep_page
-from hpc.sweep.space import shown
+from hpc.group.members import filled
+from hpc.sweep.space import settings_text, shown
+from hpc.sweep.sweep_dir import SweepDir, SweepSpec
+from hpc.sweep.sweep_page import sweep_page
 
 _STATES = {
     TrialState.RUNNING: "running", TrialState.COMPLETE: "completed", TrialState.PRUNED: "pruned",

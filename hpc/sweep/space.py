@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc.core.errors import UserError
 
@@ -73,3 +73,8 @@ def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:
 def shown(value: object) -> str:
     """A value of a trial, as a flag takes it: six digits of a number."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def settings_text(params: Mapping[str, Any]) -> str:
+    """The values of a trial for people."""
+    return " ".join(f"{name}={shown(value)}" for name, value in params.items())

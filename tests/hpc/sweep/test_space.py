@@ -4,7 +4,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from hpc.core.errors import UserError
-from hpc.sweep.controller import filled
+from hpc.group.members import filled
 from hpc.sweep.space import grid_of, read_space, shown
 
 

@@ -4,30 +4,23 @@ All that it knows is in Optuna's journal and the runs: it may be killed at any m
 does no harm, because one of them makes the run directory, and one tells Optuna of the trial.
 """
 
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from hpc import cli
 from hpc.cancel import cancel_run
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
-from hpc.status.run_view import TERMINAL, StatusCache
-from hpc.submit.code_copy import UserCode
-from hpc.submit.new_run import start_run
-from hpc.submit.options import options_for
-from hpc.supervise.__main__ import SuperviseOptions, check_runs
-from hpc.sweep.directory import SweepDir, SweepSpec
-from hpc.sweep.space import grid_of, read_space, shown
+from hpc.group.members import Supervision, start_member
+from hpc.status.run_view import TERMINAL, StatusCache, Summary
+from hpc.sweep.result import write_result
+from hpc.sweep.space import grid_of, read_space, settings_text, shown
+from hpc.sweep.sweep_dir import SweepDir, SweepSpec
 from hpc.tracking.points import read_points
-
-_SUPERVISE_SECONDS = 60.0
 
 
 def open_study(sweep: SweepDir, spec: SweepSpec) -> optuna.Study:
@@ -48,7 +41,7 @@ def open_study(sweep: SweepDir, spec: SweepSpec) -> optuna.Study:
     )  # fmt: skip
 
 
-class Controller:
+class SweepController:
     """The trials of one sweep.
 
     Args:
@@ -60,8 +53,7 @@ class Controller:
     def __init__(self, sweep: SweepDir, spec: SweepSpec, tell: Callable[[str], None]) -> None:
         self._sweep, self._spec, self._tell = sweep, spec, tell
         self.study = open_study(sweep, spec)
-        self._cache = StatusCache()
-        self._supervised = 0.0
+        self._cache, self._supervision = StatusCache(), Supervision(sweep, tell)
 
     def step(self) -> bool:
         """Follow the trials that run, and start others. Returns whether the sweep is over.
@@ -83,8 +75,12 @@ class Controller:
             # The values are in the journal before there is a run.
             asked = self.study.ask(space)
             self._start(self.study.trials[asked.number])
-        self._supervise()
+        self._supervision.check()
         return not self._running()
+
+    def write_result(self) -> None:
+        """Write the best trial and the page."""
+        write_result(self._sweep, self._spec, self.study)
 
     def _running(self) -> Sequence[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -97,13 +93,14 @@ class Controller:
         if not run.spec.exists():
             self._start(trial)  # the controller ended before
             return
-        state = self._cache.summary(run)["state"]
+        summary = self._cache.summary(run)
+        state = summary["state"]
         values = self._values(run)
         live = Trial(self.study, trial._trial_id)  # noqa: SLF001 - Optuna has no other way back to a trial
         for step in sorted(values.keys() - trial.intermediate_values.keys()):
             live.report(values[step], step)
         if state in TERMINAL:
-            self._end(trial, state, values)
+            self._end(trial, summary, values)
         elif live.should_prune():
             cancel_run(run, state, final=True)
             self.study.tell(trial.number, state=TrialState.PRUNED, skip_if_finished=True)
@@ -114,7 +111,8 @@ class Controller:
         points = read_points(run.train_metrics.parent, {})
         return {point.step: point.values[self._spec.metric] for point in points if self._spec.metric in point.values}
 
-    def _end(self, trial: FrozenTrial, state: str, values: Mapping[int, float]) -> None:
+    def _end(self, trial: FrozenTrial, summary: Summary, values: Mapping[int, float]) -> None:
+        state, detail = summary["state"], summary["detail"]
         name = self._sweep.trial(trial.number).name
         best = (max if self._spec.direction == "maximize" else min)(values.values(), default=None)
         if state == "completed" and best is not None:
@@ -122,24 +120,16 @@ class Controller:
             self._tell(f"{name}: {self._spec.metric} {best:.6g} with {settings_text(trial.params)}")
         else:
             self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-            lacks = f", but has no {self._spec.metric}" if state == "completed" else ""
-            self._tell(f"{name} is {state}{lacks}: {settings_text(trial.params)}")
+            why = f", but has no {self._spec.metric}" if state == "completed" else f" ({detail})" if detail else ""
+            self._tell(f"{name} is {state}{why}: {settings_text(trial.params)}")
 
     def _start(self, trial: FrozenTrial) -> None:
         """Submit the run of a trial; of the first one, an error is the user's."""
         spec, run = self._spec, self._sweep.trial(trial.number)
         values = {name: shown(value) for name, value in trial.params.items()}
-        arguments = [*spec.arguments, f"--name={run.name}", f"--runs-dir={self._sweep.path}"]
-        if not spec.script:
-            arguments += [f"--{name}={value}" for name, value in values.items()]
-        script = tuple(filled(word, values) for word in spec.script)
-        code = None
-        if spec.names is not None:
-            code = UserCode(root=self._sweep.code, names=spec.names, script=script, revision=spec.revision)
-            # Where it can be checked, whatever the current directory is.
-            script = (str(self._sweep.code / script[0]), *script[1:]) if script else ()
+        flags = [] if spec.script else [f"--{name}={value}" for name, value in values.items()]
         try:
-            start_run(cli.parse(options_for(script), "submit", arguments), script, code=code)
+            start_member(self._sweep, spec, run, flags, values)
         except UserError as error:
             if run.spec.exists():
                 return  # another controller has just made it
@@ -149,24 +139,3 @@ class Controller:
             self._tell(f"{run.name} cannot be submitted with {settings_text(trial.params)}: {error}")
         else:
             self._tell(f"{run.name} is submitted with {settings_text(trial.params)}")
-
-    def _supervise(self) -> None:
-        """Have lost trials go on: nobody else may watch them."""
-        on_slurm = any(self._sweep.trial(trial.number).script.exists() for trial in self._running())
-        if on_slurm and time.monotonic() - self._supervised > _SUPERVISE_SECONDS:
-            self._supervised = time.monotonic()
-            for line in check_runs(SuperviseOptions(runs_dir=self._sweep.path), []):
-                if line["problem"]:
-                    self._tell(f"{line['run']}: {line['action']} ({line['reason']}): {line['problem']}")
-
-
-def filled(word: str, values: Mapping[str, str]) -> str:
-    """A word of a script's command line with the values of a trial; other braces stay."""
-    for name, value in values.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word
-
-
-def settings_text(params: Mapping[str, Any]) -> str:
-    """The values of a trial for people."""
-    return " ".join(f"{name}={shown(value)}" for name, value in params.items())

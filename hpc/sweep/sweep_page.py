@@ -15,8 +15,8 @@ from bokeh.resources import INLINE
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
-from hpc.sweep.directory import SweepSpec
 from hpc.sweep.space import read_space, shown
+from hpc.sweep.sweep_dir import SweepSpec
 
 # With fewer, an importance is chance.
 _LEAST_TRIALS = 5

@@ -1,0 +1,106 @@
+"""The runs of a group: what they have in common, how one is started, and their supervision. Runs on the login node."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from hpc import cli
+from hpc.core.errors import UserError
+from hpc.core.git import git_revision
+from hpc.core.rundir import RunDir
+from hpc.flags import changed_flags
+from hpc.group.group_dir import GroupDir, GroupSpec
+from hpc.submit.code_copy import UserCode, find_code
+from hpc.submit.new_run import start_run
+from hpc.submit.options import RunFlags, ScriptFlags, SubmitScript, SubmitTraining, TrainingFlags, options_for
+from hpc.supervise.__main__ import SuperviseOptions, check_runs
+
+_SUPERVISE_SECONDS = 60.0
+# What a run has of its own, or not at all.
+_NOT_COMMON = {"name", "runs_dir", "config"}
+
+
+def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode | None:
+    """The code for all runs; None: the script runs where it is. Raises UserError if it cannot be found."""
+    if not isinstance(options, SubmitScript):
+        return find_code(Path.cwd(), script, (), options.runs_dir)
+    return None if options.no_snapshot else find_code(Path.cwd(), script, options.include, options.runs_dir)
+
+
+class CommonPart(TypedDict):
+    """The fields of a GroupSpec but `parallel`."""
+
+    arguments: tuple[str, ...]
+    script: tuple[str, ...]
+    names: tuple[str, ...] | None
+    revision: str | None
+
+
+def common(options: SubmitTraining | SubmitScript, script: tuple[str, ...], code: UserCode | None) -> CommonPart:
+    """What all runs have, with the defaults and files of the user as they are now."""
+    groups = [options.resources, options.recovery, options.network, options.notification]
+    own: list[type] = [RunFlags, ScriptFlags if isinstance(options, SubmitScript) else TrainingFlags]
+    names = {field.name for kind in own for field in dataclasses.fields(kind)} - _NOT_COMMON
+    groups += [] if isinstance(options, SubmitScript) else [options.train]
+    return {
+        "arguments": (*changed_flags(options, names), *(word for group in groups for word in changed_flags(group))),
+        "script": code.script if code else script,
+        "names": code.names if code else None,
+        "revision": git_revision(code.root) if code else None,
+    }
+
+
+def start_member(
+    group: GroupDir[Any], spec: GroupSpec, run: RunDir, flags: Sequence[str], values: Mapping[str, str]
+) -> None:
+    """Submit a run of a group with flags of its own, and the values for its script.
+
+    Raises:
+        UserError: the run cannot be submitted; or it exists, because another process has just made it.
+    """
+    script = tuple(filled(word, values) for word in spec.script)
+    code = None
+    if spec.names is not None:
+        code = UserCode(root=group.code, names=spec.names, script=script, revision=spec.revision)
+        # Where it can be checked, whatever the current directory is.
+        script = (str(group.code / script[0]), *script[1:]) if script else ()
+    arguments = [*spec.arguments, f"--name={run.name}", f"--runs-dir={group.path}", *flags]
+    start_run(cli.parse(options_for(script), "submit", arguments), script, code=code)
+
+
+def filled(word: str, values: Mapping[str, str]) -> str:
+    """A word of a script's command line with the values of a run; other braces stay."""
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word
+
+
+def check_placeholders(names: Iterable[str], script: Sequence[str], flag: str) -> None:
+    """Raise UserError if a script's command line has no place for one of the names."""
+    for name in names:
+        if not any(f"{{{name}}}" in word for word in script):
+            raise UserError(f"{flag} {name}: the command line of {script[0]} has no {{{name}}} for its value")
+
+
+class Supervision:
+    """Has lost runs of a group go on: nobody else may watch them.
+
+    Args:
+        group: the directory.
+        tell: is called with each line for people.
+    """
+
+    def __init__(self, group: GroupDir[Any], tell: Callable[[str], None]) -> None:
+        self._group, self._tell = group, tell
+        self._checked = 0.0
+
+    def check(self) -> None:
+        """Do what `hpc supervise --once` does, once a minute. Raises TorchrelayError if Slurm does not answer."""
+        on_slurm = any(run.script.exists() for run in cli.all_runs(self._group.path))
+        if on_slurm and time.monotonic() - self._checked > _SUPERVISE_SECONDS:
+            self._checked = time.monotonic()
+            for line in check_runs(SuperviseOptions(runs_dir=self._group.path), []):
+                if line["problem"]:
+                    self._tell(f"{line['run']}: {line['action']} ({line['reason']}): {line['problem']}")

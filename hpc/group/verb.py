@@ -1,0 +1,107 @@
+"""What the verbs about groups share: the directory is made or found, and looked after until the group is over."""
+
+import dataclasses
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.ownership import check_is_own
+from hpc.core.rundir import RunDir
+from hpc.core.text import visible
+from hpc.group.group_dir import GroupDir, GroupSpec
+from hpc.spec import check_run_name
+from hpc.submit.code_copy import UserCode, copy_files
+
+_POLL_SECONDS = 5.0
+_MOST_POLL_SECONDS = 300.0
+Group = TypeVar("Group", bound=GroupDir[Any])
+Spec = TypeVar("Spec", bound=GroupSpec)
+
+
+class GroupController(Protocol):
+    """Starts and follows the runs of a group."""
+
+    def step(self) -> bool:
+        """Follow the runs that run, and start others. Returns whether the group is over."""
+        ...
+
+    def write_result(self) -> None:
+        """Write what is known so far."""
+        ...
+
+
+def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:
+    """The directory of a group of this name. Raises UserError if the name is missing, or none for a directory."""
+    if name is None:
+        raise UserError(f"the {kind.KIND} has no name: add --name NAME; later, hpc {kind.KIND} --name NAME goes on")
+    check_run_name(name)
+    return kind(runs_dir.expanduser().resolve() / name)
+
+
+def check_is_new(group: GroupDir[Any]) -> None:
+    """Raise UserError if the directory exists."""
+    name, kind = group.path.name, group.KIND
+    if group.spec_file.exists():
+        raise UserError(f"there is a {kind} {name}: type hpc {kind} --name {name} to go on, or choose another --name")
+    if group.path.exists():
+        raise UserError(f"{group.path} exists already: choose another --name")
+
+
+def make(group: GroupDir[Spec], spec: Spec, code: UserCode | None) -> None:
+    """Make the directory, with what was asked for and the code."""
+    group.path.mkdir(mode=0o700, parents=True)
+    if code:
+        copy_files(code, group.code)
+    group.save(spec)
+
+
+def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> Spec:
+    """What the group was started with, with the changes that are not None; a cancellation is taken back.
+
+    Raises:
+        UserError: there is no such group; `hint` says how one is started.
+    """
+    if not group.spec_file.exists():
+        raise UserError(f"there is no {group.KIND} {group.path.name} in {runs_dir}: {hint}")
+    check_is_own(RunDir(group.path))
+    spec = dataclasses.replace(group.load(), **{name: value for name, value in changes.items() if value is not None})
+    group.cancelled.unlink(missing_ok=True)
+    group.save(spec)
+    return spec
+
+
+def tell_on(*, as_json: bool) -> Callable[[str], None]:
+    """A function that prints a line with the time: on standard error if a document follows."""
+    out = sys.stderr if as_json else sys.stdout
+    return lambda line: print(visible(f"{time.strftime('%H:%M:%S')} {line}"), file=out, flush=True)
+
+
+def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool) -> None:
+    """Have the controller work until the group is over, or with `once` one time.
+
+    Raises:
+        UserError: the first run cannot be submitted. The directory is removed.
+        TorchrelayError: with `once`, Slurm does not answer; without it, that is tried again.
+    """
+    pause, is_over = _POLL_SECONDS, False
+    while not is_over:
+        try:
+            is_over, pause = controller.step(), _POLL_SECONDS
+        except UserError:
+            if not list(group.path.glob("*/spec.json")):
+                shutil.rmtree(group.path)  # nothing was started
+            raise
+        except (TorchrelayError, OSError) as error:
+            if once:
+                raise
+            pause = min(2 * pause, _MOST_POLL_SECONDS)
+            print(f"hpc {group.KIND}: next check in {pause:.0f} s: {error}", file=sys.stderr, flush=True)
+        controller.write_result()
+        if once:
+            return
+        if not is_over:
+            time.sleep(pause)
