@@ -18,6 +18,7 @@ VERBS = {
     "resume": "continue a run after hpc cancel or a failure, or train it longer",
     "fork": "a new run from another one's newest checkpoint, with other flags",
     "clean": "list or remove what old runs hold",
+    "scaling": "the same run on several numbers of nodes, and what each gains",
     "sweep": "a run for each of many settings, to find the best",
     "report": "HTML page about a run, or a comparison of several",
     "sync": "send metrics to Weights & Biases or MLflow",

@@ -18,6 +18,7 @@ OPTIONS = {
     "cancel": "hpc.cancel:CancelOptions", "resume": "hpc.resume:ResumeOptions", "fork": "hpc.fork:ForkOptions",
     "clean": "hpc.clean:CleanOptions", "report": "hpc.report.__main__:ReportOptions",
     "stage": "hpc.stage:StageOptions",
+    "scaling": "hpc.scaling.__main__:ScalingTraining",
     "sweep": "hpc.sweep.__main__:SweepTraining", "sync": "hpc.sync:SyncOptions", "config": "hpc.config:ConfigOptions",
     "notify": "hpc.notify:NotifyOptions", "shell": "hpc.shell:ShellOptions", "top": "hpc.top:TopOptions",
     "doctor": "hpc.doctor.__main__:DoctorOptions", "drill": "hpc.drill.__main__:DrillOptions",

@@ -39,6 +39,8 @@ class GroupDir(Generic[Spec]):
 
     KIND: ClassVar[str]
     """One of `cli.GROUPS`."""
+    TITLE: ClassVar[str]
+    """The kind in a sentence."""
     SPEC: ClassVar[type[GroupSpec]]
 
     @property

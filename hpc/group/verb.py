@@ -15,9 +15,12 @@ from hpc.core.text import visible
 from hpc.group.group_dir import GroupDir, GroupSpec
 from hpc.spec import check_run_name
 from hpc.submit.code_copy import UserCode, copy_files
+from hpc.submit.options import SubmitOptions
 
 _POLL_SECONDS = 5.0
 _MOST_POLL_SECONDS = 300.0
+NOT_OF_GROUPS = frozenset({"dry_run", "wait"})
+"""Fields of SubmitOptions that have no meaning for a group."""
 Group = TypeVar("Group", bound=GroupDir[Any])
 Spec = TypeVar("Spec", bound=GroupSpec)
 
@@ -37,16 +40,20 @@ class GroupController(Protocol):
 def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:
     """The directory of a group of this name. Raises UserError if the name is missing, or none for a directory."""
     if name is None:
-        raise UserError(f"the {kind.KIND} has no name: add --name NAME; later, hpc {kind.KIND} --name NAME goes on")
+        raise UserError(f"the {kind.TITLE} has no name: add --name NAME; later, hpc {kind.KIND} --name NAME goes on")
     check_run_name(name)
     return kind(runs_dir.expanduser().resolve() / name)
 
 
-def check_is_new(group: GroupDir[Any]) -> None:
-    """Raise UserError if the directory exists."""
+def check_is_new(group: GroupDir[Any], options: SubmitOptions) -> None:
+    """Raise UserError if the directory exists, or with flags that a group cannot have."""
     name, kind = group.path.name, group.KIND
+    if options.dry_run or options.wait:
+        raise UserError(f"hpc {kind} has no --dry-run and no --wait: try hpc submit --dry-run with the same flags")
     if group.spec_file.exists():
-        raise UserError(f"there is a {kind} {name}: type hpc {kind} --name {name} to go on, or choose another --name")
+        raise UserError(
+            f"there is a {group.TITLE} {name}: type hpc {kind} --name {name} to go on, or choose another --name"
+        )
     if group.path.exists():
         raise UserError(f"{group.path} exists already: choose another --name")
 
@@ -66,7 +73,7 @@ def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> S
         UserError: there is no such group; `hint` says how one is started.
     """
     if not group.spec_file.exists():
-        raise UserError(f"there is no {group.KIND} {group.path.name} in {runs_dir}: {hint}")
+        raise UserError(f"there is no {group.TITLE} {group.path.name} in {runs_dir}: {hint}")
     check_is_own(RunDir(group.path))
     spec = dataclasses.replace(group.load(), **{name: value for name, value in changes.items() if value is not None})
     group.cancelled.unlink(missing_ok=True)

@@ -38,6 +38,8 @@ LOOKS = {
     "images_per_second": Look(title="Images per second", form="%.0f", from_zero=True),
     "lr": Look(title="Learning rate", form="%.3g", from_zero=True, noisy=False),
     "data_wait_share": Look(title="Waiting for data (%)", form="%.1f", scale=100, from_zero=True),
+    "allreduce_wait_share": Look(title="Waiting for the all-reduce (%)", form="%.1f", scale=100, from_zero=True),
+    "allreduce_seconds": Look(title="All-reduce of the gradients (s)", form="%.4f", from_zero=True),
     "memory_bytes": Look(title="Memory of rank 0 (GiB)", form="%.2f", scale=2**-30, from_zero=True, noisy=False),
     "world_size": Look(title="Ranks", form="%d", from_zero=True, noisy=False),
 }

@@ -14,7 +14,7 @@ from hpc.core import program
 from hpc.core.errors import UserError, need_package
 from hpc.flags import typed_names
 from hpc.group.members import check_placeholders, common, user_code
-from hpc.group.verb import check_is_new, directory_of, go_on, look_after, make, tell_on
+from hpc.group.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on
 from hpc.submit.options import (
     SubmitScript,
     SubmitTraining,
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sweep",
         ["--help"] if others else flags,
         expand=lambda given: with_defaults(given, flag_names(options_for(script))),
-        hidden={field.name for field in program.flags(options) if is_everyday(field.name) == others},
+        hidden=NOT_OF_GROUPS | {field.name for field in program.flags(options) if is_everyday(field.name) == others},
     )
 
 
@@ -108,8 +108,8 @@ def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> in
     need_package("optuna", "sweep", "hpc sweep")
     directory = directory_of(SweepDir, options.name, options.runs_dir)
     spec = spec_of(directory, options)
-    from hpc.sweep.result import show  # noqa: PLC0415
     from hpc.sweep.sweep_controller import SweepController  # noqa: PLC0415 - imports Optuna
+    from hpc.sweep.sweep_result import show  # noqa: PLC0415
 
     controller = SweepController(directory, spec, tell_on(as_json=options.json))
     look_after(directory, controller, once=options.once)
@@ -120,9 +120,7 @@ def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, scrip
     """Check what is asked for, and make the directory. Raises UserError."""
     if not options.param:
         raise UserError("there is nothing to choose: add --param NAME=VALUES")
-    if options.dry_run or options.wait:
-        raise UserError("a sweep has no --dry-run and no --wait: try hpc submit --dry-run with the same flags")
-    check_is_new(directory)
+    check_is_new(directory, options)
     space = read_space(options.param)
     _check_names(space, script)
     trials = options.trials

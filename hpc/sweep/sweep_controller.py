@@ -17,9 +17,9 @@ from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.group.members import Supervision, start_member
 from hpc.status.run_view import TERMINAL, StatusCache, Summary
-from hpc.sweep.result import write_result
 from hpc.sweep.space import grid_of, read_space, settings_text, shown
 from hpc.sweep.sweep_dir import SweepDir, SweepSpec
+from hpc.sweep.sweep_result import write_result
 from hpc.tracking.points import read_points
 
 

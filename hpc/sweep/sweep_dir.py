@@ -29,7 +29,7 @@ class SweepSpec(GroupSpec):
 class SweepDir(GroupDir[SweepSpec]):
     """The files of a sweep, by name."""
 
-    KIND = "sweep"
+    KIND = TITLE = "sweep"
     SPEC = SweepSpec
 
     @property

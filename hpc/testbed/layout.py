@@ -1,5 +1,6 @@
 """The shape of a testbed and the names of its files. Pure."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hpc.testbed.profiles import PROFILES, Profile, ProfileName
 LOGIN_NAME = "login"
 LOGIN_ADDRESS = "10.77.0.254"
 _MAX_NODES = 99
+_NETWORK = re.compile(r"\d+(\.\d+)?[kmg]bit(,\d+(\.\d+)?[mu]s)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +45,17 @@ class TestbedShape:
     """Memory, in MiB, that each node declares."""
     slurmd_timeout: int | None = None
     """Seconds after which Slurm marks a dead node down (SlurmdTimeout). Default: 20; 300 with `--profile bare`."""
+    shape_network: str | None = None
+    """What each node sends at most, and by how much its packets are delayed: 25gbit, or 1gbit,50us."""
     accounting: bool = False
     """Also run slurmdbd on a private MariaDB, so that sacct works."""
 
     def __post_init__(self) -> None:
         """Refuse a shape that Slurm or the address range cannot hold."""
+        if self.shape_network is not None and not _NETWORK.fullmatch(self.shape_network):
+            raise UserError(
+                f"--shape-network is {self.shape_network!r}: give a rate, and a delay: 25gbit, or 1gbit,50us"
+            )
         for flag, value, minimum, maximum, example in (
             ("--nodes", self.num_nodes, 1, _MAX_NODES, 4),
             ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),
@@ -57,6 +65,12 @@ class TestbedShape:
         ):
             if not minimum <= value <= maximum:
                 raise UserError(f"{flag} {value}: give {minimum} to {maximum}; type for example {flag} {example}")
+
+    @property
+    def network(self) -> tuple[str | None, str | None]:
+        """The rate and the delay of the nodes' links, as tc takes them; None: those of the machine."""
+        rate, _, delay = (self.shape_network or "").partition(",")
+        return rate or None, delay or None
 
     @property
     def kind(self) -> Profile:

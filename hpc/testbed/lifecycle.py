@@ -15,7 +15,7 @@ from hpc.core.files import write_atomic
 from hpc.slurm.client import TESTBED_DIRECTORY, running_slurm_conf
 from hpc.testbed import daemons, nodes, render
 from hpc.testbed.layout import LOGIN_NAME, TestbedNode, TestbedPaths, TestbedShape
-from hpc.testbed.system import locked, require_packages, run, wait_until
+from hpc.testbed.system import locked, require_packages, run, succeeds, wait_until
 
 PATHS = TestbedPaths(TESTBED_DIRECTORY)
 
@@ -50,6 +50,11 @@ def status() -> TestbedStatus:
 def up(shape: TestbedShape) -> None:
     """Start a testbed of this shape, or repair it, and wait until all nodes are idle."""
     require_packages(accounting=shape.has_accounting)
+    if shape.network[1] and not succeeds("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem"):
+        raise UserError(
+            f"--shape-network {shape.shape_network}: this machine's kernel cannot delay packets (it has no netem): "
+            f"give the rate alone: --shape-network {shape.network[0]}"
+        )
     with locked(PATHS.lock):
         if not _is_healthy(shape):
             _tear_down()

@@ -102,7 +102,7 @@ set -eu
 ip link set lo up
 ip address add {address}/24 dev eth0
 ip link set eth0 up
-# -n: no entry below /run/mount, which the nodes share with the machine.
+{network}# -n: no entry below /run/mount, which the nodes share with the machine.
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /tmp
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /dev/shm
 # There is no DNS.
@@ -163,6 +163,14 @@ def hosts(shape: TestbedShape, host_name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shaping(shape: TestbedShape) -> str:
+    """The commands that limit and delay what a node sends."""
+    rate, delay = shape.network
+    # The burst holds a few of the 64 kB that a veth passes at once; tbf drops what is larger than it.
+    limit = f"tc qdisc add dev eth0 root handle 1: tbf rate {rate} burst 256kb latency 50ms\n" if rate else ""
+    return limit + (f"tc qdisc add dev eth0 parent 1:1 netem delay {delay} limit 100000\n" if delay else "")
+
+
 def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path, str]:
     """Every configuration file, by path: `up` writes them, and compares them with those of a running testbed."""
     quoted = {"hosts": shlex.quote(str(paths.hosts)), "slurm_conf": shlex.quote(str(paths.slurm_conf))}
@@ -174,7 +182,8 @@ def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path
     }
     for number, node in enumerate(shape.all_nodes, 1):
         boot = shape.kind.boot.replace("{number}", str(number))
-        found[paths.boot_script(node)] = _BOOT.format(name=node.name, address=node.address, boot=boot, **quoted)
+        parts = {"boot": boot, "network": _shaping(shape), **quoted}
+        found[paths.boot_script(node)] = _BOOT.format(name=node.name, address=node.address, **parts)
     if shape.has_accounting:
         found[paths.slurmdbd_conf] = _SLURMDBD.format(paths=paths, **_NAMES)
     if shape.kind.job_submit:

@@ -29,7 +29,7 @@ from training.evaluation.evaluator import Evaluator
 from training.evaluation.validation import Validator
 from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
-from training.models.parallel import place_model
+from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
 from training.monitoring.run_logger import JsonLines, RunLogger
 from training.runtime import signals
 from training.runtime.console import Console
@@ -152,6 +152,7 @@ class Trainer:
             seconds=round(time.monotonic() - started, 3),
             restore_seconds=round(restore_seconds, 3),
             connect_seconds=round(self.group.connected_at - started, 3),
+            gradient_bytes=gradient_bytes(self.state.model, self.config),
         )
         origin = f"resuming from {restored.source} {restored.path.name}" if restored else "starting"
         self.console.print(f"{origin}: {describe(self.config, self.data, self.schedule, self.group, self.state.model)}")
@@ -282,6 +283,7 @@ class Trainer:
                 "train_seconds": round(meter.train_seconds, 3),
                 "data_wait_share": round(data_wait_share, 4),
                 "memory_bytes": memory_bytes,
+                **self.allreduce(self.schedule.batch_size / speed),
             }
         )
         seconds_left = round((self.schedule.total_steps - step) * self.schedule.batch_size / speed)
@@ -291,6 +293,15 @@ class Trainer:
             f"{memory_bytes / 2**30:.2f} GiB, eta {seconds_left // 60}:{seconds_left % 60:02d}",
         )
         meter.restart()
+
+    def allreduce(self, step_seconds: float) -> dict[str, float]:
+        """What rank 0 knows of the all-reduce of the gradients, for the log; nothing with one rank, or FSDP."""
+        measured = allreduce_seconds(self.stepper.wrapped) if self.group.world_size > 1 else None
+        if measured is None:
+            return {}
+        total, waited = measured
+        share = min(1.0, max(0.0, waited / step_seconds))
+        return {"allreduce_seconds": round(total, 6), "allreduce_wait_share": round(share, 4)}
 
     # --- after the last step ---
 

@@ -47,9 +47,31 @@ def wrap_for_training(
     if config.compile:
         compile_training(model)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
+    # On a GPU a measured step waits for the one before; so do the lines of the log.
+    ddp._set_ddp_runtime_logging_sample_rate(config.log_every)  # type: ignore[no-untyped-call]  # noqa: SLF001
     if config.compress_gradients == "bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
+
+
+def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[float, float] | None:
+    """How long the all-reduce of the gradients took in the last step that DDP has measured on this rank, in seconds.
+
+    First from the start of the first bucket to the end of the last; then the part after this rank's own backward pass,
+    in which it could but wait. None: FSDP, or there is no such step.
+    """
+    if not isinstance(wrapped, DistributedDataParallel):
+        return None
+    measured = wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # noqa: SLF001  # there is no public way
+    total = measured.get("backward_comm_time", 0) / 1e9
+    return (total, total - measured["backward_compute_comm_overlap_time"] / 1e9) if total else None
+
+
+def gradient_bytes(model: nn.Module, config: TrainConfig) -> int:
+    """The size of the gradients that each rank sends and receives per step."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    compressed = config.compress_gradients == "bf16"
+    return sum(parameter.numel() * (2 if compressed else parameter.element_size()) for parameter in trained)
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ from training.checkpoint.storage import STATE_VALUES, list_checkpoints
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Fields that describe an attempt and its speed, not the training.
 OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "seconds"}
-OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes"}
+OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes", "allreduce_seconds", "allreduce_wait_share"}
 # Relative difference of losses that the order of float32 sums can cause along a training.
 _LOSS_TOLERANCE = 0.01
 

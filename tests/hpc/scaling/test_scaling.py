@@ -1,0 +1,97 @@
+"""`hpc scaling` without Slurm."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster import Site, add_script, refused, site_without_slurm
+
+pytestmark = pytest.mark.timeout(400)
+LOCAL = ("--cluster=local", "--cpus-per-gpu=1")
+# It does not end by itself.
+SPEED = """
+import json, os, sys, time
+from pathlib import Path
+assert sys.argv[1] == os.environ["WORLD_SIZE"]
+metrics = Path(os.environ["TORCHRELAY_RUN_DIR"], "metrics")
+metrics.mkdir(exist_ok=True)
+for step in range(10_000):
+    if os.environ["RANK"] == "0":
+        with open(metrics / "train.jsonl", "a") as file:
+            speed = 100 * int(sys.argv[1])
+            print(json.dumps({"step": step, "images_per_second": speed, "attempt": 1, "time": time.time()}), file=file)
+    time.sleep(0.2)
+"""
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with site_without_slurm() as site:
+        add_script(site, "speed.py", SPEED)
+        yield site
+
+
+def scaling(site: Site, *arguments: str) -> dict[str, Any]:
+    done = site.hpc("scaling", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_study_survives_its_controller(site: Site) -> None:
+    flags = ("--data=data", "--epochs=20", "--batch-size=16", "--log-every=1", "--val-split=0.2", "--minutes=0.05")
+    sizes = ("--nodes", "1", "2", "--gpus-per-node", "1")
+    command = (sys.executable, "-m", "hpc", "scaling", "--name=small", *sizes, *LOCAL, *flags)
+    first, second = (site.path / "runs/small" / name for name in ("1x1", "2x1"))
+    with subprocess.Popen(command, cwd=site.path) as controller:
+        while not (first / "metrics/train.jsonl").exists():
+            assert controller.poll() is None
+            time.sleep(0.1)
+        controller.send_signal(signal.SIGKILL)
+    assert not second.exists()
+    found = scaling(site, "--name=small")
+    one, two = found["sizes"]
+    assert [(each["run"], each["state"], each["ranks"], each["batch_size"]) for each in (one, two)] == [
+        ("1x1", "completed", 1, 16),
+        ("2x1", "completed", 2, 32),
+    ]
+    assert (one["steps_per_epoch"], two["steps_per_epoch"]) == (16, 8)
+    for each in (one, two):
+        assert 0 < each["epochs"] <= 20
+        assert each["images_per_second"] > 0
+        assert each["test_loss"] > 0
+    assert (one["efficiency"], one["allreduce_wait_share"]) == (1.0, None)
+    assert 0 <= two["allreduce_wait_share"] <= 1
+    assert two["gradient_bytes"] > 1000
+    page = (site.path / "runs/small/report/scaling.html").read_text()
+    assert all(text in page for text in ("Scaling: small", "waiting for the all-reduce", *found["conclusions"]))
+    assert [row["run"] for row in json.loads(site.hpc("status", "small", "--json").stdout)] == ["1x1", "2x1"]
+    shown = site.hpc("scaling", "--name=small").stdout
+    assert all(word in shown for word in ("1x1", "2x1", "images per second", "scaling efficiency"))
+
+
+def test_script_is_ended_after_its_time(site: Site) -> None:
+    script = ("--", "speed.py", "{ranks}")
+    found = scaling(site, "--name=own", "--nodes=1,2", "--parallel=2", "--minutes=0.05", *LOCAL, *script)
+    assert [(each["images_per_second"], each["efficiency"]) for each in found["sizes"]] == [(100, 1.0), (200, 1.0)]
+    assert {each["state"] for each in found["sizes"]} == {"cancelled"}
+
+
+def test_wrong_command_lines_leave_nothing(site: Site) -> None:
+    before = sorted(site.path.glob("runs/*"))
+    flags = (*LOCAL, "--data=data")
+    for arguments, says in (
+        (("--nodes=1,2", *flags), "the scaling study has no name: add --name NAME"),
+        (("--name=x",), "there is no scaling study x in runs: add --nodes 1 2 4 to start one"),
+        (("--name=x", "--nodes", "1", *flags), "there is one size only"),
+        (("--name=x", "--nodes", "1", "two", *flags), "--nodes is '1 two'"),
+        (("--name=x", "--nodes=1,2", "--minutes=0", *flags), "--minutes is 0"),
+        (("--name=x", "--nodes=1,2", "--wait", *flags), "has no --dry-run and no --wait"),
+        (("--name=x", "--nodes=1,2", *LOCAL, "--data=nowhere"), "nowhere"),
+    ):
+        assert says in refused(site, "scaling", *arguments)
+    assert sorted(site.path.glob("runs/*")) == before
