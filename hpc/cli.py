@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,11 +121,14 @@ def versioned(document: Any) -> Any:
 
 
 def find_run(run: str, runs_dir: Path) -> RunDir:
-    """The run with this directory, or this name below the runs directory; a UserError if there is none."""
+    """The run with this directory, or this name in the runs directory or a group; a UserError if there is none."""
     for path in (Path(run).expanduser(), runs_dir.expanduser() / run):
         if (path / "spec.json").is_file():
             return RunDir(path.resolve())
-    names = [known.name for known in all_runs(runs_dir)]
+    known = {one.name: one for one in all_runs(runs_dir)}
+    if run in known:
+        return known[run]
+    names = list(known)
     close = difflib.get_close_matches(run, names, n=3, cutoff=0.5) or sorted(names)[-3:]
     hint = f"existing runs: {', '.join(close)}" if close else f"{runs_dir} contains no runs (see --runs-dir)"
     raise UserError(f"there is no run {run!r}: {hint}")
@@ -143,7 +146,11 @@ def find_runs(names: Sequence[str], runs_dir: Path) -> list[RunDir]:
 def find_group(name: str, runs_dir: Path) -> Path | None:
     """The directory of a sweep or of a scaling study; None if there is none of this name."""
     paths = (Path(name).expanduser(), runs_dir.expanduser() / name)
-    return next((path.resolve() for path in paths if any((path / f"{kind}.json").is_file() for kind in GROUPS)), None)
+    return next((path.resolve() for path in paths if _is_group(path)), None)
+
+
+def _is_group(path: Path) -> bool:
+    return any((path / f"{kind}.json").is_file() for kind in GROUPS)
 
 
 def find_own_run(run: str, runs_dir: Path) -> RunDir:
@@ -154,13 +161,22 @@ def find_own_run(run: str, runs_dir: Path) -> RunDir:
 
 
 def all_runs(runs_dir: Path) -> list[RunDir]:
-    """Every run below a runs directory, oldest first."""
+    """Every run in a runs directory and its groups, oldest first."""
+    return [RunDir(path) for _, path in sorted(_dated_runs(runs_dir))]
+
+
+def _dated_runs(runs_dir: Path) -> Iterator[tuple[float, Path]]:
+    """When each run was submitted, and where it is."""
     directory = runs_dir.expanduser().resolve()
     if not directory.is_dir():
-        return []
+        return
     # In a shared directory, the runs of other users are not readable.
     # A hidden directory is a run that is being removed (hpc.clean).
     visible = [entry for entry in directory.iterdir() if not entry.name.startswith(".")]
-    entries = [entry for entry in visible if os.access(entry, os.R_OK | os.X_OK)]
-    found = [(spec.stat().st_mtime, spec.parent) for entry in entries if (spec := entry / "spec.json").is_file()]
-    return [RunDir(path) for _, path in sorted(found)]
+    for entry in visible:
+        if not os.access(entry, os.R_OK | os.X_OK):
+            continue
+        if (spec := entry / "spec.json").is_file():
+            yield spec.stat().st_mtime, entry
+        elif _is_group(entry):
+            yield from _dated_runs(entry)

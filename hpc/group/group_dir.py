@@ -64,8 +64,8 @@ class GroupDir(Generic[Spec]):
         return self.path / "report" / f"{self.KIND}.html"
 
     def run(self, name: str) -> RunDir:
-        """One of its runs."""
-        return RunDir(self.path / name)
+        """One of its runs, whose name begins with that of the group: Slurm and trackers show it alone."""
+        return RunDir(self.path / f"{self.path.name}-{name}")
 
     def save(self, spec: Spec) -> None:
         """Write what was asked for."""

@@ -23,6 +23,8 @@ class Measures:
     """Of one size; None: not known."""
 
     size: Size
+    run: str
+    """Its name."""
     state: str
     lr: float | None = None
     """The highest learning rate."""
@@ -78,7 +80,7 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
     test = _last(evaluations, "test")
     validation = [line for line in evaluations if line.get("split") == "val" and _number(line, "loss") is not None]
     return Measures(
-        size=size, state=summary["state"], lr=max(_column(lines, "lr"), default=None),
+        size=size, run=run.name, state=summary["state"], lr=max(_column(lines, "lr"), default=None),
         batch_size=train.batch_size if train else None, steps_per_epoch=of_epoch,
         epoch_seconds=seconds / epochs if seconds and epochs else None, epochs=epochs,
         images_per_second=_middle(steady, "images_per_second"),

@@ -61,7 +61,7 @@ class ScalingController:
             if run.spec.exists():
                 found.append(measure(size, run, self._cache.summary(run)))
             else:
-                found.append(Measures(size=size, state="refused" if size in self._refused else "waiting"))
+                found.append(Measures(size=size, run=run.name, state="refused" if size in self._refused else "waiting"))
         return found
 
     def write_result(self) -> None:
@@ -79,9 +79,9 @@ class ScalingController:
             if size == self._spec.sizes[0]:
                 raise
             self._refused[size] = str(error)
-            self._tell(f"{size.name} cannot be submitted: {error}")
+            self._tell(f"{run.name} cannot be submitted: {error}")
             return False
-        self._tell(f"{size.name} is submitted")
+        self._tell(f"{run.name} is submitted")
         return True
 
     def _follow(self, size: Size, summary: Summary) -> bool:
@@ -91,7 +91,7 @@ class ScalingController:
             self._ended.add(size)
             speed = measure(size, run, summary).images_per_second
             measured = f", {speed:.0f} images per second" if speed else ""
-            self._tell(f"{size.name} is {state}{measured}")
+            self._tell(f"{run.name} is {state}{measured}")
             return False
         if self._spec.script:
             first = next(iter(read_json_lines(run.train_metrics)), None)

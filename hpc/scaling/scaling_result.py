@@ -73,10 +73,10 @@ def show(study: ScalingDir, spec: ScalingSpec, measured: Sequence[Measures], *, 
 
 def _record(one: Measures, share: dict[Size, float]) -> dict[str, Any]:
     numbers = {
-        name: value for name, value in vars(one).items() if name not in {"size", "train_loss", "validation_loss"}
+        name: value for name, value in vars(one).items() if name not in {"size", "run", "train_loss", "validation_loss"}
     }
     return {
-        "run": one.size.name, "nodes": one.size.nodes, "gpus_per_node": one.size.gpus, "ranks": one.size.ranks,
+        "run": one.run, "nodes": one.size.nodes, "gpus_per_node": one.size.gpus, "ranks": one.size.ranks,
         **numbers, "efficiency": share.get(one.size), "allreduce_bytes_per_second": one.bandwidth,
     }  # fmt: skip
 

@@ -44,4 +44,4 @@ class SweepDir(GroupDir[SweepSpec]):
 
     def trial(self, number: int) -> RunDir:
         """The run of a trial, by its number from 0."""
-        return self.run(f"trial-{number:03d}")
+        return self.run(f"{number:03d}")

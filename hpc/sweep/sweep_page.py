@@ -26,14 +26,14 @@ _TICKS = 5
 def sweep_page(name: str, spec: SweepSpec, study: optuna.Study) -> str:
     """The HTML of the page, without anything from the network."""
     completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    figures = [_parallel_coordinates(spec, completed)]
+    figures = [_parallel_coordinates(name, spec, completed)]
     if len(completed) >= _LEAST_TRIALS and len(read_space(spec.param)) > 1:
         figures.append(_importances(spec, study))
     page: str = file_html(column(*figures, sizing_mode="stretch_width"), INLINE, title=f"sweep {name}")
     return page
 
 
-def _parallel_coordinates(spec: SweepSpec, trials: Sequence[FrozenTrial]) -> figure:
+def _parallel_coordinates(sweep: str, spec: SweepSpec, trials: Sequence[FrozenTrial]) -> figure:
     """Each trial is a line, over an axis for each parameter and one for the metric, in the color of its value."""
     names = [*read_space(spec.param), spec.metric]
     columns = {name: [trial.value if name == spec.metric else trial.params[name] for trial in trials] for name in names}
@@ -57,7 +57,7 @@ def _parallel_coordinates(spec: SweepSpec, trials: Sequence[FrozenTrial]) -> fig
         "xs": [list(range(len(names)))] * len(trials),
         "ys": [[float(heights[name][i]) for name in names] for i in range(len(trials))],
         "value": values,
-        "trial": [f"trial-{trial.number:03d}" for trial in trials],
+        "trial": [f"{sweep}-{trial.number:03d}" for trial in trials],
         "settings": [", ".join(f"{key} {shown(value)}" for key, value in trial.params.items()) for trial in trials],
     })  # fmt: skip
     lines = drawn.multi_line(

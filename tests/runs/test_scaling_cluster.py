@@ -22,7 +22,7 @@ def slow_network(testbed: dict[str, Any]) -> Iterator[None]:  # noqa: ARG001  # 
 
 def test_study_names_the_network_as_the_limit_and_goes_on_after_a_requeue(ordinary_user: Site) -> None:
     flags = ("--data=data", "--nodes", "1", "2", "--cpus-per-gpu=1", "--batch-size=16", "--log-every=1")
-    first = RunDir(ordinary_user.path / "runs/slow/1x1")
+    first = RunDir(ordinary_user.path / "runs/slow/slow-1x1")
     with ordinary_user.started("scaling", "--json", "--name=slow", "--minutes=0.2", *flags, errors=None) as controller:
         while not first.train_metrics.exists():
             assert controller.poll() is None

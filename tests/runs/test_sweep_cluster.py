@@ -16,7 +16,7 @@ def test_requeued_trial_goes_on(ordinary_user: Site) -> None:
         "--param=lr=0.05,1e-7", "--sampler=grid", "--metric=train/loss", "--data=data", "--nodes=1",
         "--gpus-per-node=1", "--cpus-per-gpu=1", "--batch-size=16", "--epochs=3", "--log-every=1",
     )  # fmt: skip
-    first = RunDir(ordinary_user.path / "runs/pets/trial-000")
+    first = RunDir(ordinary_user.path / "runs/pets/pets-000")
     with ordinary_user.started("sweep", "--json", "--name=pets", *flags, errors=None) as controller:
         while not first.train_metrics.exists() or len(first.train_metrics.read_text().splitlines()) < 20:
             assert controller.poll() is None
@@ -25,7 +25,7 @@ def test_requeued_trial_goes_on(ordinary_user: Site) -> None:
         ordinary_user.slurm("scontrol", "requeue", job)
         found = json.loads(controller.communicate()[0])
     assert [one["state"] for one in found["trials"]] == ["completed", "completed"]
-    assert found["best"] == "trial-000"
+    assert found["best"] == "pets-000"
     runs = json.loads(ordinary_user.hpc("status", "pets", "--json").stdout)
     assert [[attempt["cause"] for attempt in run["attempts"]] for run in runs] == [
         ["requeued", "completed"],

@@ -46,7 +46,7 @@ def test_study_survives_its_controller(site: Site) -> None:
     flags = ("--data=data", "--epochs=20", "--batch-size=16", "--log-every=1", "--val-split=0.2", "--minutes=0.05")
     sizes = ("--nodes", "1", "2", "--gpus-per-node", "1")
     command = (sys.executable, "-m", "hpc", "scaling", "--name=small", *sizes, *LOCAL, *flags)
-    first, second = (site.path / "runs/small" / name for name in ("1x1", "2x1"))
+    first, second = (site.path / "runs/small" / name for name in ("small-1x1", "small-2x1"))
     with subprocess.Popen(command, cwd=site.path) as controller:
         while not (first / "metrics/train.jsonl").exists():
             assert controller.poll() is None
@@ -56,8 +56,8 @@ def test_study_survives_its_controller(site: Site) -> None:
     found = scaling(site, "--name=small")
     one, two = found["sizes"]
     assert [(each["run"], each["state"], each["ranks"], each["batch_size"]) for each in (one, two)] == [
-        ("1x1", "completed", 1, 16),
-        ("2x1", "completed", 2, 32),
+        ("small-1x1", "completed", 1, 16),
+        ("small-2x1", "completed", 2, 32),
     ]
     assert (one["steps_per_epoch"], two["steps_per_epoch"]) == (16, 8)
     for each in (one, two):
@@ -69,7 +69,12 @@ def test_study_survives_its_controller(site: Site) -> None:
     assert two["gradient_bytes"] > 1000
     page = (site.path / "runs/small/report/scaling.html").read_text()
     assert all(text in page for text in ("Scaling: small", "waiting for the all-reduce", *found["conclusions"]))
-    assert [row["run"] for row in json.loads(site.hpc("status", "small", "--json").stdout)] == ["1x1", "2x1"]
+    assert [row["run"] for row in json.loads(site.hpc("status", "small", "--json").stdout)] == [
+        "small-1x1",
+        "small-2x1",
+    ]
+    assert "small-1x1" in site.hpc("status").stdout
+    assert json.loads(site.hpc("status", "small-2x1", "--json").stdout)[0]["run_dir"] == str(second)
     shown = site.hpc("scaling", "--name=small").stdout
     assert all(word in shown for word in ("1x1", "2x1", "images per second", "scaling efficiency"))
 

@@ -48,7 +48,7 @@ def test_batch_grows_with_the_ranks_or_stays() -> None:
 
 
 def measured(nodes: int, gpus: int, speed: float | None, **more: float) -> Measures:
-    return Measures(size=Size(nodes=nodes, gpus=gpus), state="completed", images_per_second=speed, **more)  # type: ignore[arg-type]
+    return Measures(size=Size(nodes=nodes, gpus=gpus), run="x", state="completed", images_per_second=speed, **more)  # type: ignore[arg-type]
 
 
 def test_conclusions_name_the_limit_and_its_reason() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 x, go = float(sys.argv[2]), Path(sys.argv[3])
 metrics = Path(os.environ["TORCHRELAY_RUN_DIR"], "metrics")
 metrics.mkdir()
-x += 100 * metrics.parts.count("trial-005")
+x += 100 * metrics.parts.count("pruned-005")
 with open(metrics / "eval.jsonl", "a") as file:
     for step in (1, 2):
         print(json.dumps({"step": step, "split": "val", "accuracy": 1 - x + step / 100}), file=file, flush=True)
@@ -50,11 +50,11 @@ def test_sweep_survives_its_controller_and_finds_the_best(site: Site) -> None:
     script = ("--", "scored.py", "--x", "{x}", str(go))
     command = (sys.executable, "-m", "hpc", "sweep", "--name=pets", "--param=x=0.3,0.1,0.2", "--sampler=grid")
     with subprocess.Popen([*command, "--parallel=2", *LOCAL, *script], cwd=site.path) as controller:
-        while not all((trials / f"trial-00{n}/metrics/eval.jsonl").exists() for n in (0, 1)):
+        while not all((trials / f"pets-00{n}/metrics/eval.jsonl").exists() for n in (0, 1)):
             assert controller.poll() is None
             time.sleep(0.1)
         controller.send_signal(signal.SIGKILL)
-    assert not (trials / "trial-002").exists()
+    assert not (trials / "pets-002").exists()
     # What the trials run is the code of the start.
     (site.path / "scored.py").write_text("raise SystemExit(1)")
     go.touch()
@@ -69,7 +69,7 @@ def test_sweep_survives_its_controller_and_finds_the_best(site: Site) -> None:
     assert found["best"] == found["trials"][0]["run"]
     assert (trials / "best.yaml").read_text().splitlines()[-1] == f"# scored.py --x 0.1 {go}"
     rows = json.loads(site.hpc("status", "pets", "--json").stdout)
-    assert [(row["run"], row["state"]) for row in rows] == [(f"trial-00{n}", "completed") for n in range(3)]
+    assert [(row["run"], row["state"]) for row in rows] == [(f"pets-00{n}", "completed") for n in range(3)]
     assert site.hpc("report", "pets").stdout.startswith(str(trials / "report/index.html"))
 
 
@@ -94,12 +94,12 @@ def test_worse_trials_are_pruned_and_a_cancelled_sweep_starts_no_more(site: Site
     assert sweep(site, "--name=pruned", "--trials=6")["trials"][-1]["state"] == "pruned"
     command = [sys.executable, "-m", "hpc", "sweep", "--json", "--name=pruned", "--trials=9", "--parallel=1"]
     with subprocess.Popen(command, cwd=site.path, stdout=subprocess.PIPE, text=True) as controller:
-        while not (trials / "trial-006/metrics/eval.jsonl").exists():
+        while not (trials / "pruned-006/metrics/eval.jsonl").exists():
             assert controller.poll() is None
             time.sleep(0.1)
         assert site.hpc("cancel", "pruned").returncode == 0
         states = [one["state"] for one in json.loads(controller.communicate(timeout=120)[0])["trials"]]
-    assert (states, (trials / "trial-007").exists()) == (["completed"] * 5 + ["pruned", "failed"], False)
+    assert (states, (trials / "pruned-007").exists()) == (["completed"] * 5 + ["pruned", "failed"], False)
 
 
 def test_wrong_command_lines_leave_nothing(site: Site) -> None:
