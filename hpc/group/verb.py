@@ -94,20 +94,33 @@ def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool)
         UserError: the first run cannot be submitted. The directory is removed.
         TorchrelayError: with `once`, Slurm does not answer; without it, that is tried again.
     """
+    try:
+        _work(group, controller, once=once)
+    except UserError:
+        if not list(group.path.glob("*/spec.json")):
+            shutil.rmtree(group.path)  # nothing was started
+        raise
+    except KeyboardInterrupt:
+        name = group.path.name
+        print(
+            f"\nits runs go on: hpc {group.KIND} --name {name} continues, hpc cancel {name} ends them", file=sys.stderr
+        )
+        raise
+
+
+def _work(group: GroupDir[Any], controller: GroupController, *, once: bool) -> None:
     pause, is_over = _POLL_SECONDS, False
     while not is_over:
         try:
             is_over, pause = controller.step(), _POLL_SECONDS
+            controller.write_result()
         except UserError:
-            if not list(group.path.glob("*/spec.json")):
-                shutil.rmtree(group.path)  # nothing was started
             raise
         except (TorchrelayError, OSError) as error:
             if once:
                 raise
             pause = min(2 * pause, _MOST_POLL_SECONDS)
             print(f"hpc {group.KIND}: next check in {pause:.0f} s: {error}", file=sys.stderr, flush=True)
-        controller.write_result()
         if once:
             return
         if not is_over:
