@@ -17,6 +17,7 @@ VERBS = {
     "cancel": "end runs",
     "resume": "continue a run after hpc cancel or a failure, or train it longer",
     "fork": "a new run from another one's newest checkpoint, with other flags",
+    "evaluate": "evaluate a run's model, or an exported one, on any data",
     "clean": "list or remove what old runs hold",
     "sweep": "a run for each of many settings, to find the best",
     "report": "HTML page about a run, or a comparison of several",
@@ -29,7 +30,20 @@ VERBS = {
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",
 }
-_FILES = {"cancel", "clean", "completion", "config", "fork", "notify", "resume", "shell", "stage", "sync", "top"}
+_FILES = {
+    "cancel",
+    "clean",
+    "completion",
+    "config",
+    "evaluate",
+    "fork",
+    "notify",
+    "resume",
+    "shell",
+    "stage",
+    "sync",
+    "top",
+}
 # Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
 PROGRAMS = {
     "train": ("training", "train on this machine"),

@@ -16,6 +16,7 @@ OPTIONS = {
     "submit": "hpc.submit.options:SubmitTraining", "status": "hpc.status.__main__:StatusOptions",
     "logs": "hpc.logs.__main__:LogsOptions", "supervise": "hpc.supervise.__main__:SuperviseOptions",
     "cancel": "hpc.cancel:CancelOptions", "resume": "hpc.resume:ResumeOptions", "fork": "hpc.fork:ForkOptions",
+    "evaluate": "hpc.evaluate:EvaluateOptions",
     "clean": "hpc.clean:CleanOptions", "report": "hpc.report.__main__:ReportOptions",
     "stage": "hpc.stage:StageOptions",
     "sweep": "hpc.sweep.__main__:SweepTraining", "sync": "hpc.sync:SyncOptions", "config": "hpc.config:ConfigOptions",
