@@ -175,9 +175,14 @@ def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedMod
 def labels_of_model(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
     """Labels (int64 [n]) of `classes` as those of the model's classes, `known`, of the same names.
 
+    IDX files have numbers, no names: a label is then the class of that number, if there are equally many classes.
+
     Raises:
         UserError: the model does not know a class.
     """
+    numbers = tuple(map(str, range(len(known))))
+    if len(classes) == len(known) and numbers in {classes, known}:
+        return labels
     if unknown := sorted(set(classes) - set(known)):
         raise UserError(
             f"--data has classes that the model does not know: {few(unknown)}; it was trained on {few(list(known))}"

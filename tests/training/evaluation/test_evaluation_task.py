@@ -42,5 +42,7 @@ def test_labels_become_those_of_the_classes_of_the_same_name(tmp_path: Path) -> 
     assert data.classes == ("blue sky", "green", "red")
     found = labels_of_model(data.train.labels, data.classes, ("red", "black", "green", "blue sky"))
     assert found.tolist() == [3, 3, 2, 2, 0, 0]
+    numbered = labels_of_model(data.train.labels, data.classes, ("0", "1", "2"))
+    assert numbered.tolist() == data.train.labels.tolist(), "labels of IDX files have no names"
     with pytest.raises(UserError, match="classes that the model does not know: green; it was trained on"):
         labels_of_model(torch.zeros(1, dtype=torch.int64), data.classes, ("red", "blue sky"))
