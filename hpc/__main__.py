@@ -26,6 +26,7 @@ VERBS = {
     "config": "defaults of hpc submit, and where they come from",
     "completion": "what makes bash, zsh or fish complete verbs and flags",
     "notify": "try the recipients of hpc submit --notify",
+    "smoke": "measure nodes, their devices, disks and network; name what is slow",
     "doctor": "find settings of the cluster that cost runs work or time",
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",

@@ -21,6 +21,7 @@ OPTIONS = {
     "stage": "hpc.stage:StageOptions",
     "sweep": "hpc.sweep.__main__:SweepTraining", "sync": "hpc.sync:SyncOptions", "config": "hpc.config:ConfigOptions",
     "notify": "hpc.notify:NotifyOptions", "shell": "hpc.shell:ShellOptions", "top": "hpc.top:TopOptions",
+    "smoke": "hpc.smoke.__main__:SmokeOptions",
     "doctor": "hpc.doctor.__main__:DoctorOptions", "drill": "hpc.drill.__main__:DrillOptions",
     "testbed": "hpc.testbed.__main__:Verb", "completion": "hpc.completion:CompletionOptions",
     "train": "training.config.command_line:TrainOptions", "pack": "training.pack.__main__:PackOptions",
