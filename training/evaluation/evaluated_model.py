@@ -40,15 +40,15 @@ class EvaluatedModel:
 class ExportedClassifier(nn.Module):
     """An exported file as a model. It runs on the CPU, in float32, as it was compared with its model."""
 
-    def __init__(self, classify: Classify) -> None:
+    def __init__(self, classify: Classify, device: torch.device) -> None:
         super().__init__()
-        self._classify = classify
+        self._classify, self._device = classify, device
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logarithms of the probabilities (float32 [n, classes]) of images (uint8 [n, *card.image_shape])."""
+        """Logarithms of the probabilities (float32 [n, classes], on `device`) of images (uint8 [n, *image_shape])."""
         probabilities = self._classify(images.to("cpu").contiguous())
         # A probability that float32 has rounded to zero: the loss stays finite.
-        return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log().to(images.device)
+        return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log().to(self._device)
 
 
 def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> EvaluatedModel:
@@ -61,7 +61,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
         for kind in EXPORTS.values():
             for path in directory.glob(f"*{kind.suffix}"):
                 card, classify = load_exported(path, kind)
-                return _exported(card, classify, config)
+                return _exported(card, ExportedClassifier(classify, group.device), config)
         card = read_card((directory / MODEL_CARD).read_text(encoding="utf-8"), str(directory / MODEL_CARD))
         weights = _read_weights(directory)
         made = card.config()
@@ -80,11 +80,11 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
     return EvaluatedModel(card=card, config=built, model=model, preprocess=preprocess, takes_any_size=True)
 
 
-def _exported(card: ModelCard, classify: Classify, config: TrainConfig) -> EvaluatedModel:
+def _exported(card: ModelCard, model: ExportedClassifier, config: TrainConfig) -> EvaluatedModel:
     return EvaluatedModel(
         card=card,
         config=replace(config, amp="none", strategy="ddp"),
-        model=ExportedClassifier(classify),
+        model=model,
         preprocess=lambda images: images,
         takes_any_size=False,
     )
