@@ -15,7 +15,7 @@ _SLOW_GPU, _SLOW_COPY, _SLOW_OTHER = 0.9, 0.7, 0.5
 _SLOW_LATENCY, _LEAST_LATENCY_SECONDS = 5.0, 0.001
 _CLOCK_SECONDS = 1.0
 # A rate that has changed by less than this is the same.
-_CHANGED = 0.3
+_CHANGED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
