@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.node_info import inspect_node
-from hpc.core.node_speed import NodeSpeed
+from hpc.core.node_info import NodeSpeed, inspect_node
 from hpc.core.nodedir import stage_dir_on_node
 from hpc.spec import Network
 from hpc.staging.copy_progress import CopyProgress, StagingStopped

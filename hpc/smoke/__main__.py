@@ -14,7 +14,7 @@ from rich.console import Console
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_atomic
-from hpc.core.node_speed import node_speed
+from hpc.core.node_info import node_speed
 from hpc.doctor.node_check import NodeJob, plan, read_documents, run_on_nodes
 from hpc.slurm import client as slurm
 from hpc.smoke.judgement import Change, Slowness, changes, judge

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median_high, median_low
 from typing import Any
 
-from hpc.core.node_speed import NodeSpeed
+from hpc.core.node_info import NodeSpeed
 from hpc.smoke.measurements import SmokeResult
 
 # Parts of the median below which something is slow. GPUs of one kind differ by a few percent; what nodes do with their

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core.files import write_json
-from hpc.core.node_speed import NodeSpeed, node_speed
+from hpc.core.node_info import NodeSpeed, node_speed
 
 _PREFIX = "smoke-"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc.core.node_speed import NodeSpeed
+from hpc.core.node_info import NodeSpeed
 from hpc.smoke.judgement import changes, judge
 from hpc.smoke.measurements import SmokeResult, document_of, keep, newest, result_of
 
