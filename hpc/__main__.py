@@ -17,6 +17,7 @@ VERBS = {
     "cancel": "end runs",
     "resume": "continue a run after hpc cancel or a failure, or train it longer",
     "fork": "a new run from another one's newest checkpoint, with other flags",
+    "evaluate": "evaluate a run's model, or an exported one, on any data",
     "clean": "list or remove what old runs hold",
     "scaling": "the same run on several numbers of nodes, and what each gains",
     "sweep": "a run for each of many settings, to find the best",
@@ -26,11 +27,25 @@ VERBS = {
     "config": "defaults of hpc submit, and where they come from",
     "completion": "what makes bash, zsh or fish complete verbs and flags",
     "notify": "try the recipients of hpc submit --notify",
+    "smoke": "measure nodes, their devices, disks and network; name what is slow",
     "doctor": "find settings of the cluster that cost runs work or time",
     "drill": "cause a failure in a run and measure its cost",
     "testbed": "a real Slurm on this machine",
 }
-_FILES = {"cancel", "clean", "completion", "config", "fork", "notify", "resume", "shell", "stage", "sync", "top"}
+_FILES = {
+    "cancel",
+    "clean",
+    "completion",
+    "config",
+    "evaluate",
+    "fork",
+    "notify",
+    "resume",
+    "shell",
+    "stage",
+    "sync",
+    "top",
+}
 # Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
 PROGRAMS = {
     "train": ("training", "train on this machine"),

@@ -4,9 +4,7 @@ The new run is submitted as by `hpc submit`, with the flags of the other one bef
 the checkpoint and the best model by hard links: neither is ever written to, and the other run may delete its own.
 """
 
-import errno
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ import tyro
 
 from hpc import cli
 from hpc.core.errors import UserError
-from hpc.core.files import UNSUPPORTED, json_line, read_json_lines, write_atomic
+from hpc.core.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.core.rundir import RunDir
 from hpc.flags import flags_of, named_run, typed_names, with_own_flags
 from hpc.spec import RunSpec
@@ -68,6 +66,8 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
         raise UserError(f"--{flag} is for new trainings: type the flags that change")
     source = cli.find_own_run(name, cli.runs_dir(arguments))
     spec = RunSpec.load(source)
+    if spec.evaluation is not None:
+        raise UserError(f"run {name} is an evaluation: fork the run that it evaluated, {spec.evaluation.source}")
     if spec.train is None:
         raise UserError(
             f"run {name} runs {spec.script[0]}, which keeps its own checkpoints: submit it under a new name, with the "
@@ -101,7 +101,7 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpe
         copy = run.checkpoints / path.name
         # The other run, which may train, may delete it meanwhile: then it has a newer one.
         with suppress(FileNotFoundError):
-            _link_files(path, copy)
+            link_files(path, copy)
             if not find_damage(copy):
                 break
         shutil.rmtree(copy, ignore_errors=True)
@@ -126,21 +126,9 @@ def _give_results(source: RunDir, run: RunDir, step: int) -> None:
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):  # the other run is just replacing it, or has none
             if json.loads((source.best / "result.json").read_bytes())["step"] <= step:
-                _link_files(source.best, run.best)
+                link_files(source.best, run.best)
             return
         shutil.rmtree(run.best, ignore_errors=True)
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Make a directory with hard links to the files of another one, or on other storage with copies."""
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        try:
-            os.link(file, target / file.name)
-        except OSError as error:
-            if error.errno not in {errno.EXDEV, errno.EMLINK, *UNSUPPORTED}:
-                raise
-            shutil.copyfile(file, target / file.name)
 
 
 if __name__ == "__main__":

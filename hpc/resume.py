@@ -195,6 +195,8 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, events: Sequ
     )  # fmt: skip
     last = next(reversed(attempts_of(events)), None)
     complete = run.final_result.exists() or (last is not None and last.cause == Cause.COMPLETED and not last.resumed)
+    if before.evaluation and complete:
+        raise UserError(f"run {run.name} is a complete evaluation: type hpc evaluate {before.evaluation.source} again")
     if before.train and train:
         ended = next((event.get("ended") for event in reversed(events) if event["event"] == "train_completed"), None)
         epoch = (last_json_line(run.train_metrics) or {}).get("epoch", 0)

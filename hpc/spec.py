@@ -13,6 +13,7 @@ from hpc.core.resumption import current_spec
 from hpc.core.rundir import RunDir
 from hpc.core.units import duration_seconds, port_range, stop_lead_seconds, walltime_minutes
 from training.config.device_choice import DeviceChoice
+from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
 
 Cluster = Literal["slurm", "local"]
@@ -257,6 +258,8 @@ class RunSpec:
     """The recipe behind the trainer's flags."""
     forked_from: str | None = None
     """The checkpoint of another run with which it began; None: it began with the first step."""
+    evaluation: EvaluationTask | None = None
+    """What it evaluates (`hpc evaluate`), with the trainer's flags that concern an evaluation; None: it trains."""
 
     @property
     def min_nodes(self) -> int:
@@ -301,6 +304,7 @@ class RunSpec:
             told = fields.get("notification", {})
             fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
             fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
+            fields["evaluation"] = EvaluationTask(**fields["evaluation"]) if fields.get("evaluation") else None
             fields["script"] = tuple(fields["script"])
             for name in ("include", "tracker"):
                 fields[name] = tuple(fields.get(name, ()))

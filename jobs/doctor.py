@@ -26,7 +26,7 @@ from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.spec import Network
 from jobs.control.addresses import head_hosts, interface_of, own_addresses
-from jobs.control.channel import ALONE, ControlClient, ControlServer
+from jobs.control.channel import ALONE, ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
@@ -98,6 +98,8 @@ class Meeting:
     """A free one there."""
     own_address: str
     """At which the others reach this node."""
+    channel: ControlChannel | None = None
+    """Between the agents, until `stack` is closed; None: this node is alone."""
 
 
 def alone() -> Meeting:
@@ -124,6 +126,7 @@ def meet(allocation: NodeAllocation, network: Network, shared: Path, stack: Exit
                 names = ", ".join(allocation.names(missing))
                 raise TorchrelayError(f"{names} did not reach {allocation.head} at {', '.join(addresses)}")
             time.sleep(_POLL_SECONDS)
+        channel: ControlChannel = server
         host = own_address = server.own_address
     else:
         while not file.exists():
@@ -137,23 +140,36 @@ def meet(allocation: NodeAllocation, network: Network, shared: Path, stack: Exit
         stack.callback(client.close)
         if not client.met.wait(_MEET_SECONDS):
             raise TorchrelayError(f"{allocation.host} does not reach {allocation.head} at {', '.join(hosts)}")
-        host, own_address = client.head_address, client.own_address
-    return Meeting(num_nodes=allocation.num_nodes, secret=secret, host=host, port=port, own_address=own_address)
+        channel, host, own_address = client, client.head_address, client.own_address
+    return Meeting(
+        num_nodes=allocation.num_nodes, secret=secret, host=host, port=port, own_address=own_address, channel=channel
+    )
 
 
 def preflight(
     allocation: NodeAllocation, network: Network, meeting: Meeting, own: Path, num_gpus: int
 ) -> tuple[bool, str]:
-    """Start the ranks as an attempt does, and run the preflight on them. Returns whether it passed, and its message."""
+    """Run the preflight on this node's ranks. Returns whether it passed, and its message."""
+    done = run_ranks(allocation, network, meeting, num_gpus, preflight_module(RunDir(own), 1))
+    return done.returncode == 0, summarize(done.stdout, done.returncode)[:_LONGEST_MESSAGE]
+
+
+def run_ranks(
+    allocation: NodeAllocation, network: Network, meeting: Meeting, num_gpus: int, module: list[str]
+) -> "subprocess.CompletedProcess[str]":
+    """Start this node's ranks as an attempt does, each with a module of ours and its arguments, and wait for them.
+
+    stdout has all that torchrun and the ranks of this node print.
+    """
     rendezvous = Rendezvous(
         run="doctor", attempt=1, secret=meeting.secret, round=1, num_nodes=meeting.num_nodes, host=meeting.host,
         port=meeting.port, node=allocation.node_rank if meeting.num_nodes > 1 else 0, ports=network.ports,
     )  # fmt: skip
     address = meeting.own_address
     environment = rank_environment(os.environ, allocation, num_gpus, address, 1, network.interface)
-    program = [sys.executable, "-u", "-P", *preflight_module(RunDir(own), 1)]
+    program = [sys.executable, "-u", "-P", *module]
     argv = torchrun_argv(rendezvous, num_gpus or 1, address, sys.executable, program, max_restarts=0)
-    done = subprocess.run(
+    return subprocess.run(
         ["timeout", "--signal=INT", "--kill-after=10", str(_PREFLIGHT_SECONDS), *argv],
         env=torchrun_environment(rendezvous, environment),
         stdout=subprocess.PIPE,
@@ -162,7 +178,6 @@ def preflight(
         errors="replace",
         check=False,
     )
-    return done.returncode == 0, summarize(done.stdout, done.returncode)[:_LONGEST_MESSAGE]
 
 
 def summarize(output: str, exit_code: int) -> str:

@@ -79,7 +79,7 @@ def checked_json(
         assert done.stdout, done.stderr
         document = json.loads(done.stdout)
         is_error = isinstance(document, dict) and "error" in document
-        verb = "error" if is_error else {"fork": "submit"}.get(arguments[0], arguments[0])
+        verb = "error" if is_error else {"fork": "submit", "evaluate": "submit"}.get(arguments[0], arguments[0])
         jsonschema.validate(document, {**_JSON_SCHEMA, "$ref": f"#/$defs/{verb}"})
         assert not is_error or document["exit_code"] == done.returncode
     return done

@@ -27,6 +27,7 @@ from typing import NoReturn  # noqa: E402
 from hpc.core.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.core.nodedir import NodeDir  # noqa: E402
 from hpc.core.rundir import RunDir  # noqa: E402
+from training.config.evaluation_task import EvaluationTask  # noqa: E402
 from training.config.train_config import RankOptions, is_from_spec, read_spec  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, parse_fault  # noqa: E402
 from training.runtime.heartbeat import Heartbeat  # noqa: E402
@@ -44,7 +45,8 @@ def main() -> int:
     rank = rank_info_from(os.environ)
     try:
         if is_from_spec(sys.argv[1:]):
-            return _train(read_spec(sys.argv[1:]), rank)
+            options = read_spec(sys.argv[1:])
+            return _train(options, rank, options.evaluation)
         # Only here, for it imports tyro and YAML.
         from hpc.core import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
@@ -73,7 +75,7 @@ def main() -> int:
         _flush_output()
 
 
-def _train(options: RankOptions, rank: RankInfo) -> int:
+def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | None = None) -> int:
     node_dir = NodeDir(options.node_dir.absolute()) if options.node_dir else None
     heartbeat = Heartbeat(node_dir.heartbeat(rank.local_rank) if node_dir else None, rank.rank)
     heartbeat.beat("start")
@@ -89,6 +91,7 @@ def _train(options: RankOptions, rank: RankInfo) -> int:
         node_dir=node_dir,
         heartbeat=heartbeat,
         recipe=options.recipe,
+        evaluation=evaluation,
     )
     # cuBLAS is repeatable only with a fixed workspace, and reads this when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

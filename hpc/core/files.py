@@ -269,3 +269,15 @@ def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda
             if found is not None or tail_bytes >= size:
                 return found
     return None
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Make a directory with hard links to the files of another one, or on other storage with copies."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        try:
+            os.link(file, target / file.name)
+        except OSError as error:
+            if error.errno not in {errno.EXDEV, errno.EMLINK, *UNSUPPORTED}:
+                raise
+            shutil.copyfile(file, target / file.name)

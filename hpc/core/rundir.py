@@ -56,6 +56,8 @@ class RunDir:
     """The list of the files of an image folder, so that later attempts need not list them again."""
     diverged = SubPath("diverged.json")
     """The first step whose loss is not finite, and its images."""
+    model = SubPath("model")
+    """Of an evaluation: the model that it evaluates."""
     best = SubPath("best")
     """The model with the best validation metric."""
     final = SubPath("final")

@@ -4,14 +4,26 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from hpc.flags import flags_of
+from hpc.flags import changed_flags, flags_of
 from hpc.spec import RunSpec
+from training.config.evaluation_task import EvaluationTask
 
 
 def submit_command(spec: RunSpec) -> list[str]:
     """The arguments to type: every setting that is not the default, also those that submit has chosen."""
+    if spec.evaluation is not None:
+        return _evaluate_command(spec, spec.evaluation)
     script = ["--", *spec.script] if spec.script else []
     return ["python", "-m", "hpc.submit", *flags_of(spec), *script]
+
+
+def _evaluate_command(spec: RunSpec, task: EvaluationTask) -> list[str]:
+    """The arguments of the same evaluation; nothing that it takes from the other run by itself is left out."""
+    flags = [task.source, *([f"--checkpoint={task.checkpoint}"] if task.checkpoint else [])]
+    # A run's own data are not named: nothing of other data is held out.
+    flags += [f"--data={spec.data}"] if spec.data and (task.other_data or task.checkpoint is None) else []
+    flags += [] if task.split == "auto" else [f"--split={task.split}"]
+    return ["python", "-m", "hpc.evaluate", *flags, f"--cluster={spec.cluster}", *changed_flags(spec.resources)]
 
 
 def shell_text(command: list[str]) -> str:

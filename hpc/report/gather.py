@@ -205,15 +205,17 @@ def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_te
     """What a page cannot show, and why, in sentences."""
     script, complete = spec is not None and spec.train is None, summary["state"] == "completed"
     over = summary["state"] in TERMINAL
+    evaluates = spec is not None and spec.evaluation is not None
     notes = (
         (not summary["attempts"], "No attempt has started."),
         (
             not has_metrics and script,
             "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl for curves (docs/metrics.md).",
         ),
-        (not has_metrics and not script, "No metrics: the first are logged after --log-every steps."),
-        (not script and not over, "No test result yet: the test runs at the end of the training."),
-        (not script and over and not complete, "No test result: the training did not finish."),
+        (not has_metrics and not script and not evaluates, "No metrics: the first are logged after --log-every steps."),
+        (evaluates and not complete, "No result: the evaluation has not ended."),
+        (not script and not evaluates and not over, "No test result yet: the test runs at the end of the training."),
+        (not script and not evaluates and over and not complete, "No test result: the training did not finish."),
         (
             not script and complete and not has_test,
             "No confusion matrix: the data set has no test split, or final/confusion.csv is lost.",

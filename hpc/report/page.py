@@ -22,6 +22,7 @@ from hpc.report.origin import cost, how_to_get_the_code, provenance
 from hpc.report.plots import COLORS, DEFAULT_SMOOTHING, SMOOTHINGS, Plots, bokeh_script, plots_of
 from hpc.spec import RunSpec
 from hpc.status.downtime import PARTS
+from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import highest_learning_rate
 
 # Nobody reads a matrix of more classes than this, and a thousand would make a page of a million cells.
@@ -65,7 +66,9 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         reload_seconds=None if record.has_ended else RELOAD_SECONDS,
         provenance=provenance(record),
         cost=cost(record, now),
-        plots=plots_of([record], now),
+        # An evaluation is one number for each curve.
+        plots=plots_of([] if spec and spec.evaluation else [record], now),
+        evaluation=_evaluation(record),
         several_attempts=len(record.attempts) > 1,
         mark_legend=_MARKS,
         time_spent=_time_spent(record, now),
@@ -144,9 +147,37 @@ def _headline(spec: RunSpec) -> list[str]:
     if spec.train is None:
         return [" ".join(spec.script), where]
     train = spec.train
+    if spec.evaluation is not None:
+        return [evaluated(spec.evaluation), f"on {train.data}", where]
     sizes = f"{train.epochs} epochs, batch size {train.batch_size:,}"
     optimizer = f"{train.optimizer}, lr {highest_learning_rate(train):.3g}"
     return [f"{train.model} on {train.data}", sizes, optimizer, f"seed {train.seed}", where]
+
+
+def _evaluation(record: RunRecord) -> dict[str, Any] | None:
+    """The result of an evaluation; None for a training, and before its end."""
+    if record.spec is None or record.spec.evaluation is None or record.evaluations.empty:
+        return None
+    return dict(record.evaluations.iloc[-1])
+
+
+def evaluated(task: EvaluationTask) -> str:
+    """Which model was evaluated, in words."""
+    which = f"{task.checkpoint} model of " if task.checkpoint in {"best", "last"} else ""
+    after = f", after step {task.step:,}" if task.step is not None else ""
+    return f"Evaluation of {which}{task.source}{after}"
+
+
+def _test_about(record: RunRecord, images: int, classes: int) -> str:
+    """What the tables of the test are about, in a sentence."""
+    counts = f"{formats.number(images)} images"
+    of_classes = f"of {formats.number(classes)} classes"
+    task = record.spec.evaluation if record.spec else None
+    if task is None:
+        return f"The final model on all {counts} of the test set, {of_classes}."
+    split = "" if record.evaluations.empty else record.evaluations["split"].iloc[-1]
+    part = {"test": "the test set", "val": "the validation set"}.get(split, "the data")
+    return f"{evaluated(task)}, on all {counts} of {part}, {of_classes}."
 
 
 def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:
@@ -224,7 +255,7 @@ def _test(record: RunRecord) -> dict[str, Any]:
     return {
         "classes": rows,
         "class_count": len(classes),
-        "images": classes["images"].sum(),
+        "test_about": _test_about(record, classes["images"].sum(), len(classes)),
         "matrix": {"names": list(shown.index), "counts": shown.to_numpy().tolist()},
         "pairs": pairs,
     }

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from hpc.staging.stager import Staged, Stager
 from hpc.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
 from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
-from jobs.node_attempt import NodeAttempt, log
+from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import find_data
 from training.config.packed_index import INDEX, read_index
@@ -39,11 +40,12 @@ _GATHER_SECONDS = 10.0
 class NodeGroup(StagingGroup):
     """The nodes of one attempt, for one data set, as one of them sees it."""
 
-    def __init__(self, node: NodeAttempt, channel: ControlChannel, source: Path) -> None:
-        self._allocation, self._channel, self._source = node.allocation, channel, str(source)
-        self.host, self.is_head = node.allocation.host, node.allocation.is_head
-        self.has_peers, self.secret = node.allocation.num_nodes > 1, node.attempt.secret
-        self.ports = node.spec.network.ports
+    def __init__(
+        self, allocation: NodeAllocation, channel: ControlChannel, source: Path, secret: str, ports: Sequence[int]
+    ) -> None:
+        self._allocation, self._channel, self._source = allocation, channel, str(source)
+        self.host, self.is_head = allocation.host, allocation.is_head
+        self.has_peers, self.secret, self.ports = allocation.num_nodes > 1, secret, ports
         self._published_at: float | None = None
 
     def head(self, port: int) -> Address:
@@ -138,9 +140,14 @@ class NodeStaging:
         self.node.record_event("packed", node=self.node.host, path=str(packed), seconds=seconds)
         return packed
 
+    def group(self, source: Path) -> NodeGroup:
+        """The nodes of the attempt, for one source."""
+        node = self.node
+        return NodeGroup(node.allocation, self.channel, source, node.attempt.secret, node.spec.network.ports)
+
     def stage(self, source: Path) -> Staged:
         """Stage one source, and record how it went. Raises as `stage_data` does."""
-        node, group = self.node, NodeGroup(self.node, self.channel, source)
+        node, group = self.node, self.group(source)
         if group.is_head:
             self.monitor.callbacks.append(group.update)
         stager = Stager(

@@ -19,7 +19,7 @@ from hpc.staging.source import inside_name
 from hpc.staging.stager import NoRoomError
 from jobs.node_attempt import log
 from jobs.ranks.round import activated_environment
-from jobs.staging.node_staging import NodeGroup, NodeStaging
+from jobs.staging.node_staging import NodeStaging
 
 # Prints the interpreter's prefix, and which torch it imports.
 _TRY = """
@@ -45,7 +45,7 @@ def stage_environment(staging: NodeStaging) -> str:
     except BadNodeError:
         raise  # the archive lies beside the run directory, which this node cannot read either
     except (TorchrelayError, OSError) as error:
-        NodeGroup(node, staging.channel, archive).withdraw()
+        staging.group(archive).withdraw()
         fallback = (
             f"{error.reason}: use --stage-dir with a larger disk" if isinstance(error, NoRoomError) else str(error)
         )

@@ -14,6 +14,7 @@ from typing import Literal
 
 from hpc.core.errors import UserError
 from training.config import rules
+from training.config.evaluation_task import EvaluationTask
 from training.config.model_names import SMALL_CNN
 
 Optimizer = Literal["sgd", "adamw", "adam"]
@@ -214,6 +215,14 @@ class RankOptions:
     """For tests: the fault to inject, POINT@STEP:RANK (training.runtime.fault_injection). Also TORCHRELAY_FAULT."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpecOptions(RankOptions):
+    """What a rank runs that a node agent has started."""
+
+    evaluation: EvaluationTask | None = None
+    """The evaluation that it makes; None: it trains."""
+
+
 def spec_argv(
     spec: Path, run_dir: Path, attempt: int, node_dir: Path, *, data: Path | None = None, fault: str = ""
 ) -> list[str]:
@@ -228,7 +237,7 @@ def is_from_spec(argv: Sequence[str]) -> bool:
     return bool(argv) and argv[0].startswith("--spec=")
 
 
-def read_spec(argv: Sequence[str]) -> RankOptions:
+def read_spec(argv: Sequence[str]) -> SpecOptions:
     """The options of a rank that a node agent starts, from the arguments that `spec_argv` made.
 
     Raises:
@@ -239,11 +248,13 @@ def read_spec(argv: Sequence[str]) -> RankOptions:
     try:
         spec = json.loads(Path(given["spec"]).read_bytes())
         train = TrainConfig(**spec["train"])
+        evaluation = EvaluationTask(**spec["evaluation"]) if spec.get("evaluation") else None
     except ValueError as error:
         raise UserError(f"{given['spec']} cannot be read: {error}") from error
     except (KeyError, TypeError) as error:
         raise UserError(f"{given['spec']} is damaged or from another version: {error!r}") from error
-    return RankOptions(
+    return SpecOptions(
+        evaluation=evaluation,
         train=replace(train, data=given["data"]) if "data" in given else train,
         recipe=spec.get("recipe"),
         run_dir=Path(given["run-dir"]),

@@ -1,8 +1,6 @@
-"""Connects the ranks, opens the data, builds the model and trains. Runs on every rank; imports torch."""
+"""Connects the ranks, opens the data, builds the model and trains, or evaluates. Runs on every rank; imports torch."""
 
 import gc
-import os
-import time
 from dataclasses import asdict
 
 import torch
@@ -11,19 +9,19 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation
 from training.config.train_config import check_world
 from training.data.build import load_data, move_to_device, synthetic_data
-from training.data.dataset import Data
-from training.data.file_index import load_or_build_index
+from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
+from training.engine.shared_data import check_same, loader_workers, shared_file_index
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
 from training.models.parallel import convert_sync_batch_norm
-from training.runtime.process_group import ProcessGroup, SharedError, connect, disconnect
+from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
 
 
 def launch(context: RunContext, rank_info: RankInfo) -> None:
-    """Train with all other ranks, from connecting to disconnecting.
+    """Train or evaluate with all other ranks, from connecting to disconnecting.
 
     Raises:
         UserError: a flag, the data or the run directory does not suit.
@@ -39,14 +37,16 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         print(f"{context.run_dir.path} is already complete: {context.run_dir.final_result}", flush=True)
     if not is_complete:
         report = run_preflight(group, context.fault)
-        trainer = make_trainer(context, group)
-        trainer.logger.event("preflight", **asdict(report))
-        trainer.logger.event("software", **versions())
+        # An evaluation of another run's model, or a training.
+        evaluation = context.evaluation
+        work = EvaluationRun(context, group, evaluation) if evaluation else make_trainer(context, group)
+        work.logger.event("preflight", **asdict(report))
+        work.logger.event("software", **versions())
         # The objects so far live to the end. Frozen, they cost the garbage collector no time, and its counters do not
         # make loader workers copy their pages.
         gc.freeze()
         gc.enable()
-        trainer.run()
+        work.run()
     # Not in a `finally`: after an error it would wait for ranks that may be dead.
     disconnect()
 
@@ -74,11 +74,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     with group.raise_on_all_ranks():
         check_world(config, group.world_size)
         layout = None if config.synthetic else check_data(resolve_data(config.data))
-    file_index = b""
-    with group.raise_on_all_ranks():
-        if group.is_rank_zero and layout and layout.kind == "image-folder":
-            file_index = load_or_build_index(layout, context.run_dir.index, time.time_ns())
-    file_index = group.broadcast_bytes(file_index)
+    file_index = shared_file_index(context, group, layout)
     context.heartbeat.beat("start")
     with group.raise_on_all_ranks():
         side = input_size(config, None)
@@ -90,29 +86,11 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     context.heartbeat.beat("start")
     if config.sync_bn:
         model = convert_sync_batch_norm(model, group.device)
-    _check_same(data, group)
+    check_same(data, group)
     with group.raise_on_all_ranks():
         check_world(config, group.world_size, len(data.train))
         check_validation(config, validates=data.val is not None)
     mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (data.mean, data.std))
     memory_format = FORMATS[config.memory_format]
     preprocess = Preprocess(mean=mean, std=std, channels=channels, size=size, memory_format=memory_format)
-    workers = config.num_workers
-    if workers is None:
-        # The rank's share of the node's cores.
-        workers = 0 if data.cheap else min(8, len(os.sched_getaffinity(0)) // group.rank_info.local_world_size)
-    return Trainer(context, group, data, model, preprocess, 0 if data.on_device else workers)
-
-
-def _check_same(data: Data, group: ProcessGroup) -> None:
-    """Check that the copies of the data on all nodes are the same.
-
-    Of an image folder all ranks have rank 0's index; a file that another node lacks is found out when it is read.
-    """
-    found = group.all_gather_json([len(data.train), data.fingerprint])
-    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
-    if other is not None:
-        raise SharedError(
-            f"--data is not the same everywhere: rank 0 has {found[0][0]} training images, rank {other} "
-            f"{found[other][0]}, or other names or labels: stage the data again"
-        )
+    return Trainer(context, group, data, model, preprocess, loader_workers(config, data, group))

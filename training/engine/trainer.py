@@ -81,10 +81,11 @@ class Trainer:
         self.checkpoint_writer = StateWriter(checkpoints, self.state, group)
         self.snapshots = SnapshotDestination(context, group, self.logger, sharded=self.state.sharded)
         self.snapshot_writer = StateWriter(self.snapshots, self.state, group)
+        evaluated = replace(preprocess, size=config.eval_image_size or preprocess.size)
         evaluator = Evaluator(
             config=config,
             model=self.state.ema.model if self.state.ema else model,
-            preprocess=replace(preprocess, size=config.eval_image_size or preprocess.size),
+            preprocess=evaluated,
             group=group,
             classes=len(data.classes),
             # Images in memory are not augmented in an evaluation: indexing them is faster than starting workers.
@@ -93,6 +94,7 @@ class Trainer:
         self.validator = Validator(
             context=context,
             evaluator=evaluator,
+            preprocess=evaluated,
             data=data,
             state=self.state,
             corrupt_images=corrupt_images.indices,

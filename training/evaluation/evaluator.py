@@ -15,7 +15,7 @@ from torch.nn import functional
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import evaluation_requests
 from training.data.loader import Batch, ImageSource, load_device_batches
-from training.models.factory import Preprocess, autocast
+from training.models.factory import autocast
 from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 
@@ -66,7 +66,8 @@ class Evaluator:
 
     config: TrainConfig
     model: nn.Module
-    preprocess: Preprocess
+    preprocess: Callable[[Tensor], Tensor]
+    """Turns the images of a batch (uint8 [n, c, h, w]) into what the model takes."""
     group: ProcessGroup
     classes: int
     workers: int

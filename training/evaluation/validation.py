@@ -24,6 +24,7 @@ from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.final_files import classes_csv, confusion_csv, history_csv, samples_json
 from training.evaluation.provenance import made_from
 from training.inference.model_card import make_card
+from training.models.factory import Preprocess
 from training.models.parallel import full_state_dict
 from training.monitoring.run_logger import RunLogger
 from training.runtime.run_context import RunContext
@@ -39,6 +40,8 @@ class Validator:
 
     context: RunContext
     evaluator: Evaluator
+    preprocess: Preprocess
+    """That of its images."""
     data: Data
     state: TrainState
     corrupt_images: Sequence[int]
@@ -47,28 +50,10 @@ class Validator:
 
     def evaluate(self, source: ImageSource, split: str, before_batch: Callable[[], object]) -> Evaluation:
         """Evaluate, log and print."""
-        began, console = time.monotonic(), self.logger.console
-        result, progress = self.evaluator.evaluate(source, before_batch), self.state.progress
-        if result.corrupt:
-            check_corrupt_limit(source, result.corrupt, self.context.config.max_corrupt_images)
-            names = ", ".join(map(source.name, result.corrupt))
-            console.warn(f"{split}: other images replace {len(result.corrupt)} that cannot be read: {names}")
-        self.logger.log_metrics(
-            {
-                "step": progress.step,
-                "epoch": progress.epoch,
-                "split": split,
-                "loss": round(result.loss, 6),
-                "accuracy": result.accuracy,
-                "top5_accuracy": result.top5_accuracy,
-                "correct": result.correct,
-                "total": result.total,
-                "corrupt": len(result.corrupt),
-                "seconds": round(time.monotonic() - began, 3),
-            }
+        progress = self.state.progress
+        return evaluate_and_log(
+            self.evaluator, source, split, before_batch, self.logger, (progress.step, progress.epoch)
         )
-        console.print(f"epoch {progress.epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
-        return result
 
     def validate_if_due(self, before_batch: Callable[[], object]) -> Evaluation | None:
         """After an epoch, validate. None: no validation was due. `record` must follow."""
@@ -92,7 +77,7 @@ class Validator:
         test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
         best = self._test_best(test, before_batch)
         self.context.heartbeat.beat("end")
-        result = {**_test_numbers(test), "best": best, "ended": ended, **self._result()}
+        result = {**numbers_of(test), "best": best, "ended": ended, **self._result()}
         self.logger.save_final(self._weights(), result, self._card() | self.final_files(test))
         nothing = learned_nothing(self.context.config, self.data.classes, test) if test else None
         self.logger.event("train_completed", step=progress.step, ended=ended, learned_nothing=nothing)
@@ -120,8 +105,8 @@ class Validator:
             weights = load(group.broadcast_bytes(save(weights) if group.is_rank_zero else None))
             self.state.wait_for_copies()
             test = self.evaluator.evaluate_weights(weights, self.data.test, before_batch)
-        self.logger.add_best_test(_test_numbers(test))
-        return {**best, **_test_numbers(test)}
+        self.logger.add_best_test(numbers_of(test))
+        return {**best, **numbers_of(test)}
 
     def _weights(self) -> dict[str, Tensor]:
         """On rank 0 a copy of the model's weights on the CPU; empty elsewhere. All ranks must call this."""
@@ -131,7 +116,7 @@ class Validator:
 
     def _result(self) -> dict[str, Any]:
         """The content of `result.json` beside the test."""
-        config, progress, preprocess = self.context.config, self.state.progress, self.evaluator.preprocess
+        config, progress, preprocess = self.context.config, self.state.progress, self.preprocess
         size = {"channels": preprocess.channels, "size": preprocess.size}
         return {
             "step": progress.step,
@@ -156,7 +141,7 @@ class Validator:
         """On rank 0 the content of `model.json`, by its name."""
         if not self.evaluator.group.is_rank_zero:
             return {}
-        card = make_card(self.context.config, self.data, self.evaluator.preprocess, self._made_from)
+        card = make_card(self.context.config, self.data, self.preprocess, self._made_from)
         return {MODEL_CARD: card.to_json().encode()}
 
     def final_files(self, test: Evaluation | None) -> dict[str, bytes]:
@@ -166,14 +151,56 @@ class Validator:
         run, classes = self.context.run_dir, self.data.classes
         texts = {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics)))}
         if test and self.data.test is not None:
-            texts[CONFUSION] = confusion_csv(test.confusion, classes)
-            texts[CLASSES] = classes_csv(test.confusion, classes)
-            try:
-                texts[SAMPLES] = samples_json(self.data.test, test, classes)
-            except UserError as error:
-                # Another rank could read the image. A missing sample must not cost the result of the training.
-                self.logger.console.warn(f"{SAMPLES} is missing: {error}")
+            texts |= tables_of(self.data.test, test, classes, self.logger)
         return {name: text.encode() for name, text in texts.items()}
+
+
+def evaluate_and_log(
+    evaluator: Evaluator,
+    source: ImageSource,
+    split: str,
+    before_batch: Callable[[], object],
+    logger: RunLogger,
+    model_after: tuple[int, int],
+) -> Evaluation:
+    """Evaluate a model, log the result as that of `split`, and print it; `model_after`: the model's step and epoch.
+
+    Raises:
+        SharedError: more images are corrupt than --max-corrupt-images allows.
+    """
+    began, console, (step, epoch) = time.monotonic(), logger.console, model_after
+    result = evaluator.evaluate(source, before_batch)
+    if result.corrupt:
+        check_corrupt_limit(source, result.corrupt, evaluator.config.max_corrupt_images)
+        names = ", ".join(map(source.name, result.corrupt))
+        console.warn(f"{split}: other images replace {len(result.corrupt)} that cannot be read: {names}")
+    logger.log_metrics(
+        {
+            "step": step,
+            "epoch": epoch,
+            "split": split,
+            "loss": round(result.loss, 6),
+            "accuracy": result.accuracy,
+            "top5_accuracy": result.top5_accuracy,
+            "correct": result.correct,
+            "total": result.total,
+            "corrupt": len(result.corrupt),
+            "seconds": round(time.monotonic() - began, 3),
+        }
+    )
+    console.print(f"epoch {epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
+    return result
+
+
+def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], logger: RunLogger) -> dict[str, str]:
+    """The tables and samples of an evaluation, by the names of their files in `final/`."""
+    texts = {CONFUSION: confusion_csv(test.confusion, classes), CLASSES: classes_csv(test.confusion, classes)}
+    try:
+        texts[SAMPLES] = samples_json(source, test, classes)
+    except UserError as error:
+        # Another rank could read the image. A missing sample must not cost the result of the training.
+        logger.console.warn(f"{SAMPLES} is missing: {error}")
+    return texts
 
 
 def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluation) -> str | None:
@@ -191,6 +218,6 @@ def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluatio
     )
 
 
-def _test_numbers(test: Evaluation | None) -> dict[str, Any]:
+def numbers_of(test: Evaluation | None) -> dict[str, Any]:
     """The numbers of a test; null without one."""
     return {f"test_{name}": getattr(test, name, None) for name in _TEST_FIELDS}

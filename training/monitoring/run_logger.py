@@ -211,6 +211,8 @@ class RunLogger:
     def save_final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Write `final/`, which marks the run as complete; the arguments are those of `save_best`.
 
+        Without weights, `final/` has none: those of an evaluation are another run's.
+
         Raises:
             NoSpaceError: the disk is full. The newest checkpoint has the last step.
             TorchrelayError: it cannot be written for another reason.
@@ -244,7 +246,8 @@ class RunLogger:
 
 def _write_model(weights: Weights, result: dict[str, Any], files: Files, directory: Path) -> None:
     # Serialized in memory first: on a full disk safetensors raises no OSError.
-    (directory / MODEL_WEIGHTS).write_bytes(save(weights, {"format": "pt"}))
+    if weights:
+        (directory / MODEL_WEIGHTS).write_bytes(save(weights, {"format": "pt"}))
     (directory / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
     for name, content in files.items():
         (directory / name).write_bytes(content)

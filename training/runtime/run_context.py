@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
+from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.heartbeat import NO_HEARTBEAT, Heartbeat
@@ -55,3 +56,5 @@ class RunContext:
     fault: Fault = NO_FAULT
     heartbeat: Heartbeat = NO_HEARTBEAT
     recipe: str | None = None
+    evaluation: EvaluationTask | None = None
+    """What to evaluate instead of training."""

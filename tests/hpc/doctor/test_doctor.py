@@ -15,7 +15,7 @@ from test_findings import CONFIG, NODE, PARTITIONS
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.doctor.__main__ import DoctorOptions, find_run, measurements_of
-from hpc.doctor.node_check import read_reports, srun_argv
+from hpc.doctor.node_check import NodeJob, read_reports, srun_argv
 from hpc.spec import Network, Resources, RunSpec
 from jobs.doctor import summarize
 
@@ -142,16 +142,20 @@ def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
     assert (measurements_of(run).save_seconds, measurements_of(run).in_place) == (3.0, None)
 
 
+def job_of(resources: Resources, *names: str) -> NodeJob:
+    return NodeJob(module="jobs.doctor", resources=resources, network=Network(), names=names, stage_dir=Path("/tmp"))
+
+
 def test_srun_requests_the_resources_of_submit(tmp_path: Path) -> None:
     resources = Resources(nodes="2", gpus_per_node="4", partition="gpu", account="me", time="10m", sbatch=("x=y",))
-    argv = srun_argv(resources, Network(), ("gpu01", "gpu02"), tmp_path, Path("/tmp"))
+    argv = srun_argv(job_of(resources, "gpu01", "gpu02"), tmp_path)
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
     assert asked <= set(argv)
     assert argv[-6:] == ["jobs.doctor", str(tmp_path), "/tmp", "4", "", ""]
 
 
 def test_srun_requests_no_gpus_on_a_partition_without(tmp_path: Path) -> None:
-    argv = srun_argv(Resources(gpus_per_node="0", partition="cpu", time="10m"), Network(), (), tmp_path, Path("/tmp"))
+    argv = srun_argv(job_of(Resources(gpus_per_node="0", partition="cpu", time="10m")), tmp_path)
     assert "--cpus-per-task=1" in argv
     assert not any(word.startswith("--gpu") for word in argv)
     assert argv[-3] == "0"

@@ -1,0 +1,33 @@
+"""Which pairs of nodes `hpc smoke` measures at the same time, and what two ranks measure."""
+
+import json
+import subprocess
+import sys
+from itertools import chain, combinations
+from pathlib import Path
+
+import pytest
+
+from training.engine.rank_benchmark import pair_rounds
+
+
+@pytest.mark.parametrize("nodes", range(1, 10))
+def test_every_pair_is_in_one_round_and_no_node_in_two_pairs_of_it(nodes: int) -> None:
+    rounds = pair_rounds(nodes)
+    assert sorted(chain(*rounds)) == list(combinations(range(nodes), 2))
+    for pairs in rounds:
+        busy = list(chain(*pairs))
+        assert len(busy) == len(set(busy))
+
+
+def test_two_ranks_of_one_node_measure_their_devices_and_the_all_reduce() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    module = ["-m", "training.engine.rank_benchmark", "here"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run([*command, *module], cwd=root, capture_output=True, text=True, check=True)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("benchmark: "))
+    found = json.loads(line.removeprefix("benchmark: "))
+    assert [(rank["rank"], rank["node"]) for rank in found["ranks"]] == [(0, "here"), (1, "here")]
+    assert all(rank["teraflops"] > 0 for rank in found["ranks"])
+    assert found["all_reduce"][-1]["gb_per_second"] > 0
+    assert found["pairs"] == []

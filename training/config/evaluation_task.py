@@ -1,0 +1,52 @@
+"""What `hpc evaluate` asks of the ranks: which model, and which part of which data.
+
+Runs on the login node and on every rank; imports no torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc.core.errors import UserError
+from training.config.dataset_layout import DataLayout
+
+SplitChoice = Literal["auto", "test", "val", "train"]
+Split = Literal["test", "val", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationTask:
+    """One evaluation, as its run's spec has it. The model is in the run's own directory."""
+
+    source: str
+    """The run, or the exported file, that the model comes from."""
+    checkpoint: str | None = None
+    """Which of the run's models: `best`, `last` or a step; None: it is an exported file."""
+    step: int | None = None
+    """Of the model; None: not known."""
+    epoch: int | None = None
+    split: SplitChoice = "auto"
+    other_data: bool = False
+    """Whether the data are others than those of the training: nothing of them is held out."""
+
+
+def choose_split(task: EvaluationTask, layout: DataLayout, val_split: float) -> Split:
+    """The part of the data to evaluate on; `val_split` is what the training has held out, if it has no `val/`.
+
+    `auto`: the test set; without one the validation set, or all images of data that the training has not seen.
+
+    Raises:
+        UserError: the data have no such part.
+    """
+    has = {"test": layout.test is not None, "val": layout.val is not None or val_split > 0, "train": True}
+    splits: tuple[Split, ...] = ("test", "val", "train")
+    if task.split == "auto":
+        if not task.other_data and not (has["test"] or has["val"]):
+            raise UserError(
+                f"{layout.path} has neither a test set nor a validation set: use --split train, or --data with other "
+                "images"
+            )
+        return next(split for split in splits if has[split])
+    if not has[task.split]:
+        present = " or ".join(split for split in splits if has[split])
+        raise UserError(f"--split is {task.split}, but {layout.path} has no such part: use {present}")
+    return task.split

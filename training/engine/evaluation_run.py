@@ -1,0 +1,190 @@
+"""The ranks' part of `hpc evaluate`: one evaluation, from opening the model and the data to `final/`. Every rank.
+
+An evaluation that is interrupted begins anew: it changes nothing before its end.
+"""
+
+import time
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from hpc.core.errors import UserError
+from hpc.core.text import few
+from training.config.dataset_layout import check_data, resolve_data
+from training.config.evaluation_task import EvaluationTask, Split, choose_split
+from training.config.train_config import TrainConfig
+from training.data.build import load_data
+from training.data.dataset import Data, ImageDataset, MemoryImages
+from training.engine.shared_data import check_same, loader_workers, shared_file_index
+from training.evaluation.evaluated_model import EvaluatedModel, load_model
+from training.evaluation.evaluator import Evaluation, Evaluator
+from training.evaluation.validation import evaluate_and_log, numbers_of, tables_of
+from training.inference.model_card import ModelCard
+from training.monitoring.run_logger import RunLogger
+from training.runtime import signals
+from training.runtime.console import Console
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
+from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
+from training.runtime.train_progress import Progress
+
+
+class EvaluationRun:
+    """One rank's part in the evaluation of one model."""
+
+    def __init__(self, context: RunContext, group: ProcessGroup, task: EvaluationTask) -> None:
+        """Open the model and the data.
+
+        Raises:
+            SharedError: on every rank, if they cannot be read on some rank, or do not fit together.
+        """
+        self._context, self._group, self._task = context, group, task
+        console = Console(enabled=group.is_rank_zero)
+        with group.raise_on_all_ranks():
+            self.logger = RunLogger(context.run_dir, context.attempt, console, writes=group.is_rank_zero)
+        self._model = load_model(context.run_dir.model, context.config, group)
+        context.heartbeat.beat("start")
+        self._split, data = open_data(context, group, task, self._model.card)
+        with group.raise_on_all_ranks():
+            self._source = fitting(getattr(data, self._split), data, self._model)
+        self._evaluator = Evaluator(
+            config=self._model.config,
+            model=self._model.model,
+            preprocess=self._model.preprocess,
+            group=group,
+            classes=len(self._model.card.classes),
+            workers=0 if data.in_memory else loader_workers(context.config, data, group),
+        )
+        self._stop_consensus = StopConsensus(group.control)
+        self._batches = 0
+
+    def run(self) -> None:
+        """Evaluate and write the result, unless all ranks agree to stop."""
+        logger, card = self.logger, self._model.card
+        logger.resume(Progress())
+        logger.event(
+            "train_started",
+            step=0,
+            epoch=0,
+            total_steps=None,
+            world_size=self._group.world_size,
+            restored_from=None,
+            source=None,
+            train_seconds=0.0,
+            seconds=round(time.monotonic() - self._context.started, 3),
+            restore_seconds=0.0,
+            connect_seconds=round(self._group.connected_at - self._context.started, 3),
+        )
+        logger.console.print(
+            f"evaluating {self._task.source} on {len(self._source):,} images ({self._split}) of "
+            f"{len(card.classes)} classes, {self._group.description}"
+        )
+        try:
+            self._write(self._evaluate())
+        except StopRequested as request:
+            seconds = round(time.monotonic() - (signals.received_at() or time.monotonic()), 3)
+            self._context.heartbeat.beat("end")
+            logger.event("train_stopped", step=0, signal=request.name, seconds=seconds)
+            logger.console.print(f"stopped by {request.name}: the next attempt evaluates from the first image on")
+        finally:
+            logger.console.stop()
+        logger.close()
+        self._stop_consensus.wait()
+
+    def _evaluate(self) -> Evaluation:
+        model_after = self._task.step or 0, self._task.epoch or 0
+        return evaluate_and_log(
+            self._evaluator, self._source, self._split, self._before_batch, self.logger, model_after
+        )
+
+    def _before_batch(self) -> None:
+        """Between two batches: a request to stop does not wait for the end."""
+        self._context.heartbeat.beat("evaluate", self._batches)
+        self._stop_consensus.exchange(StepFlags(signal=signals.received()))
+        self._context.fault.inject("evaluate", self._batches, self._group.rank)
+        if self._batches == 1:
+            self.logger.event("first_step", step=0)
+        self._batches += 1
+
+    def _write(self, result: Evaluation) -> None:
+        """Write `final/`, without weights: those are the other run's."""
+        self._context.heartbeat.beat("end")
+        classes = self._model.card.classes
+        numbers = {
+            **numbers_of(result),
+            "split": self._split,
+            "evaluation": asdict(self._task),
+            "data": self._context.config.data,
+            "corrupt_images": [self._source.name(index) for index in result.corrupt],
+            "classes": list(classes),
+            "made_from": dict(self._model.card.made_from),
+            "world_size": self._group.world_size,
+            "attempt": self._context.attempt,
+        }
+        tables = tables_of(self._source, result, classes, self.logger) if self._group.is_rank_zero else {}
+        self.logger.save_final({}, numbers, {name: text.encode() for name, text in tables.items()})
+        self.logger.event("train_completed", step=0, ended=None, learned_nothing=None)
+        self.logger.console.print(
+            f"{result.correct:,} of {result.total:,} correct: top-1 {result.accuracy:.2%}, top-5 "
+            f"{result.top5_accuracy:.2%}, loss {result.loss:.4f}"
+        )
+
+
+def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, card: ModelCard) -> tuple[Split, Data]:
+    """The data, prepared as `card` says, and which part of them to evaluate on.
+
+    Raises:
+        SharedError: on every rank, if some rank cannot read them.
+    """
+    given = context.config
+    # Nothing is augmented: all other flags of the training concern its steps.
+    config = TrainConfig(data=given.data, seed=given.seed, val_split=given.val_split)
+    with group.raise_on_all_ranks():
+        layout = check_data(resolve_data(config.data))
+        split = choose_split(task, layout, config.val_split)
+    file_index = shared_file_index(context, group, layout)
+    with group.raise_on_all_ranks():
+        data = load_data(config, layout, card.image_shape[1], file_index)
+    check_same(data, group)
+    return split, data
+
+
+def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedModel) -> ImageDataset | MemoryImages:
+    """The images as the model takes them, with the labels of its classes.
+
+    Raises:
+        UserError: they have another size or other channels, or classes that the model does not know.
+    """
+    card = model.card
+    channels, height, width = shape = (data.channels, *data.shape)
+    wanted = " x ".join(map(str, card.image_shape))
+    if data.in_memory:
+        fits = shape == card.image_shape or (model.takes_any_size and channels in {1, card.image_shape[0]})
+    else:
+        fits = card.image_shape == (channels, height, width)
+    if not fits:
+        has = " x ".join(map(str, shape)) if data.in_memory else "color images"
+        raise UserError(f"--data has {has}, and the model takes images of {wanted} (channels x height x width)")
+    labels = labels_of_model(source.labels, data.classes, card.classes)
+    if isinstance(source, ImageDataset):
+        return replace(source, labels=labels, crop_pct=card.crop_pct)
+    return replace(source, labels=labels)
+
+
+def labels_of_model(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
+    """Labels (int64 [n]) of `classes` as those of the model's classes, `known`, of the same names.
+
+    IDX files have numbers, no names: a label is then the class of that number, if there are equally many classes.
+
+    Raises:
+        UserError: the model does not know a class.
+    """
+    numbers = tuple(map(str, range(len(known))))
+    if len(classes) == len(known) and numbers in {classes, known}:
+        return labels
+    if unknown := sorted(set(classes) - set(known)):
+        raise UserError(
+            f"--data has classes that the model does not know: {few(unknown)}; it was trained on {few(list(known))}"
+        )
+    return torch.tensor([known.index(name) for name in classes], dtype=torch.int64)[labels]

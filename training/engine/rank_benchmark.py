@@ -1,0 +1,197 @@
+"""The ranks' part of `hpc smoke`: how fast their devices and the network between them are. Runs on every rank.
+
+`python -m training.engine.rank_benchmark` under torchrun, after the preflight. Rank 0 prints one line of JSON. Each
+number is the fastest of several tries: what is slow in all of them is slow, what was slow once was disturbed.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from hpc.core.errors import TorchrelayError
+from training.engine.preflight import run_preflight
+from training.runtime.process_group import ProcessGroup, connect, disconnect
+from training.runtime.rank_device import device_name
+from training.runtime.run_context import rank_info_from
+
+# jobs.smoke_node looks for it.
+_PREFIX = "benchmark: "
+_TRIES = 3
+_PING_PONGS = 20
+# From the latency of a message to the bandwidth of gradients: 1 KiB to 16 MiB, on GPUs to 256 MiB.
+_EXPONENTS = {"cpu": (10, 13, 16, 20, 24), "cuda": (10, 13, 16, 20, 24, 28)}
+# Enough for a tenth of a second on a link of a gigabit, and enough to fill a fast one.
+_PAIR_BYTES = {"cpu": 2**23, "cuda": 2**26}
+_MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
+_COPY_BYTES = 2**28
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpeed:
+    """One rank's device, while all others compute too."""
+
+    rank: int
+    local_rank: int
+    node: str
+    device: str
+    teraflops: float
+    """Of a matrix product, in float32 on a CPU, in bfloat16 on a GPU."""
+    host_to_device_gb_per_second: float | None
+    """From pinned memory; None: it has no GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceSpeed:
+    """Of all ranks, for one size of message."""
+
+    message_bytes: int
+    seconds: float
+    gb_per_second: float
+    """Bus bandwidth as nccl-tests defines it: 2 (n - 1) / n x bytes / time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSpeed:
+    """Two nodes, from the first rank of the one to that of the other and back, while other pairs do the same."""
+
+    nodes: tuple[str, str]
+    latency_seconds: float
+    """Half of a round trip of 4 bytes."""
+    gb_per_second: float
+    """One way."""
+
+
+def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """Every pair of nodes once, in rounds in which no node is in two pairs: the circle method. Pure."""
+    # With an odd number, one node rests in each round.
+    places: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
+    rounds = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return rounds
+
+
+def measure(group: ProcessGroup, node: str) -> dict[str, Any]:
+    """All measurements, ready for JSON; the same on every rank. All ranks must call this."""
+    speeds = group.all_gather_json(asdict(_rank_speed(group, node)))
+    return {"ranks": speeds, "all_reduce": _all_reduce(group), "pairs": _pairs(group, [one["node"] for one in speeds])}
+
+
+def _rank_speed(group: ProcessGroup, node: str) -> RankSpeed:
+    device = group.device
+    side, dtype = _MATRIX_SIDE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
+    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+    seconds = _fastest(group, lambda: left @ right)
+    copied = None
+    if device.type == "cuda":
+        host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        copied = _COPY_BYTES / _fastest(group, lambda: host.to(device, non_blocking=True)) / 1e9
+    return RankSpeed(
+        rank=group.rank,
+        local_rank=group.rank_info.local_rank,
+        node=node,
+        device=device_name(device),
+        teraflops=round(2 * side**3 / seconds / 1e12, 3),
+        host_to_device_gb_per_second=None if copied is None else round(copied, 2),
+    )
+
+
+def _fastest(group: ProcessGroup, work: Callable[[], object]) -> float:
+    """Seconds of the fastest try, after one that does not count; all ranks try at the same time."""
+    found = []
+    for _ in range(_TRIES + 1):
+        distributed.barrier(group=group.control)
+        group.wait_for_device()
+        began = time.perf_counter()
+        work()
+        group.wait_for_device()
+        found.append(time.perf_counter() - began)
+    return min(found[1:])
+
+
+def _all_reduce(group: ProcessGroup) -> list[dict[str, Any]]:
+    if group.world_size == 1:
+        return []
+    found = []
+    for exponent in _EXPONENTS[group.device.type]:
+        values = torch.zeros(2**exponent // 4, device=group.device)
+        own = _fastest(group, lambda values=values: distributed.all_reduce(values))  # type: ignore[misc]  # bound now
+        seconds = max(group.all_gather_json(own))
+        bandwidth = 2 * (group.world_size - 1) / group.world_size * values.nbytes / seconds / 1e9
+        speed = AllReduceSpeed(
+            message_bytes=values.nbytes, seconds=round(seconds, 7), gb_per_second=round(bandwidth, 4)
+        )
+        found.append(asdict(speed))
+    return found
+
+
+def _pairs(group: ProcessGroup, node_of_rank: list[str]) -> list[dict[str, Any]]:
+    """The pairs of nodes, each measured by its first node."""
+    per_node = group.rank_info.local_world_size
+    own, found = group.rank // per_node, []
+    for pairs in pair_rounds(group.world_size // per_node):
+        # No pair begins while another one of the round before still sends.
+        distributed.barrier(group=group.control)
+        for first, second in pairs if group.rank_info.local_rank == 0 else ():
+            if own in {first, second}:
+                other = (second if own == first else first) * per_node
+                latency, bandwidth = _ping_pong(group, other, begins=own == first)
+                if own == first:
+                    nodes = node_of_rank[group.rank], node_of_rank[other]
+                    found.append(
+                        PairSpeed(nodes=nodes, latency_seconds=round(latency, 7), gb_per_second=round(bandwidth, 4))
+                    )
+    gathered = group.all_gather_json([asdict(pair) for pair in found])
+    return [pair for of_rank in gathered for pair in of_rank]
+
+
+def _ping_pong(group: ProcessGroup, other: int, *, begins: bool) -> tuple[float, float]:
+    """Seconds of one way of a small message, and GB/s of a large one, with another rank."""
+    small = torch.zeros(1, device=group.device)
+    large = torch.zeros(_PAIR_BYTES[group.device.type] // 4, device=group.device)
+    latency = min(_there_and_back(group, small, other, begins=begins) for _ in range(_PING_PONGS)) / 2
+    seconds = min(_there_and_back(group, large, other, begins=begins) for _ in range(_TRIES)) / 2
+    return latency, large.nbytes / seconds / 1e9
+
+
+def _there_and_back(group: ProcessGroup, message: torch.Tensor, other: int, *, begins: bool) -> float:
+    began = time.perf_counter()
+    for sends in (begins, not begins):
+        if sends:
+            distributed.send(message, other)
+        else:
+            distributed.recv(message, other)
+    group.wait_for_device()
+    return time.perf_counter() - began
+
+
+def main(node: str) -> int:
+    """Check, measure, and print; turn errors into one line and an exit code. `node` is this node's name."""
+    rank_info = rank_info_from(os.environ)
+    try:
+        group = connect(rank_info)
+        report = run_preflight(group)
+    except TorchrelayError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    found = {"preflight": asdict(report), **measure(group, node)}
+    if rank_info.is_rank_zero:
+        print(_PREFIX + json.dumps(found), flush=True)
+    disconnect()
+    return 0
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    sys.exit(main(sys.argv[1]))

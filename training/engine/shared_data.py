@@ -1,0 +1,50 @@
+"""What the ranks agree on before they read the data: the list of files, and that all have the same. Every rank."""
+
+import os
+import time
+
+from training.config.dataset_layout import DataLayout
+from training.config.train_config import TrainConfig
+from training.data.dataset import Data
+from training.data.file_index import load_or_build_index
+from training.runtime.process_group import ProcessGroup, SharedError
+from training.runtime.run_context import RunContext
+
+
+def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayout | None) -> bytes:
+    """The index of an image folder as rank 0 has listed it, on every rank; empty for other data.
+
+    Raises:
+        SharedError: rank 0 cannot read the folder.
+    """
+    file_index = b""
+    with group.raise_on_all_ranks():
+        if group.is_rank_zero and layout and layout.kind == "image-folder":
+            file_index = load_or_build_index(layout, context.run_dir.index, time.time_ns())
+    return group.broadcast_bytes(file_index)
+
+
+def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
+    """The number of loader processes of this rank: by default its share of the node's cores."""
+    if data.on_device:
+        return 0
+    if config.num_workers is not None:
+        return config.num_workers
+    return 0 if data.cheap else min(8, len(os.sched_getaffinity(0)) // group.rank_info.local_world_size)
+
+
+def check_same(data: Data, group: ProcessGroup) -> None:
+    """Check that the copies of the data on all nodes are the same.
+
+    Of an image folder all ranks have rank 0's index; a file that another node lacks is found out when it is read.
+
+    Raises:
+        SharedError: some rank has others.
+    """
+    found = group.all_gather_json([len(data.train), data.fingerprint])
+    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+    if other is not None:
+        raise SharedError(
+            f"--data is not the same everywhere: rank 0 has {found[0][0]} training images, rank {other} "
+            f"{found[other][0]}, or other names or labels: stage the data again"
+        )

@@ -1,0 +1,102 @@
+"""A model to evaluate outside its training: from weights, from a checkpoint, or exported. Runs on every rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hpc.core.errors import UserError
+from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS
+from training.checkpoint.sharded import read_full
+from training.config.train_config import TrainConfig
+from training.inference.exported_model import FORMATS as EXPORTS
+from training.inference.exported_model import Classify, load_exported
+from training.inference.model_card import ModelCard, read_card
+from training.models.factory import FORMATS, Preprocess, build_model, first_line
+from training.models.parallel import load_full_state_dict, place_model
+from training.runtime.process_group import ProcessGroup
+
+# Whose weights a checkpoint holds: the moving average, if there is one, is what validations evaluate.
+_PARTS = ("ema/", "model/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedModel:
+    """One model, ready for an `Evaluator`."""
+
+    card: ModelCard
+    config: TrainConfig
+    """With the model's precision and strategy."""
+    model: nn.Module
+    preprocess: Callable[[Tensor], Tensor]
+    takes_any_size: bool
+    """Whether images in memory may have another size than those of its training."""
+
+
+class ExportedClassifier(nn.Module):
+    """An exported file as a model. It runs on the CPU, in float32, as it was compared with its model."""
+
+    def __init__(self, classify: Classify, device: torch.device) -> None:
+        super().__init__()
+        self._classify, self._device = classify, device
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logarithms of the probabilities (float32 [n, classes], on `device`) of images (uint8 [n, *image_shape])."""
+        probabilities = self._classify(images.to("cpu").contiguous())
+        # A probability that float32 has rounded to zero: the loss stays finite.
+        return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log().to(self._device)
+
+
+def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> EvaluatedModel:
+    """The model in the directory that `hpc evaluate` has filled. All ranks must call this.
+
+    Raises:
+        SharedError: on all ranks, if a file is damaged, or this node lacks what it needs.
+    """
+    with group.raise_on_all_ranks():
+        for kind in EXPORTS.values():
+            for path in directory.glob(f"*{kind.suffix}"):
+                card, classify = load_exported(path, kind)
+                return _exported(card, ExportedClassifier(classify, group.device), config)
+        card = read_card((directory / MODEL_CARD).read_text(encoding="utf-8"), str(directory / MODEL_CARD))
+        weights = _read_weights(directory)
+        made = card.config()
+        built = replace(config, model=made.model, head_hidden=made.head_hidden, weights=made.weights, amp=made.amp)
+        model = build_model(built, classes=len(card.classes), channels=card.channels, size=card.size)
+    model = place_model(model, built, group)
+    with group.raise_on_all_ranks():
+        try:
+            load_full_state_dict(model, weights, sharded=built.strategy == "fsdp")
+        except RuntimeError as error:
+            raise UserError(f"the weights in {directory} are not those of {card.model}: {first_line(error)}") from error
+    mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (card.mean, card.std))
+    preprocess = Preprocess(
+        mean=mean, std=std, channels=card.channels, size=card.size, memory_format=FORMATS[built.memory_format]
+    )
+    return EvaluatedModel(card=card, config=built, model=model, preprocess=preprocess, takes_any_size=True)
+
+
+def _exported(card: ModelCard, model: ExportedClassifier, config: TrainConfig) -> EvaluatedModel:
+    return EvaluatedModel(
+        card=card,
+        config=replace(config, amp="none", strategy="ddp"),
+        model=model,
+        preprocess=lambda images: images,
+        takes_any_size=False,
+    )
+
+
+def _read_weights(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a model by name, on the CPU: from its own file, or out of a checkpoint."""
+    try:
+        if (directory / MODEL_WEIGHTS).exists():
+            return load_file(directory / MODEL_WEIGHTS)
+        state = read_full(directory)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{directory} cannot be loaded ({first_line(error)}): evaluate again") from error
+    part = next(part for part in _PARTS if any(name.startswith(part) for name in state))
+    return {name.removeprefix(part): value for name, value in state.items() if name.startswith(part)}
