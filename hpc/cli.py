@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,16 +59,16 @@ def run(
     name: str,
     argv: Sequence[str] | None = None,
     expand: Callable[[list[str]], list[str]] | None = None,
-    hidden: Collection[str] = (),
+    shown: program.Help = program.ALL_FLAGS,
 ) -> int:
     """Run a verb from its command line to its exit code.
 
-    `expand` adds defaults before the arguments are parsed. The flags of `hidden` fields are not in the help.
+    `expand` adds defaults before the arguments are parsed. `shown` is what the help shows.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        return verb(parse(options, name, arguments, expand, hidden))
+        return verb(parse(options, name, arguments, expand, shown))
 
     def report(message: str, exit_code: int) -> None:
         if "--json" in arguments:
@@ -82,7 +82,7 @@ def parse(
     name: str,
     arguments: list[str],
     expand: Callable[[list[str]], list[str]] | None = None,
-    hidden: Collection[str] = (),
+    shown: program.Help = program.ALL_FLAGS,
 ) -> Options:
     """The flags of a verb, with defaults as in `run`. Raises UserError if one is wrong."""
     given = arguments
@@ -90,7 +90,7 @@ def parse(
         given = [f"--runs-dir={runs_dir(arguments)}", *arguments]
     given = expand(given) if expand else given  # it may read variables of sbatch
     slurm.adopt_environment(os.environ)
-    return program.parse(options, given, f"hpc {name}", hidden=hidden)
+    return program.parse(options, given, f"hpc {name}", shown=shown)
 
 
 def runs_dir(arguments: list[str]) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 import tyro
 
 from hpc import cli
+from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.files import UNSUPPORTED, json_line, read_json_lines, write_atomic
 from hpc.core.rundir import RunDir
@@ -32,6 +33,7 @@ from training.config.command_line import check_names
 from training.config.train_config import TrainConfig
 
 _OF_NEW_TRAININGS = ("config", "recipe")
+_OF_THE_FORK = {"run", "name", "runs_dir", "tracker", "dry_run", "wait", "json", "debug"}
 _TRIES = 3
 
 
@@ -49,7 +51,9 @@ class ForkOptions(SubmitTraining):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(lambda parsed: show(fork(parsed), parsed), ForkOptions, "fork", argv, expand=with_flags_of_the_run)
+    inherited = {field.name for field in program.flags(ForkOptions)} - _OF_THE_FORK
+    shown = program.Help(hidden=(*_OF_NEW_TRAININGS, "help_train"), inherited=inherited)
+    return cli.run(lambda parsed: show(fork(parsed), parsed), ForkOptions, "fork", argv, with_flags_of_the_run, shown)
 
 
 def with_flags_of_the_run(arguments: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import tyro
 
 from hpc import cli
-from hpc.core import ledger
+from hpc.core import ledger, program
 from hpc.core.attempts import attempts_of, last_job_id
 from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError, UserError
@@ -76,7 +76,13 @@ class ResumeOptions(cli.RunOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(resume, ResumeOptions, "resume", argv, expand=with_flags_of_the_run)
+    of_the_run = {
+        each.name
+        for group in (Resources, Recovery, Network, Notification, Adjustable)
+        for each in dataclasses.fields(group)
+    }
+    shown = program.Help(inherited=of_the_run)
+    return cli.run(resume, ResumeOptions, "resume", argv, with_flags_of_the_run, shown)
 
 
 def with_flags_of_the_run(arguments: list[str]) -> list[str]:

@@ -3,13 +3,17 @@
 Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
 """
 
+import ast
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
+import itertools
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -29,6 +33,19 @@ _TYRO = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Help:
+    """What `--help` shows of flags, by the names of their fields."""
+
+    hidden: Collection[str] = ()
+    """Those that it leaves out."""
+    inherited: Collection[str] = ()
+    """Those whose default is what a run has."""
+
+
+ALL_FLAGS = Help()
+
+
 def called(module: str) -> str:
     """What the user typed for this program: `hpc NAME`, or `python -m MODULE`."""
     return os.environ.get(CALLED, f"python -m {module}")
@@ -42,9 +59,9 @@ def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
 
 
 def parse(
-    options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True, hidden: Collection[str] = ()
+    options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True, shown: Help = ALL_FLAGS
 ) -> Options:
-    """Parse flags into a dataclass. `--help` leaves out `hidden` fields, and without `prints` it prints nothing.
+    """Parse flags into a dataclass. `--help` shows `shown` of them, and without `prints` it prints nothing.
 
     Raises:
         UserError: one line that names the wrong flag and the reason. (tyro draws a box of several lines.)
@@ -52,7 +69,7 @@ def parse(
     if dataclasses.is_dataclass(options):  # else a union of subcommands
         _check_flags(options, argv, prog)
         if not {"-h", "--help"}.isdisjoint(argv):
-            options = _for_help(options, hidden)
+            options = _for_help(options, shown)
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -83,10 +100,34 @@ def _check_flags(options: type[Any], argv: Sequence[str], prog: str) -> None:
             raise UserError(f"there is no flag {typed}: {hint}")
 
 
-def _for_help(options: type[Any], hidden: Collection[str]) -> type[Any]:
-    """The dataclass without `hidden` fields, and without the defaults that tell nothing: None, False and ''."""
-    shown = tyro.conf.arg(help_behavior_hint=_default_hint)
-    return _annotated(options, lambda name: tyro.conf.Suppress if name in hidden else shown)
+def _for_help(options: type[Any], shown: Help) -> type[Any]:
+    """The dataclass without hidden fields, and without the defaults that tell nothing: None, False and ''."""
+    texts = _texts(options) if shown.inherited else {}
+
+    def mark(name: str) -> Any:
+        if name in shown.hidden:
+            return tyro.conf.Suppress
+        if name in shown.inherited:
+            text = re.sub(r"\s*\bDefault: .*?\.(?=\s|$)", "", texts[name], flags=re.DOTALL)
+            return tyro.conf.arg(help=text, help_behavior_hint="(default: as before)")
+        return tyro.conf.arg(help_behavior_hint=_default_hint)
+
+    return _annotated(options, mark)
+
+
+def _texts(options: type[Any]) -> dict[str, str]:
+    """The docstrings of the fields of a dataclass, by name, those of groups included."""
+    found = dict[str, str]()
+    for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        lines = definition.body if isinstance(definition, ast.ClassDef) else []
+        for line, after in itertools.pairwise(lines):
+            match line, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = inspect.cleandoc(text)
+    for group in filter(None, map(_group, dataclasses.fields(options))):
+        found |= _texts(group)
+    return found
 
 
 def _annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:

@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "submit",
         ["--help"] if others else arguments,
         expand=lambda given: with_defaults(given, flag_names(options)),
-        hidden={field.name for field in program.flags(options) if is_everyday(field.name) == others},
+        shown=program.Help(
+            hidden={field.name for field in program.flags(options) if is_everyday(field.name) == others}
+        ),
     )
 
 

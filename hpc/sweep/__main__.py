@@ -113,7 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sweep",
         ["--help"] if others else flags,
         expand=lambda given: with_defaults(given, flag_names(options_for(script))),
-        hidden={field.name for field in program.flags(options) if is_everyday(field.name) == others},
+        shown=program.Help(
+            hidden={field.name for field in program.flags(options) if is_everyday(field.name) == others}
+        ),
     )
 
 
