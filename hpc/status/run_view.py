@@ -22,6 +22,7 @@ from hpc.core.ledger import Event
 from hpc.core.ownership import other_owner
 from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
+from hpc.notification.notices import unsent_messages
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.spec import RunSpec
@@ -116,6 +117,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
         "warnings": warnings_of(events, completed=state == "completed"),
         "staging": _staging(events) if state == "running" else None,
+        "unsent": unsent_messages(events),
         "trackers": _trackers(events, records.spec, attempts),
         "reason": pending.reason if pending else suspended or (decision and _reason(decision)),
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
@@ -312,7 +314,9 @@ class StatusCache:
                     note = f"it belongs to {others[run.path]}, so this is only what its directory says"
                     row["warnings"] = [note, *row["warnings"]]
             stamp = stamps[run.path]
-            if stamp is not None and row["state"] in TERMINAL:
+            # A process that sends a message appends to its file.
+            is_sending = any(message["problem"] is None for message in row["unsent"])
+            if stamp is not None and row["state"] in TERMINAL and not is_sending:
                 self._ended[run.path] = stamp, row
             if stamp is not None or run.spec.exists():
                 rows.append(row)
