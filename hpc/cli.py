@@ -1,7 +1,6 @@
 """What all verbs share: common flags, exit codes, JSON output, finding runs. Runs on the login node."""
 
 import difflib
-import json
 import os
 import shlex
 import shutil
@@ -23,8 +22,7 @@ from training.config import command_line, defaults
 Options = TypeVar("Options")
 SWEEP_FILE, CANCELLED_SWEEP = "sweep.json", "cancelled"
 """Of a directory of runs that belong together: what they are, and that no more of them are to be started."""
-SCHEMA = 1
-"""Version of docs/json.schema.json: of a change that breaks readers."""
+print_json, versioned = program.print_json, program.versioned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +68,7 @@ def run(
     def work() -> int:
         return verb(parse(options, name, arguments, expand, shown))
 
-    def report(message: str, exit_code: int) -> None:
-        if "--json" in arguments:
-            print_json({"error": message, "exit_code": exit_code})
-
-    return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=report)
+    return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=program.json_report(arguments))
 
 
 def parse(
@@ -106,18 +100,6 @@ def own_command() -> str:
         return "hpc"
     near = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own
     return shlex.quote(str(near))
-
-
-def print_json(document: Any) -> None:
-    """Print one JSON document, as docs/json.schema.json describes that of each verb."""
-    print(json.dumps(versioned(document), indent=2))
-
-
-def versioned(document: Any) -> Any:
-    """A document, or each one of a list, with the version of the schema."""
-    if isinstance(document, list):
-        return [versioned(one) for one in document]
-    return {"schema": SCHEMA, **document}
 
 
 def find_run(run: str, runs_dir: Path) -> RunDir:

@@ -10,6 +10,7 @@ import difflib
 import inspect
 import io
 import itertools
+import json
 import os
 import re
 import sys
@@ -25,6 +26,8 @@ from hpc.core.text import visible
 
 INTERRUPTED = 130
 CALLED = "TORCHRELAY_CALLED"
+SCHEMA = 1
+"""Version of docs/json.schema.json: of a change that breaks readers."""
 Options = TypeVar("Options")
 _TYRO = (
     tyro.conf.FlagCreatePairsOff,
@@ -159,6 +162,28 @@ def print_completion(options: Any, prog: str, shell: str) -> None:
     """Print a script with which bash, zsh or fish completes the flags of a dataclass, or of a union of subcommands."""
     with contextlib.suppress(SystemExit):  # with 0
         tyro.cli(options, args=["--tyro-write-completion", shell, "-"], prog=prog, config=_TYRO)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document, as docs/json.schema.json describes that of each verb."""
+    print(json.dumps(versioned(document), indent=2))
+
+
+def versioned(document: Any) -> Any:
+    """A document, or each one of a list, with the version of the schema."""
+    if isinstance(document, list):
+        return [versioned(one) for one in document]
+    return {"schema": SCHEMA, **document}
+
+
+def json_report(arguments: Sequence[str]) -> Callable[[str, int], None]:
+    """What prints an error with its exit code as a JSON document, if the arguments ask for one: for `run`."""
+
+    def report(message: str, exit_code: int) -> None:
+        if "--json" in arguments:
+            print_json({"error": message, "exit_code": exit_code})
+
+    return report
 
 
 def run(
