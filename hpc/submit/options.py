@@ -109,12 +109,18 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
     For example:
       hpc submit --recipe fashion-mnist
       hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /shared/imagenet --model resnet50
-
-    Your own torchrun script instead of the image classifier:
-      hpc submit [OPTIONS] -- script.py ARGS
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SubmitHelp(SubmitTraining):
+    __doc__ = SubmitTraining.__doc__
+
+    # For its usage line: `split_script` takes what stands behind `--`, before tyro sees it.
+    script: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[-- script.py ARGS]")]] = ()
+    """Your own torchrun script with its arguments, instead of the image classifier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +140,12 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
     """The flags that a submission with this script has; an empty one is a training's."""
     return SubmitScript if script else SubmitTraining
+
+
+def options_for_help(arguments: list[str], script: tuple[str, ...]) -> type[SubmitOptions]:
+    """`options_for`, or, if these arguments ask for help, what it shows."""
+    asked = not {"-h", "--help", "--help-train"}.isdisjoint(arguments)
+    return _SubmitHelp if asked and not script else options_for(script)
 
 
 def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:

@@ -30,7 +30,7 @@ def brief() -> str:
 def test_help_fits_two_screens_and_begins_with_examples(brief: str) -> None:
     assert len(brief.splitlines()) <= _LINES_OF_TWO_SCREENS
     assert max(map(len, brief.splitlines()[10:])) <= 80  # columns
-    assert "-- script.py ARGS" in brief.partition("╭")[0]
+    assert brief.startswith("usage: hpc submit [-h] [OPTIONS] [-- script.py ARGS]\n")
 
 
 def test_two_helps_together_show_each_flag_once(brief: str) -> None:
