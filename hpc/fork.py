@@ -21,7 +21,7 @@ from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.files import UNSUPPORTED, json_line, read_json_lines, write_atomic
 from hpc.core.rundir import RunDir
-from hpc.flags import flags_of, named_run, typed_names, with_own_flags
+from hpc.flags import flags_of, is_default_time, named_run, typed_names, with_own_flags
 from hpc.spec import RunSpec
 from hpc.submit.__main__ import show
 from hpc.submit.new_run import NewRun, start_run
@@ -78,7 +78,8 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
             "argument by which it finds them"
         )
     refuse_on_fork([field.name for field in fields(TrainConfig) if field.name.replace("_", "-") in typed], source.best)
-    return [f"--runs-dir={source.path.parent}", *with_own_flags(flags_of(spec), arguments, known)]
+    own = [word for word in flags_of(spec) if not is_default_time(spec, word)]
+    return [f"--runs-dir={source.path.parent}", *with_own_flags(own, arguments, known)]
 
 
 def fork(options: ForkOptions) -> NewRun:

@@ -37,7 +37,7 @@ from hpc.core.resumption import (
 )
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
-from hpc.flags import changed_flags, named_run, typed_names, with_own_flags
+from hpc.flags import changed_flags, is_default_time, named_run, typed_names, with_own_flags
 from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -104,7 +104,7 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
         )
     refuse_on_resume(typed, name, run.best)
     groups = (spec.resources, spec.recovery, spec.network, spec.notification)
-    own = [word for part in groups for word in changed_flags(part)]
+    own = [word for part in groups for word in changed_flags(part) if not is_default_time(spec, word)]
     own += changed_flags(spec.train, ADJUSTABLE) if spec.train else []
     return with_own_flags(own, arguments, switches)
 
@@ -195,9 +195,12 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, events: Sequ
     train = before.train and dataclasses.replace(
         before.train, **{name: getattr(options.train, name) for name in ADJUSTABLE}
     )
+    resources, has_default_time = options.resources, options.resources.time is None
+    if has_default_time and resources.partition == before.resources.partition:
+        resources = dataclasses.replace(resources, time=before.resources.time)
     after = dataclasses.replace(
-        before, resources=options.resources, recovery=options.recovery, network=options.network, train=train,
-        notification=_adjusted_notification(before, options),
+        before, resources=resources, recovery=options.recovery, network=options.network, train=train,
+        notification=_adjusted_notification(before, options), has_default_time=has_default_time,
     )  # fmt: skip
     last = next(reversed(attempts_of(events)), None)
     complete = run.final_result.exists() or (last is not None and last.cause == Cause.COMPLETED and not last.resumed)

@@ -217,6 +217,8 @@ class RunSpec:
     name: str
     cluster: Cluster
     resources: Resources
+    has_default_time: bool = False
+    """Whether nobody has given --time: the time limit is then the partition's, also of another one (hpc resume)."""
     data: str | None
     """The directory or archive that every node stages; None: no data."""
     train: TrainConfig | None = None

@@ -66,7 +66,8 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if os.path.lexists(run.path):
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
-        name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
+        name=run.name, cluster=cluster, resources=resources, has_default_time=options.resources.time is None,
+        data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, notification=with_known_names(options.notification),
