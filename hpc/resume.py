@@ -42,6 +42,7 @@ from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.executor import SlurmExecutor, start_local
+from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.spec import Network, Notification, Recovery, Resources, RunSpec
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.submit import checks
@@ -335,6 +336,11 @@ def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, events: Sequen
         job_id = start_local(run)
         writer.append("submitted", job_id=job_id, cluster=spec.cluster, started=start_time(job_id))
     writer.append("resubmitted", attempt=attempt, job_id=job_id, old_job_id=old, excluded=excluded)
+    if spec.cluster == "slurm":
+        try:
+            redirect_waiting_jobs(run)
+        except TorchrelayError as error:
+            print(f"hpc resume: runs that wait for {run.name} may stay held: {error}", file=sys.stderr)
     return job_id
 
 

@@ -249,6 +249,10 @@ class RunSpec:
     network: Network = field(default_factory=Network)
     notification: Notification = field(default_factory=Notification)
     """With the names that `all` stood for at the submission."""
+    after: tuple[str, ...] = ()
+    """The directories of the runs that must have ended before it begins."""
+    after_ok: tuple[str, ...] = ()
+    """Those of the runs that must be complete."""
     tracker: tuple[Service, ...] = ()
     """Where the metrics are sent."""
     id: str = ""
@@ -304,7 +308,7 @@ class RunSpec:
             fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
             fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
             fields["script"] = tuple(fields["script"])
-            for name in ("include", "tracker"):
+            for name in ("include", "tracker", "after", "after_ok"):
                 fields[name] = tuple(fields.get(name, ()))
             return cls(**fields)
         except (KeyError, TypeError) as error:

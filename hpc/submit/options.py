@@ -24,8 +24,8 @@ _EVERYDAY = {
 }  # fmt: skip
 _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
 _RARE = {
-    "debug", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range", "notify",
-    "notify_interruptions", "tracker",
+    "debug", "device", "container", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range",
+    "notify", "notify_interruptions", "tracker",
 }  # fmt: skip
 
 
@@ -35,6 +35,10 @@ class RunFlags:
 
     tracker: tyro.conf.UseAppendAction[tuple[Service, ...]] = ()
     """Send the metrics to Weights & Biases or MLflow (docs/tracking.md). Repeatable."""
+    after: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
+    """Begin when this run has ended. Repeatable."""
+    after_ok: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
+    """Begin when this run is complete; if it fails, wait until hpc resume has completed it. Repeatable."""
     name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
     """Name of the run. Default: the model or script, and the time."""
     runs_dir: Path = Path("runs")

@@ -15,6 +15,7 @@ from hpc.core.ledger import EventWriter
 from hpc.core.resumption import is_cancelled
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
+from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.slurm.squeue import job_state
 from hpc.spec import RunSpec
 from hpc.supervise.decide import STARTS, Action, Decision
@@ -123,5 +124,16 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
                 slurm.cancel(old)
             raise
         _record_event(observed, "resubmitted", job_id=new, old_job_id=old, excluded=excluded)
+        _redirect_waiting_jobs(observed)
     if old:
         slurm.cancel(old)
+
+
+def _redirect_waiting_jobs(observed: ObservedRun) -> None:
+    try:
+        redirect_waiting_jobs(observed.run)
+    except TorchrelayError as error:  # they may start, and then wait again
+        print(
+            f"hpc supervise: jobs that wait for {observed.run.name} still wait for its old job: {error}",
+            file=sys.stderr,
+        )
