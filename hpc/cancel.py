@@ -23,7 +23,7 @@ from hpc.core.resumption import is_cancelled_for_good
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.slurm import client as slurm
-from hpc.slurm.predecessors import redirect_waiting_jobs
+from hpc.slurm.predecessors import recorded_outcome, redirect_waiting_jobs
 from hpc.spec import RunSpec
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.status.run_view import StatusCache
@@ -75,6 +75,8 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
     problems = _end_jobs(run) if on_slurm else []
     # A failed run may be about to continue: the supervisor submits its next job.
     is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
+    # Ended by scancel: the runs that wait for it do not know.
+    is_new = is_new or recorded_outcome(run) is None
     if is_new:
         try:
             EventWriter(run.cancellation).append("cancelled", by=getpass.getuser(), final=final)

@@ -67,10 +67,10 @@ def predecessors_of(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) ->
 def _predecessor(run: RunDir, must_complete: bool, listed: Mapping[str, list[SlurmJob]]) -> Predecessor:
     alive = [job.job_id for job in listed.get(os.path.realpath(run.script), ()) if job.state.alive]
     job_id = alive[-1] if alive else None
-    return Predecessor(run=run, must_complete=must_complete, outcome=_outcome(run), job_id=job_id)
+    return Predecessor(run=run, must_complete=must_complete, outcome=recorded_outcome(run), job_id=job_id)
 
 
-def _outcome(run: RunDir) -> Outcome | Literal["removed"] | None:
+def recorded_outcome(run: RunDir) -> Outcome | Literal["removed"] | None:
     """How a run has ended, as far as its directory says so."""
     if not run.spec.exists():
         return "removed"

@@ -46,10 +46,12 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
             _resubmit(observed, decision)
         case Action.CANCEL:
             slurm.cancel(str(job_id))
-        case Action.RECORD if decision.cause:
-            _record_missing_end(observed, decision)
         case Action.RECORD:
-            _record_event(observed, "scancelled", job_id=last_job_id(observed.events))
+            if decision.cause:
+                _record_missing_end(observed, decision)
+            else:
+                _record_event(observed, "scancelled", job_id=last_job_id(observed.events))
+            _redirect_waiting_jobs(observed)
 
 
 def _requeue(observed: ObservedRun, decision: Decision) -> None:
@@ -132,8 +134,5 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
 def _redirect_waiting_jobs(observed: ObservedRun) -> None:
     try:
         redirect_waiting_jobs(observed.run)
-    except TorchrelayError as error:  # they may start, and then wait again
-        print(
-            f"hpc supervise: jobs that wait for {observed.run.name} still wait for its old job: {error}",
-            file=sys.stderr,
-        )
+    except TorchrelayError as error:
+        print(f"hpc supervise: jobs that wait for {observed.run.name} stay as they are: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ WAITS = """
 import pathlib, sys, time
 while not pathlib.Path(sys.argv[1]).exists():
     time.sleep(0.2)
-raise SystemExit(pathlib.Path(sys.argv[1]).read_text())
+sys.exit(pathlib.Path(sys.argv[1]).read_text() or 0)
 """
 
 
@@ -32,7 +32,7 @@ def endless(site: Site, name: str) -> Run:
 
 def end(site: Site, message: str = "") -> None:
     """Have it end: with a message, it fails."""
-    (site.path / "new").write_text(message or "0")
+    (site.path / "new").write_text(message)
     (site.path / "new").rename(site.path / "end")
 
 
