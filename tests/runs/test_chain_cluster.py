@@ -119,6 +119,18 @@ def test_run_that_waits_for_a_cancelled_job_goes_on_when_its_run_is_cancelled(or
         assert third.wait_for_state("completed")
 
 
+def test_job_that_starts_too_early_goes_back_into_the_queue(ordinary_user: Site) -> None:
+    first = endless(ordinary_user, "first")
+    second = waiting(ordinary_user, "second", "--after=first", "--nodes=2")
+    ordinary_user.slurm("scontrol", "update", f"JobId={second.job_id}", "Dependency=")
+    second.wait("its start", lambda: second.events("deferred"))
+    second.wait("the dependency", lambda: waits_for(second) == f"afterany:{first.job_id}(unfulfilled)")
+    assert second.status()["state"] == "pending"
+    end(ordinary_user)
+    with ordinary_user.supervised():
+        assert_began_after(second, first)
+
+
 def test_comment_of_the_job_has_attempt_and_epoch(ordinary_user: Site) -> None:
     run = ordinary_user.submit("--name=long", "--data=data", *LONG)
     run.wait("the comment", lambda: re.fullmatch(r"long, attempt 1, epoch \d+", run.queue("%k")))
