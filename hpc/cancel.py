@@ -23,6 +23,7 @@ from hpc.core.resumption import is_cancelled_for_good
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.slurm import client as slurm
+from hpc.slurm.predecessors import recorded_outcome, redirect_waiting_jobs
 from hpc.spec import RunSpec
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.status.run_view import StatusCache
@@ -74,16 +75,29 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
     problems = _end_jobs(run) if on_slurm else []
     # A failed run may be about to continue: the supervisor submits its next job.
     is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
+    # Ended by scancel: the runs that wait for it do not know.
+    is_new = is_new or recorded_outcome(run) is None
     if is_new:
         try:
             EventWriter(run.cancellation).append("cancelled", by=getpass.getuser(), final=final)
         except OSError as error:
             problems.append(f"the run may be requeued, because its cancellation cannot be recorded: {error}")
+    if on_slurm and not problems:
+        problems += _release_waiting_jobs(run)
     if problems:
         raise TorchrelayError(f"run {run.name}: {'; '.join(problems)}; type hpc cancel again when that is over")
     for job_id in [] if on_slurm else local_jobs(run):
         os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agents
     return is_new
+
+
+def _release_waiting_jobs(run: RunDir) -> list[str]:
+    """Let the runs begin that wait for this one, if it had no job. Returns what went wrong."""
+    try:
+        redirect_waiting_jobs(run)
+    except TorchrelayError as error:
+        return [f"runs that wait for it may stay held: {error}"]
+    return []
 
 
 def _show(run: RunDir, before: str | None, *, final: bool) -> None:

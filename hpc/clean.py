@@ -31,6 +31,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.status.run_view import TERMINAL, StatusCache
+from hpc.submit.package_copy import PackageCopy, unused_copies
 
 _ANY_AGE = "0s"
 _ENDING = "removed"
@@ -41,7 +42,8 @@ _REMOVED = re.compile(rf"\..+\.[0-9a-f]{{32}}\.{_ENDING}")
 class CleanOptions(cli.RunsOptions):
     """List what runs that have ended hold, the largest first; with --yes, remove it.
 
-    Runs that are pending or running are left alone, and those of other users.
+    Runs that are pending or running are left alone, and those of other users. Copies of our packages, of earlier
+    versions, go when no run uses them.
     """
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -84,17 +86,29 @@ def clean(options: CleanOptions) -> int:
             f"--yes alone would remove all {len(found)} runs that have ended: name them, or give --older-than 30d, "
             "--state failed,cancelled or --checkpoints-only"
         )
-    problems = _remove(options, found) if options.yes else []
+    packages = _unused_packages(options, found)
+    problems = _remove(options, found, packages) if options.yes else []
     total = sum(one.freed(checkpoints_only=options.checkpoints_only) for one in found)
+    total += sum(one.size for one in packages)
     if options.json:
         cli.print_json(
-            {"removed": options.yes, "bytes": total, "runs": [asdict(one) for one in found], "problems": problems}
+            {
+                "removed": options.yes,
+                "bytes": total,
+                "runs": [asdict(one) for one in found],
+                "packages": [asdict(one) for one in packages],
+                "problems": problems,
+            }
         )
-    elif not found:
+    elif not found and not packages:
         print(f"nothing to remove: no run in {options.runs_dir} that these flags name has ended")
     else:
-        Console().print(_table(found))
-        what = "the checkpoints of these runs" if options.checkpoints_only else "these runs"
+        if found:
+            Console().print(_table(found))
+        for one in packages:
+            print(visible(f"{one.path}: {decimal(one.size)}, a version of our packages that no run uses"))
+        of_runs = "the checkpoints of these runs" if options.checkpoints_only else "these runs"
+        what = " and ".join([*([of_runs] if found else []), *(["these packages"] if packages else [])])
         print(f"removed {what}: {decimal(total)}" if options.yes else f"{decimal(total)}: --yes removes {what}")
     for problem in problems:
         print(f"hpc clean: {visible(problem)}", file=sys.stderr)
@@ -166,14 +180,25 @@ def _table(found: Sequence[Holding]) -> Table:
     return table
 
 
+def _places(options: CleanOptions, found: Sequence[Holding]) -> set[Path]:
+    """The directories of the runs."""
+    return {options.runs_dir.expanduser().resolve(), *(Path(one.run_dir).parent for one in found)}
+
+
+def _unused_packages(options: CleanOptions, found: Sequence[Holding]) -> list[PackageCopy]:
+    """The kept copies of our packages that no run has, or only runs that are to be removed."""
+    gone = [] if options.checkpoints_only else [RunDir(Path(one.run_dir)) for one in found]
+    return [copy for place in sorted(_places(options, found)) for copy in unused_copies(place, gone)]
+
+
 # --- removal ---
 
 
-def _remove(options: CleanOptions, found: Sequence[Holding]) -> list[str]:
-    """Remove the runs, or their checkpoints, and what an interrupted removal left. Returns what went wrong."""
+def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[PackageCopy]) -> list[str]:
+    """Remove them, and what an interrupted removal left. Returns what went wrong."""
     problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
-    for place in {options.runs_dir, *(run.path.parent for run in runs), *(run.path for run in runs)}:
-        for left in place.expanduser().glob(f".*.{_ENDING}"):
+    for place in {*_places(options, found), *(run.path for run in runs), *(Path(one.path).parent for one in packages)}:
+        for left in place.glob(f".*.{_ENDING}"):
             if _REMOVED.fullmatch(left.name):
                 shutil.rmtree(left, ignore_errors=True)
     for run in runs:
@@ -181,6 +206,11 @@ def _remove(options: CleanOptions, found: Sequence[Holding]) -> list[str]:
             remove(run.checkpoints if options.checkpoints_only else run.path)
         except OSError as error:
             problems.append(f"{run.name} is not removed, or not in full: {error}")
+    for one in packages:
+        try:
+            remove(Path(one.path))
+        except OSError as error:
+            problems.append(f"{one.path} is not removed, or not in full: {error}")
     return problems
 
 

@@ -1,12 +1,11 @@
 """What all verbs share: common flags, exit codes, JSON output, finding runs. Runs on the login node."""
 
 import difflib
-import json
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +22,7 @@ from training.config import command_line, defaults
 Options = TypeVar("Options")
 GROUPS, CANCELLED_GROUP = ("sweep", "scaling"), "cancelled"
 """Directories of runs that belong together (hpc.group) have a file KIND.json; `hpc cancel` puts the other there."""
-SCHEMA = 1
-"""Version of docs/json.schema.json: of a change that breaks readers."""
+print_json, versioned = program.print_json, program.versioned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +57,18 @@ def run(
     name: str,
     argv: Sequence[str] | None = None,
     expand: Callable[[list[str]], list[str]] | None = None,
-    hidden: Collection[str] = (),
+    shown: program.Help = program.ALL_FLAGS,
 ) -> int:
     """Run a verb from its command line to its exit code.
 
-    `expand` adds defaults before the arguments are parsed. The flags of `hidden` fields are not in the help.
+    `expand` adds defaults before the arguments are parsed. `shown` is what the help shows.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        return verb(parse(options, name, arguments, expand, hidden))
+        return verb(parse(options, name, arguments, expand, shown))
 
-    def report(message: str, exit_code: int) -> None:
-        if "--json" in arguments:
-            print_json({"error": message, "exit_code": exit_code})
-
-    return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=report)
+    return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=program.json_report(arguments))
 
 
 def parse(
@@ -82,7 +76,7 @@ def parse(
     name: str,
     arguments: list[str],
     expand: Callable[[list[str]], list[str]] | None = None,
-    hidden: Collection[str] = (),
+    shown: program.Help = program.ALL_FLAGS,
 ) -> Options:
     """The flags of a verb, with defaults as in `run`. Raises UserError if one is wrong."""
     given = arguments
@@ -90,7 +84,7 @@ def parse(
         given = [f"--runs-dir={runs_dir(arguments)}", *arguments]
     given = expand(given) if expand else given  # it may read variables of sbatch
     slurm.adopt_environment(os.environ)
-    return program.parse(options, given, f"hpc {name}", hidden=hidden)
+    return program.parse(options, given, f"hpc {name}", shown=shown)
 
 
 def runs_dir(arguments: list[str]) -> Path:
@@ -106,18 +100,6 @@ def own_command() -> str:
         return "hpc"
     near = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own
     return shlex.quote(str(near))
-
-
-def print_json(document: Any) -> None:
-    """Print one JSON document, as docs/json.schema.json describes that of each verb."""
-    print(json.dumps(versioned(document), indent=2))
-
-
-def versioned(document: Any) -> Any:
-    """A document, or each one of a list, with the version of the schema."""
-    if isinstance(document, list):
-        return [versioned(one) for one in document]
-    return {"schema": SCHEMA, **document}
 
 
 def find_run(run: str, runs_dir: Path) -> RunDir:

@@ -45,6 +45,11 @@ def changed_flags(settings: Any, names: Collection[str] = ()) -> list[str]:
     return words
 
 
+def is_default_time(spec: RunSpec, word: str) -> bool:
+    """Whether a flag is the --time that submit has chosen: another partition has another default."""
+    return spec.has_default_time and word.startswith("--time=")
+
+
 def typed_names(arguments: Sequence[str]) -> set[str]:
     """The flags that a command line has, without their dashes, `--no-` and values."""
     words = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))

@@ -15,10 +15,11 @@ from pathlib import Path
 import tyro
 
 from hpc import cli
+from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.core.rundir import RunDir
-from hpc.flags import flags_of, named_run, typed_names, with_own_flags
+from hpc.flags import flags_of, is_default_time, named_run, typed_names, with_own_flags
 from hpc.spec import RunSpec
 from hpc.submit.__main__ import show
 from hpc.submit.new_run import NewRun, start_run
@@ -30,6 +31,7 @@ from training.config.command_line import check_names
 from training.config.train_config import TrainConfig
 
 _OF_NEW_TRAININGS = ("config", "recipe")
+_OF_THE_FORK = {"run", "name", "runs_dir", "tracker", "dry_run", "wait", "json", "debug"}
 _TRIES = 3
 
 
@@ -47,7 +49,9 @@ class ForkOptions(SubmitTraining):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(lambda parsed: show(fork(parsed), parsed), ForkOptions, "fork", argv, expand=with_flags_of_the_run)
+    inherited = {field.name for field in program.flags(ForkOptions)} - _OF_THE_FORK
+    shown = program.Help(hidden=(*_OF_NEW_TRAININGS, "help_train"), inherited=inherited)
+    return cli.run(lambda parsed: show(fork(parsed), parsed), ForkOptions, "fork", argv, with_flags_of_the_run, shown)
 
 
 def with_flags_of_the_run(arguments: list[str]) -> list[str]:
@@ -74,7 +78,8 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
             "argument by which it finds them"
         )
     refuse_on_fork([field.name for field in fields(TrainConfig) if field.name.replace("_", "-") in typed], source.best)
-    return [f"--runs-dir={source.path.parent}", *with_own_flags(flags_of(spec), arguments, known)]
+    own = [word for word in flags_of(spec) if not is_default_time(spec, word)]
+    return [f"--runs-dir={source.path.parent}", *with_own_flags(own, arguments, known)]
 
 
 def fork(options: ForkOptions) -> NewRun:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import tyro
 
 from hpc import cli
-from hpc.core import ledger
+from hpc.core import ledger, program
 from hpc.core.attempts import attempts_of, last_job_id
 from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError, UserError
@@ -37,11 +37,12 @@ from hpc.core.resumption import (
 )
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
-from hpc.flags import changed_flags, named_run, typed_names, with_own_flags
+from hpc.flags import changed_flags, is_default_time, named_run, typed_names, with_own_flags
 from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.executor import SlurmExecutor, start_local
+from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.spec import Network, Notification, Recovery, Resources, RunSpec
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.submit import checks
@@ -76,7 +77,13 @@ class ResumeOptions(cli.RunOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(resume, ResumeOptions, "resume", argv, expand=with_flags_of_the_run)
+    of_the_run = {
+        each.name
+        for group in (Resources, Recovery, Network, Notification, Adjustable)
+        for each in dataclasses.fields(group)
+    }
+    shown = program.Help(inherited=of_the_run)
+    return cli.run(resume, ResumeOptions, "resume", argv, with_flags_of_the_run, shown)
 
 
 def with_flags_of_the_run(arguments: list[str]) -> list[str]:
@@ -98,7 +105,7 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
         )
     refuse_on_resume(typed, name, run.best)
     groups = (spec.resources, spec.recovery, spec.network, spec.notification)
-    own = [word for part in groups for word in changed_flags(part)]
+    own = [word for part in groups for word in changed_flags(part) if not is_default_time(spec, word)]
     own += changed_flags(spec.train, ADJUSTABLE) if spec.train else []
     return with_own_flags(own, arguments, switches)
 
@@ -189,9 +196,12 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, events: Sequ
     train = before.train and dataclasses.replace(
         before.train, **{name: getattr(options.train, name) for name in ADJUSTABLE}
     )
+    resources, has_default_time = options.resources, options.resources.time is None
+    if has_default_time and resources.partition == before.resources.partition:
+        resources = dataclasses.replace(resources, time=before.resources.time)
     after = dataclasses.replace(
-        before, resources=options.resources, recovery=options.recovery, network=options.network, train=train,
-        notification=_adjusted_notification(before, options),
+        before, resources=resources, recovery=options.recovery, network=options.network, train=train,
+        notification=_adjusted_notification(before, options), has_default_time=has_default_time,
     )  # fmt: skip
     last = next(reversed(attempts_of(events)), None)
     complete = run.final_result.exists() or (last is not None and last.cause == Cause.COMPLETED and not last.resumed)
@@ -328,6 +338,11 @@ def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, events: Sequen
         job_id = start_local(run)
         writer.append("submitted", job_id=job_id, cluster=spec.cluster, started=start_time(job_id))
     writer.append("resubmitted", attempt=attempt, job_id=job_id, old_job_id=old, excluded=excluded)
+    if spec.cluster == "slurm":
+        try:
+            redirect_waiting_jobs(run)
+        except TorchrelayError as error:
+            print(f"hpc resume: runs that wait for {run.name} may stay held: {error}", file=sys.stderr)
     return job_id
 
 

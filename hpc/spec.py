@@ -218,6 +218,8 @@ class RunSpec:
     name: str
     cluster: Cluster
     resources: Resources
+    has_default_time: bool = False
+    """Whether nobody has given --time: the time limit is then the partition's, also of another one (hpc resume)."""
     data: str | None
     """The directory or archive that every node stages; None: no data."""
     train: TrainConfig | None = None
@@ -248,6 +250,10 @@ class RunSpec:
     network: Network = field(default_factory=Network)
     notification: Notification = field(default_factory=Notification)
     """With the names that `all` stood for at the submission."""
+    after: tuple[str, ...] = ()
+    """The directories of the runs that must have ended before it begins."""
+    after_ok: tuple[str, ...] = ()
+    """Those of the runs that must be complete."""
     tracker: tuple[Service, ...] = ()
     """Where the metrics are sent."""
     id: str = ""
@@ -306,7 +312,7 @@ class RunSpec:
             fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
             fields["evaluation"] = EvaluationTask(**fields["evaluation"]) if fields.get("evaluation") else None
             fields["script"] = tuple(fields["script"])
-            for name in ("include", "tracker"):
+            for name in ("include", "tracker", "after", "after_ok"):
                 fields[name] = tuple(fields.get(name, ()))
             return cls(**fields)
         except (KeyError, TypeError) as error:

@@ -30,7 +30,9 @@ from jobs.control.addresses import head_hosts, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
+from jobs.deferral import must_wait
 from jobs.ending import conclude, conclude_failed_agent, replace_headless_job, save_snapshot, take_over
+from jobs.job_comment import commenting
 from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import pick_port
@@ -72,6 +74,8 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         return 0
     channel: ControlChannel
     if allocation.is_head:
+        if must_wait(run, spec, allocation):
+            return 0
         secret = secrets.token_hex(16)
         channel = ControlServer(
             secret, allocation.num_nodes, spec.network.ports, timeout_seconds=spec.stage_timeout_seconds
@@ -164,7 +168,7 @@ class _Agent:
         if not isinstance(self._channel, ControlServer):
             self._train()
             return self._leave(self._channel)
-        with sending(self._node):
+        with sending(self._node), commenting(self._node):
             coordinator = Coordinator(self._node, self._channel, self._stop)
             self._monitor.callbacks.append(coordinator.poll)
             self._train()

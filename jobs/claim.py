@@ -115,6 +115,18 @@ def refuse(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
     writer.append("refused", job_id=allocation.job_id, restart=allocation.restart, detail=reason)
 
 
+def defer(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
+    """Report to the other nodes' agents that this start of the job does nothing yet: the run waits for others."""
+    writer = EventWriter(run.events / f"job-{allocation.job_id}-{allocation.restart}.jsonl")
+    writer.append("deferred", job_id=allocation.job_id, restart=allocation.restart, detail=reason)
+
+
+def started_nothing(event: ledger.Event, allocation: NodeAllocation) -> bool:
+    """Whether an event says that this start of the job makes no attempt."""
+    kinds = {"refused", "deferred"}
+    return event["event"] in kinds and (event["job_id"], event["restart"]) == allocation.job_start
+
+
 def join(
     run: RunDir, allocation: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float
 ) -> Attempt | None:
@@ -128,7 +140,7 @@ def join(
     while not stopped():
         events = ledger.read_without_other_nodes(run.events)
         for event in events:
-            if event["event"] == "refused" and (event["job_id"], event["restart"]) == allocation.job_start:
+            if started_nothing(event, allocation):
                 raise TorchrelayError(event["detail"])
         newest = next(reversed(attempts_of(events)), None)
         # submitit's local executor restarts a job without counting: an attempt that this node has joined is older.

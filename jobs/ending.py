@@ -23,6 +23,7 @@ from hpc.core.resumption import is_cancelled, is_cancelled_now
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
+from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.spec import RunSpec
 from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
@@ -357,6 +358,10 @@ def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     old = {attempt.job_id for attempt in attempts_of(events)}
     new = resubmit.submit_next_job(node.run, node.spec, excluded, old)
     node.record_event("resubmitted", job_id=new, old_job_id=job_id, excluded=excluded)
+    try:
+        redirect_waiting_jobs(node.run)
+    except (OSError, TorchrelayError) as error:
+        log(f"jobs that wait for this run may start, and wait again: {error}")
     log(f"the run continues in job {new}; this one ends")
     end_job(node)
 

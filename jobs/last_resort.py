@@ -67,9 +67,7 @@ def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
     """
     refresh_nfs_cache(run.events)
     events = ledger.read(run.events)
-    refused = any(
-        event["event"] == "refused" and (event["job_id"], event["restart"]) == allocation.job_start for event in events
-    )
+    refused = any(claim.started_nothing(event, allocation) for event in events)
     if run.final_result.exists() or refused:
         return None
     for attempt in attempts_of(events):

@@ -4,7 +4,6 @@ Runs anywhere, as one process, on a GPU if there is one. Images are prepared as 
 """
 
 import csv
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,7 +70,7 @@ def main() -> int:
     options = program.parse(PredictOptions, sys.argv[1:], program.called("training.predict"))
     predictions = predict(options)
     if options.json:
-        print(json.dumps([_record(each) for each in predictions], indent=2))
+        program.print_json([_record(each) for each in predictions])
     elif options.csv:
         _print_csv(predictions, options.top)
     else:
@@ -215,4 +214,4 @@ def _print_table(predictions: Sequence[Prediction]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(program.run(main))
+    sys.exit(program.run(main, report=program.json_report(sys.argv)))

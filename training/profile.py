@@ -5,7 +5,6 @@ All ranks repeat a part equally often, because steps need all of them; the time 
 files.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -105,6 +104,8 @@ def main() -> int:
     except TorchrelayError as error:
         if rank_info.is_rank_zero or not isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr)
+        if rank_info.is_rank_zero:
+            program.json_report(sys.argv)(str(error), error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         return program.INTERRUPTED
@@ -126,7 +127,7 @@ def profile(options: ProfileOptions) -> None:
         trainer = make_trainer(context, group)
         result = report(trainer, Meter(trainer, options.seconds).costs())
         if group.is_rank_zero:
-            print(json.dumps(result, indent=2)) if options.json else _print_table(result, group.description)
+            program.print_json(result) if options.json else _print_table(result, group.description)
     disconnect()
 
 

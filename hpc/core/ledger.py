@@ -1,8 +1,8 @@
 """The ledger: what happened to a run, as JSON lines, one file per writer. Runs everywhere.
 
 One writer per file, because appends by several hosts tear on NFS. Every record has `time` (seconds since the epoch) and
-`event`; all but submitted, refused, cancelled and those of messages have `attempt`. The events and their other fields
-(a failure has those that are known):
+`event`; all but submitted, refused, deferred, cancelled and those of messages have `attempt`. The events and their
+other fields (a failure has those that are known):
 
 | event | by | fields |
 |---|---|---|
@@ -10,6 +10,8 @@ One writer per file, because appends by several hosts tear on NFS. Every record 
   (on preemption; null if unknown) |
 | claimed | head node's agent | job_id restart secret port addresses nodes |
 | refused | head node's agent | job_id restart detail |
+| deferred | head node's agent: the run waits for others, so this start of the job makes no attempt | job_id restart \
+  detail |
 | joined | every agent | node node_rank clock_skew_seconds tmp_free_bytes shm_free_bytes |
 | staging | an agent with a long copy | node source activity bytes_done bytes_total bytes_per_second eta_seconds |
 | staged | every agent | node source per_job (the cluster deletes the copy with the job) and the fields of \

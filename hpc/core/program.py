@@ -3,13 +3,18 @@
 Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
 """
 
+import ast
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
+import itertools
+import json
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -21,12 +26,27 @@ from hpc.core.text import visible
 
 INTERRUPTED = 130
 CALLED = "TORCHRELAY_CALLED"
+SCHEMA = 1
+"""Version of docs/json.schema.json: of a change that breaks readers."""
 Options = TypeVar("Options")
 _TYRO = (
     tyro.conf.FlagCreatePairsOff,
     tyro.conf.DisallowNone,  # help with STR instead of {None}|STR
     tyro.conf.PositionalMetavarFromFieldName,
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Help:
+    """What `--help` shows of flags, by the names of their fields."""
+
+    hidden: Collection[str] = ()
+    """Those that it leaves out."""
+    inherited: Collection[str] = ()
+    """Those whose default is what a run has."""
+
+
+ALL_FLAGS = Help()
 
 
 def called(module: str) -> str:
@@ -42,9 +62,9 @@ def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
 
 
 def parse(
-    options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True, hidden: Collection[str] = ()
+    options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True, shown: Help = ALL_FLAGS
 ) -> Options:
-    """Parse flags into a dataclass. `--help` leaves out `hidden` fields, and without `prints` it prints nothing.
+    """Parse flags into a dataclass. `--help` shows `shown` of them, and without `prints` it prints nothing.
 
     Raises:
         UserError: one line that names the wrong flag and the reason. (tyro draws a box of several lines.)
@@ -52,7 +72,7 @@ def parse(
     if dataclasses.is_dataclass(options):  # else a union of subcommands
         _check_flags(options, argv, prog)
         if not {"-h", "--help"}.isdisjoint(argv):
-            options = _for_help(options, hidden)
+            options = _for_help(options, shown)
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -83,10 +103,34 @@ def _check_flags(options: type[Any], argv: Sequence[str], prog: str) -> None:
             raise UserError(f"there is no flag {typed}: {hint}")
 
 
-def _for_help(options: type[Any], hidden: Collection[str]) -> type[Any]:
-    """The dataclass without `hidden` fields, and without the defaults that tell nothing: None, False and ''."""
-    shown = tyro.conf.arg(help_behavior_hint=_default_hint)
-    return _annotated(options, lambda name: tyro.conf.Suppress if name in hidden else shown)
+def _for_help(options: type[Any], shown: Help) -> type[Any]:
+    """The dataclass without hidden fields, and without the defaults that tell nothing: None, False and ''."""
+    texts = _texts(options) if shown.inherited else {}
+
+    def mark(name: str) -> Any:
+        if name in shown.hidden:
+            return tyro.conf.Suppress
+        if name in shown.inherited:
+            text = re.sub(r"\s*\bDefault: .*?\.(?=\s|$)", "", texts[name], flags=re.DOTALL)
+            return tyro.conf.arg(help=text, help_behavior_hint="(default: as before)")
+        return tyro.conf.arg(help_behavior_hint=_default_hint)
+
+    return _annotated(options, mark)
+
+
+def _texts(options: type[Any]) -> dict[str, str]:
+    """The docstrings of the fields of a dataclass, by name, those of groups included."""
+    found = dict[str, str]()
+    for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        lines = definition.body if isinstance(definition, ast.ClassDef) else []
+        for line, after in itertools.pairwise(lines):
+            match line, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = inspect.cleandoc(text)
+    for group in filter(None, map(_group, dataclasses.fields(options))):
+        found |= _texts(group)
+    return found
 
 
 def _annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
@@ -118,6 +162,28 @@ def print_completion(options: Any, prog: str, shell: str) -> None:
     """Print a script with which bash, zsh or fish completes the flags of a dataclass, or of a union of subcommands."""
     with contextlib.suppress(SystemExit):  # with 0
         tyro.cli(options, args=["--tyro-write-completion", shell, "-"], prog=prog, config=_TYRO)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document, as docs/json.schema.json describes that of each verb."""
+    print(json.dumps(versioned(document), indent=2))
+
+
+def versioned(document: Any) -> Any:
+    """A document, or each one of a list, with the version of the schema."""
+    if isinstance(document, list):
+        return [versioned(one) for one in document]
+    return {"schema": SCHEMA, **document}
+
+
+def json_report(arguments: Sequence[str]) -> Callable[[str, int], None]:
+    """What prints an error with its exit code as a JSON document, if the arguments ask for one: for `run`."""
+
+    def report(message: str, exit_code: int) -> None:
+        if "--json" in arguments:
+            print_json({"error": message, "exit_code": exit_code})
+
+    return report
 
 
 def run(

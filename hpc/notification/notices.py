@@ -47,6 +47,16 @@ def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
     )  # fmt: skip
 
 
+def unsent_messages(events: Iterable[Event]) -> list[dict[str, str | None]]:
+    """The messages that are being sent, or that nobody could send yet: notice, recipient, and the problem, if any."""
+    last = {(event["notice"], event["recipient"]): event for event in events if "notice" in event}
+    return [
+        {"notice": notice, "recipient": recipient, "problem": event.get("reason")}
+        for (notice, recipient), event in last.items()
+        if event["event"] != "notification_sent"
+    ]
+
+
 def alert_times(times: Iterable[float], most: int) -> list[float]:
     """When there were more than `most` interruptions within an hour. No interruption counts for two alerts."""
     recent, alerts = list[float](), list[float]()

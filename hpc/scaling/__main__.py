@@ -98,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "scaling",
         ["--help"] if rare else others,
         expand=lambda given: with_defaults(given, flag_names(options_for(script))),
-        hidden=NOT_OF_GROUPS | {field.name for field in program.flags(options) if is_everyday(field.name) == rare},
+        shown=program.Help(
+            hidden=NOT_OF_GROUPS | {field.name for field in program.flags(options) if is_everyday(field.name) == rare}
+        ),
     )
 
 

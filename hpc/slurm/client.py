@@ -316,19 +316,25 @@ def dead_nodes(nodes: list[str]) -> list[str]:
     return [name for name in nodes if states.get(name, "").startswith("down")]
 
 
-def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None = None) -> str:
+def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None = None, dependency: str = "") -> str:
     """Submit a script without a start delay, and return the job's id.
 
     Args:
         script: with its own sbatch options, except --exclude, --begin and --dependency.
         exclude: names or lists (gpu[01-03]) of nodes.
         given: the job's environment; by default this process's.
+        dependency: what it waits for (hpc.slurm.predecessors).
 
     Raises:
         TorchrelayError: sbatch refused it.
     """
-    # What the first job of the run waited for is over; a job that has failed since then would keep this one for ever.
-    options = ["--parsable", "--begin=now", "--dependency=", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+    # What --sbatch dependency= named is over; a job that has failed since then would keep this one for ever.
+    options = [
+        "--parsable",
+        "--begin=now",
+        f"--dependency={dependency}",
+        *([f"--exclude={','.join(exclude)}"] if exclude else []),
+    ]
     # The given environment's PATH may lack sbatch; subprocess would search that one.
     command = [shutil.which("sbatch") or "sbatch", *options, str(script)]
     return run(*command, environment=given).strip().partition(";")[0]
@@ -352,6 +358,21 @@ def set_excluded_nodes(job_id: str, nodes: Sequence[str]) -> None:
 def requeue(job_id: str) -> None:
     """Requeue a job: Slurm ends its processes, and it keeps its id."""
     run("scontrol", "requeue", job_id)
+
+
+def requeue_held(job_id: str) -> None:
+    """Requeue a job, and hold it in the queue until `release`."""
+    run("scontrol", "requeuehold", job_id)
+
+
+def set_dependency(job_id: str, dependency: str) -> None:
+    """Set what a pending job waits for; empty: nothing."""
+    run("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}")
+
+
+def set_comment(job_id: str, comment: str) -> None:
+    """Set the comment of a job, which squeue shows."""
+    run("scontrol", "update", f"JobId={job_id}", f"Comment={comment}")
 
 
 def cancel(job_id: str) -> None:

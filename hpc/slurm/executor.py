@@ -24,6 +24,7 @@ from hpc.core.files import write_atomic
 from hpc.core.rundir import RunDir
 from hpc.core.units import walltime_minutes
 from hpc.slurm import client as slurm
+from hpc.slurm.predecessors import dependency
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
@@ -93,7 +94,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs)
-        self.run, self.spec = run, spec
+        self.run, self.spec, self.waits_for = run, spec, ""
         before, after = setup(run, spec.resources.setup), last_resort(run)
         self.update_parameters(**sbatch_parameters(spec), setup=before, teardown=after)
 
@@ -105,7 +106,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
         # submitit has written the script under a name of its own.
         submission_file_path.replace(self.run.script)
         submission_file_path.symlink_to(self.run.script)
-        return ["sbatch", str(self.run.script)]
+        return ["sbatch", *([f"--dependency={self.waits_for}"] if self.waits_for else []), str(self.run.script)]
 
     def script(self) -> str:
         """The text of the sbatch script."""
@@ -118,6 +119,9 @@ class SlurmExecutor(submitit.SlurmExecutor):
             UserError: sbatch refused it.
             TorchrelayError: sbatch failed, and whether the job is queued is unknown.
         """
+        if self.spec.after or self.spec.after_ok:
+            # Not in the script, which later jobs of the run have, too: they wait for other jobs, or for none.
+            self.waits_for = dependency(self.run, self.spec, slurm.jobs())
         write_atomic(self.run.environment, json.dumps(dict(os.environ)), mode=0o600)
         try:
             # submitit prints sbatch's error besides raising it.

@@ -30,6 +30,7 @@ from hpc.core.kernel import is_alive, start_time
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.slurm.predecessors import dependency
 from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import RunSpec
 
@@ -155,21 +156,23 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
     It excludes nodes, from `nodes_to_exclude`. `old` are the ids of the run's jobs so far. Returns the new job's id.
 
     Raises:
-        TorchrelayError: sbatch refused it.
+        TorchrelayError: sbatch refused it, or the run waits for one that cannot end as it should.
     """
-    for job in jobs_by_script(slurm.jobs().values()).get(os.path.realpath(run.script), []):
+    jobs = slurm.jobs()
+    for job in jobs_by_script(jobs.values()).get(os.path.realpath(run.script), []):
         if job.state is JobState.PENDING and job.job_id not in old:
             return job.job_id
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
+    waits_for = dependency(run, spec, jobs)
     try:
-        return slurm.submit(run.script, excluded, environment)
+        return slurm.submit(run.script, excluded, environment, waits_for)
     except TorchrelayError as error:
         given = _given(spec)
         # With a constraint or a kind of GPU, fewer nodes of the partition fit than `nodes_to_exclude` counted; and
         # --sbatch nodelist may name an excluded node.
         if excluded == given or not any(words in str(error) for words in _TOO_FEW_NODES):
             raise
-        return slurm.submit(run.script, given, environment)
+        return slurm.submit(run.script, given, environment, waits_for)
 
 
 def _given(spec: RunSpec) -> list[str]:

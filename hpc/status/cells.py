@@ -52,12 +52,15 @@ def members(row: Summary) -> list[str]:
 
 
 def wait_reason(row: Summary) -> str:
-    """Why a run does not train yet: Slurm's reason, or the progress of staging; empty if neither is known."""
+    """Why a run does not train yet: other runs, Slurm's reason, or the progress of staging; empty if none is known."""
     if staging := row["staging"]:
         done, total, rate = (staging[key] for key in ("bytes_done", "bytes_total", "bytes_per_second"))
         copied = f"{done / total:.0%}" if total else f"{done / 1e6:.0f} MB"
         left = "" if staging["eta_seconds"] is None else f", {clock(staging['eta_seconds'])} left"
         return f"{staging['activity']} data, {copied}, {rate / 1e6:.0f} MB/s{left}"
+    if row["state"] == "pending" and row["waits_for"]:
+        waits = [one["problem"] or f"waits until run {one['run']} has {one['until']}" for one in row["waits_for"]]
+        return "; ".join(waits)
     reason, starts_at = explain_reason(row["reason"] or ""), row["starts_at"]
     if row["reason"] == "BeginTime" and starts_at:
         return f"held by Slurm until {_near_time(starts_at)} (requeue delay or --begin)"

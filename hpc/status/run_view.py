@@ -22,7 +22,9 @@ from hpc.core.ledger import Event
 from hpc.core.ownership import other_owner
 from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
+from hpc.notification.notices import unsent_messages
 from hpc.slurm import client as slurm
+from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.spec import RunSpec
 from hpc.status.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
@@ -44,10 +46,16 @@ _QUEUE_SECONDS = 5.0
 _AWAY_SECONDS = 30.0
 
 
-def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | None = None) -> Summary:
+def summarize(
+    run: RunDir,
+    jobs: Sequence[SlurmJob] | None,
+    decision: Decision | None = None,
+    queue: Mapping[str, SlurmJob] | None = None,
+) -> Summary:
     """The summary of a run, with its jobs in the queue (`jobs_by_run`) or None if Slurm does not answer.
 
-    `decision` is what the supervisor would do, if the run has no job.
+    `decision` is what the supervisor would do, if the run has no job. `queue` are all jobs of the user, among which are
+    those of the runs that it waits for.
     What is not known is None. Damage in its directory is a warning, not an error: it must not hide the other runs.
     """
     try:
@@ -58,10 +66,10 @@ def summarize(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision |
             result=_final_result(run),
             spec=_spec(run),
         )
-        return _summary(run, jobs, decision, records)
+        return {**_summary(run, jobs, decision, records), "waits_for": _waits_for(run, records.spec, queue)}
     except (LookupError, OSError, TypeError, ValueError) as error:
         problem = f"cannot read the records in {run.path}: {type(error).__name__}: {error}"
-        return {**_summary(run, jobs, decision, _Records()), "warnings": [problem]}
+        return {**_summary(run, jobs, decision, _Records()), "waits_for": [], "warnings": [problem]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +124,28 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
         "warnings": warnings_of(events, completed=state == "completed"),
         "staging": _staging(events) if state == "running" else None,
+        "unsent": unsent_messages(events),
         "trackers": _trackers(events, records.spec, attempts),
         "reason": pending.reason if pending else suspended or (decision and _reason(decision)),
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
         "detail": attempts[-1].detail if attempts else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
     }
+
+
+def _waits_for(run: RunDir, spec: RunSpec | None, queue: Mapping[str, SlurmJob] | None) -> list[dict[str, Any]]:
+    """The runs that must end before it begins; why one of them will not as it should is known only with the queue."""
+    found = predecessors_of(run, spec, queue or {}) if spec else []
+    return [
+        {
+            "run": one.run.name,
+            "run_dir": str(one.run.path),
+            "until": "completed" if one.must_complete else "ended",
+            "problem": None if queue is None else one.problem,
+        }
+        for one in found
+        if not one.is_over
+    ]
 
 
 def _number(record: Mapping[str, Any], name: str) -> int | float | None:
@@ -307,12 +331,14 @@ class StatusCache:
         for run in runs:
             row = ended.get(run.path)
             if row is None:
-                row = summarize(run, own.get(run.path), self._decisions.get(run.path))
+                row = summarize(run, own.get(run.path), self._decisions.get(run.path), jobs)
                 if run.path in others:
                     note = f"it belongs to {others[run.path]}, so this is only what its directory says"
                     row["warnings"] = [note, *row["warnings"]]
             stamp = stamps[run.path]
-            if stamp is not None and row["state"] in TERMINAL:
+            # A process that sends a message appends to its file.
+            is_sending = any(message["problem"] is None for message in row["unsent"])
+            if stamp is not None and row["state"] in TERMINAL and not is_sending:
                 self._ended[run.path] = stamp, row
             if stamp is not None or run.spec.exists():
                 rows.append(row)

@@ -1,4 +1,4 @@
-"""What `hpc status` prints of several runs: a table, and why some of them wait. Pure; runs on the login node."""
+"""What `hpc status` prints of several runs: a table, why some wait, who was not notified. Pure; on the login node."""
 
 from collections.abc import Sequence
 
@@ -23,11 +23,11 @@ _LEAST_NAME = 40
 
 
 def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
-    """The table of runs, and why some of them wait; with `details`, a single run with all that is known of it."""
+    """The table of runs, why some wait, and who was not notified; with `details`, all that is known of a single run."""
     if details and len(rows) == 1:
         return run_details(console, rows[0])
     table = fitting_table(console, [_cells(row) for row in rows], _COLUMNS, numbers=_NUMBERS, cut=("run", _LEAST_NAME))
-    return Group(table, *_reasons(rows))
+    return Group(table, *_reasons(rows), *_unsent(rows))
 
 
 def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
@@ -45,6 +45,16 @@ def _reasons(rows: Sequence[Summary]) -> list[str]:
         if wait := cells.wait_reason(row):
             names.setdefault(f"{row['state']}: {wait}", []).append(row["run"])
     return [escape(visible(f"{few(alike)}: {reason}")) for reason, alike in names.items()]
+
+
+def _unsent(rows: Sequence[Summary]) -> list[str]:
+    """Who did not get a message, and why, one line for each recipient and problem."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        failed = {message["recipient"]: message["problem"] for message in row["unsent"] if message["problem"]}
+        for recipient, problem in failed.items():
+            names.setdefault(f"{recipient} could not be notified: {problem}", []).append(row["run"])
+    return [escape(visible(f"{few(alike)}: {problem}")) for problem, alike in names.items()]
 
 
 def _cells(row: Summary) -> dict[str, Text]:

@@ -6,6 +6,7 @@ from math import ceil
 from hpc.core.causes import Cause
 from hpc.core.ledger import Event
 from hpc.core.units import REQUEUE_SECONDS, save_timeout_seconds
+from hpc.notification.notices import unsent_messages
 
 # A save should take at most this share of the time before the job ends: storage may be slower on another day.
 MAX_SHARE = 0.8
@@ -19,16 +20,16 @@ _ADVICE = {
 
 
 def warnings_of(events: Sequence[Event], *, completed: bool = False) -> list[str]:
-    """One sentence per warning, with the flag to type; of a completed run only what concerns its result.
+    """One sentence per warning, with the flag to type; of a completed run only its result's and messages'.
 
     All but those of the result and of the time to save are the last attempt's.
     """
     last = {event["event"]: event for event in events}
     # A later attempt finds the run complete, and says no more.
     nothing = last.get("train_completed", {}).get("learned_nothing")
-    about_result = [nothing] if nothing else []
+    about_end = [*([nothing] if nothing else []), *_unsent(events)]
     if completed:
-        return about_result
+        return about_end
     attempt = last.get("claimed", {}).get("attempt")
     found = _refused_job(events)
     found += _too_little_time(last.get("resumed") or last.get("submitted", {}), save_seconds(events))
@@ -44,7 +45,16 @@ def warnings_of(events: Sequence[Event], *, completed: bool = False) -> list[str
         found.append(f"snapshots are off: {off['reason']}")
     if (ended := now.get("attempt_ended")) and ended["cause"] in _ADVICE and "resumed" not in now:
         found.append(_ADVICE[ended["cause"]])
-    return [*found, *about_result]
+    return [*found, *about_end]
+
+
+def _unsent(events: Sequence[Event]) -> list[str]:
+    """Who could not be told of the run; of several messages, the newest."""
+    failed = {one["recipient"]: one for one in unsent_messages(events) if one["problem"]}
+    return [
+        f"{name} did not get the message {one['notice']} ({one['problem']}): try it with hpc notify {name}"
+        for name, one in failed.items()
+    ]
 
 
 def _refused_job(events: Sequence[Event]) -> list[str]:

@@ -11,21 +11,31 @@ from hpc.core.rundir import RunDir
 from hpc.submit.cluster_choice import this_machine
 from hpc.submit.dry_run import show_dry_run
 from hpc.submit.new_run import NewRun, start_run
-from hpc.submit.options import SubmitOptions, flag_names, is_everyday, options_for, split_script, with_defaults
+from hpc.submit.options import (
+    SubmitOptions,
+    flag_names,
+    is_everyday,
+    options_for,
+    options_for_help,
+    split_script,
+    with_defaults,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     arguments, script = split_script(list(sys.argv[1:] if argv is None else argv))
-    options = options_for(script)
+    options = options_for_help(arguments, script)
     others = "--help-train" in arguments
     return cli.run(
         lambda parsed: show(start_run(parsed, script), parsed),
         options,
         "submit",
         ["--help"] if others else arguments,
-        expand=lambda given: with_defaults(given, flag_names(options)),
-        hidden={field.name for field in program.flags(options) if is_everyday(field.name) == others},
+        expand=lambda given: with_defaults(given, flag_names(options_for(script))),
+        shown=program.Help(
+            hidden={field.name for field in program.flags(options) if is_everyday(field.name) == others}
+        ),
     )
 
 

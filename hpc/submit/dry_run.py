@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from hpc import cli
 from hpc.core.rundir import RunDir
@@ -30,6 +31,9 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
         )
     else:
         text = agent_command(run) + "\n"
+    names = [Path(path).name for path in (*spec.after, *spec.after_ok)]
+    if names:
+        notes.append(f"it begins after {', '.join(f'run {visible(name)}' for name in names)}")
     if spec.python:
         of = f" of {visible(spec.container)}" if spec.container else ""
         notes.append(f"torchrun and the ranks start in {visible(spec.python)}{of}")

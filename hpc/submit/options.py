@@ -24,8 +24,8 @@ _EVERYDAY = {
 }  # fmt: skip
 _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
 _RARE = {
-    "debug", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range", "notify",
-    "notify_interruptions", "tracker",
+    "debug", "device", "container", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range",
+    "notify", "notify_interruptions", "tracker",
 }  # fmt: skip
 
 
@@ -35,6 +35,10 @@ class RunFlags:
 
     tracker: tyro.conf.UseAppendAction[tuple[Service, ...]] = ()
     """Send the metrics to Weights & Biases or MLflow (docs/tracking.md). Repeatable."""
+    after: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
+    """Begin when this run has ended. Repeatable."""
+    after_ok: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
+    """Begin when this run is complete; if it fails, wait until hpc resume has completed it. Repeatable."""
     name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
     """Name of the run. Default: the model or script, and the time."""
     runs_dir: Path = Path("runs")
@@ -109,12 +113,18 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
     For example:
       hpc submit --recipe fashion-mnist
       hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /shared/imagenet --model resnet50
-
-    Your own torchrun script instead of the image classifier:
-      hpc submit [OPTIONS] -- script.py ARGS
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SubmitHelp(SubmitTraining):
+    __doc__ = SubmitTraining.__doc__
+
+    # For its usage line: `split_script` takes what stands behind `--`, before tyro sees it.
+    script: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[-- script.py ARGS]")]] = ()
+    """Your own torchrun script with its arguments, instead of the image classifier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +144,12 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
     """The flags that a submission with this script has; an empty one is a training's."""
     return SubmitScript if script else SubmitTraining
+
+
+def options_for_help(arguments: list[str], script: tuple[str, ...]) -> type[SubmitOptions]:
+    """`options_for`, or, if these arguments ask for help, what it shows."""
+    asked = not {"-h", "--help", "--help-train"}.isdisjoint(arguments)
+    return _SubmitHelp if asked and not script else options_for(script)
 
 
 def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:

@@ -7,6 +7,10 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.core.errors import UserError
@@ -24,10 +28,13 @@ def copy_packages(run: RunDir) -> None:
         UserError: others can change the kept copies.
     """
     source = Path(__file__).parents[2]
-    kept = _store(run) / _version(source)
+    kept = _store(run.path.parent) / _version(source)
     if kept.is_dir():
-        _link_packages(kept, run.packages)
-        return
+        with suppress(FileNotFoundError):
+            _link_packages(kept, run.packages)
+        if kept.is_dir():
+            return
+        shutil.rmtree(run.packages, ignore_errors=True)  # hpc clean has removed it meanwhile
     for package in _PACKAGES:
         shutil.copytree(source / package, run.packages / package, ignore=shutil.ignore_patterns("__pycache__"))
     for path in run.packages.rglob("*"):
@@ -40,7 +47,7 @@ def keep_packages(run: RunDir) -> None:
 
     Not before the run is submitted: what is refused leaves nothing behind.
     """
-    store = _store(run)
+    store = _store(run.path.parent)
     kept = store / _version(run.packages)
     if kept.is_dir():
         return
@@ -56,9 +63,41 @@ def keep_packages(run: RunDir) -> None:
         shutil.rmtree(new)
 
 
-def _store(run: RunDir) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class PackageCopy:
+    """A kept copy of our packages."""
+
+    path: str
+    size: int
+    """Bytes that its removal frees."""
+
+
+def unused_copies(runs_dir: Path, gone: Iterable[RunDir] = ()) -> list[PackageCopy]:
+    """The user's kept copies in a directory of runs that no run has, without that of this version.
+
+    Args:
+        runs_dir: the directory.
+        gone: runs that no longer count.
+
+    Raises:
+        UserError: others can change the copies.
+    """
+    store, found = _store(runs_dir), list[PackageCopy]()
+    if not store.is_dir():
+        return []
+    current = _version(Path(__file__).parents[2])
+    links = Counter(path.stat().st_ino for run in gone for path in _files(run.packages))
+    for kept in sorted(store.iterdir()):
+        if kept.name != current and not kept.name.startswith("."):
+            files = [path.stat() for path in _files(kept)]
+            if all(file.st_nlink - links[file.st_ino] <= 1 for file in files):
+                found.append(PackageCopy(path=str(kept), size=sum(file.st_blocks * 512 for file in files)))
+    return found
+
+
+def _store(runs_dir: Path) -> Path:
     """The directory of the kept copies in a runs directory, one for each user."""
-    store = run.path.parent / f".packages-{os.getuid()}"
+    store = runs_dir / f".packages-{os.getuid()}"
     if os.path.lexists(store):
         status = store.lstat()
         if status.st_uid != os.getuid() or others_may_write(status) or store.is_symlink():

@@ -6,9 +6,11 @@ import secrets
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from hpc.core.errors import UserError
+from hpc import cli
+from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.node_info import torch_build
 from hpc.core.nodedir import check_stage_dir
 from hpc.core.rundir import RunDir
@@ -16,7 +18,8 @@ from hpc.core.text import visible
 from hpc.core.units import duration_seconds
 from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
-from hpc.spec import RunSpec, check_run_name
+from hpc.slurm.predecessors import dependency
+from hpc.spec import Cluster, RunSpec, check_run_name
 from hpc.submit import checks, user_environment
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
 from hpc.submit.code_copy import UserCode, code_in_place, find_code
@@ -66,14 +69,17 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if os.path.lexists(run.path):
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
-        name=run.name, cluster=cluster, resources=resources, data=str(data) if data else None, train=train,
+        name=run.name, cluster=cluster, resources=resources, has_default_time=options.resources.time is None,
+        data=str(data) if data else None, train=train,
         script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, notification=with_known_names(options.notification),
         tracker=tuple(dict.fromkeys(options.tracker)), id=secrets.token_hex(4),
         recipe=getattr(options, "recipe", None), python=python, container=image, device=device,
-        include=getattr(options, "include", ()),
+        include=getattr(options, "include", ()), after=_directories("--after", options.after, options, cluster),
+        after_ok=_directories("--after-ok", options.after_ok, options, cluster),
     )  # fmt: skip
+    _check_predecessors(run, spec)
     checks.check_recovery(spec)
     for service in spec.tracker:
         check_ready(service)
@@ -81,6 +87,31 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if spec.stage_timeout_seconds < _MIN_STAGE_SECONDS:
         raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_MIN_STAGE_SECONDS}s or more")
     return run, spec
+
+
+def _directories(flag: str, names: Sequence[str], options: SubmitOptions, cluster: Cluster) -> tuple[str, ...]:
+    """The directories of the runs that the run is to wait for. Raises UserError if Slurm cannot wait for one."""
+    found = [cli.find_own_run(name, options.runs_dir) for name in names]
+    for run in found:
+        if cluster == "local" or not run.script.exists():
+            which = "this run" if cluster == "local" else f"run {run.name}"
+            raise UserError(
+                f"{flag} {run.name}: Slurm keeps the order of runs, and {which} has --cluster local: type hpc submit "
+                "when the other run has ended, which hpc submit --wait tells"
+            )
+    return tuple(str(run.path) for run in found)
+
+
+def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
+    """Refuse to wait for a run that has no job, or has failed."""
+    if not (spec.after or spec.after_ok):
+        return
+    if any(option.startswith("dependency=") for option in spec.resources.sbatch):
+        raise UserError("--sbatch dependency= and --after are both given: use one of them")
+    try:
+        dependency(run, spec, slurm.jobs())
+    except TorchrelayError as error:
+        raise UserError(f"run {run.name} would never begin: {error}") from error
 
 
 def _resolve_work(options: SubmitOptions, script: tuple[str, ...]) -> tuple[TrainConfig | None, Path | None]:

@@ -125,7 +125,7 @@ class ObservedRun:
 
 
 def _is_refusal(event: Event, job_id: str | None) -> bool:
-    return bool(event["event"] == "refused" and event["job_id"] == job_id)
+    return bool(event["event"] in {"refused", "deferred"} and event["job_id"] == job_id)
 
 
 def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:

@@ -15,6 +15,7 @@ from hpc.core.ledger import EventWriter
 from hpc.core.resumption import is_cancelled
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
+from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.slurm.squeue import job_state
 from hpc.spec import RunSpec
 from hpc.supervise.decide import STARTS, Action, Decision
@@ -45,10 +46,12 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
             _resubmit(observed, decision)
         case Action.CANCEL:
             slurm.cancel(str(job_id))
-        case Action.RECORD if decision.cause:
-            _record_missing_end(observed, decision)
         case Action.RECORD:
-            _record_event(observed, "scancelled", job_id=last_job_id(observed.events))
+            if decision.cause:
+                _record_missing_end(observed, decision)
+            else:
+                _record_event(observed, "scancelled", job_id=last_job_id(observed.events))
+            _redirect_waiting_jobs(observed)
 
 
 def _requeue(observed: ObservedRun, decision: Decision) -> None:
@@ -123,5 +126,13 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
                 slurm.cancel(old)
             raise
         _record_event(observed, "resubmitted", job_id=new, old_job_id=old, excluded=excluded)
+        _redirect_waiting_jobs(observed)
     if old:
         slurm.cancel(old)
+
+
+def _redirect_waiting_jobs(observed: ObservedRun) -> None:
+    try:
+        redirect_waiting_jobs(observed.run)
+    except TorchrelayError as error:
+        print(f"hpc supervise: jobs that wait for {observed.run.name} stay as they are: {error}", file=sys.stderr)

@@ -99,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sweep",
         ["--help"] if others else flags,
         expand=lambda given: with_defaults(given, flag_names(options_for(script))),
-        hidden=NOT_OF_GROUPS | {field.name for field in program.flags(options) if is_everyday(field.name) == others},
+        shown=program.Help(
+            hidden=NOT_OF_GROUPS | {field.name for field in program.flags(options) if is_everyday(field.name) == others}
+        ),
     )
 
 

@@ -143,3 +143,10 @@ def test_flags_of_the_run_are_kept_unless_they_are_typed() -> None:
     assert named_run(["--elastic", "--time", "2h", "--runs-dir=x", "r"], switches) == "r"
     assert named_run(["--no-elastic", "r", "--time"], switches) == "r"
     assert named_run(["--time", "r"], switches) is None
+
+
+@pytest.mark.parametrize("flag", ["--after", "--after-ok"])
+def test_chain_without_slurm_is_refused(site: Site, complete: Run, flag: str) -> None:
+    says = refused(site, "submit", *CONSTANT, flag, complete.directory.name)
+    assert f"{flag} complete: Slurm keeps the order of runs, and this run has --cluster local" in says
+    assert "there is no run 'nope'" in refused(site, "submit", *CONSTANT, flag, "nope")

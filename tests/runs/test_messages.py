@@ -73,6 +73,9 @@ def test_supervisor_sends_what_the_nodes_of_a_failed_run_could_not(site: Site) -
         assert found.titles == ["Run r was interrupted", "Run r has failed"]
         assert "broken" in found.texts[1]
         assert_secret_is_nowhere(run)
+        unsent = run.status()["unsent"]
+        assert [(one["notice"], one["recipient"]) for one in unsent] == [(key, "later") for key in keys]
+        assert all(one["problem"] for one in unsent)
 
         write_recipients(site.path / "home", hook=found.address, later=behind.address)
         age_messages(run)
@@ -81,3 +84,4 @@ def test_supervisor_sends_what_the_nodes_of_a_failed_run_could_not(site: Site) -
             assert done.returncode == 0, done.stdout + done.stderr
         assert sorted(behind.titles) == sorted(found.titles)
         assert len(found.titles) == 2
+        assert run.status()["unsent"] == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 from trainer_rig import Ask, Starter, make_cifar, make_folder, make_idx
 
+from hpc.core.program import json_report
 from hpc.core.program import run as run_program
 from training import predict
 from training.runtime.process_group import ProcessGroup, connect, disconnect
@@ -58,7 +59,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(*arguments: object, program: Callable[[], int] = predict.main) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
-        code = run_program(program)
+        code = run_program(program, report=json_report(sys.argv))
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 

@@ -225,3 +225,21 @@ def test_suspended_run_says_so(run: RunDir) -> None:
     row = summarize(run, [job])
     assert (row["state"], row["reason"]) == ("pending", "suspended")
     assert wait_reason(row).startswith("suspended: it continues when")
+
+
+def test_message_that_could_not_be_sent_is_shown_until_it_is(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    message, everything = {"notice": "failed-001", "recipient": "hook"}, ("--runs-dir", str(run.path.parent))
+    path = run.events / "notice-failed-001-hook-1.jsonl"
+    append_json_line(path, {"time": 90.0, "event": "notifying", "host": "gpu01", **message})
+    append_json_line(path, {"time": 91.0, "event": "notification_failed", "reason": "no answer", **message})
+    assert printed(capsys, *everything).splitlines()[-1] == "r: hook could not be notified: no answer"
+    text = " ".join(printed(capsys, str(run.path)).split())
+    assert "hook did not get the message failed-001 (no answer): try it with hpc notify hook" in text
+    (row,) = json.loads(printed(capsys, *everything, "--json"))
+    assert row["unsent"] == [{**message, "problem": "no answer"}]
+
+    again = run.events / "notice-failed-001-hook-2.jsonl"
+    append_json_line(again, {"time": 152.0, "event": "notification_sent", **message})
+    (row,) = json.loads(printed(capsys, *everything, "--json"))
+    assert row["unsent"] == []
+    assert "hook" not in printed(capsys, *everything) + printed(capsys, str(run.path))

@@ -1,4 +1,4 @@
-"""`hpc submit --help`: two screens, and each flag once."""
+"""The help of `hpc submit`: two screens, and each flag once; of the verbs whose defaults are those of a run."""
 
 import re
 import subprocess
@@ -12,8 +12,8 @@ from hpc.submit.options import SubmitTraining
 _LINES_OF_TWO_SCREENS = 100
 
 
-def printed(flag: str) -> str:
-    command = [sys.executable, "-m", "hpc.submit", flag]
+def printed(flag: str, verb: str = "submit") -> str:
+    command = [sys.executable, "-m", "hpc", verb, flag]
     environment = {"COLUMNS": "80", "PATH": "/usr/bin:/bin"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
 
@@ -30,7 +30,7 @@ def brief() -> str:
 def test_help_fits_two_screens_and_begins_with_examples(brief: str) -> None:
     assert len(brief.splitlines()) <= _LINES_OF_TWO_SCREENS
     assert max(map(len, brief.splitlines()[10:])) <= 80  # columns
-    assert "-- script.py ARGS" in brief.partition("╭")[0]
+    assert brief.startswith("usage: hpc submit [-h] [OPTIONS] [-- script.py ARGS]\n")
 
 
 def test_two_helps_together_show_each_flag_once(brief: str) -> None:
@@ -43,3 +43,16 @@ def test_two_helps_together_show_each_flag_once(brief: str) -> None:
 def test_defaults_that_tell_nothing_are_not_shown(brief: str) -> None:
     assert not re.search(r"\(default:\s*(│\s*)*(None|False|)\)|\{None\}", brief)
     assert "(default: 512)" in brief
+
+
+@pytest.mark.parametrize("verb", ["resume", "fork"])
+def test_default_of_what_a_run_has_is_that_of_the_run(verb: str) -> None:
+    text = re.sub(r"[\s│]+", " ", printed("--help", verb))
+    for flag in ("--nodes N", "--time TIME", "--elastic", "--interface STR", "--notify NAME", "--epochs INT"):
+        assert text.partition(flag)[2].partition("(default: ")[2].startswith("as before)"), flag
+    assert "Default:" not in text.partition("resources options")[2]
+    assert "(default: runs)" in text
+
+
+def test_help_of_fork_leaves_out_what_it_refuses() -> None:
+    assert not {"config", "recipe"} & flags_in(printed("--help", "fork"))

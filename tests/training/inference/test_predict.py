@@ -4,10 +4,13 @@ import csv
 import io
 import json
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cluster import checked_json
 from PIL import Image
 from trainer_rig import Ask, Starter, make_folder, make_idx
 
@@ -45,6 +48,12 @@ def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def documented(code: int, out: str, err: str) -> Any:
+    """What `hpc predict --json` has printed, which must have the documented shape."""
+    done = subprocess.CompletedProcess(["predict"], code, out, err)
+    return json.loads(checked_json(("predict", "--json"), done).stdout)
+
+
 def result(directory: Path) -> dict[str, float]:
     return dict(json.loads((directory / "run" / "final" / "result.json").read_text()))
 
@@ -58,7 +67,7 @@ def test_a_model_predicts_as_in_its_test(digits: Path, tmp_path: Path, ask: Ask,
         assert code == 0
         assert "input uint8 ['n', 1, 12, 12]; on 64 images of the test set its probabilities differ" in out
     code, out, err = ask(model, digits / "images", "--json", "--top=5")
-    predictions, labels = json.loads(out), read_idx_pair(digits / "data", "test")[1].tolist()
+    predictions, labels = documented(code, out, err), read_idx_pair(digits / "data", "test")[1].tolist()
     assert (code, err, len(predictions)) == (0, "", 101)
     assert [each["path"] for each in predictions] == [str(path) for path in sorted((digits / "images").iterdir())]
     tested = result(digits)
@@ -112,8 +121,8 @@ def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, t
     assert "0.jpg" in out
     assert f"warning: {torn} cannot be read: it is no image, or damaged\n" in err
     assert f"warning: {missing} cannot be read: No such file or directory\n" in err
-    code, out, _ = ask(colors / "run", torn, whole, "--json")
-    assert [("error" in each, "class" in each) for each in json.loads(out)] == [(True, False), (False, True)]
+    code, out, err = ask(colors / "run", torn, whole, "--json")
+    assert [("error" in each, "class" in each) for each in documented(code, out, err)] == [(True, False), (False, True)]
     code, out, _ = ask(colors / "run", torn, whole, "--csv", "--top=2")
     assert [row["error"] for row in csv.DictReader(io.StringIO(out))] == ["it is no image, or damaged", ""]
     assert ask(colors / "run", torn)[:2] == (1, "")
@@ -125,7 +134,6 @@ def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, t
         (["{run}"], "there are no images: name files or directories after the model"),
         (["{run}", "{empty}"], "there are no images in {empty}: give files, or a directory with some"),
         (["{run}", "x.png", "--top=0"], "--top is 0: use 1 or more"),
-        (["{run}", "x.png", "--json", "--csv"], "--json and --csv exclude each other: use one of them"),
         (
             ["{empty}", "x.png"],
             "there is no model in {empty}: give a run that has validated or is complete, its final/",
@@ -148,6 +156,11 @@ def test_a_mistake_is_reported_in_one_line(
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {message.format(**places)}")
     assert len(err.splitlines()) == 1
+
+
+def test_a_mistake_is_a_json_document_too(digits: Path, ask: Ask) -> None:
+    answer = documented(*ask(digits / "run", "x.png", "--json", "--csv"))
+    assert answer["error"] == "--json and --csv exclude each other: use one of them"
 
 
 @pytest.mark.parametrize(

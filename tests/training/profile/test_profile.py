@@ -1,6 +1,7 @@
 """Synthetic data, and the profile of a training: the costs of its parts, and which flag to change."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cluster import checked_json
 from trainer_rig import Starter, lines
 
 from hpc.report.command import submit_command
@@ -83,6 +85,12 @@ def profiled(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         torch.set_num_threads(threads)
 
 
+def documented(exit_code: int, out: str, err: str) -> dict[str, Any]:
+    """What `hpc profile --json` has printed, which must have the documented shape."""
+    done = subprocess.CompletedProcess(["profile"], exit_code, out, err)
+    return dict(json.loads(checked_json(("profile", "--json"), done).stdout))
+
+
 FLAGS = ("--batch-size=8", "--seconds=0.05")
 
 
@@ -92,7 +100,7 @@ def test_the_parts_of_a_training_are_measured(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     data = (f"--data={folder_data}", "--image-size=16", "--num-workers=1")
     assert profiled(monkeypatch, *FLAGS, *data, "--json") == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    result = documented(0, *capsys.readouterr())
     assert (result["world_size"], result["workers"], result["batch_size"]) == (1, 1, 8)
     known = {name for name, value in result["milliseconds"].items() if value is not None}
     assert known == {"step", "loading", "decode", "augment", "compute"}
@@ -111,3 +119,5 @@ def test_the_measurements_are_printed_for_people(
     assert "\nto change it: " in printed
     assert profiled(monkeypatch, "--synthetic", "--seconds=0") == 2
     assert capsys.readouterr().err == "error: --seconds is 0: use more than 0\n"
+    assert profiled(monkeypatch, "--synthetic", "--seconds=0", "--json") == 2
+    assert documented(2, *capsys.readouterr())["error"] == "--seconds is 0: use more than 0"

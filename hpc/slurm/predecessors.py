@@ -1,0 +1,136 @@
+"""The runs that a run waits for (`hpc submit --after`), and Slurm's dependency for its job. On login and compute nodes.
+
+A dependency names jobs, but a run may go on in another job, or be requeued by hand after its job has ended. So what
+submits the next job of a run redirects the jobs that wait for it (`redirect_waiting_jobs`), and a job that starts too
+early waits again (jobs.deferral). Slurm waits for the end of a job alone (`afterany`): how a run has ended, its
+directory says.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpc.core import ledger
+from hpc.core.attempts import Outcome, attempts_of, last_job_id, outcome_of
+from hpc.core.causes import Cause, JobState
+from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
+from hpc.slurm.squeue import SlurmJob, jobs_by_script
+from hpc.spec import RunSpec
+
+# Slurm's reason for a job that `slurm.requeue_held` has put back. A job that its user holds has another one.
+_HELD = "job requeued in held state"
+_ENDED = {"failed": "has failed", "cancelled": "was cancelled", "removed": "was removed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predecessor:
+    """A run that another one waits for."""
+
+    run: RunDir
+    must_complete: bool
+    """Whether it must be complete (--after-ok); any end is enough otherwise."""
+    outcome: Outcome | Literal["removed"] | None
+    """How it has ended; None: it goes on."""
+    job_id: str | None
+    """Its newest job that is pending, running or ending."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the wait for it is over."""
+        return self.outcome == "completed" or (self.outcome is not None and not self.must_complete)
+
+    @property
+    def problem(self) -> str | None:
+        """Why no job can be waited for, and what to type; None if there is one, or no need to."""
+        name = self.run.name
+        if self.is_over or (self.outcome is None and self.job_id):
+            return None
+        if self.outcome is None:
+            return f"run {name}, which it waits for, has no job: type hpc resume {name}, or hpc cancel {name}"
+        advice = "" if self.outcome == "removed" else f": type hpc resume {name}"
+        return f"run {name}, which must be complete first, {_ENDED[self.outcome]}{advice}"
+
+
+def predecessors_of(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> list[Predecessor]:
+    """The runs that a run waits for; none once it has begun. `jobs` are the user's in the queue."""
+    if not (spec.after or spec.after_ok) or attempts_of(ledger.read(run.events)):
+        return []
+    listed = jobs_by_script(jobs.values())
+    wanted = [*((path, False) for path in spec.after), *((path, True) for path in spec.after_ok)]
+    return [_predecessor(RunDir(Path(path)), must_complete, listed) for path, must_complete in wanted]
+
+
+def _predecessor(run: RunDir, must_complete: bool, listed: Mapping[str, list[SlurmJob]]) -> Predecessor:
+    alive = [job.job_id for job in listed.get(os.path.realpath(run.script), ()) if job.state.alive]
+    job_id = alive[-1] if alive else None
+    return Predecessor(run=run, must_complete=must_complete, outcome=recorded_outcome(run), job_id=job_id)
+
+
+def recorded_outcome(run: RunDir) -> Outcome | Literal["removed"] | None:
+    """How a run has ended, as far as its directory says so."""
+    if not run.spec.exists():
+        return "removed"
+    if run.final_result.exists():
+        return "completed"
+    events = ledger.read(run.events)
+    attempts = attempts_of(events)
+    last = attempts[-1] if attempts else None
+    scancelled = any(event["event"] == "scancelled" and event["job_id"] == last_job_id(events) for event in events)
+    if scancelled or (last is not None and last.cause == Cause.CANCELLED and not last.resumed):
+        return "cancelled"
+    return outcome_of(attempts, events)
+
+
+def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:
+    """Slurm's dependency for a run's job, such as `afterany:12:15`; empty if it waits for nothing.
+
+    Raises:
+        TorchrelayError: a run that it waits for has ended otherwise than it should, or has no job.
+    """
+    found = predecessors_of(run, spec, jobs)
+    for one in found:
+        if one.problem:
+            raise TorchrelayError(one.problem)
+    return ":".join(["afterany", *ids]) if (ids := [one.job_id for one in found if one.job_id]) else ""
+
+
+def redirect_waiting_jobs(run: RunDir) -> None:
+    """Have the user's jobs that wait for a run wait for the job that it has now, or, if it has ended, start.
+
+    Raises:
+        TorchrelayError: Slurm does not answer, or refuses it.
+    """
+    jobs = slurm.jobs()
+    for script, own in jobs_by_script(jobs.values()).items():
+        waiting, pending = RunDir(Path(script).parent), [job for job in own if job.state is JobState.PENDING]
+        for job in pending:
+            if job.reason in {"Dependency", _HELD} and _waits_for(waiting, run):
+                wait_again(waiting, job.job_id, jobs, held=job.reason == _HELD)
+
+
+def _waits_for(waiting: RunDir, run: RunDir) -> bool:
+    try:
+        spec = RunSpec.load(waiting)
+    except UserError:
+        return False  # damaged
+    return str(run.path.resolve()) in {*spec.after, *spec.after_ok}
+
+
+def wait_again(run: RunDir, job_id: str, jobs: Mapping[str, SlurmJob], *, held: bool) -> None:
+    """Give a pending job of a run its dependency, and release it; it stays as it is if there is no job to wait for.
+
+    Raises:
+        TorchrelayError: Slurm does not answer, or refuses it.
+    """
+    spec = RunSpec.load(run)
+    try:
+        waits_for = dependency(run, spec, jobs)
+    except TorchrelayError:
+        return  # hpc status says why
+    slurm.set_dependency(job_id, waits_for)
+    if held:
+        slurm.release(job_id)

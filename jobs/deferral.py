@@ -1,0 +1,45 @@
+"""A job that has started before the runs that its run waits for have ended: it waits again. Runs on the head node.
+
+It happens where their jobs have ended, and they go on in others (hpc.slurm.predecessors). No attempt is made.
+"""
+
+from hpc.core.rundir import RunDir
+from hpc.slurm import client as slurm
+from hpc.slurm.predecessors import dependency, predecessors_of, wait_again
+from hpc.spec import RunSpec
+from jobs import claim
+from jobs.node_attempt import NodeAllocation, ask_slurm, log
+
+# Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s).
+_SLURM_SECONDS = 480.0
+# Slurm kills what a requeued job has left after KillWait, 30 s.
+_AFTER_REQUEUE_SECONDS = 20.0
+
+
+def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
+    """Whether the run must still wait for others; then this job is back in the queue.
+
+    It is held there if a run that must be complete has failed, as Slurm leaves a job whose dependency is never
+    satisfied: `hpc resume` of that run releases it.
+
+    Raises:
+        TorchrelayError: Slurm does not answer, or refuses to requeue the job.
+    """
+    if allocation.cluster != "slurm" or not (spec.after or spec.after_ok):
+        return False
+    jobs = ask_slurm(slurm.jobs, _SLURM_SECONDS)
+    waits = [one for one in predecessors_of(run, spec, jobs) if not one.is_over]
+    if not waits:
+        return False
+    job_id, problem = allocation.job_id, next((one.problem for one in waits if one.problem), None)
+    reason = problem or f"it waits for {', '.join(f'run {one.run.name}' for one in waits)}"
+    claim.defer(run, allocation, reason)
+    log(f"this job goes back into the queue: {reason}")
+    if problem is None:
+        slurm.requeue(job_id)
+        ask_slurm(lambda: slurm.set_dependency(job_id, dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
+    else:
+        slurm.requeue_held(job_id)
+        # The other run may have got a job meanwhile, from somebody who did not yet find this one held.
+        ask_slurm(lambda: wait_again(run, job_id, slurm.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
+    return True

@@ -1,0 +1,149 @@
+"""Runs that wait for others (`--after`, `--after-ok`) on Slurm, by an ordinary user; the comment of a run's job."""
+
+import re
+
+import pytest
+from cluster import LONG, THREE_EPOCHS, Run, Site, add_script, dead, refused
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
+ONE = ("--gpus-per-node=1", "--cpus-per-gpu=1")
+# It ends when there is a file.
+WAITS = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.2)
+sys.exit(pathlib.Path(sys.argv[1]).read_text() or 0)
+"""
+
+
+def waiting(site: Site, name: str, *flags: str) -> Run:
+    """A run that has nothing to do but to wait."""
+    add_script(site, "b.py", "print('b')\n")
+    return site.submit(*ONE, f"--name={name}", *flags, "--", "b.py")
+
+
+def endless(site: Site, name: str) -> Run:
+    """A run that has begun, and ends when there is the file `end`."""
+    add_script(site, "a.py", WAITS)
+    run = site.submit(*ONE, f"--name={name}", "--", "a.py", str(site.path / "end"))
+    run.wait("its start", lambda: run.events("rendezvous"))
+    return run
+
+
+def end(site: Site, message: str = "") -> None:
+    """Have it end: with a message, it fails."""
+    (site.path / "new").write_text(message)
+    (site.path / "new").rename(site.path / "end")
+
+
+def waits_for(run: Run) -> str:
+    """Slurm's dependency of its job."""
+    return run.queue("%E")
+
+
+def assert_began_after(run: Run, other: Run) -> None:
+    """It is complete, in one attempt, that began when the other run had ended."""
+    run.wait_for_state("completed")
+    (claim,) = run.events("claimed")
+    assert claim["time"] >= other.events("attempt_ended")[-1]["time"]
+
+
+def test_run_begins_when_another_one_is_complete_though_that_is_requeued(ordinary_user: Site) -> None:
+    site = ordinary_user
+    first = site.submit("--name=first", *THREE_EPOCHS)
+    second, third = waiting(site, "second", "--after-ok=first"), waiting(site, "third", "--after=second")
+    assert (waits_for(second), waits_for(third)) == (
+        f"afterany:{first.job_id}(unfulfilled)",
+        f"afterany:{second.job_id}(unfulfilled)",
+    )
+    assert "pending: waits until run first has completed" in site.hpc("status", "second").stdout
+    first.wait_for_steps(20)
+    site.slurm("scontrol", "requeue", first.job_id)
+    first.wait_for_release()
+    first.wait("its second attempt", lambda: len(first.events("claimed")) == 2)
+    assert second.queue("%T %r") == "PENDING Dependency"
+    first.wait_for_state("completed")
+    assert_began_after(second, first)
+    assert_began_after(third, second)
+    assert not [*second.events("deferred"), *third.events("deferred")]
+    assert [run.status()["waits_for"] for run in (second, third)] == [[], []]
+
+
+def test_run_waits_on_when_the_job_of_another_one_is_replaced(site: Site, ordinary_user: Site) -> None:
+    first = ordinary_user.submit("--name=first", *THREE_EPOCHS)
+    second = waiting(ordinary_user, "second", "--after-ok=first")
+    first.wait_for_steps(20)
+    with dead(site, first.nodes()[0]):
+        first.wait("its next job", lambda: first.events("resubmitted"))
+        job_id = first.events("resubmitted")[0]["job_id"]
+        assert job_id != first.job_id
+        first.wait("the dependency on it", lambda: waits_for(second) == f"afterany:{job_id}(unfulfilled)")
+        first.wait_for_state("completed")
+        assert_began_after(second, first)
+
+
+def test_run_is_held_while_one_that_must_be_complete_has_failed(ordinary_user: Site) -> None:
+    site = ordinary_user
+    first = endless(site, "first")
+    ok, any_end = waiting(site, "ok", "--after-ok=first"), waiting(site, "any", "--after=first")
+    end(site, "broken")
+    assert_began_after(any_end, first)
+    assert first.wait_for_state("failed")
+    ok.wait("the hold", lambda: ok.queue("%r") == "job requeued in held state")
+    says = "pending: run first, which must be complete first, has failed: type hpc resume first"
+    ok.wait("its explanation", lambda: says in " ".join(site.hpc("status", "ok").stdout.split()))
+    assert not ok.events("claimed")
+    assert "would never begin: run first" in refused(site, "submit", *ONE, "--after-ok=first", "--", "b.py")
+
+    (site.path / "end").unlink()
+    assert site.hpc("resume", "first").returncode == 0
+    job_id = first.status()["job_id"]
+    assert waits_for(ok) == f"afterany:{job_id}(unfulfilled)"
+    end(site)
+    with site.supervised():  # it ends the two minutes that Slurm holds a requeued job
+        assert_began_after(ok, first)
+
+
+def test_run_that_waits_for_a_cancelled_job_goes_on_when_its_run_is_cancelled(ordinary_user: Site) -> None:
+    site = ordinary_user
+    first = endless(site, "first")
+    second = site.submit(*ONE, "--name=second", "--sbatch=hold", "--", "a.py", str(site.path / "end"))
+    third = waiting(site, "third", "--after=second", "--after=first")
+    site.slurm("scancel", second.job_id)
+    end(site)
+    first.wait_for_state("completed")
+    third.wait("the hold", lambda: third.queue("%r") == "job requeued in held state")
+    assert "run second, which it waits for, has no job" in site.hpc("status", "third").stdout
+    assert site.hpc("cancel", "second").returncode == 0
+    with site.supervised():
+        assert third.wait_for_state("completed")
+
+
+def test_job_that_starts_too_early_goes_back_into_the_queue(ordinary_user: Site) -> None:
+    first = endless(ordinary_user, "first")
+    second = waiting(ordinary_user, "second", "--after=first", "--nodes=2")
+    ordinary_user.slurm("scontrol", "update", f"JobId={second.job_id}", "Dependency=")
+    second.wait("its start", lambda: second.events("deferred"))
+    second.wait("the dependency", lambda: waits_for(second) == f"afterany:{first.job_id}(unfulfilled)")
+    assert second.status()["state"] == "pending"
+    end(ordinary_user)
+    with ordinary_user.supervised():
+        assert_began_after(second, first)
+
+
+def test_comment_of_the_job_has_attempt_and_epoch(ordinary_user: Site) -> None:
+    run = ordinary_user.submit("--name=long", "--data=data", *LONG)
+    run.wait("the comment", lambda: re.fullmatch(r"long, attempt 1, epoch \d+", run.queue("%k")))
+    ordinary_user.slurm("scontrol", "requeue", run.job_id)
+    run.wait_for_release()
+    run.wait("the comment", lambda: re.fullmatch(r"long, attempt 2, epoch \d+", run.queue("%k")))
+    run.cancel()
+
+
+def test_given_comment_stays(ordinary_user: Site) -> None:
+    add_script(ordinary_user, "a.py", WAITS)
+    run = ordinary_user.submit(*ONE, "--sbatch=comment=mine", "--", "a.py", str(ordinary_user.path / "end"))
+    run.wait("its start", lambda: run.events("rendezvous"))
+    assert run.queue("%k") == "mine"
+    end(ordinary_user)
+    run.wait_for_state("completed")

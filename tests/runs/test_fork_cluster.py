@@ -1,0 +1,47 @@
+"""`hpc fork` on Slurm, by an ordinary user: of a run that trains, and of one that is complete."""
+
+import json
+
+import pytest
+from cluster import PAIR, TINY_BATCH, Run, Site
+
+from hpc.core.files import read_json_lines
+from hpc.core.rundir import RunDir
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+EPOCH = 118  # steps
+
+
+def fork(site: Site, source: Run, name: str, *flags: str) -> Run:
+    done = site.hpc("fork", source.directory.name, f"--name={name}", "--json", *flags)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    return Run(site, RunDir(site.path / "runs" / name), answer["job_id"])
+
+
+def newest_saved(run: Run) -> int:
+    return max(event["step"] for event in run.events("checkpoint_saved"))
+
+
+def assert_continues(run: Run, since: int, until: int) -> None:
+    """It has trained the steps after `since` alone, and has the metrics of those before."""
+    run.wait_for_state("completed")
+    assert [event["step"] for event in run.events("train_started")] == [since]
+    attempts = {line["step"]: line["attempt"] for line in read_json_lines(run.directory.train_metrics)}
+    assert attempts == {**dict.fromkeys(range(1, since + 1), 0), **dict.fromkeys(range(since + 1, until + 1), 1)}
+
+
+def test_fork_of_a_running_and_of_a_complete_run_goes_on_from_the_newest_state(ordinary_user: Site) -> None:
+    flags = ("--data=data", *PAIR, *TINY_BATCH, "--log-every=1", "--checkpoint-every=5", "--lr-scheduler=constant")
+    source = ordinary_user.submit("--name=source", "--epochs=2", *flags)
+    source.wait_for_steps(20)
+    before = newest_saved(source)
+    early = fork(ordinary_user, source, "early", "--epochs=1", "--lr=0.01", "--nodes=1")
+    (from_checkpoint,) = [int(path.name.removeprefix("step-")) for path in early.directory.checkpoints.glob("step-*")]
+    assert before <= from_checkpoint < 2 * EPOCH
+    assert_continues(early, from_checkpoint, EPOCH)
+
+    source.wait_for_state("completed")
+    longer = fork(ordinary_user, source, "longer", "--epochs=3")
+    assert_continues(longer, 2 * EPOCH, 3 * EPOCH)
+    assert source.status()["state"] == "completed"
