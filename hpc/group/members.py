@@ -40,6 +40,12 @@ class CommonPart(TypedDict):
 
 def common(options: SubmitTraining | SubmitScript, script: tuple[str, ...], code: UserCode | None) -> CommonPart:
     """What all runs have, with the defaults and files of the user as they are now."""
+    # The runs look for others in the directory of the group.
+    after, after_ok = (
+        tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)
+        for names in (options.after, options.after_ok)
+    )
+    options = dataclasses.replace(options, after=after, after_ok=after_ok)
     groups = [options.resources, options.recovery, options.network, options.notification]
     own: list[type] = [RunFlags, ScriptFlags if isinstance(options, SubmitScript) else TrainingFlags]
     names = {field.name for kind in own for field in dataclasses.fields(kind)} - _NOT_COMMON

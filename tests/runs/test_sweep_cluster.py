@@ -6,16 +6,18 @@ import time
 import pytest
 from cluster import Site
 
+from hpc.core import ledger
 from hpc.core.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def test_requeued_trial_goes_on(ordinary_user: Site) -> None:
-    flags = (
-        "--param=lr=0.05,1e-7", "--sampler=grid", "--metric=train/loss", "--data=data", "--nodes=1",
-        "--gpus-per-node=1", "--cpus-per-gpu=1", "--batch-size=16", "--epochs=3", "--log-every=1",
+    training = (
+        "--data=data", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--batch-size=16", "--log-every=1",
     )  # fmt: skip
+    before = ordinary_user.submit(*training, "--epochs=1", "--name=before")
+    flags = ("--param=lr=0.05,1e-7", "--sampler=grid", "--metric=train/loss", "--epochs=3", "--after=before", *training)
     first = RunDir(ordinary_user.path / "runs/pets/pets-000")
     with ordinary_user.started("sweep", "--json", "--name=pets", *flags, errors=None) as controller:
         while not first.train_metrics.exists() or len(first.train_metrics.read_text().splitlines()) < 20:
@@ -26,6 +28,8 @@ def test_requeued_trial_goes_on(ordinary_user: Site) -> None:
         found = json.loads(controller.communicate()[0])
     assert [one["state"] for one in found["trials"]] == ["completed", "completed"]
     assert found["best"] == "pets-000"
+    [ended] = [event["time"] for event in before.events("attempt_ended")]
+    assert ended < next(event["time"] for event in ledger.read(first.events) if event["event"] == "claimed")
     runs = json.loads(ordinary_user.hpc("status", "pets", "--json").stdout)
     assert [[attempt["cause"] for attempt in run["attempts"]] for run in runs] == [
         ["requeued", "completed"],
