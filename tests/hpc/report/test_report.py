@@ -37,7 +37,7 @@ from hpc.report.command import shell_text, submit_command
 from hpc.report.plots import decimate
 from hpc.spec import Recovery, Resources, RunSpec
 from hpc.status import __main__ as status
-from hpc.submit import options as submit_options
+from hpc.submit.options import SubmitTraining
 from training.config.train_config import TrainConfig
 from training.evaluation.final_files import confusion_csv
 
@@ -412,7 +412,7 @@ def test_command_submits_the_same_run_again() -> None:
     )
     words = submit_command(spec)
     assert words[:3] == ["python", "-m", "hpc.submit"]
-    parsed = program.parse(submit_options.SubmitTraining, words[3:], "hpc submit")
+    parsed = program.parse(SubmitTraining, words[3:], "hpc submit")
     assert (parsed.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
     assert (parsed.cluster, str(parsed.stage_dir)) == ("slurm", "/scratch")
     assert "--data='/d a'" in shell_text(words) or "'--data=/d a'" in shell_text(words)
