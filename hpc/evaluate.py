@@ -42,6 +42,8 @@ _SAME_RESOURCES = (
 )  # fmt: skip
 # Those of its trainer that concern an evaluation.
 _SAME_TRAINING = ("model", "seed", "val_split", "strategy", "memory_format", "deterministic", "amp", "head_hidden")
+# Flags of `hpc submit` that are not in the help: an evaluation has no script, no file of flags, and hardly any metrics.
+_NOT_FOR_EVALUATIONS = ("python", "container", "config", "tracker", "help_train")
 _IMAGES_PER_RANK = 256
 _TRIES = 3
 
@@ -91,7 +93,12 @@ class Subject:
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     return cli.run(
-        lambda parsed: show(evaluate(parsed), parsed), EvaluateOptions, "evaluate", argv, expand=with_flags_of_the_run
+        lambda parsed: show(evaluate(parsed), parsed),
+        EvaluateOptions,
+        "evaluate",
+        argv,
+        expand=with_flags_of_the_run,
+        hidden=_NOT_FOR_EVALUATIONS,
     )
 
 

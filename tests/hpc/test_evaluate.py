@@ -1,6 +1,7 @@
 """`hpc evaluate` without Slurm: the model of a run, a checkpoint and exported files, on one and on several ranks."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 from cluster import CONSTANT, Run, Site, add_script, refused, site_without_slurm, submit_and_wait, tiny_data
+from trainer_rig import make_folder
 
+from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
 
 pytestmark = pytest.mark.timeout(400)
@@ -71,7 +74,7 @@ def test_report_of_an_evaluation_says_what_was_evaluated(site: Site, source: Run
 def test_checkpoint_of_a_step_is_what_the_validation_after_that_step_saw(site: Site, source: Run) -> None:
     """With the weights of the moving average, as every validation."""
     _, result = evaluate(site, "source", "--checkpoint=4", "--split=val")
-    lines = [json.loads(line) for line in source.directory.eval_metrics.read_text().splitlines()]
+    lines = read_json_lines(source.directory.eval_metrics)
     seen = next(line for line in lines if line["split"] == "val" and line["step"] == 4)
     assert (result["test_correct"], result["test_total"]) == (seen["correct"], seen["total"])
     assert result["test_loss"] == pytest.approx(seen["loss"], abs=1e-6)
@@ -94,6 +97,34 @@ def test_other_data_are_evaluated_whole(site: Site, source: Run) -> None:
     _, result = evaluate(site, "source", "--data=other", "--split=train")
     assert (result["test_total"], result["split"]) == (64, "train")
     assert result["evaluation"]["source"] == str(source.directory.path)
+
+
+def test_shards_of_a_checkpoint_are_evaluated_on_images_of_some_of_the_classes(site: Site) -> None:
+    """A checkpoint that two ranks have written (FSDP), on three ranks, on data without a test set."""
+    make_folder(site.path / "folder")
+    shutil.rmtree(make_folder(site.path / "some", ("train",)) / "train" / "green")
+    flags = ("--cluster=local", "--nodes=1", "--cpus-per-gpu=1", "--gpus-per-node=2", "--data=folder")
+    trained = (*flags, "--strategy=fsdp", "--image-size=32", "--batch-size=18", "--epochs=2", "--name=sharded")
+    sharded = submit_and_wait(site, *trained)
+    first = min(sharded.directory.checkpoints.glob("step-*"))
+    run, result = evaluate(site, "sharded", f"--checkpoint={int(first.name[5:])}", "--split=val", "--gpus-per-node=3")
+    assert len(list(run.model.glob("state-*-of-00002.safetensors"))) == 2
+    seen = next(line for line in read_json_lines(sharded.directory.eval_metrics) if line["split"] == "val")
+    assert (result["test_correct"], result["test_total"]) == (seen["correct"], seen["total"])
+    assert result["test_loss"] == pytest.approx(seen["loss"], abs=1e-5)
+    _, some = evaluate(site, "sharded", "--checkpoint=last", "--data=some", "--name=some-classes")
+    assert (some["test_total"], some["classes"]) == (18, ["blue sky", "green", "red"])
+
+
+def test_run_that_trains_is_evaluated_at_its_newest_checkpoint(site: Site) -> None:
+    flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--data=data", "--batch-size=64")
+    training = site.submit(*flags, "--epochs=100000", "--checkpoint-every=5", "--name=training")
+    training.wait("the first validation", (training.directory.best / "model.json").exists)
+    training.wait("a checkpoint", lambda: list(training.directory.checkpoints.glob("step-*")))
+    _, result = evaluate(site, "training", "--checkpoint=last")
+    assert result["evaluation"]["step"] > 0
+    assert training.status()["state"] == "running"
+    training.cancel()
 
 
 def test_rank_that_is_killed_in_the_middle_costs_no_count(site: Site, source: Run) -> None:
