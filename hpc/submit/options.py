@@ -25,7 +25,7 @@ _EVERYDAY = {
 _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
 _RARE = {
     "debug", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range", "notify",
-    "notify_interruptions", "tracker",
+    "notify_interruptions", "tracker", "grace", "stop_signal",
 }  # fmt: skip
 
 
@@ -111,7 +111,7 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
       hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /shared/imagenet --model resnet50
 
     Your own torchrun script instead of the image classifier:
-      hpc submit [OPTIONS] -- script.py ARGS
+      hpc submit [OPTIONS] -- script.py ARGS    (or -- -m package.module ARGS)
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]

@@ -20,8 +20,8 @@ from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.flags import changed_flags, typed_names
-from hpc.spec import check_run_name
-from hpc.submit.code_copy import copy_files, find_code
+from hpc.spec import check_run_name, program_of
+from hpc.submit.code_copy import copy_files, find_code, own_environment
 from hpc.submit.options import (
     RunFlags,
     ScriptFlags,
@@ -177,7 +177,7 @@ def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, scrip
     code = None
     if isinstance(options, SweepTraining) or not options.no_snapshot:
         include = options.include if isinstance(options, SweepScript) else ()
-        code = find_code(Path.cwd(), script, include, options.runs_dir)
+        code = find_code(Path.cwd(), script, include, options.runs_dir, elsewhere=own_environment(options))
     spec = SweepSpec(
         param=options.param, trials=trials, parallel=_PARALLEL if options.parallel is None else options.parallel,
         metric=options.metric, sampler=options.sampler,
@@ -197,7 +197,7 @@ def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, scrip
 def _check_names(names: Iterable[str], script: Sequence[str]) -> None:
     for name in names:
         if script and not any(f"{{{name}}}" in word for word in script):
-            raise UserError(f"--param {name}: the command line of {script[0]} has no {{{name}}} for its value")
+            raise UserError(f"--param {name}: the command line of {program_of(script)} has no {{{name}}} for its value")
         if not script and name.replace("-", "_") not in {field.name for field in dataclasses.fields(TrainConfig)}:
             raise UserError(f"--param {name}: there is no training flag --{name}; hpc sweep --help-train lists them")
 

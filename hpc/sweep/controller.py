@@ -137,7 +137,7 @@ class Controller:
         if spec.names is not None:
             code = UserCode(root=self._sweep.code, names=spec.names, script=script, revision=spec.revision)
             # Where it can be checked, whatever the current directory is.
-            script = (str(self._sweep.code / script[0]), *script[1:]) if script else ()
+            script = (str(self._sweep.code / script[0]), *script[1:]) if script and script[0] != "-m" else script
         try:
             start_run(cli.parse(options_for(script), "submit", arguments), script, code=code)
         except UserError as error:

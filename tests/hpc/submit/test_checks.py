@@ -131,6 +131,8 @@ def test_impossible_recovery_is_refused() -> None:
     with pytest.raises(UserError, match="--stop-lead is 10m, but the time limit is 00:10:00"):
         check_recovery(spec(Recovery(stop_lead="10m")))
     check_recovery(spec(Recovery(spares=1, stop_lead="9m")))
+    with pytest.raises(UserError, match=r"--grace is 10m, but the time limit is .*: use a shorter --grace"):
+        check_recovery(spec(Recovery(grace="10m")))
 
 
 def test_setup_that_could_not_run_is_refused() -> None:
