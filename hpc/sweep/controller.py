@@ -135,7 +135,10 @@ class Controller:
         script = tuple(filled(word, values) for word in spec.script)
         code = None
         if spec.names is not None:
-            code = UserCode(root=self._sweep.code, names=spec.names, script=script, revision=spec.revision)
+            entry = "" if script[:1] in {(), ("-m",)} else script[0]
+            code = UserCode(
+                root=self._sweep.code, names=spec.names, script=script, entry=entry, revision=spec.revision
+            )  # fmt: skip
             # Where it can be checked, whatever the current directory is.
             script = (str(self._sweep.code / script[0]), *script[1:]) if script and script[0] != "-m" else script
         try:

@@ -1,12 +1,13 @@
 """A user's script with the helper on a real Slurm: preempted, a rank killed, hung; what status knows, what it costs."""
 
+import json
 import os
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from cluster import PAIR, Run, Site, add_script
+from cluster import PAIR, Run, Site, add_script, dead
 
 import training.relay
 from hpc.core.files import read_json_lines
@@ -130,4 +131,32 @@ def test_snapshot_of_a_script_that_dies_becomes_a_checkpoint(ordinary_user: Site
     run.wait("the second attempt", lambda: len(run.events("train_started")) == 2)
     again = run.events("train_started")[1]
     assert (again["step"], again["source"]) == (saved["step"], "checkpoint")
+    run.cancel()
+
+
+def test_lost_node_costs_the_steps_since_the_snapshot_of_the_other_one(site: Site) -> None:
+    run = submit(site, "spare", 40, 0.02, "--spares=1")
+    run.wait_for_steps(60)
+    nodes = run.nodes()
+    [first] = {tuple(event["members"]) for event in run.events("rendezvous")}
+    lost = nodes[next(rank for rank in first if rank != 0)]
+    with dead(site, lost):
+        run.wait("the restored ranks", lambda: len(run.events("train_started")) == 2)
+        run.wait_for_steps(len(run.steps()) + 60)
+        [interruption] = run.status()["interruptions"]
+        run.cancel()
+    assert (interruption["cause"], interruption["node"]) == ("node_failure", lost)
+    assert interruption["steps_lost"] < 120, "they take two seconds"
+    assert run.events("train_started")[1]["source"] == "snapshot"
+
+
+def test_drill_shows_what_a_killed_rank_costs_a_script(site: Site) -> None:
+    run = submit(site, "drilled", 100, 0.05)
+    run.wait("the first step in the status", lambda: run.status()["step"])
+    done = site.hpc("drill", "drilled", "worker-kill", "--yes", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    [interruption] = json.loads(done.stdout)["interruptions"]
+    assert (interruption["cause"], interruption["rank"]) == ("crashed", 1)
+    assert interruption["steps_lost"] < 50
+    assert interruption["seconds"]["first_step"] is not None
     run.cancel()
