@@ -98,11 +98,11 @@ def _record_signal(number: int, _frame: FrameType | None) -> None:
 
 
 def _install_handlers() -> None:
-    """Record the signals that ask to stop: SIGUSR2 before the time limit, SIGTERM at a preemption."""
+    """Record the signals that ask to stop: SIGUSR2 before the time limit, SIGTERM at a preemption; --stop-signal."""
     if _this.run_dir is None or threading.current_thread() is not threading.main_thread():
         return
-    for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, _record_signal)
+    for name in {"SIGTERM", "SIGUSR2", os.environ.get("TORCHRELAY_STOP_SIGNAL", "SIGTERM")}:
+        signal.signal(signal.Signals[name], _record_signal)
 
 
 _install_handlers()

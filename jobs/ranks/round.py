@@ -183,6 +183,7 @@ def _script_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -
         "TORCHRELAY_ATTEMPT": str(node.attempt.attempt),
         "TORCHRELAY_SNAPSHOTS": str(node_dir.snapshots),
         **({"TORCHRELAY_DATA": str(data)} if data else {}),
+        **({"TORCHRELAY_STOP_SIGNAL": node.spec.stop_signal} if node.spec.stop_signal else {}),
     }
 
 

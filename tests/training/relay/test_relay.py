@@ -125,3 +125,15 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert run_alone(code, TORCHRELAY_RUN_DIR=str(tmp_path)).returncode == 0
     [line] = map(json.loads, (tmp_path / "metrics" / "train.jsonl").read_text().splitlines())
     assert (line["step"], line["loss"], line["lr"]) == (3, None, 0.1)
+
+
+def test_signal_that_the_run_was_submitted_with_stops_it_too(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, relay\n"
+        "with relay.state() as saved:\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    print(relay.should_stop(), relay.should_stop())\n"
+    )
+    done = run_alone(code, TORCHRELAY_RUN_DIR=str(tmp_path), TORCHRELAY_STOP_SIGNAL="SIGHUP")
+    assert done.stdout == "True True\n", done.stderr
+    assert (tmp_path / "checkpoints" / "step-00000000").is_dir(), "whatever the step"
