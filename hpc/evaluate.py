@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 from hpc import cli
+from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.files import link_files
 from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "evaluate",
         argv,
         expand=with_flags_of_the_run,
-        hidden=_NOT_FOR_EVALUATIONS,
+        shown=program.Help(hidden=_NOT_FOR_EVALUATIONS),
     )
 
 

@@ -20,7 +20,7 @@ from hpc.core.errors import UserError
 from hpc.core.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.core.rundir import RunDir
 from hpc.flags import flags_of, is_default_time, named_run, typed_names, with_own_flags
-from hpc.spec import RunSpec
+from hpc.spec import RunSpec, program_of
 from hpc.submit.__main__ import show
 from hpc.submit.new_run import NewRun, start_run
 from hpc.submit.options import SubmitTraining, flag_names
@@ -74,8 +74,8 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
         raise UserError(f"run {name} is an evaluation: fork the run that it evaluated, {spec.evaluation.source}")
     if spec.train is None:
         raise UserError(
-            f"run {name} runs {spec.script[0]}, which keeps its own checkpoints: submit it under a new name, with the "
-            "argument by which it finds them"
+            f"run {name} runs {program_of(spec.script)}, which keeps its own checkpoints: submit it under a new "
+            "name, with the argument by which it finds them"
         )
     refuse_on_fork([field.name for field in fields(TrainConfig) if field.name.replace("_", "-") in typed], source.best)
     own = [word for word in flags_of(spec) if not is_default_time(spec, word)]

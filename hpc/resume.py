@@ -43,10 +43,10 @@ from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
-from hpc.spec import Network, Notification, Recovery, Resources, RunSpec
+from hpc.spec import Network, Notification, Recovery, Resources, RunSpec, program_of
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.submit import checks
-from hpc.submit.code_copy import copy_code, find_code
+from hpc.submit.code_copy import copy_code, find_code, own_environment
 from hpc.submit.sbatch_flags import spelled_out
 from training.checkpoint.storage import list_checkpoints
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
@@ -100,8 +100,8 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
     of_training = {field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)}
     if spec.train is None and (unknown := sorted(typed & of_training)):
         raise UserError(
-            f"--{unknown[0]} is a flag of our trainer, but run {run.name} runs {spec.script[0]}, whose arguments "
-            "stay as they were submitted: leave it out"
+            f"--{unknown[0]} is a flag of our trainer, but run {run.name} runs {program_of(spec.script)}, whose "
+            "arguments stay as they were submitted: leave it out"
         )
     refuse_on_resume(typed, name, run.best)
     groups = (spec.resources, spec.recovery, spec.network, spec.notification)
@@ -144,7 +144,9 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     events = ledger.read(run.events)
     before = RunSpec.load(run)
     if options.new_code and before.in_place:
-        raise UserError(f"--new-code: run {run.name} runs {before.script[0]} where it is, as it is now: leave it out")
+        raise UserError(
+            f"--new-code: run {run.name} runs {program_of(before.script)} where it is, as it is now: leave it out"
+        )
     after = _adjusted(run, before, options, events)
     _check_has_ended(run, before, events, shlex.quote(options.run))
     job_id = _continue(run, before, after, events, new_code=options.new_code)
@@ -313,7 +315,13 @@ def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
     temporary = RunDir(Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp")))
     cleanup.callback(shutil.rmtree, temporary.path, ignore_errors=True)
     # The script's path is that from the top of the repository.
-    code = find_code(repository(Path.cwd()) or Path.cwd(), spec.script, spec.include, run.path.parent)
+    code = find_code(
+        repository(Path.cwd()) or Path.cwd(),
+        spec.script,
+        spec.include,
+        run.path.parent,
+        elsewhere=own_environment(spec),
+    )
     copy_code(temporary, code)
     return _CodeCopy(temporary, code.script)
 

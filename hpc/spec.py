@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ from hpc.core.errors import UserError
 from hpc.core.files import write_json
 from hpc.core.resumption import current_spec
 from hpc.core.rundir import RunDir
-from hpc.core.units import duration_seconds, port_range, stop_lead_seconds, walltime_minutes
+from hpc.core.units import REQUEUE_SECONDS, duration_seconds, port_range, stop_lead_seconds, walltime_minutes
 from training.config.device_choice import DeviceChoice
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
@@ -54,6 +55,7 @@ _LONGEST_NAME = 100
 _MIN_PORTS = 10
 # The requeue itself takes some of it; sbatch holds the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
+_STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,11 @@ class Recovery:
     Your own script must report its progress (docs/recovery.md)."""
     stop_lead: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """Save and requeue this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
+    grace: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    """Kill ranks that have not ended this long after the signal to stop: 90s. Default: what Slurm leaves for it."""
+    stop_signal: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto"
+    """Signal on which your own script saves and exits: USR1, INT, HUP, TERM, USR2.
+    auto: USR2 at the time limit, TERM at a preemption, or the one of them that it handles."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
@@ -163,6 +170,21 @@ class Recovery:
             seconds = duration_seconds("--stop-lead", self.stop_lead)
             if not _MIN_LEAD_SECONDS <= seconds <= _MAX_LEAD_SECONDS:
                 raise UserError(f"--stop-lead is {self.stop_lead}: use {_MIN_LEAD_SECONDS}s to 18h")
+        if self.grace is not None:
+            self._check_grace(self.grace)
+        if self.stop_signal != "auto" and self.stop_signal.removeprefix("SIG") not in _STOP_SIGNALS:
+            known = ", ".join(_STOP_SIGNALS)
+            raise UserError(f"--stop-signal is {self.stop_signal!r}: use one of {known}, or auto")
+
+    def _check_grace(self, grace: str) -> None:
+        needed = duration_seconds("--grace", grace) + int(REQUEUE_SECONDS)
+        if not REQUEUE_SECONDS < needed <= _MAX_LEAD_SECONDS:
+            raise UserError(f"--grace is {grace}: use 1s to 18h")
+        if self.stop_lead is not None and duration_seconds("--stop-lead", self.stop_lead) < needed:
+            raise UserError(
+                f"--grace is {grace}, and the requeue takes {REQUEUE_SECONDS:.0f} s more, but --stop-lead is "
+                f"{self.stop_lead}: use --stop-lead {needed}s or more, or leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +247,7 @@ class RunSpec:
     train: TrainConfig | None = None
     """The trainer's flags; None for a user's script."""
     script: tuple[str, ...] = ()
-    """The user's torchrun script, by its path in `code/`, and its arguments."""
+    """The user's torchrun script, by its path in `code/`, or `-m` and its module, and its arguments."""
     stage_dir: str
     """A directory on each node's own disk; variables in it are the node's."""
     stage_keep: str = "7d"
@@ -282,7 +304,19 @@ class RunSpec:
         """Seconds before the time limit at which the run is signalled to save and exit."""
         if self.recovery.stop_lead is not None:
             return duration_seconds("--stop-lead", self.recovery.stop_lead)
-        return stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
+        usual = stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
+        return usual if self.grace_seconds is None else max(usual, self.grace_seconds + int(REQUEUE_SECONDS))
+
+    @property
+    def grace_seconds(self) -> int | None:
+        """Seconds from the signal to stop until ranks that have not ended are killed; None: what Slurm leaves."""
+        return None if self.recovery.grace is None else duration_seconds("--grace", self.recovery.grace)
+
+    @property
+    def stop_signal(self) -> str | None:
+        """The signal that a user's script wants, such as SIGUSR1; None: the one that came, or another it handles."""
+        name = self.recovery.stop_signal
+        return None if name == "auto" else f"SIG{name.removeprefix('SIG')}"
 
     @property
     def stage_timeout_seconds(self) -> int:
@@ -330,6 +364,11 @@ def _check_units(time: str | None, mem: str | None) -> None:
         raise UserError(f"--mem is {mem!r}: use a whole number with a unit, such as 64G")
     if mem is not None and re.fullmatch(_UNCLEAR_MEMORY, mem):
         raise UserError(f"--mem is {mem}, which Slurm takes for megabytes: use {mem}G or {mem}M")
+
+
+def program_of(script: Sequence[str]) -> str:
+    """What a user's command line runs, as it was typed: `train.py`, or `-m package.module`."""
+    return " ".join(script[: 2 if script[0] == "-m" else 1])
 
 
 def check_run_name(name: str) -> None:

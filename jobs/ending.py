@@ -64,7 +64,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     if cause is not Cause.COMPLETED:
         save_snapshot(node, monitor.node_dir)
     last_step = None
-    if node.spec.train:
+    if node.knows_steps:
         # The last step that any rank had done: the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
         last_step = max(failed_step or 0, coordinator.last_step, resubmit.last_step(node.run) or 0)
@@ -93,7 +93,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     """
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
-    step = (resubmit.last_step(node.run) or 0) if node.spec.train else None
+    step = (resubmit.last_step(node.run) or 0) if node.knows_steps else None
     # Agents that recorded nothing may have ended of anything, such as a node that died while srun started them.
     signature = None if failure is Cause.LOST else signature_of(detail)
     if not record_end(node, cause=cause, step=step, detail=detail, node=node.host, signature=signature):
@@ -181,7 +181,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
         time.sleep(_SPARE_SECONDS)
     if not _confirm_head_is_lost(node) or not _is_running(node):
         return 0
-    step = monitor.last_step if node.spec.train else None
+    step = monitor.last_step if node.knows_steps else None
     cause = Cause.CANCELLED if is_cancelled_now(node.run) else Cause.NODE_FAILURE
     first = record_end(node, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head)
     if not node.on_slurm:

@@ -137,6 +137,11 @@ class NodeAttempt:
         except OSError as error:
             log(f"{event} could not be recorded: {error}")
 
+    @property
+    def knows_steps(self) -> bool:
+        """Whether the steps of a failure tell what it costs: our trainer counts them, and a script that is restored."""
+        return self.spec.train is not None or bool(self.events("train_started"))
+
     def run_events(self) -> list[ledger.Event]:
         """All events of the run, of all attempts and nodes."""
         return ledger.read(self.run.events)

@@ -42,7 +42,9 @@ class StopRequest:
         return time.monotonic() - self._time if self.signal else 0.0
 
     def save_timeout_seconds(self, spec: RunSpec, events: Sequence[Event]) -> float:
-        """How long the ranks may take to save: SIGTERM leaves less time than the time limit's warning."""
+        """How long the ranks may take to save: --grace, or what Slurm leaves, after SIGTERM less than at the limit."""
+        if spec.grace_seconds is not None:
+            return spec.grace_seconds
         if self.signal is not signal.SIGTERM:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
         # The grace time of the run's partition.

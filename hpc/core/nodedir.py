@@ -138,6 +138,8 @@ class NodeDir:
     """The newest snapshots, each a directory like a checkpoint's."""
     exits = SubPath("exits")
     """One file for each rank that failed."""
+    stopping = SubPath("exits/stopping")
+    """Exists once a user's script has been asked to stop: how its ranks end then is no failure."""
     lock = SubPath("lock")
     """Held by the run's agent on this node."""
     run = SubPath("run")

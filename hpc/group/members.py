@@ -12,7 +12,8 @@ from hpc.core.git import git_revision
 from hpc.core.rundir import RunDir
 from hpc.flags import changed_flags
 from hpc.group.group_dir import GroupDir, GroupSpec
-from hpc.submit.code_copy import UserCode, find_code
+from hpc.spec import program_of
+from hpc.submit.code_copy import UserCode, find_code, own_environment
 from hpc.submit.new_run import start_run
 from hpc.submit.options import RunFlags, ScriptFlags, SubmitScript, SubmitTraining, TrainingFlags, options_for
 from hpc.supervise.__main__ import SuperviseOptions, check_runs
@@ -26,7 +27,9 @@ def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -
     """The code for all runs; None: the script runs where it is. Raises UserError if it cannot be found."""
     if not isinstance(options, SubmitScript):
         return find_code(Path.cwd(), script, (), options.runs_dir)
-    return None if options.no_snapshot else find_code(Path.cwd(), script, options.include, options.runs_dir)
+    if options.no_snapshot:
+        return None
+    return find_code(Path.cwd(), script, options.include, options.runs_dir, elsewhere=own_environment(options))
 
 
 class CommonPart(TypedDict):
@@ -69,9 +72,10 @@ def start_member(
     script = tuple(filled(word, values) for word in spec.script)
     code = None
     if spec.names is not None:
-        code = UserCode(root=group.code, names=spec.names, script=script, revision=spec.revision)
+        entry = "" if script[:1] in {(), ("-m",)} else script[0]
+        code = UserCode(root=group.code, names=spec.names, script=script, entry=entry, revision=spec.revision)
         # Where it can be checked, whatever the current directory is.
-        script = (str(group.code / script[0]), *script[1:]) if script else ()
+        script = (str(group.code / script[0]), *script[1:]) if entry else script
     arguments = [*spec.arguments, f"--name={run.name}", f"--runs-dir={group.path}", *flags]
     start_run(cli.parse(options_for(script), "submit", arguments), script, code=code)
 
@@ -87,7 +91,7 @@ def check_placeholders(names: Iterable[str], script: Sequence[str], flag: str) -
     """Raise UserError if a script's command line has no place for one of the names."""
     for name in names:
         if not any(f"{{{name}}}" in word for word in script):
-            raise UserError(f"{flag} {name}: the command line of {script[0]} has no {{{name}}} for its value")
+            raise UserError(f"{flag} {name}: the command line of {program_of(script)} has no {{{name}}} for its value")
 
 
 class Supervision:

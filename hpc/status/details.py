@@ -27,6 +27,7 @@ def run_details(console: Console, row: Summary) -> Group:
         style = cells.STYLES[row["state"]] if name == "state" else ""
         facts.add_row(Text(name, style="bold"), Text(visible(text), style=style, overflow="fold"))
     parts: list[RenderableType] = [facts]
+    parts += ["", Text("\n".join(visible(line) for line in row["traceback"]), style="dim")] if row["traceback"] else []
     parts += [f"[yellow]warning:[/] {escape(visible(warning))}" for warning in row["warnings"]]
     if row["interruptions"]:
         parts += ["", interruption_table(console, row["interruptions"][::-1])]

@@ -28,6 +28,7 @@ from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.spec import RunSpec
 from hpc.status.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
+from hpc.status.last_traceback import last_traceback
 from hpc.status.timeline import GPU_PARTS, gpu_hours, periods_of
 from hpc.status.warnings import warnings_of
 from hpc.supervise.decide import STARTS, Decision, decide
@@ -129,6 +130,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "reason": pending.reason if pending else suspended or (decision and _reason(decision)),
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
         "detail": attempts[-1].detail if attempts else None,
+        "traceback": last_traceback(run, events) if state == "failed" else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
     }
 

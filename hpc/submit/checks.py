@@ -134,11 +134,16 @@ def check_recovery(spec: RunSpec) -> None:
         raise UserError(
             f"--interface is {spec.network.interface}, but --cluster local has no network between nodes: leave it out"
         )
+    if spec.stop_signal and spec.train:
+        given = spec.recovery.stop_signal
+        raise UserError(f"--stop-signal is {given}, but it is for scripts of your own: leave it out")
     limit = 60 * walltime_minutes(spec.resources.time or "1d")
-    if spec.recovery.stop_lead is not None and spec.stop_lead_seconds >= limit:
+    flag, text = "--stop-lead", spec.recovery.stop_lead
+    if text is None:
+        flag, text = "--grace", spec.recovery.grace
+    if text is not None and spec.stop_lead_seconds >= limit:
         raise UserError(
-            f"--stop-lead is {spec.recovery.stop_lead}, but the time limit is {spec.resources.time}: "
-            "use a shorter --stop-lead or a longer --time"
+            f"{flag} is {text}, but the time limit is {spec.resources.time}: use a shorter {flag} or a longer --time"
         )
 
 
@@ -254,8 +259,15 @@ def training_data(train: TrainConfig) -> Path | None:
     return layout.path
 
 
-def check_script(script: tuple[str, ...]) -> None:
-    """Refuse a user's script that does not exist."""
+def check_script(script: tuple[str, ...], *, has_data: bool) -> None:
+    """Refuse a user's script that does not exist, a module without a name, and {data} without --data."""
+    if not has_data and (word := next((word for word in script[1:] if "{data}" in word), None)):
+        raise UserError(f"{word!r} asks for the place of the data on the node, but there is no --data: give one")
+    if script[0] == "-m":
+        name = script[1] if len(script) > 1 else ""
+        if not all(map(str.isidentifier, name.split("."))):
+            raise UserError("-m needs the name of a module: -- -m package.module ARGS")
+        return
     path = Path(script[0])
     if not path.is_file():
         close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3, cutoff=0.5)

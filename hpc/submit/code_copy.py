@@ -5,18 +5,21 @@
 """
 
 import glob
+import os
 import shlex
 import shutil
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 from hpc.core import git
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.submit.package_copy import copy_packages
-from hpc.submit.script_imports import imported_files
+from hpc.submit.script_imports import imported_files, module_directories, module_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,9 @@ class UserCode:
     names: tuple[str, ...]
     """The files to copy, by their paths below it."""
     script: tuple[str, ...] = ()
-    """The script by its path below it, and its arguments; empty for our trainer."""
+    """The script by its path below it, or `-m` and the module, and its arguments; empty for our trainer."""
+    entry: str = ""
+    """The file of the script or module by its path below it; empty for our trainer, and for an installed module."""
     in_place: bool = False
     """Whether the script runs where it is."""
     revision: str | None = None
@@ -36,24 +41,31 @@ class UserCode:
 
     def missing_imports(self) -> list[str]:
         """The files below the root that the script imports, directly or not, and that the copy would lack."""
-        if not self.script or self.in_place:
+        if not self.entry or self.in_place:
             return []
-        script = self.root / self.script[0]
-        found = imported_files(script, (script.parent, self.root))
+        file = self.root / self.entry
+        search = module_directories(self.root) if self.script[0] == "-m" else (file.parent, self.root)
+        found = imported_files(file, search)
         inside = (str(path.relative_to(self.root)) for path in found if path.is_relative_to(self.root))
         return sorted(set(inside) - set(self.names))
 
 
 def find_code(
-    working_directory: Path, script: tuple[str, ...], include: Sequence[str] = (), runs_dir: Path = Path("runs")
+    working_directory: Path,
+    script: tuple[str, ...],
+    include: Sequence[str] = (),
+    runs_dir: Path = Path("runs"),
+    *,
+    elsewhere: bool = False,
 ) -> UserCode:
     """The code of the repository that the working directory is in, if any.
 
     Args:
         working_directory: from which paths are given.
-        script: the user's script and its arguments; empty for our trainer.
+        script: the user's script, or `-m` and a module, and its arguments; empty for our trainer.
         include: patterns of files to copy though git does not track them.
         runs_dir: what is in it is no code.
+        elsewhere: whether a module may be installed in an environment that this process cannot look into.
 
     Raises:
         UserError: a pattern matches nothing, or the copy would not have the script.
@@ -65,23 +77,65 @@ def find_code(
     names = tuple(sorted({*(git.tracked_files(root) if top else ()), *added}))
     if not script:
         return UserCode(root=root, names=names)
-    name, path = script[0], (here / script[0]).resolve()
+    module = script[0] == "-m"
+    found = _find_module(root, script[1], elsewhere=elsewhere) if module else (here / script[0]).resolve()
+    if found is None:
+        return UserCode(root=root, names=names, script=script)
+    inside = _path_in_copy(found, root, here, names, in_repository=top is not None)
+    return UserCode(root=root, names=names, script=script if module else (inside, *script[1:]), entry=inside)
+
+
+def _path_in_copy(path: Path, root: Path, here: Path, names: Sequence[str], *, in_repository: bool) -> str:
+    """The path below the root of the file that runs. Raises UserError if the copy would not have it."""
+    name = os.path.relpath(path, here)
     otherwise = "or --no-snapshot to run it where it is"
     if not path.is_relative_to(root):
         raise UserError(f"{name} is not below {root}, so the run would not have it: move it there, {otherwise}")
     inside = str(path.relative_to(root))
     if inside not in names:
-        reason = "is not tracked by git" if top else f"is in no git repository of {here}"
-        how = f"type {'' if top else 'git init and '}git add {shlex.quote(name)}"
+        reason = "is not tracked by git" if in_repository else f"is in no git repository of {here}"
+        how = f"type {'' if in_repository else 'git init and '}git add {shlex.quote(name)}"
         include_it = f"use --include {shlex.quote(name)}"
         raise UserError(f"{name} {reason}, so the run would not have it: {how}, or {include_it}, {otherwise}")
-    return UserCode(root=root, names=names, script=(inside, *script[1:]))
+    return inside
 
 
-def code_in_place(working_directory: Path, script: tuple[str, ...]) -> UserCode:
-    """The code of a script that runs where it is, and may import from there and from the top of its repository."""
-    path = (working_directory / script[0]).resolve()
-    return UserCode(root=_root(working_directory), names=(), script=(str(path), *script[1:]), in_place=True)
+def code_in_place(working_directory: Path, script: tuple[str, ...], *, elsewhere: bool = False) -> UserCode:
+    """The code of a script that runs where it is, and may import from there and from the top of its repository.
+
+    Raises UserError if it is a module that is not found; `elsewhere` as in `find_code`.
+    """
+    root = _root(working_directory)
+    if script[0] == "-m":
+        _find_module(root, script[1], elsewhere=elsewhere)
+    else:
+        script = (str((working_directory / script[0]).resolve()), *script[1:])
+    return UserCode(root=root, names=(), script=script, in_place=True)
+
+
+class _Environments(Protocol):
+    @property
+    def python(self) -> object: ...
+
+    @property
+    def container(self) -> object: ...
+
+
+def own_environment(run: _Environments) -> bool:
+    """Whether a script runs in an environment other than this one: its modules are known there alone."""
+    return bool(run.python or run.container)
+
+
+def _find_module(root: Path, name: str, *, elsewhere: bool) -> Path | None:
+    """The file of a module of the repository; None: it is installed. Raises UserError if it is neither."""
+    places = module_directories(root)
+    found = module_file(name, places)
+    if found is None and not elsewhere and find_spec(name.partition(".")[0]) is None:
+        where = " or ".join(map(str, places))
+        raise UserError(
+            f"module {name!r} is neither below {where} nor installed: give its name from there, or the path of a script"
+        )
+    return found
 
 
 def _root(working_directory: Path) -> Path:

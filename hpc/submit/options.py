@@ -25,7 +25,7 @@ _EVERYDAY = {
 _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
 _RARE = {
     "debug", "device", "container", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range",
-    "notify", "notify_interruptions", "tracker",
+    "notify", "notify_interruptions", "tracker", "grace", "stop_signal",
 }  # fmt: skip
 
 
@@ -124,7 +124,7 @@ class _SubmitHelp(SubmitTraining):
 
     # For its usage line: `split_script` takes what stands behind `--`, before tyro sees it.
     script: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[-- script.py ARGS]")]] = ()
-    """Your own torchrun script with its arguments, instead of the image classifier."""
+    """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from hpc.core.units import duration_seconds
 from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
-from hpc.spec import Cluster, RunSpec, check_run_name
+from hpc.spec import Cluster, RunSpec, check_run_name, program_of
 from hpc.submit import checks, user_environment
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
-from hpc.submit.code_copy import UserCode, code_in_place, find_code
+from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.gpu_use import resolve_device
 from hpc.submit.options import SubmitOptions, SubmitScript, SubmitTraining
 from hpc.tracking.submission import check_ready
@@ -63,7 +63,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     # Of the user's own environment, torch is not known before it runs.
     build = None if python or image else torch_build()
     device = resolve_device(options.device, resources.num_gpus, cluster, build)
-    kind = train.model if train else Path(script[0]).stem
+    kind = train.model if train else _name_of(script)
     name = options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDir(options.runs_dir.expanduser().resolve() / name)
     if os.path.lexists(run.path):
@@ -122,20 +122,28 @@ def _resolve_work(options: SubmitOptions, script: tuple[str, ...]) -> tuple[Trai
         # The path of the weights: the nodes may have another cache than this machine.
         weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
         return dataclasses.replace(options.train, data=str(data or ""), weights=weights), data
-    checks.check_script(script)
     given = options.data if isinstance(options, SubmitScript) else None
+    checks.check_script(script, has_data=given is not None)
     return None, checks.script_data(given) if given else None
+
+
+def _name_of(script: tuple[str, ...]) -> str:
+    """What a run of this script is named after: `train` for `train.py` and for `-m package.train`."""
+    return script[1].rpartition(".")[2] if script[0] == "-m" else Path(script[0]).stem
 
 
 def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
     """The code of the run. Raises UserError if it would not have its script."""
     if not isinstance(options, SubmitScript) or not options.no_snapshot:
-        return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir)
+        elsewhere = own_environment(spec)
+        return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir, elsewhere=elsewhere)
     if options.include:
         raise UserError("--include is for the copy of the code, which --no-snapshot does without: leave one out")
+    code = code_in_place(Path.cwd(), spec.script, elsewhere=own_environment(spec))
     if spec.cluster == "slurm":
-        checks.check_is_shared("--no-snapshot: the script in", Path(spec.script[0]).parent)
-    return code_in_place(Path.cwd(), spec.script)
+        place = code.root if code.script[0] == "-m" else Path(code.script[0]).parent
+        checks.check_is_shared("--no-snapshot: the script in", place)
+    return code
 
 
 def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
@@ -146,8 +154,8 @@ def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
     if missing := code.missing_imports():
         names = shlex.join(os.path.relpath(code.root / name) for name in missing)
         warnings.append(
-            f"{visible(code.script[0])} imports files that git does not track, so the run will not have them: type "
-            f"git add {names}, or use --include"
+            f"{visible(program_of(code.script))} imports files that git does not track, so the run will not have "
+            f"them: type git add {names}, or use --include"
         )
     for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
         print(f"hpc submit: warning: {warning}", file=sys.stderr)

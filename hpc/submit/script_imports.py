@@ -1,4 +1,4 @@
-"""Which files of the user's own a script imports: found by reading them, without running any. On the login node."""
+"""Which files of the user's own a script or module is and imports: found without running any. On the login node."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,22 @@ def imported_files(script: Path, search: Sequence[Path]) -> set[Path]:
         found |= new
         waiting += new
     return found - {script}
+
+
+def module_directories(root: Path) -> tuple[Path, ...]:
+    """Where the modules of a repository are: at its top, or in its `src`."""
+    return root, root / "src"
+
+
+def module_file(name: str, search: Sequence[Path]) -> Path | None:
+    """The file that `python -m NAME` would run, of those below some directories; None if it is none of them."""
+    *packages, last = name.split(".")
+    for base in search:
+        parent = base.joinpath(*packages)
+        found = next(filter(Path.is_file, (parent / last / "__main__.py", parent / f"{last}.py")), None)
+        if found:
+            return found
+    return None
 
 
 def _directly_imported(file: Path, search: Sequence[Path]) -> Iterator[Path]:

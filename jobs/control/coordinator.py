@@ -182,7 +182,7 @@ class Coordinator:
         self._root_failure.explained_until = self._root_failure.aborted_at = steady_time()
 
     def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
-        step = self.last_step if self._node.spec.train else None
+        step = self.last_step if self._node.knows_steps else None
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:

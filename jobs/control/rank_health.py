@@ -13,6 +13,8 @@ _HANG_STEPS, _HANG_MIN_SECONDS = 20.0, 60.0
 # Starting, compiling (the first step), saving and the end have no usual duration.
 _OTHER_PHASES_SECONDS = 900.0
 _TIMED_PHASES = frozenset({"load", "step", "evaluate"})
+# What a user's script does between two signs of life is not known: it may evaluate, or save.
+_SCRIPT_PHASE = "script"
 _STUCK = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
 # Straggler: twice the usual step time for 10 s on end; a hundredth of a second is noise.
 _SLOW_FACTOR, _SLOW_MIN_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
@@ -33,6 +35,8 @@ class Hang:
 def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
     """How long a rank may show no sign of life in its present phase. `setting` is --hang-timeout."""
     given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
+    if heartbeat.phase == _SCRIPT_PHASE:
+        return given or max(_OTHER_PHASES_SECONDS, _HANG_STEPS * (heartbeat.step_seconds or 0.0))
     if heartbeat.phase not in _TIMED_PHASES or heartbeat.step_seconds is None:
         return max(_OTHER_PHASES_SECONDS, given or 0)
     return given or max(_HANG_MIN_SECONDS, _HANG_STEPS * heartbeat.step_seconds)

@@ -70,6 +70,9 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     # torchrun ends the ranks of a round in which another one has failed: SIGTERM comes before SIGKILL. Slurm, too, may
     # send SIGTERM to all processes: then the rank saves.
     pid, status = _run(program, lambda *_: _remove(os.path.join(exits, running)))
+    if status and os.path.exists(os.path.join(exits, "stopping")):
+        # torchrun would end the other ranks, which still save, and start all of them again.
+        status = 0
     by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if status:
         names = {each.value: each.name for each in signal.Signals}  # real-time signals have none

@@ -1,11 +1,12 @@
 """One round on one node: torchrun and what it runs, from its start to its end or the next directive.
 
-Runs on compute nodes. The ranks run our trainer, or the user's own torchrun script. That finds in its environment
-TORCHRELAY_RUN_DIR, TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA; on SIGUSR2 or SIGTERM it should save and
-exit with 0.
+Runs on compute nodes. The ranks run our trainer, or the user's own torchrun script or module. That finds in its
+environment TORCHRELAY_RUN_DIR, TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA; on SIGUSR2 or SIGTERM it should
+save and exit with 0.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from jobs.ranks.log_times import noted_log_times
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
+from jobs.ranks.user_script import import_path, script_argv
 from jobs.stop_request import StopRequest
 from training.config.dataset_layout import check_data
 from training.config.device_choice import RANK_VARIABLES
@@ -66,6 +68,7 @@ def run_round(
     if started is None:
         return None
     abort_count, timeout_seconds = directive.abort_count, 0.0
+    own_script = node.spec.train is None and not directive.preflight
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
         stack.enter_context(noted_log_times(node.run, node.attempt.attempt, _own_ranks(node, directive)))
@@ -81,7 +84,9 @@ def run_round(
             if now.over or now.paused or now.round != directive.round or channel.head_is_silent:
                 return None
             if stop.signal:
-                torchrun.forward(stop.signal)
+                if own_script:
+                    monitor.node_dir.stopping.touch()
+                torchrun.forward(stop_signals(node.spec, stop.signal))
                 ranks_seen = time.monotonic() if torchrun.ranks() else ranks_seen
                 timeout_seconds = timeout_seconds or stop.save_timeout_seconds(
                     node.spec, ledger.read_without_other_nodes(node.run.events)
@@ -91,6 +96,16 @@ def run_round(
                     break
             time.sleep(_POLL_SECONDS)
         return 1 if torchrun.exit_code is None else torchrun.exit_code
+
+
+def stop_signals(spec: RunSpec, received: signal.Signals) -> list[signal.Signals]:
+    """The signals that ask a rank to save and exit; it gets the first that it handles."""
+    if spec.stop_signal:
+        return [signal.Signals[spec.stop_signal]]
+    # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
+    first = signal.SIGTERM if received is signal.SIGINT else received
+    others = (signal.SIGTERM, signal.SIGUSR2) if spec.train is None else ()
+    return list(dict.fromkeys((first, *others)))
 
 
 def _own_ranks(node: NodeAttempt, directive: Directive) -> range:
@@ -147,13 +162,9 @@ def _command(
         program = [*wrapper, *preflight_module(run, number)]
         environment["PYTHONPATH"] = ":".join([str(run.packages), *path])
     else:
-        program = [python, "-S", *wrapper, python, "-u", str(code / spec.script[0]), *spec.script[1:]]
-        environment |= {
-            "PYTHONPATH": ":".join([str(code), *path]),
-            "TORCHRELAY_RUN_DIR": str(run.path),
-            "TORCHRELAY_ATTEMPT": str(number),
-            **({"TORCHRELAY_DATA": str(setup.data)} if setup.data else {}),
-        }
+        variables = _script_variables(node, setup.data, node_dir)
+        program = [python, "-S", *wrapper, python, "-u", *script_argv(spec, code, variables)]
+        environment |= {"PYTHONPATH": ":".join([*import_path(spec, code), *path]), **variables}
         environment = {**rank_variables(run, spec), **environment}
     argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, program)
     if spec.container is not None:
@@ -163,6 +174,17 @@ def _command(
         wrapped = [python, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
         argv = _in_container(node, Path(spec.container), wrapped, mounts)
     return argv, torchrun_environment(rendezvous, environment)
+
+
+def _script_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> dict[str, str]:
+    """What a user's script finds in its environment, beside torchrun's variables and those of trackers."""
+    return {
+        "TORCHRELAY_RUN_DIR": str(node.run.path),
+        "TORCHRELAY_ATTEMPT": str(node.attempt.attempt),
+        "TORCHRELAY_SNAPSHOTS": str(node_dir.snapshots),
+        **({"TORCHRELAY_DATA": str(data)} if data else {}),
+        **({"TORCHRELAY_STOP_SIGNAL": node.spec.stop_signal} if node.spec.stop_signal else {}),
+    }
 
 
 def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: list[Path]) -> list[str]:

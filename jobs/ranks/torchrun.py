@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -65,15 +65,14 @@ class Torchrun:
             return [self._process.pid]
         return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER, TORCHRUN)]
 
-    def forward(self, number: signal.Signals) -> None:
-        """Send a stop signal to the ranks that handle it.
+    def forward(self, numbers: Sequence[signal.Signals]) -> None:
+        """Send the ranks that handle one of these stop signals the first of those.
 
         Once each: a Python that shuts down has removed its handlers, and a second signal would kill it.
         """
-        # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
-        number = signal.SIGTERM if number is signal.SIGINT else number
         for pid in set(self.ranks()) - self._signalled:
-            if handles(pid, number):
+            number = next((number for number in numbers if handles(pid, number)), None)
+            if number is not None:
                 _send(pid, number)
                 self._signalled.add(pid)
 

@@ -43,7 +43,10 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir) -> int | None:
         if step_of(path) <= newest:
             return None
         files = read_checkpoint(path)
-        if isinstance(files, str) or missing_results(json.loads(files[STATE_VALUES]), run):
+        if isinstance(files, str):
+            continue
+        # A user's script (training.relay) has a file of its own instead.
+        if STATE_VALUES in files and missing_results(json.loads(files[STATE_VALUES]), run):
             continue
         try:
             save_checkpoint(run.checkpoints, step_of(path), partial(_write_files, files), keep=None)

@@ -9,6 +9,7 @@ from hpc.spec import Cluster, Recovery, Resources, RunSpec
 from hpc.submit.checks import (
     check_data_on_device,
     check_recovery,
+    check_script,
     check_setup,
     local_resources,
     pack_size,
@@ -131,6 +132,8 @@ def test_impossible_recovery_is_refused() -> None:
     with pytest.raises(UserError, match="--stop-lead is 10m, but the time limit is 00:10:00"):
         check_recovery(spec(Recovery(stop_lead="10m")))
     check_recovery(spec(Recovery(spares=1, stop_lead="9m")))
+    with pytest.raises(UserError, match=r"--grace is 10m, but the time limit is .*: use a shorter --grace"):
+        check_recovery(spec(Recovery(grace="10m")))
 
 
 def test_setup_that_could_not_run_is_refused() -> None:
@@ -168,3 +171,30 @@ def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos:
     )
     packed = [pack_size("on", None, TrainConfig(data=str(photos), **each)) for each in sizes]
     assert packed == [208, 256, 256]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (("-m",), "-m needs the name of a module: -- -m package.module ARGS"),
+        (("-m", "a/b.py"), "-m needs the name of a module: -- -m package.module ARGS"),
+        (("absent.py",), "script 'absent.py' does not exist: give the path of a Python file after --"),
+        (
+            ("-m", "a.b", "--x={data}"),
+            "'--x={data}' asks for the place of the data on the node, but there is no --data",
+        ),
+    ],
+)
+def test_script_that_could_not_start_is_refused(script: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_script(script, has_data=False)
+
+
+def test_stop_signal_is_not_for_our_trainer() -> None:
+    with pytest.raises(UserError, match="--stop-signal is USR1, but it is for scripts of your own: leave it out"):
+        check_recovery(
+            RunSpec(
+                name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(),
+                train=TrainConfig(data="/d"), recovery=Recovery(stop_signal="USR1"),
+            )
+        )  # fmt: skip

@@ -64,6 +64,27 @@ def test_included_files_are_copied(repository: Path) -> None:
     assert {name for name in copied if not name.startswith(".torchrelay/")} == own
 
 
+def test_module_of_the_repository_is_named_from_its_top_or_from_src(repository: Path) -> None:
+    for name, file in (("src.my", "src/my.py"), ("my", "src/my.py")):
+        found = find_code(repository / "src", ("-m", name, "x"))
+        assert (found.script, found.entry) == (("-m", name, "x"), file)
+    assert find_code(repository, ("-m", "my")).missing_imports() == MISSING
+    assert find_code(repository, ("-m", "json.tool")).entry == "", "it is installed"
+    assert find_code(repository, ("-m", "absent.module"), elsewhere=True).entry == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("absent.module", "module 'absent.module' is neither below .* or .*/src nor installed: give its name"),
+        ("package.inner", "src/package/inner.py is not tracked by git.*: type git add src/package/inner.py, or use"),
+    ],
+)
+def test_module_that_a_run_would_not_have_is_refused(repository: Path, module: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_code(repository, ("-m", module))
+
+
 def test_neither_runs_nor_what_git_keeps_is_code(repository: Path) -> None:
     (repository / "runs" / "old").mkdir(parents=True)
     (repository / "runs" / "old" / "spec.json").touch()

@@ -135,6 +135,12 @@ def test_bad_sbatch_option(option: str, hint: str) -> None:
         ({"stop_lead": "90"}, "--stop-lead is '90': use a duration"),
         ({"stop_lead": "9s"}, "--stop-lead is 9s: use 15s to 18h"),
         ({"stop_lead": "19h"}, "--stop-lead is 19h: use 15s to 18h"),
+        ({"grace": "0s"}, "--grace is 0s: use 1s to 18h"),
+        (
+            {"grace": "60s", "stop_lead": "60s"},
+            "--grace is 60s, and the requeue takes 10 s more, but --stop-lead is 60s",
+        ),
+        ({"stop_signal": "KILL"}, "--stop-signal is 'KILL': use one of USR1, USR2, TERM, INT, HUP, or auto"),
     ],
 )
 def test_bad_recovery(recovery: dict[str, Any], message: str) -> None:
@@ -162,3 +168,5 @@ def test_stop_lead_is_a_tenth_of_the_limit_unless_it_is_given() -> None:
     assert spec(Recovery(), time="1m").stop_lead_seconds == 30
     assert spec(Recovery()).stop_lead_seconds == 300
     assert spec(Recovery(stop_lead="10m"), time="20m").stop_lead_seconds == 600
+    assert spec(Recovery(grace="10m"), time="20m").stop_lead_seconds == 610, "the ranks get all of it"
+    assert spec(Recovery(grace="10s"), time="20m").stop_lead_seconds == 120

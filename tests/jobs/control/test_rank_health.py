@@ -30,6 +30,13 @@ def test_start_first_step_and_saving_have_a_long_timeout() -> None:
         assert timeout_seconds(patient, "5s") == timeout_seconds(patient, "auto") == 900.0
 
 
+def test_script_that_may_be_evaluating_has_a_long_timeout_unless_its_user_gives_one() -> None:
+    script = heartbeat(0, phase="script")
+    assert timeout_seconds(script, "auto") == timeout_seconds(replace(script, step_seconds=None), "auto") == 900.0
+    assert timeout_seconds(replace(script, step_seconds=60.0), "auto") == 1200.0
+    assert timeout_seconds(script, "30s") == 30.0
+
+
 def test_ranks_that_move_do_not_hang() -> None:
     assert find_hang({}, "auto") is None
     assert find_hang(of(heartbeat(0, still=29.0), heartbeat(1, still=29.0)), "30s") is None

@@ -48,10 +48,10 @@ def test_signal_is_forwarded_only_to_ranks_that_handle_it() -> None:
         wait_for(torchrun.ranks)
         [rank] = torchrun.ranks()
         assert not handles(rank, signal.SIGUSR2)
-        torchrun.forward(signal.SIGUSR2)
+        torchrun.forward([signal.SIGTERM, signal.SIGUSR2])
         assert torchrun.exit_code is None
         wait_for(lambda: handles(rank, signal.SIGUSR2))
-        torchrun.forward(signal.SIGUSR2)
+        torchrun.forward([signal.SIGTERM, signal.SIGUSR2])
         wait_for(lambda: torchrun.exit_code is not None)
         assert torchrun.exit_code == 3
     assert not handles(rank, signal.SIGUSR2), "a process that has ended handles nothing"

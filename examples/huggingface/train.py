@@ -1,0 +1,65 @@
+"""Hugging Face's Trainer, with its own checkpoints and a callback that reports and stops. Runs once per rank.
+
+hpc submit --nodes 2 --gpus-per-node 4 -- examples/huggingface/train.py {run_dir}
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from training.relay import report, should_stop
+
+
+class Words(Dataset):
+    """Sequences that count up."""
+
+    def __len__(self) -> int:
+        return 1600
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        words = (torch.arange(16) + index).remainder(64)
+        return {"input_ids": words, "labels": words}
+
+
+class Relay(TrainerCallback):
+    """Reports what the Trainer logs; has it save and end when the run is asked to stop."""
+
+    def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+        """Runs after each step."""
+        if should_stop():
+            control.should_save = control.should_training_stop = True
+
+    def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float], **___: Any) -> None:
+        """Runs on every rank."""
+        if "loss" in logs:
+            report(step=state.global_step, **{name: float(value) for name, value in logs.items()})
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--epochs", type=int, default=10)
+    args = parser.parse_args()
+
+    use_cpu = not torch.cuda.is_available()
+    output = args.run_dir / "output"
+    arguments = TrainingArguments(
+        output_dir=str(output), num_train_epochs=args.epochs, per_device_train_batch_size=16, logging_steps=1,
+        save_steps=100, save_total_limit=2, use_cpu=use_cpu, ddp_backend="gloo" if use_cpu else "nccl",
+        report_to=[], disable_tqdm=True, dataloader_pin_memory=not use_cpu,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    trainer = Trainer(model, arguments, train_dataset=Words(), callbacks=[Relay()])
+    newest = get_last_checkpoint(str(output)) if output.is_dir() else None
+    trainer.train(resume_from_checkpoint=newest)
+
+
+if __name__ == "__main__":
+    main()

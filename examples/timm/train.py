@@ -1,0 +1,63 @@
+"""A script in the manner of timm's train.py: its models, optimizers and schedules. Runs once per rank.
+
+hpc submit --nodes 2 --gpus-per-node 4 -- examples/timm/train.py --model resnet18 --epochs 10
+"""
+
+import argparse
+import sys
+from itertools import islice
+
+import timm
+import torch
+from timm import utils
+from timm.loss import LabelSmoothingCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from training.relay import report, should_stop, state
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="test_resnet")
+    parser.add_argument("--epochs", type=int, default=10)
+    args = parser.parse_args()
+
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = utils.init_distributed_device(args)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(320, 3, 64, 64), torch.randint(10, (320,)))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    model = timm.create_model(args.model, num_classes=10).to(device)
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.05)
+    schedule, epochs = create_scheduler_v2(optimizer, "cosine", num_epochs=args.epochs, updates_per_epoch=len(loader),
+                                           step_on_epochs=False)  # fmt: skip
+    model = DistributedDataParallel(model)
+    average = utils.ModelEmaV3(model, decay=0.99)
+    loss_of = LabelSmoothingCrossEntropy(0.1)
+
+    with state(model=model, average=average, optimizer=optimizer, schedule=schedule) as saved:
+        while saved.step < epochs * len(loader):
+            epoch, skip = divmod(saved.step, len(loader))
+            sampler.set_epoch(epoch)
+            for images, labels in islice(loader, skip, None):
+                optimizer.zero_grad()
+                loss = loss_of(model(images.to(device)), labels.to(device))
+                loss.backward()
+                optimizer.step()
+                saved.step += 1
+                schedule.step_update(saved.step)
+                average.update(model, step=saved.step)
+                report(step=saved.step, epoch=epoch, loss=loss, lr=optimizer.param_groups[0]["lr"])
+                if should_stop():
+                    sys.exit(0)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

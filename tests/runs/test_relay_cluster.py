@@ -1,0 +1,162 @@
+"""A user's script with the helper on a real Slurm: preempted, a rank killed, hung; what status knows, what it costs."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from cluster import PAIR, Run, Site, add_script, dead
+
+import training.relay
+from hpc.core.files import read_json_lines
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+# A tutorial's script: data, model, loop. An epoch is 50 steps.
+TRAIN = """
+import os, sys, time
+from relay import report, should_stop, state
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+epochs, pause = int(sys.argv[1]), float(sys.argv[2])
+distributed.init_process_group("gloo")
+generator = torch.Generator().manual_seed(1)
+inputs = torch.randn(1600, 8, generator=generator)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+sampler = DistributedSampler(data, seed=3)
+loader = DataLoader(data, batch_size=16, sampler=sampler)
+torch.manual_seed(2)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+with state(model=model, optimizer=optimizer) as saved:
+    while saved.step < epochs * len(loader):
+        epoch, skip = divmod(saved.step, len(loader))
+        sampler.set_epoch(epoch)
+        for number, (x, y) in enumerate(loader):
+            if number < skip:
+                continue
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            saved.step += 1
+            report(step=saved.step, epoch=epoch, loss=loss, images_per_second=16 * 2 / max(pause, 1e-3))
+            if should_stop():
+                sys.exit(0)
+            time.sleep(pause)
+if distributed.get_rank() == 0:
+    torch.save(model.state_dict(), os.environ["TORCHRELAY_RUN_DIR"] + "/model.pt")
+distributed.destroy_process_group()
+"""
+
+
+def submit(site: Site, name: str, epochs: int, pause: float, *flags: str) -> Run:
+    shutil.copy(training.relay.__file__, site.path / "relay.py")
+    add_script(site, "relay.py", Path(training.relay.__file__).read_text())
+    add_script(site, "train.py", TRAIN)
+    return site.submit(*PAIR, f"--name={name}", *flags, "--", "train.py", str(epochs), str(pause))
+
+
+def rank_pid(run: Run, rank: int) -> int:
+    """The process of a rank, by its heartbeat: nodes share this machine's processes."""
+    beats = Path("/proc").glob("[0-9]*/environ")
+    marks = {f"TORCHRELAY_RUN_DIR={run.directory.path}".encode(), f"RANK={rank}".encode(), b"LOCAL_RANK=0"}
+    found = list[int]()
+    for path in beats:
+        try:
+            words = (path.parent / "cmdline").read_bytes().split(b"\0")
+            if marks <= set(path.read_bytes().split(b"\0")) and words[1:2] == [b"-u"]:
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    [pid] = found
+    return pid
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_json_lines(run.directory.train_metrics)}
+
+
+def test_script_loses_no_step_to_a_preemption_and_few_to_a_killed_rank(ordinary_user: Site) -> None:
+    whole = submit(ordinary_user, "whole", 6, 0.0)
+    assert whole.wait_for_state("completed")["interruptions"] == []
+    run = submit(ordinary_user, "broken", 6, 0.05)
+    run.wait_for_steps(60)
+    ordinary_user.slurm("scontrol", "requeue", run.job_id)
+    run.wait_for_release()
+    run.wait("the second attempt", lambda: run.steps() and len(run.attempts_logged()) == 2)
+    stopped = run.steps()[-1]
+    run.wait_for_steps(stopped + 60)
+    os.kill(rank_pid(run, 1), signal.SIGKILL)
+    status = run.wait_for_state("completed")
+    assert [one["cause"] for one in status["interruptions"]] == ["requeued", "crashed"]
+    requeued, crashed = (one["steps_lost"] for one in status["interruptions"])
+    print(f"steps lost: {requeued} by the requeue, {crashed} by the killed rank; an epoch has 50")
+    assert requeued == 0
+    assert crashed < 50, "not an epoch"
+    starts = run.events("train_started")
+    assert [start["source"] for start in starts] == [None, "checkpoint", "snapshot"]
+    assert losses(run) == losses(whole), "the same course"
+    assert (status["step"], status["epoch"]) == (300, 5)
+    assert status["images_per_second"] > 0
+    report = ordinary_user.hpc("report", "broken", "--json")
+    assert report.returncode == 0, report.stderr
+
+
+def test_hung_rank_is_noticed_by_its_heartbeat(site: Site) -> None:
+    run = submit(site, "hung", 100, 0.05, "--hang-timeout=5s")
+    run.wait_for_steps(40)
+    os.kill(rank_pid(run, 1), signal.SIGSTOP)
+    run.wait("the interruption", lambda: run.events("interruption"))
+    [hang] = run.events("interruption")
+    assert (hang["cause"], hang["rank"]) == ("hang", 1)
+    run.wait("the restored ranks", lambda: len(run.events("train_started")) == 2)
+    assert run.events("train_started")[1]["source"] == "snapshot"
+    run.cancel()
+
+
+def test_snapshot_of_a_script_that_dies_becomes_a_checkpoint(ordinary_user: Site) -> None:
+    run = submit(ordinary_user, "flushed", 1000, 0.05, "--grace=2s")
+    run.wait_for_steps(60)
+    for rank in (0, 1):
+        os.kill(rank_pid(run, rank), signal.SIGSTOP)  # it cannot save any more
+    ordinary_user.slurm("scancel", "--signal=TERM", f"{run.job_id}.0")
+    run.wait_for_release()
+    [saved] = run.events("snapshot_saved")
+    assert saved["step"] > 1
+    run.wait("the second attempt", lambda: len(run.events("train_started")) == 2)
+    again = run.events("train_started")[1]
+    assert (again["step"], again["source"]) == (saved["step"], "checkpoint")
+    run.cancel()
+
+
+def test_lost_node_costs_the_steps_since_the_snapshot_of_the_other_one(site: Site) -> None:
+    run = submit(site, "spare", 40, 0.02, "--spares=1")
+    run.wait_for_steps(60)
+    nodes = run.nodes()
+    [first] = {tuple(event["members"]) for event in run.events("rendezvous")}
+    lost = nodes[next(rank for rank in first if rank != 0)]
+    with dead(site, lost):
+        run.wait("the restored ranks", lambda: len(run.events("train_started")) == 2)
+        run.wait_for_steps(len(run.steps()) + 60)
+        [interruption] = run.status()["interruptions"]
+        run.cancel()
+    assert (interruption["cause"], interruption["node"]) == ("node_failure", lost)
+    assert interruption["steps_lost"] < 120, "they take two seconds"
+    assert run.events("train_started")[1]["source"] == "snapshot"
+
+
+def test_drill_shows_what_a_killed_rank_costs_a_script(site: Site) -> None:
+    run = submit(site, "drilled", 100, 0.05)
+    run.wait("the first step in the status", lambda: run.status()["step"])
+    done = site.hpc("drill", "drilled", "worker-kill", "--yes", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    [interruption] = json.loads(done.stdout)["interruptions"]
+    assert (interruption["cause"], interruption["rank"]) == ("crashed", 1)
+    assert interruption["steps_lost"] < 50
+    assert interruption["seconds"]["first_step"] is not None
+    run.cancel()

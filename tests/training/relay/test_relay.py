@@ -1,0 +1,139 @@
+"""The helper for scripts of one's own, copied, under torchrun: two ranks, stopped, killed and restored."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from relay.relay_rig import Script
+
+import training.relay
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Script:
+    script = Script(tmp_path_factory.mktemp("whole"))
+    done = script.run(40)
+    assert done.returncode == 0, done.stderr
+    return script
+
+
+def test_stopped_script_goes_on_as_if_it_had_not_been(whole: Script, tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    assert script.run(40, stop_at=20).returncode == 0
+    first = [script.results(rank)[0] for rank in (0, 1)]
+    assert all(result["stopped"] for result in first)
+    assert first[0]["step"] == first[1]["step"] == 21, "a step after the signal, which one rank got"
+    assert script.saved() == ["step-00000021"]
+    assert script.run(40).returncode == 0
+    for rank in (0, 1):
+        _, second = script.results(rank)
+        assert second["restored"] == 21
+        assert (second["weights"], second["seen"]) == (whole.results(rank)[0]["weights"], 40 * (rank + 1))
+    steps = [line["step"] for line in script.lines("metrics/train.jsonl")]
+    assert steps == list(range(1, 41))
+    events = script.lines("events/attempt-001-script.jsonl")
+    assert [event["event"] for event in events] == [
+        "train_started", "first_step", "checkpoint_saved", "train_stopped", "train_started", "first_step",
+        "checkpoint_saved",
+    ]  # fmt: skip
+    assert (events[3]["signal"], events[4]["source"], events[4]["step"]) == ("SIGUSR2", "checkpoint", 21)
+
+
+def test_killed_rank_costs_the_steps_since_the_last_snapshot(whole: Script, tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    assert script.run(40, kill_at=20).returncode != 0
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert script.run(40).returncode == 0
+    for rank in (0, 1):
+        [result] = script.results(rank)
+        assert 1 <= result["restored"] <= 20
+        assert result["weights"] == whole.results(rank)[0]["weights"]
+    started = script.lines("events/attempt-001-script.jsonl")[-3]
+    assert started["source"] == "snapshot"
+
+
+def test_damaged_state_is_left_out_for_the_one_before(whole: Script, tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    for stop_at in (10, 20):
+        assert script.run(40, stop_at=stop_at, EVERY="0").returncode == 0
+    newest = tmp_path / "run" / "checkpoints" / "step-00000021"
+    data = bytearray((newest / "state.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "state.pt").write_bytes(data)
+    done = script.run(40, EVERY="0")
+    assert done.returncode == 0, done.stderr
+    assert "step-00000021 is not used: state.pt is not as it was written" in done.stderr
+    assert [script.results(0)[-1][key] for key in ("restored", "weights")] == [11, whole.results(0)[0]["weights"]]
+
+
+def test_shards_are_saved_whole_and_fit_another_number_of_ranks(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    done = script.run(20, stop_at=10, SHARDED="1")
+    assert done.returncode == 0, done.stderr
+    assert script.run(20, SHARDED="1").returncode == 0
+    unbroken = Script(tmp_path / "unbroken")
+    unbroken.path.mkdir()
+    assert unbroken.run(20, SHARDED="1").returncode == 0
+    assert script.results(1)[-1]["weights"] == unbroken.results(1)[-1]["weights"]
+    other = script.run(25, ranks=1, SHARDED="1")
+    assert other.returncode == 0, other.stderr
+    assert script.results(0)[-1]["restored"] == 20
+
+
+def run_alone(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": str(Path(training.relay.__file__).parent), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_outside_of_a_run_nothing_is_stopped_written_or_imported() -> None:
+    code = (
+        "import signal, sys, relay\n"
+        "with relay.state() as saved:\n"
+        "    relay.report(step=1, loss=0.5)\n"
+        "    print(saved.step, relay.should_stop(), signal.getsignal(signal.SIGTERM), 'torch' in sys.modules)\n"
+    )
+    done = run_alone(code)
+    assert done.stdout == "0 False 0 False\n", done.stderr
+
+
+def test_ranks_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> None:
+    done = run_alone("import relay; relay.should_stop()", TORCHRELAY_RUN_DIR=str(tmp_path), WORLD_SIZE="2", RANK="0")
+    assert "should_stop() needs the other ranks: call it after torch.distributed.init_process_group()" in done.stderr
+
+
+def test_state_that_could_not_be_restored_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    code = (
+        "import relay\n"
+        "class Odd:\n"
+        "    def state_dict(self): return {'x': Odd()}\n"
+        "    def load_state_dict(self, state): pass\n"
+        "with relay.state(odd=Odd()): pass\n"
+    )
+    done = run_alone(code, TORCHRELAY_RUN_DIR=str(tmp_path))
+    assert "TypeError: state(odd=...): its state_dict() holds more than tensors, numbers and texts" in done.stderr
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    code = "import relay; relay.report(step=3, loss=float('nan'), lr=0.1)"
+    assert run_alone(code, TORCHRELAY_RUN_DIR=str(tmp_path)).returncode == 0
+    [line] = map(json.loads, (tmp_path / "metrics" / "train.jsonl").read_text().splitlines())
+    assert (line["step"], line["loss"], line["lr"]) == (3, None, 0.1)
+
+
+def test_signal_that_the_run_was_submitted_with_stops_it_too(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, relay\n"
+        "with relay.state() as saved:\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    print(relay.should_stop(), relay.should_stop())\n"
+    )
+    done = run_alone(code, TORCHRELAY_RUN_DIR=str(tmp_path), TORCHRELAY_STOP_SIGNAL="SIGHUP")
+    assert done.stdout == "True True\n", done.stderr
+    assert (tmp_path / "checkpoints" / "step-00000000").is_dir(), "whatever the step"

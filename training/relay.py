@@ -1,0 +1,701 @@
+"""Three calls for a torchrun script of your own: `should_stop`, `report`, `state`. Runs on every rank.
+
+    from training.relay import report, should_stop, state
+
+    with state(model=model, optimizer=optimizer) as saved:  # restores them, and saves them while they change
+        while saved.step < 10_000:
+            loss = train(next(batches))
+            saved.step += 1
+            report(step=saved.step, loss=loss)
+            if should_stop():  # on a signal: the same answer on all ranks, at the same step
+                break
+
+This file imports nothing of torchrelay: a project that runs where that is not installed has a copy of it. Where no run
+of torchrelay has started the script, `should_stop` answers False, and the others do nothing. docs/script.md has more.
+"""
+
+import atexit
+import hashlib
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["report", "should_stop", "state"]
+
+# Of `torch`, nothing is imported here: the import takes seconds, in which a signal would not be noticed.
+
+_STATE_FILE, _MANIFEST = "state.pt", "manifest.json"
+_KEPT_SNAPSHOTS = 2
+# The memory for the snapshots that are kept, and the one that is being written.
+_SNAPSHOTS_AT_ONCE = _KEPT_SNAPSHOTS + 1
+# Snapshots may take a hundredth of the time.
+_SECONDS_PER_COST = 100.0
+_HEARTBEAT_BYTES = 512
+
+
+class Saveable(Protocol):
+    """What can be saved: modules, optimizers, schedulers, torchdata's StatefulDataLoader, objects of your own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, texts, and lists and dicts of them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take them back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ThisRank:
+    """Where this process stands, from the environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    attempt: int
+    run_dir: Path | None
+    """None: the script was not started by a run."""
+    heartbeat: Path | None
+    snapshots: Path | None
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str]) -> Self:
+        def path(name: str) -> Path | None:
+            return Path(environment[name]) if name in environment else None
+
+        return cls(
+            rank=int(environment.get("RANK", "0")),
+            local_rank=int(environment.get("LOCAL_RANK", "0")),
+            world_size=int(environment.get("WORLD_SIZE", "1")),
+            attempt=int(environment.get("TORCHRELAY_ATTEMPT", "0")),
+            run_dir=path("TORCHRELAY_RUN_DIR"),
+            heartbeat=path("TORCHRELAY_HEARTBEAT"),
+            snapshots=path("TORCHRELAY_SNAPSHOTS"),
+        )
+
+
+_this = _ThisRank.find(os.environ)
+_signals: list[tuple[int, float]] = []
+
+
+def _record_signal(number: int, _frame: FrameType | None) -> None:
+    _signals.append((number, time.monotonic()))
+
+
+def _install_handlers() -> None:
+    """Record the signals that ask to stop: SIGUSR2 before the time limit, SIGTERM at a preemption; --stop-signal."""
+    if _this.run_dir is None or threading.current_thread() is not threading.main_thread():
+        return
+    for name in {"SIGTERM", "SIGUSR2", os.environ.get("TORCHRELAY_STOP_SIGNAL", "SIGTERM")}:
+        signal.signal(signal.Signals[name], _record_signal)
+
+
+_install_handlers()
+
+
+def _warn(text: str) -> None:
+    print(f"relay: rank {_this.rank}: {text}", file=sys.stderr, flush=True)
+
+
+# --- what other programs read ---
+
+
+class _Signs:
+    """The signs of life of this rank, and what rank 0 writes for `hpc status`, `hpc report` and trackers."""
+
+    def __init__(self) -> None:
+        self._step, self._count, self._beaten_at = 0, 0, 0.0
+        self._seconds: float | None = None
+        self._failed = False
+
+    def beat(self, step: int | None = None) -> None:
+        """Show that this rank lives, in the file from which the node's agent notices a hang."""
+        if _this.heartbeat is None:
+            return
+        now = time.monotonic()
+        if self._count:
+            seconds = now - self._beaten_at
+            self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
+        self._step, self._count, self._beaten_at = self._step if step is None else step, self._count + 1, now
+        fields = {
+            "rank": _this.rank, "pid": os.getpid(), "step": self._step, "phase": "script", "count": self._count,
+            "time": time.time(), "step_seconds": self._seconds,
+        }  # fmt: skip
+        try:
+            descriptor = os.open(_this.heartbeat, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                # Always of one size: a reader finds one whole record.
+                os.pwrite(descriptor, json.dumps(fields).encode().ljust(_HEARTBEAT_BYTES), 0)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            pass  # one sign of life is missing; the training goes on
+
+    def metrics(self, step: int, numbers: Mapping[str, float | None]) -> None:
+        """Append a line to the metrics of the training."""
+        line = {"step": step, **numbers, "world_size": _this.world_size, "attempt": _this.attempt, "time": time.time()}
+        self._append("metrics/train.jsonl", line)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Append to the ledger of the run, on rank 0."""
+        record = {"time": time.time(), "event": name, "attempt": _this.attempt, **fields}
+        self._append(f"events/attempt-{_this.attempt:03d}-script.jsonl", record)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if _this.run_dir is None or _this.rank != 0:
+            return
+        path = _this.run_dir / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with path.open("ab") as file:
+                file.write(json.dumps(record, default=str).encode() + b"\n")
+        except OSError as error:
+            if not self._failed:
+                _warn(f"{path} cannot be written ({error}): free some space; the training goes on without it")
+            self._failed = True
+
+
+_signs = _Signs()
+
+
+def report(*, step: int, **numbers: Any) -> None:
+    """Say how far the training is: for `hpc status`, `hpc report`, trackers, and so that a hang is noticed.
+
+    Each rank that calls it shows that it lives; rank 0 writes the numbers.
+
+    Args:
+        step: the optimizer steps done.
+        numbers: such as `loss`, `images_per_second`, `epoch`, `lr`; tensors of one element too, for which a GPU waits.
+    """
+    _signs.beat(step)
+    if _this.rank == 0 and numbers:
+        _signs.metrics(step, {name: _number(value) for name, value in numbers.items()})
+
+
+def _number(value: Any) -> float | None:
+    """A number as JSON has it: none is infinite."""
+    plain = value.item() if hasattr(value, "item") else value
+    return plain if math.isfinite(plain) else None
+
+
+# --- the ranks together ---
+
+
+class _Ranks:
+    """All ranks together: what one of them wants, all do at the same call."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._pending: tuple[torch.Tensor, Any] | None = None
+
+    def connect(self, call: str) -> None:
+        """Make a process group on the CPUs, once. Raises RuntimeError if the script has none yet."""
+        from torch import distributed
+
+        if _this.world_size == 1 or self._group is not None:
+            return
+        if not distributed.is_initialized():
+            raise RuntimeError(f"{call} needs the other ranks: call it after torch.distributed.init_process_group()")
+        self._group = distributed.new_group(backend="gloo")
+
+    def agree(self, wanted: list[int]) -> list[int]:
+        """The maximum of each number over the ranks, of the call before: so no rank waits for another one."""
+        import torch
+        from torch import distributed
+
+        if _this.world_size == 1:
+            return wanted
+        agreed = self.settle() or [0] * len(wanted)
+        # What was agreed on happens now: it must not happen twice.
+        asked = torch.tensor([0 if done else want for done, want in zip(agreed, wanted, strict=True)])
+        work = distributed.all_reduce(asked, distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = asked, work
+        return agreed
+
+    def settle(self) -> list[int] | None:
+        """End the exchange that is under way, and return what was agreed on; None: there was none."""
+        if self._pending is None:
+            return None
+        numbers, work = self._pending
+        self._pending = None
+        work.wait()
+        return [int(number) for number in numbers]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, by rank."""
+        import torch
+        from torch import distributed
+
+        if _this.world_size == 1:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(_this.world_size)]
+        distributed.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        largest = max(int(size) for size in sizes)
+        padded = [torch.zeros(largest, dtype=torch.uint8) for _ in sizes]
+        distributed.all_gather(padded, _as_tensor(data.ljust(largest, b"\0")), group=self._group)
+        return [bytes(each[: int(size)].numpy()) for each, size in zip(padded, sizes, strict=True)]
+
+    def share(self, data: bytes, owner: int) -> bytes:
+        """The bytes of one rank, on all."""
+        import torch
+        from torch import distributed
+
+        if _this.world_size == 1:
+            return data
+        size = torch.tensor([len(data)])
+        distributed.broadcast(size, distributed.get_global_rank(self._group, owner), group=self._group)
+        content = _as_tensor(data) if owner == _this.rank else torch.empty(int(size), dtype=torch.uint8)
+        distributed.broadcast(content, distributed.get_global_rank(self._group, owner), group=self._group)
+        return bytes(content.numpy())
+
+    def close(self) -> None:
+        """Let go of the process group. At exit, before Python takes itself apart: its threads would abort then."""
+        self._pending = self._group = None
+
+
+def _as_tensor(data: bytes) -> "torch.Tensor":
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+_ranks = _Ranks()
+atexit.register(_ranks.close)
+_stopping: tuple[int, float] | None = None
+_active: "SavedState | None" = None
+
+
+def should_stop() -> bool:
+    """Whether to save and exit with 0: True on all ranks at the same call, a step after one of them got a signal.
+
+    All ranks call it equally often, after each step. Within `with state(...)`, that is also when snapshots are taken.
+
+    Raises:
+        RuntimeError: there are several ranks, and torch.distributed is not initialized yet.
+    """
+    global _stopping  # noqa: PLW0603 - of one process
+    if _this.run_dir is None or _stopping:
+        return _stopping is not None
+    _ranks.connect("should_stop()")
+    _signs.beat(_active.step if _active else None)
+    wanted = [_signals[0][0] if _signals else 0, *(_active.due() if _active else (0, 0))]
+    stop, checkpoint, snapshot = _ranks.agree(wanted)
+    if stop:
+        _ranks.settle()
+        _stopping = stop, _signals[0][1] if _signals else time.monotonic()
+    elif _active and (checkpoint or snapshot):
+        _active.save(durable=bool(checkpoint))
+    return _stopping is not None
+
+
+# --- saved states ---
+
+
+def state(
+    *, checkpoint_seconds: float = 600.0, snapshot_seconds: float = 1.0, keep: int = 2, **objects: Saveable
+) -> "SavedState":
+    """Keep these objects over interruptions. All ranks enter and leave the `with` block together.
+
+    Entering restores the newest state that any rank can reach; `saved.step` says how many steps are done, and the loop
+    counts it up. `should_stop()` takes the snapshots and checkpoints that are due; leaving without an exception saves
+    the last step. Modules, optimizers and schedulers are the same on all ranks (DDP), or in shards (FSDP2). Of
+    everything else, such as a loader, each rank saves its own; and of the random number generators of torch and Python.
+
+    Args:
+        checkpoint_seconds: between checkpoints in the run directory.
+        snapshot_seconds: between snapshots in the memory of each node, from which the ranks go on when one of them has
+            died; longer where they would take more than 1 % of the time. 0: none.
+        keep: how many checkpoints to keep.
+        objects: each has `state_dict` and `load_state_dict`; the same names in every attempt.
+    """
+    return SavedState(objects, checkpoint_seconds, snapshot_seconds, keep)
+
+
+class SavedState:
+    """The objects that `state` keeps, while its block runs."""
+
+    step: int
+    """The optimizer steps done."""
+
+    def __init__(
+        self, objects: dict[str, Saveable], checkpoint_seconds: float, snapshot_seconds: float, keep: int
+    ) -> None:
+        self.step = 0
+        self._objects = objects
+        self._intervals = checkpoint_seconds, snapshot_seconds
+        self._keep = keep
+        self._saved_at = [time.monotonic()] * 2
+        self._saved_steps = [-1, -1]
+        self._cost_seconds = 0.0
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="relay")
+        self._writing: Future[None] | None = None
+        self._takes_snapshots = bool(snapshot_seconds) and _this.snapshots is not None
+        self._first_step: int | None = None
+        self._unwritten: OSError | None = None
+
+    def __enter__(self) -> Self:
+        """Restore the newest state, if there is one.
+
+        Raises:
+            RuntimeError: there are several ranks, and torch.distributed is not initialized yet.
+            TypeError: a state holds what could not be restored.
+            KeyError: the saved state is of other objects.
+        """
+        global _active  # noqa: PLW0603 - of one process
+        if _this.run_dir is None:
+            return self
+        _ranks.connect("state()")
+        began = time.monotonic()
+        _check_restorable(self._objects)
+        source = _restore(self._objects)
+        self.step = source.step if source else 0
+        self._saved_steps = [self.step if source and source.durable else -1, self.step]
+        self._first_step = self.step
+        _signs.beat(self.step)
+        _signs.event(
+            "train_started",
+            step=self.step, world_size=_this.world_size, restored_from=source and source.path,
+            source=source and ("checkpoint" if source.durable else "snapshot"),
+            restore_seconds=round(time.monotonic() - began, 3),
+        )  # fmt: skip
+        _active = self
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Save the last step, also at sys.exit(0); nothing after an error. Raises OSError if it cannot be written."""
+        global _active  # noqa: PLW0603 - of one process
+        _active = None
+        is_done = error is None or (isinstance(error, SystemExit) and error.code in {None, 0})
+        if _this.run_dir is not None and is_done:
+            _ranks.settle()
+            self.save(durable=True)
+            self._wait()
+            if self._unwritten:
+                raise self._unwritten
+            if _stopping:
+                number, at = _stopping
+                seconds = round(time.monotonic() - at, 3)
+                _signs.event("train_stopped", step=self.step, signal=signal.Signals(number).name, seconds=seconds)
+        self._writer.shutdown(wait=is_done)
+
+    def due(self) -> tuple[int, int]:
+        """Whether a checkpoint, and a snapshot, are due: 1 or 0. The clock of rank 0 decides."""
+        if self._first_step is not None and self.step > self._first_step:
+            _signs.event("first_step", step=self.step)
+            self._first_step = None
+        if _this.rank != 0 or (self._writing and not self._writing.done()):
+            return 0, 0
+        checkpoint_seconds, snapshot_seconds = self._intervals
+        waits = checkpoint_seconds, max(snapshot_seconds, _SECONDS_PER_COST * self._cost_seconds)
+        late = [time.monotonic() - at >= wait for at, wait in zip(self._saved_at, waits, strict=True)]
+        return int(late[0]), int(late[1] and self._takes_snapshots)
+
+    def save(self, *, durable: bool) -> None:
+        """Save this step, unless it is saved already. All ranks call it together.
+
+        What cannot be written is no error yet: a checkpoint is tried again when the next one is due, and at the end.
+        """
+        kind, began = 0 if durable else 1, time.monotonic()
+        self._saved_at[kind] = began
+        if self._saved_steps[kind] == self.step:
+            return
+        self._saved_steps[kind] = self.step
+        content = _capture(self._objects, self.step)
+        copy_seconds = time.monotonic() - began
+        self._cost_seconds = max(0.9 * self._cost_seconds, copy_seconds)
+        directory = _directory(durable=durable)
+        if directory is None or not (durable or self._takes_snapshots):
+            return
+        if durable or self._writing is None or self._writing.done():
+            self._wait()
+            write = partial(self._write, directory, self.step, content, copy_seconds, durable=durable)
+            self._writing = self._writer.submit(write)
+
+    def _wait(self) -> None:
+        """Wait for the state that is being written."""
+        writing, self._writing = self._writing, None
+        if writing:
+            writing.result()
+
+    def _write(
+        self, directory: Path, step: int, content: Mapping[str, Any], copy_seconds: float, *, durable: bool
+    ) -> None:
+        began, thread_began = time.monotonic(), time.thread_time()
+        try:
+            _write_state(directory, step, content, keep=self._keep if durable else _KEPT_SNAPSHOTS, durable=durable)
+        except OSError as error:
+            if durable:
+                self._unwritten, self._saved_steps[0] = error, -1
+                _signs.event("checkpoint_failed", step=step, reason=str(error))
+                _warn(f"the checkpoint of step {step} could not be written, and is tried again later: {error}")
+            else:
+                self._takes_snapshots = False
+                _warn(f"no more snapshots: {error}; an interruption now costs the steps since the last checkpoint")
+            return
+        if durable:
+            self._unwritten, seconds = None, round(time.monotonic() - began, 3)
+            _signs.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
+        else:
+            # Where the ranks compute on CPUs, this thread takes time from them.
+            self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)
+
+
+def _directory(*, durable: bool) -> Path | None:
+    """Where this rank saves states; None: another one does."""
+    if durable:
+        return _this.run_dir / "checkpoints" if _this.run_dir and _this.rank == 0 else None
+    return _this.snapshots if _this.local_rank == 0 else None
+
+
+def _capture(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]:
+    """A copy of all states, in memory that the training does not touch. All ranks call it together."""
+    writes = _this.local_rank == 0
+    shared = {name: _copied(each.state_dict(), keep=writes) for name, each in objects.items() if _is_shared(each)}
+    own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}
+    every = _ranks.gather(_serialized({"objects": own, "random": _random_states()}))
+    return {"step": step, "world_size": _this.world_size, "shared": shared, "own": every}
+
+
+def _is_shared(one: Saveable) -> bool:
+    """Whether all ranks have the same state, or shards of one."""
+    from torch import nn, optim
+
+    return isinstance(one, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler)
+
+
+def _copied(value: Any, *, keep: bool) -> Any:
+    """The same with whole tensors in the host's memory; all ranks put the shards together, `keep` or not."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, torch.Tensor):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole.detach().to("cpu", copy=True) if keep else None
+    if isinstance(value, dict):
+        return {key: _copied(each, keep=keep) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(each, keep=keep) for each in value)
+    return value
+
+
+def _random_states() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _restore_random(states: Mapping[str, Any]) -> None:
+    import torch
+
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _serialized(content: Any) -> bytes:
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _deserialized(data: bytes) -> Any:
+    """What was saved. Code in it is not run, but refused."""
+    import torch
+
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _check_restorable(objects: Mapping[str, Saveable]) -> None:
+    """Refuse, before the first step, a state that could be saved and not restored."""
+    from pickle import UnpicklingError
+
+    from torch import nn
+
+    for name, each in objects.items():
+        if isinstance(each, nn.Module):
+            continue
+        try:
+            _deserialized(_serialized(_copied(each.state_dict(), keep=True)))
+        except UnpicklingError as error:
+            raise TypeError(
+                f"state({name}=...): its state_dict() holds more than tensors, numbers and texts, so it could not be "
+                f"restored: {error}"
+            ) from error
+
+
+# --- files ---
+
+
+def _write_state(directory: Path, step: int, content: Mapping[str, Any], *, keep: int, durable: bool) -> None:
+    """Write a state, visible only when it is complete, and remove all but the newest. Raises OSError."""
+    path = directory / f"step-{step:08d}"
+    data = _serialized(content)
+    directory.mkdir(parents=True, exist_ok=True)
+    if not durable and shutil.disk_usage(directory).free < (_SNAPSHOTS_AT_ONCE - len(_steps(directory))) * len(data):
+        raise OSError(f"{directory} has no room for {_SNAPSHOTS_AT_ONCE} snapshots of {len(data) / 1e6:,.1f} MB")
+    temporary = directory / f".{path.name}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(mode=0o700)
+        files = {_STATE_FILE: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+        manifest = json.dumps({"step": step, "files": files}, indent=2).encode()
+        for name, text in ((_STATE_FILE, data), (_MANIFEST, manifest)):
+            with (temporary / name).open("wb") as file:
+                file.write(text)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    for outdated in _steps(directory)[keep:]:
+        _remove(outdated)
+
+
+def _remove(path: Path) -> None:
+    """Remove a state so that a kill in between leaves none that looks complete."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.rename(hidden)
+    except OSError:
+        return  # somebody else has removed it
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _steps(directory: Path) -> list[Path]:
+    """The states in a directory, the newest first."""
+    return sorted(directory.glob("step-*"), key=lambda path: int(path.name[5:]), reverse=True)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class _Source:
+    """A saved state that a rank can read: the newest is tried first, and a checkpoint before a snapshot."""
+
+    step: int
+    durable: bool
+    rank: int
+    path: str
+
+
+def _sources() -> Iterator[_Source]:
+    """Those of this rank; the newest last."""
+    for durable in (True, False):
+        directory = _directory(durable=durable)
+        if directory is None or not directory.is_dir():
+            continue
+        for abandoned in directory.glob(".step-*.tmp"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        for path in _steps(directory):
+            yield _Source(step=int(path.name[5:]), durable=durable, rank=_this.rank, path=str(path))
+
+
+def _restore(objects: Mapping[str, Saveable]) -> _Source | None:
+    """Load the newest state that is intact, and return where it was; None: there is none. All ranks call it together.
+
+    One rank reads it and gives it to the others, so no node needs the memory of another one.
+    """
+    mine, restored = sorted(_sources()), None
+    while restored is None:
+        newest = _ranks.gather(json.dumps(vars(mine[-1]) if mine else None).encode())
+        found = [_Source(**fields) for each in newest if (fields := json.loads(each))]
+        if not found:
+            return None
+        best, data = max(found), b""
+        if best.rank == _this.rank:
+            mine.pop()
+            data = _read(best)
+        data = _ranks.share(data, best.rank)
+        if data:
+            _load(objects, _deserialized(data))
+            restored = best
+    if (snapshots := _directory(durable=False)) and snapshots.is_dir():
+        for path in _steps(snapshots):
+            if int(path.name[5:]) > restored.step:
+                _remove(path)
+    return restored
+
+
+def _read(source: _Source) -> bytes:
+    """The file of a state; empty if that is damaged, and is not tried again."""
+    path = Path(source.path)
+    try:
+        data = (path / _STATE_FILE).read_bytes()
+        expected = json.loads((path / _MANIFEST).read_bytes())["files"][_STATE_FILE]["sha256"]
+        problem = "" if hashlib.sha256(data).hexdigest() == expected else f"{_STATE_FILE} is not as it was written"
+    except (OSError, ValueError, KeyError) as error:
+        problem = f"it cannot be read: {error!r}"
+    if not problem:
+        return data
+    _warn(f"{path} is not used: {problem}")
+    if source.durable:
+        path.rename(path.with_name(f"rejected-{path.name}"))
+    else:
+        _remove(path)
+    return b""
+
+
+def _load(objects: Mapping[str, Saveable], content: Mapping[str, Any]) -> None:
+    """Give the objects a saved state. Raises KeyError if it is that of other objects."""
+    every = content["own"]
+    # With more ranks than then, some of them continue as others do.
+    own = _deserialized(every[_this.rank % len(every)])
+    states = {**content["shared"], **own["objects"]}
+    if states.keys() != objects.keys():
+        raise KeyError(
+            f"the saved state is of {', '.join(sorted(states))}, and state() got {', '.join(sorted(objects))}"
+        )
+    for name, each in objects.items():
+        each.load_state_dict(_in_shards(each, states[name]))
+    _restore_random(own["random"])
+
+
+def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
+    """The state with its tensors in shards where the module or the optimizer has its parameters in shards (FSDP2)."""
+    from torch import nn, optim
+
+    if isinstance(one, nn.Module):
+        current = one.state_dict()
+        return {name: _like(current.get(name), value) for name, value in content.items()}
+    if not isinstance(one, optim.Optimizer):
+        return content
+    parameters = [each for group in one.param_groups for each in group["params"]]
+    values = {
+        index: {name: _like(parameters[int(index)], value) for name, value in each.items()}
+        for index, each in content["state"].items()
+    }
+    return {**content, "state": values}
+
+
+def _like(model: Any, value: Any) -> Any:
+    """A whole tensor in shards like another one of its shape, if that is in shards."""
+    import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(model, DTensor) or not isinstance(value, torch.Tensor) or value.shape != model.shape:
+        return value
+    return distribute_tensor(value.to(model.device), model.device_mesh, model.placements)
