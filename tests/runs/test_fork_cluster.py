@@ -10,6 +10,7 @@ from hpc.core.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 EPOCH = 118  # steps
+EPOCHS = 8  # so many that the source still trains when it is forked
 
 
 def fork(site: Site, source: Run, name: str, *flags: str) -> Run:
@@ -33,15 +34,15 @@ def assert_continues(run: Run, since: int, until: int) -> None:
 
 def test_fork_of_a_running_and_of_a_complete_run_goes_on_from_the_newest_state(ordinary_user: Site) -> None:
     flags = ("--data=data", *PAIR, *TINY_BATCH, "--log-every=1", "--checkpoint-every=5", "--lr-scheduler=constant")
-    source = ordinary_user.submit("--name=source", "--epochs=2", *flags)
+    source = ordinary_user.submit("--name=source", f"--epochs={EPOCHS}", *flags)
     source.wait_for_steps(20)
     before = newest_saved(source)
-    early = fork(ordinary_user, source, "early", "--epochs=1", "--lr=0.01", "--nodes=1")
+    early = fork(ordinary_user, source, "early", "--lr=0.01", "--nodes=1")
     (from_checkpoint,) = [int(path.name.removeprefix("step-")) for path in early.directory.checkpoints.glob("step-*")]
-    assert before <= from_checkpoint < 2 * EPOCH
-    assert_continues(early, from_checkpoint, EPOCH)
+    assert before <= from_checkpoint < EPOCHS * EPOCH
+    assert_continues(early, from_checkpoint, EPOCHS * EPOCH)
 
     source.wait_for_state("completed")
-    longer = fork(ordinary_user, source, "longer", "--epochs=3")
-    assert_continues(longer, 2 * EPOCH, 3 * EPOCH)
+    longer = fork(ordinary_user, source, "longer", f"--epochs={EPOCHS + 1}")
+    assert_continues(longer, EPOCHS * EPOCH, (EPOCHS + 1) * EPOCH)
     assert source.status()["state"] == "completed"

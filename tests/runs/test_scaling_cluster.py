@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from cluster import Site, hpc_json
 
+from hpc.core import ledger
 from hpc.core.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -21,13 +22,14 @@ def slow_network(testbed: dict[str, Any]) -> Iterator[None]:  # noqa: ARG001  # 
 
 
 def test_study_names_the_network_as_the_limit_and_goes_on_after_a_requeue(ordinary_user: Site) -> None:
-    flags = ("--data=data", "--nodes", "1", "2", "--cpus-per-gpu=1", "--batch-size=16", "--log-every=1")
+    flags = ("--data=data", "--nodes", "1", "2", "--cpus-per-gpu=1", "--batch-size=16", "--log-every=1", "--epochs=50")
     first = RunDir(ordinary_user.path / "runs/slow/slow-1x1")
     with ordinary_user.started("scaling", "--json", "--name=slow", "--minutes=0.2", *flags, errors=None) as controller:
         while not first.train_metrics.exists():
             assert controller.poll() is None
             time.sleep(0.3)
-        job = json.loads(ordinary_user.hpc("status", "slow", "--json").stdout)[0]["job_id"]
+        # hpc status takes so long that the run could end meanwhile.
+        [job] = [event["job_id"] for event in ledger.read(first.events) if event["event"] == "submitted"]
         ordinary_user.slurm("scontrol", "requeue", job)
         found = json.loads(controller.communicate()[0])
     one, two = found["sizes"]

@@ -17,13 +17,14 @@ def test_requeued_trial_goes_on(ordinary_user: Site) -> None:
         "--data=data", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--batch-size=16", "--log-every=1",
     )  # fmt: skip
     before = ordinary_user.submit(*training, "--epochs=1", "--name=before")
-    flags = ("--param=lr=0.05,1e-7", "--sampler=grid", "--metric=train/loss", "--epochs=3", "--after=before", *training)
+    flags = ("--param=lr=0.05,1e-7", "--sampler=grid", "--metric=train/loss", "--epochs=8", "--after=before", *training)
     first = RunDir(ordinary_user.path / "runs/pets/pets-000")
     with ordinary_user.started("sweep", "--json", "--name=pets", *flags, errors=None) as controller:
         while not first.train_metrics.exists() or len(first.train_metrics.read_text().splitlines()) < 20:
             assert controller.poll() is None
             time.sleep(0.3)
-        job = json.loads(ordinary_user.hpc("status", "pets", "--json").stdout)[0]["job_id"]
+        # hpc status takes so long that the trial could end meanwhile.
+        [job] = [event["job_id"] for event in ledger.read(first.events) if event["event"] == "submitted"]
         ordinary_user.slurm("scontrol", "requeue", job)
         found = json.loads(controller.communicate()[0])
     assert [one["state"] for one in found["trials"]] == ["completed", "completed"]
@@ -36,4 +37,4 @@ def test_requeued_trial_goes_on(ordinary_user: Site) -> None:
         ["completed"],
     ]
     steps = [json.loads(line)["step"] for line in first.train_metrics.read_text().splitlines()]
-    assert steps[-1] == 3 * 118
+    assert steps[-1] == 8 * 118

@@ -15,7 +15,7 @@ import pytest
 
 from hpc.core.errors import UserError
 from hpc.core.files import append_json_line, write_json
-from hpc.core.kernel import start_time
+from hpc.core.kernel import is_alive, start_time
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import HeldNodeDir, NodeDir
 from hpc.core.rundir import RunDir
@@ -202,9 +202,10 @@ def test_agent_tree_has_the_agent_and_its_descendants(run: RunDir, spawn: Callab
     wait_for(lambda: len(node_faults.agent_tree(run.path)) == 2)
     first, child = node_faults.agent_tree(run.path)
     assert first == agent.pid
+    started = start_time(child)
     node_faults.main([str(run.path), "kill-all"])
     assert agent.wait(30) == -signal.SIGKILL
-    wait_for(lambda: start_time(child) is None or state_of(child) == "Z")
+    wait_for(lambda: not is_alive(child, started))
 
 
 @pytest.fixture
