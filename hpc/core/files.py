@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,12 @@ def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
         return
     for first in range(0, len(lines), _LINES_PER_PARSE):
         yield from _parse_lines(lines[first : first + _LINES_PER_PARSE])
+
+
+def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
+    """A number from a record that a user's script may have written; None for anything else."""
+    value = record.get(name)
+    return value if type(value) in {int, float} else None
 
 
 def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:

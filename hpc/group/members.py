@@ -108,8 +108,9 @@ class Supervision:
 
     def check(self) -> None:
         """Do what `hpc supervise --once` does, once a minute. Raises TorchrelayError if Slurm does not answer."""
-        on_slurm = any(run.script.exists() for run in cli.all_runs(self._group.path))
-        if on_slurm and time.monotonic() - self._checked > _SUPERVISE_SECONDS:
+        if time.monotonic() - self._checked < _SUPERVISE_SECONDS:
+            return
+        if any(run.script.exists() for run in cli.all_runs(self._group.path)):
             self._checked = time.monotonic()
             for line in check_runs(SuperviseOptions(runs_dir=self._group.path), []):
                 if line["problem"]:

@@ -10,22 +10,13 @@ from typing import Annotated, Any
 import tyro
 
 from hpc import cli
-from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.flags import typed_names
 from hpc.group.members import common, user_code
 from hpc.group.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on
 from hpc.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes
 from hpc.spec import Resources
-from hpc.submit.options import (
-    SubmitScript,
-    SubmitTraining,
-    flag_names,
-    is_everyday,
-    options_for,
-    split_script,
-    with_defaults,
-)
+from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli.run(partial(study, _continued), StudyOptions, "scaling", flags)
     nodes, gpus, others = split_sizes(flags)
     options: type[ScalingTraining | ScalingScript] = ScalingScript if script else ScalingTraining
-    rare = "--help-train" in flags
-    return cli.run(
-        partial(study, partial(_started, nodes=nodes, gpus=gpus, script=script)),
-        options,
-        "scaling",
-        ["--help"] if rare else others,
-        expand=lambda given: with_defaults(given, flag_names(options_for(script))),
-        shown=program.Help(
-            hidden=NOT_OF_GROUPS | {field.name for field in program.flags(options) if is_everyday(field.name) == rare}
-        ),
-    )
+    started = partial(study, partial(_started, nodes=nodes, gpus=gpus, script=script))
+    return run_verb("scaling", started, options, others, script, hidden=NOT_OF_GROUPS)
 
 
 def study(spec_of: Callable[[ScalingDir, Any], ScalingSpec], options: Options) -> int:
@@ -128,10 +110,11 @@ def _started(
     if not options.minutes > 0 or options.parallel < 1:
         raise UserError(f"--minutes is {options.minutes:g} and --parallel {options.parallel}: use 1 or more")
     check_is_new(directory, options)
-    gpu_type, numbers = read_gpus(gpus)
+    gpu_type, numbers = read_gpus(gpus or [options.resources.gpus_per_node])
     code = user_code(options, script)
     spec = ScalingSpec(
-        nodes=read_nodes(nodes), gpus=numbers, gpu_type=gpu_type, minutes=options.minutes, mode=options.mode,
+        nodes=read_nodes(nodes or [options.resources.nodes]), gpus=numbers, gpu_type=gpu_type,
+        minutes=options.minutes, mode=options.mode,
         batch_size=options.train.batch_size if isinstance(options, ScalingTraining) else None,
         parallel=options.parallel, **common(options, script, code),
     )  # fmt: skip

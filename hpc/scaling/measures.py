@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from hpc.core import ledger
-from hpc.core.files import read_json_lines
+from hpc.core.files import number_in, read_json_lines
 from hpc.core.rundir import RunDir
 from hpc.scaling.scaling_dir import Size
 from hpc.spec import RunSpec
@@ -74,18 +74,18 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
     # The first line of an attempt has what starting costs.
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     last = lines[-1] if lines else {}
-    step, seconds, epoch = (_number(last, name) for name in ("step", "train_seconds", "epoch"))
+    step, seconds, epoch = (number_in(last, name) for name in ("step", "train_seconds", "epoch"))
     of_epoch = round(started[-1]["total_steps"] / train.epochs) if started and train else None
     epochs = step / of_epoch if step and of_epoch else epoch
     test = _last(evaluations, "test")
-    validation = [line for line in evaluations if line.get("split") == "val" and _number(line, "loss") is not None]
+    validation = [line for line in evaluations if line.get("split") == "val" and number_in(line, "loss") is not None]
     return Measures(
         size=size, run=run.name, state=summary["state"], lr=max(_column(lines, "lr"), default=None),
         batch_size=train.batch_size if train else None, steps_per_epoch=of_epoch,
         epoch_seconds=seconds / epochs if seconds and epochs else None, epochs=epochs,
         images_per_second=_middle(steady, "images_per_second"),
         val_loss=min(_column(validation, "loss"), default=None),
-        test_loss=_number(test, "loss"), test_accuracy=_number(test, "accuracy"),
+        test_loss=number_in(test, "loss"), test_accuracy=number_in(test, "accuracy"),
         data_wait_share=_mean(steady, "data_wait_share"),
         allreduce_wait_share=_mean(steady, "allreduce_wait_share"),
         allreduce_seconds=_middle(steady, "allreduce_seconds"),
@@ -174,13 +174,8 @@ def _speed(one: Measures) -> float:
     return one.images_per_second or 0.0
 
 
-def _number(line: Mapping[str, Any], name: str) -> float | None:
-    value = line.get(name)
-    return value if type(value) in {int, float} else None
-
-
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    return [value for line in lines if (value := _number(line, name)) is not None]
+    return [value for line in lines if (value := number_in(line, name)) is not None]
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -199,10 +194,10 @@ def _last(evaluations: Sequence[Mapping[str, Any]], split: str) -> Mapping[str, 
 
 def _curve(points: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> Curve:
     """Losses by the seconds of training; those of evaluations, which have none, by the line of their step."""
-    seconds = {line.get("step"): _number(line, "train_seconds") for line in lines}
+    seconds = {line.get("step"): number_in(line, "train_seconds") for line in lines}
     found = list[tuple[float, float]]()
     for point in points:
-        at, loss = _number(point, "train_seconds") or seconds.get(point.get("step")), _number(point, "loss")
+        at, loss = number_in(point, "train_seconds") or seconds.get(point.get("step")), number_in(point, "loss")
         if at is not None and loss is not None:
             found.append((at, loss))
     return tuple(found)

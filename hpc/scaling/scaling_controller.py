@@ -29,7 +29,7 @@ class ScalingController:
         self._study, self._spec, self._tell = study, spec, tell
         self._cache, self._supervision = StatusCache(), Supervision(study, tell)
         self._refused = dict[Size, str]()
-        self._ended = set[Size]()
+        self._ended, self._on_page = set[Size](), set[Size]()
 
     def step(self) -> bool:
         """Follow the runs that run, and start others. Returns whether the study is over.
@@ -65,7 +65,10 @@ class ScalingController:
         return found
 
     def write_result(self) -> None:
-        """Write the page."""
+        """Write the page, if another run has ended."""
+        if self._ended == self._on_page:
+            return
+        self._on_page = {*self._ended}
         write_page(self._study, self._spec, self.measures())
 
     def _start(self, size: Size) -> bool:

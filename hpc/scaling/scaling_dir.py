@@ -92,12 +92,12 @@ def read_nodes(values: Sequence[str]) -> tuple[int, ...]:
     """Numbers of nodes. Raises UserError if one is not a number from 1, or is there twice."""
     if not all(value.isdecimal() and int(value) for value in values) or len({*values}) < len(values):
         raise UserError(f"--nodes is {' '.join(values)!r}: use different numbers, such as --nodes 1 2 4 8")
-    return tuple(map(int, values)) or (1,)
+    return tuple(map(int, values))
 
 
 def read_gpus(values: Sequence[str]) -> tuple[str | None, tuple[int, ...]]:
     """The type of the GPUs, None if it was not given, and their numbers per node. Raises UserError as `read_nodes`."""
-    split = [value.rpartition(":")[::2] for value in values or ("1",)]
+    split = [value.rpartition(":")[::2] for value in values]
     types = {kind for kind, _ in split if kind}
     numbers = [number for _, number in split]
     if len(types) > 1 or not all(map(str.isdecimal, numbers)) or len({*numbers}) < len(numbers):

@@ -16,7 +16,7 @@ from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of, budget_now, last_job_id, may_restart_after
 from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import last_json_line, storage_time
+from hpc.core.files import last_json_line, number_in, storage_time
 from hpc.core.kernel import is_alive
 from hpc.core.ledger import Event
 from hpc.core.ownership import other_owner
@@ -107,13 +107,13 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "state": state,
         "attempt": attempts[-1].attempt if attempts else None,
         "attempts": [{key: getattr(attempt, key) for key in _ATTEMPT_KEYS} for attempt in attempts],
-        "epoch": _number(train, "epoch"),
-        "step": _number(train, "step"),
+        "epoch": number_in(train, "epoch"),
+        "step": number_in(train, "step"),
         "total_steps": started[-1].get("total_steps") if started else None,
         "world_size": train.get("world_size"),
         "device": checked[-1].get("device") if checked else None,
-        "images_per_second": _number(train, "images_per_second"),
-        "train_loss": _number(train, "loss"),
+        "images_per_second": number_in(train, "images_per_second"),
+        "train_loss": number_in(train, "loss"),
         "val_accuracy": validation.get("accuracy"),
         "test_accuracy": final.get("test_accuracy"),
         "best_test_accuracy": best.get("test_accuracy") if isinstance(best, dict) else None,
@@ -148,12 +148,6 @@ def _waits_for(run: RunDir, spec: RunSpec | None, queue: Mapping[str, SlurmJob] 
         for one in found
         if not one.is_over
     ]
-
-
-def _number(record: Mapping[str, Any], name: str) -> int | float | None:
-    """A number from a file that a user's script may have written; None for anything else."""
-    value = record.get(name)
-    return value if type(value) in {int, float} else None
 
 
 def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, Any]:

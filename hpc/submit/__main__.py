@@ -6,37 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc import cli
-from hpc.core import program
 from hpc.core.rundir import RunDir
 from hpc.submit.cluster_choice import this_machine
 from hpc.submit.dry_run import show_dry_run
 from hpc.submit.new_run import NewRun, start_run
-from hpc.submit.options import (
-    SubmitOptions,
-    flag_names,
-    is_everyday,
-    options_for,
-    options_for_help,
-    split_script,
-    with_defaults,
-)
+from hpc.submit.options import SubmitOptions, options_for_help, run_verb, split_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     arguments, script = split_script(list(sys.argv[1:] if argv is None else argv))
     options = options_for_help(arguments, script)
-    others = "--help-train" in arguments
-    return cli.run(
-        lambda parsed: show(start_run(parsed, script), parsed),
-        options,
-        "submit",
-        ["--help"] if others else arguments,
-        expand=lambda given: with_defaults(given, flag_names(options_for(script))),
-        shown=program.Help(
-            hidden={field.name for field in program.flags(options) if is_everyday(field.name) == others}
-        ),
-    )
+    return run_verb("submit", lambda parsed: show(start_run(parsed, script), parsed), options, arguments, script)
 
 
 def show(new: NewRun, options: SubmitOptions) -> int:

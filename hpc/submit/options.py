@@ -2,14 +2,15 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from hpc import cli
+from hpc.core import program
 from hpc.spec import Network, Notification, Recovery, Resources, Service
 from hpc.submit import sbatch_flags, sbatch_variables
 from hpc.submit.cluster_choice import SLURM_FLAGS, ClusterFlag
@@ -161,6 +162,30 @@ def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
 def is_everyday(flag: str) -> bool:
     """Whether `--help` shows a flag; `--help-train` shows the others."""
     return flag not in _RARE and (flag in _EVERYDAY or flag not in _TRAINING)
+
+
+def run_verb(
+    name: str,
+    work: Callable[[Any], int],
+    options: type[SubmitOptions],
+    arguments: list[str],
+    script: tuple[str, ...],
+    hidden: Collection[str] = (),
+) -> int:
+    """Run a verb with the flags of a submission, whose help is in two parts: `--help`, and `--help-train`.
+
+    The defaults and files of the user come first. No help shows the flags of `hidden` fields.
+    """
+    others = "--help-train" in arguments
+    of_other_part = {field.name for field in program.flags(options) if is_everyday(field.name) == others}
+    return cli.run(
+        work,
+        options,
+        name,
+        ["--help"] if others else arguments,
+        expand=lambda given: with_defaults(given, flag_names(options_for(script))),
+        shown=program.Help(hidden={*hidden, *of_other_part}),
+    )
 
 
 def with_defaults(arguments: list[str], known: Mapping[str, bool]) -> list[str]:

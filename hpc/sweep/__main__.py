@@ -10,20 +10,11 @@ from typing import Annotated, Any
 import tyro
 
 from hpc import cli
-from hpc.core import program
 from hpc.core.errors import UserError, need_package
 from hpc.flags import typed_names
 from hpc.group.members import check_placeholders, common, user_code
 from hpc.group.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on
-from hpc.submit.options import (
-    SubmitScript,
-    SubmitTraining,
-    flag_names,
-    is_everyday,
-    options_for,
-    split_script,
-    with_defaults,
-)
+from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
 from hpc.sweep.space import grid_of, read_space
 from hpc.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
 from training.config.train_config import TrainConfig
@@ -92,17 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not script and not {"param", "help", "help-train"} & typed_names(flags) and "-h" not in flags:
         return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags)
     options: type[SweepTraining | SweepScript] = SweepScript if script else SweepTraining
-    others = "--help-train" in flags
-    return cli.run(
-        partial(sweep, partial(_started, script=script)),
-        options,
-        "sweep",
-        ["--help"] if others else flags,
-        expand=lambda given: with_defaults(given, flag_names(options_for(script))),
-        shown=program.Help(
-            hidden=NOT_OF_GROUPS | {field.name for field in program.flags(options) if is_everyday(field.name) == others}
-        ),
-    )
+    started = partial(sweep, partial(_started, script=script))
+    return run_verb("sweep", started, options, flags, script, hidden=NOT_OF_GROUPS)
 
 
 def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> int:

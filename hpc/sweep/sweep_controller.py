@@ -53,6 +53,7 @@ class SweepController:
     def __init__(self, sweep: SweepDir, spec: SweepSpec, tell: Callable[[str], None]) -> None:
         self._sweep, self._spec, self._tell = sweep, spec, tell
         self.study = open_study(sweep, spec)
+        self._on_page = 0
         self._cache, self._supervision = StatusCache(), Supervision(sweep, tell)
 
     def step(self) -> bool:
@@ -79,7 +80,11 @@ class SweepController:
         return not self._running()
 
     def write_result(self) -> None:
-        """Write the best trial and the page."""
+        """Write the best trial and the page, if another trial is completed."""
+        completed = len(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+        if completed == self._on_page:
+            return
+        self._on_page = completed
         write_result(self._sweep, self._spec, self.study)
 
     def _running(self) -> Sequence[FrozenTrial]:
