@@ -15,7 +15,7 @@ ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 HIDDEN := $(if $(ROOT),$(shell setpriv --reuid=65534 --regid=65534 --clear-groups test -r $(CURDIR)/pyproject.toml || echo yes))
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill test matrix check format lock clean
+.PHONY: demo drill gpu gpu-bundle test matrix check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -54,6 +54,19 @@ else
 endif
 endif
 
+# On one NVIDIA GPU, in nine minutes: benchmarks/gpu/__main__.py. Without a network: GPU_BUNDLE=DIR, of make gpu-bundle.
+GPU_PYTHON ?= $(if $(wildcard $(READY)),$(BIN)/python,python3)
+GPU_BUNDLE ?=
+export GPU_BUNDLE
+PARTS :=
+
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu $(PARTS) $(FLAGS)
+
+gpu-bundle: $(READY)
+	@$(call INSTALL,$(PACKAGES))
+	$(BIN)/python benchmarks/gpu/bundle.py $(or $(GPU_BUNDLE),gpu-bundle)
+
 # The tests on the Slurm, on that of other releases of Debian: make matrix SLURM=24.11 TESTS=tests/runs/test_job.py
 SLURM := 22.05 24.11 26.05
 RELEASE_22.05 := bookworm
@@ -72,7 +85,7 @@ check: $(READY)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -q tests/test_house.py
 	$(BIN)/mypy
-	$(BIN)/mypy benchmarks/*.py
+	$(BIN)/mypy benchmarks/*.py benchmarks/gpu/*.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix

@@ -5,6 +5,7 @@ is repeated, and costs nothing else.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
@@ -75,6 +76,8 @@ class Trainer:
         corrupt_images = CorruptImages(data.train, config.max_corrupt_images, group, self.logger)
         self.corrupt_images = self.state.register("corrupt_images", corrupt_images)
         self.stepper = Stepper(config, self.schedule, group, self.state, preprocess, context.fault)
+        self.ended: str | None = None
+        """Why the training has ended before the last epoch's end; None: it has not."""
         self.step_timer = StepTimer(context, group, model)
         self.stop_consensus = StopConsensus(group.control)
         checkpoints = CheckpointDestination(context, group, self.logger, sharded=self.state.sharded)
@@ -106,7 +109,9 @@ class Trainer:
         self.stepper.warm_up(self.data.channels, self.data.size)
         self.resume()
         try:
-            self.complete(self.fit())
+            for _ in self.steps():
+                pass
+            self.complete()
         except StopRequested as request:
             self.save_and_stop(request)
         except (TorchrelayError, KeyboardInterrupt) as error:
@@ -165,12 +170,13 @@ class Trainer:
 
     # --- steps ---
 
-    def fit(self) -> str | None:
-        """Make all remaining steps; return why the training ends before the last epoch's end, None if it does not."""
+    def steps(self) -> Iterator[None]:
+        """Make all remaining steps, each when the next is asked for, and set `ended` if the training ends early."""
         progress, group = self.state.progress, self.group
         self.validate_if_due()
-        if reason := self.early_stopping.reason(progress, group):
-            return reason
+        self.ended = self.early_stopping.reason(progress, group)
+        if self.ended:
+            return
         requests = self.schedule.requests(progress.epoch, progress.samples_seen, group.rank, group.world_size)
         first = progress.step + 1
         with load_device_batches(group.device, self.data.train, requests, self.workers) as batches:
@@ -182,7 +188,8 @@ class Trainer:
                     self.snapshot_writer.save()
                 if agreed.end or out_of_patience(self.config, progress):
                     self.save()
-                    return MAX_HOURS if agreed.end else PATIENCE
+                    self.ended = MAX_HOURS if agreed.end else PATIENCE
+                    return
                 self.context.fault.inject("boundary", progress.step + 1, group.rank)
                 if self.config.log_samples:
                     self.samples.append({"step": progress.step + 1, "indices": batch.indices.tolist()})
@@ -199,7 +206,7 @@ class Trainer:
                 if epoch_ended or self.checkpoint_writer.due_by_step():
                     self.save()
                 self.validate_if_due()
-        return None
+                yield
 
     def agree(self) -> StepFlags:
         """Exchange flags with the other ranks, and return those that were agreed on at the boundary before.
@@ -307,13 +314,13 @@ class Trainer:
 
     # --- after the last step ---
 
-    def complete(self, ended: str | None) -> None:
-        """Test the model as it is after the last step, and write `final/`; `ended` is why the training ended early."""
-        if ended:
+    def complete(self) -> None:
+        """Test the model as it is after the last step, and write `final/`."""
+        if self.ended:
             step = self.state.progress.step
-            self.console.print(f"no step follows step {step}: {self.early_stopping.message(ended)}")
+            self.console.print(f"no step follows step {step}: {self.early_stopping.message(self.ended)}")
         try:
-            self.validator.complete(self.before_batch, ended)
+            self.validator.complete(self.before_batch, self.ended)
         except TorchrelayError:
             # If `final/` cannot be written, only rank 0 raises this. It must still call clear_snapshots, as the other
             # ranks do: that is a collective.

@@ -1,0 +1,162 @@
+"""`make gpu`: checks and measures on one NVIDIA GPU what cannot be known without one, in under nine minutes.
+
+    make gpu
+    make gpu GPU_BUNDLE=DIRECTORY        # without a network: what `make gpu-bundle` has put there
+    make gpu PARTS="exactness stalls"    # some of the parts
+
+Needs torch, torchvision, timm and what the trainer imports, and Fashion-MNIST. Each part is a process of its own, which
+is killed when its time is over. Prints each part's table and at last that of all goals; writes
+`benchmarks/results/gpu.json` (`--output`). `--small` runs on a CPU within a minute or two and says nothing of a GPU: it
+shows that the scripts work. Exit code: 0 if every part has measured, whatever it found.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+RESULTS = HERE.parent / "results" / "gpu.json"
+# What the product and these scripts import beside torch, and what the bundle has of it.
+NEEDED = ("numpy", "PIL", "torchvision", "safetensors", "rich", "yaml", "tensorboard")
+BUNDLED = ("tyro", "docstring_parser", "typeguard", "platformdirs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A script, its arguments, and the seconds that it may take."""
+
+    name: str
+    script: str
+    seconds: float
+    arguments: tuple[str, ...] = ()
+
+
+PARTS = (
+    Part(name="two-ranks", script="two_ranks.py", seconds=80),
+    Part(name="exactness", script="exactness.py", seconds=110),
+    Part(name="resnet50", script="throughput.py", seconds=50, arguments=("--case=resnet50",)),
+    Part(name="files", script="throughput.py", seconds=70, arguments=("--case=resnet50-files",)),
+    Part(name="resnet18", script="throughput.py", seconds=45, arguments=("--case=resnet18-32px",)),
+    Part(name="vit", script="throughput.py", seconds=50, arguments=("--case=vit-b-16",)),
+    Part(name="accuracy", script="accuracy.py", seconds=90),
+)
+
+
+def main() -> int:
+    """Run the parts, and print what they found."""
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
+    parser.add_argument("--small", action="store_true", help="the form for a CPU")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
+    options = parser.parse_args()
+    known = {part.name: part for part in PARTS}
+    if unknown := sorted(set(options.parts) - known.keys()):
+        parser.error(f"there is no part {', '.join(unknown)}: use some of {', '.join(known)}")
+    _find_packages()
+    if options.small:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    end, found = time.monotonic() + 60 * options.minutes, []
+    with tempfile.TemporaryDirectory() as directory:
+        for part in [known[name] for name in options.parts] or PARTS:
+            file = Path(directory) / f"{part.name}.json"
+            print(f"--- {part.name} ---", flush=True)
+            found.append(_run(part, file, min(part.seconds, end - time.monotonic()), small=options.small))
+    show(found)
+    from hpc.core.files import write_json  # noqa: PLC0415  # once the packages are found
+
+    options.output.parent.mkdir(exist_ok=True, parents=True)
+    write_json(options.output, {"machine": _machine(), "small": options.small, "parts": found})
+    return 0 if all(part["problem"] is None for part in found) else 1
+
+
+def _find_packages() -> None:
+    """Take from the bundle what this Python lacks; the parts inherit the path."""
+    bundle = os.environ.get("GPU_BUNDLE")
+    paths = [str(REPOSITORY), str(HERE.parent), *([str(Path(bundle).absolute() / "packages")] if bundle else [])]
+    sys.path += paths
+    # After Python's own: a newer version that is installed goes before.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *paths])
+    missing = [name for name in (*NEEDED, *BUNDLED) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"error: {sys.executable} lacks {', '.join(missing)}: type make gpu-bundle where torchrelay is installed, "
+            "bring the directory that it makes, and type make gpu GPU_BUNDLE=DIRECTORY"
+        )
+
+
+def _run(part: Part, file: Path, seconds: float, *, small: bool) -> dict[str, Any]:
+    """Run a part, and return what it has written, or why it has not."""
+    found: dict[str, Any] = {"part": part.name, "problem": None, "seconds": 0.0, "rows": [], "goals": []}
+    if seconds <= 0:
+        return found | {"problem": "not run: the time was over"}
+    command = [sys.executable, str(HERE / part.script), f"--output={file}", *part.arguments]
+    began = time.monotonic()
+    # Its own session, so that its workers and ranks end with it.
+    process = subprocess.Popen([*command, *(["--small"] if small else [])], start_new_session=True)
+    problem = None
+    try:
+        if code := process.wait(seconds):
+            problem = f"failed with exit code {code}"
+    except subprocess.TimeoutExpired:
+        problem = f"killed after {seconds:.0f} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    written = json.loads(file.read_bytes()) if file.exists() else {}
+    return found | {"problem": problem, "seconds": round(time.monotonic() - began, 1)} | written
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    """Print the goals of all parts."""
+    from rich.console import Console  # noqa: PLC0415  # as above
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table("part", "seconds", "what", "measured", "goal", "met")
+    for part in found:
+        first = (part["part"], f"{part['seconds']}")
+        if part["problem"]:
+            table.add_row(*first, part["problem"], "", "", "")
+        for each in part["goals"]:
+            met = {True: "yes", False: "NO", None: "not on a GPU"}[each["met"]]
+            table.add_row(*first, each["name"], f"{each['value']}", each["goal"], met)
+            first = ("", "")
+    Console(width=160).print(table)
+
+
+def _machine() -> dict[str, Any]:
+    """What it ran on."""
+    import torch  # noqa: PLC0415  # takes seconds
+    import torchvision  # noqa: PLC0415
+
+    on_gpu = torch.cuda.is_available()
+    commit = subprocess.run(
+        ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit.stdout.strip() or None,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "cores": len(os.sched_getaffinity(0)),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "cudnn": torch.backends.cudnn.version() if on_gpu else None,  # type: ignore[no-untyped-call]  # torch's own
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Two ranks share one GPU: DDP with streams, snapshots, restoration and exactness where there is one GPU alone.
+
+NCCL refuses two ranks on a device, so they communicate over gloo, which copies through the host: nothing of this says
+how fast NCCL is, nor how it adds up. A training that is killed twice, restored from a snapshot and from a checkpoint,
+must end with the bits of one that was left alone.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import tyro
+from part import PartOptions, Row, data_directory, device, finish, goal
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not in __all__
+
+from hpc.core import ledger
+from hpc.core.nodedir import NodeDir
+from hpc.core.rundir import RunDir
+from training.config.train_config import TrainConfig
+from training.engine.launch import make_deterministic, make_trainer
+from training.runtime.fault_injection import NO_FAULT, parse_fault
+from training.runtime.preload import MODULES
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext, rank_info_from
+from training.verify_resume.compare import compare_runs
+
+RANKS = 2
+_TIMEOUT = timedelta(minutes=2)
+_FORKSERVER = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(PartOptions):
+    """What to train."""
+
+
+def training(options: Options, data: str) -> TrainConfig:
+    """What both trainings have in common."""
+    if options.small:
+        return TrainConfig(
+            data=data,
+            model="small-cnn",
+            batch_size=64,
+            epochs=1,
+            ema_decay=0.9,
+            snapshot_every="3",
+            checkpoint_every="5",
+        )
+    return TrainConfig(
+        data=data, model="resnet20", batch_size=512, epochs=2, amp="bf16", ema_decay=0.99, clip_grad_norm=1.0,
+        mixup=0.2, random_erasing=0.5, snapshot_every="5", checkpoint_every="40", static_graph=True,
+    )  # fmt: skip
+
+
+def train(rank: int, port: int, config: TrainConfig, run: str, attempt: int, fault: str) -> None:
+    """One rank, in its own process."""
+    make_deterministic(everything=False)
+    store = TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0, timeout=_TIMEOUT)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=_TIMEOUT)
+    control = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
+    assert isinstance(control, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
+    place = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS}
+    info = rank_info_from({name: str(value) for name, value in place.items()})
+    group = ProcessGroup(
+        rank_info=info,
+        device=device(),
+        control=control,
+        connected_at=time.monotonic(),
+        timeout=_TIMEOUT,
+    )
+    context = RunContext(
+        config=config,
+        run_dir=RunDir(Path(run)),
+        attempt=attempt,
+        started=time.monotonic(),
+        fault=parse_fault(fault) if fault else NO_FAULT,
+        node_dir=NodeDir(Path(f"{run}-node")),
+    )
+    make_trainer(context, group).run()
+    # Nothing waits for a rank that is done.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def attempt(config: TrainConfig, run: Path, number: int, fault: str = "") -> list[int | None]:
+    """Both ranks from the newest state to the end or the fault. Returns their exit codes."""
+    Path(f"{run}-node").mkdir(exist_ok=True)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    ranks = [
+        _FORKSERVER.Process(target=train, args=(rank, port, config, str(run), number, fault)) for rank in range(RANKS)
+    ]
+    for rank in ranks:
+        rank.start()
+    if fault:
+        ranks[int(fault.partition(":")[2])].join()
+        for rank in ranks:
+            rank.kill()
+    for rank in ranks:
+        rank.join()
+    return [rank.exitcode for rank in ranks]
+
+
+def main() -> None:
+    """Train twice and compare."""
+    options = tyro.cli(Options)
+    # Ranks are forks of a server that has imported torch, and has not asked for a GPU.
+    _FORKSERVER.set_forkserver_preload([*MODULES])
+    with tempfile.TemporaryDirectory() as directory:
+        config = training(options, data_directory(Path(directory) if options.small else None))
+        whole, cut = Path(directory) / "whole", Path(directory) / "cut"
+        codes = [attempt(config, whole, 1)]
+        steps = [7, 11] if options.small else [60, 130]
+        codes += [attempt(config, cut, number, f"step@{step}:{number % RANKS}") for number, step in enumerate(steps, 1)]
+        # As on other nodes: what is restored now is a checkpoint.
+        shutil.rmtree(f"{cut}-node")
+        codes += [attempt(config, cut, 3)]
+        if codes[0] != [0, 0] or codes[-1] != [0, 0] or any(-signal.SIGKILL not in code for code in codes[1:-1]):
+            raise SystemExit(f"a training failed: exit codes {codes}")
+        restored = [event for event in ledger.read(RunDir(cut).events) if event["event"] == "train_started"]
+        rows: list[Row] = [
+            {"part": part.name, "compared": part.compared, "difference": part.difference}
+            for part in compare_runs(RunDir(whole), RunDir(cut))
+        ]
+    rows += [{"part": "restored from", "compared": event["restored_from"]} for event in restored]
+    same = not any(row.get("difference") for row in rows)
+    finish(options, rows, [goal("two ranks on one GPU, killed twice", same, "the same bits", met=same)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The scripts of `make gpu` run: on the CPU, in their small form, as on a machine without a network."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_every_part_of_make_gpu_measures_something(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu", "--small", f"--output={output}"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads(output.read_text())["parts"]
+    assert all(part["rows"] and part["goals"] for part in parts), parts
+    # On a CPU speeds say nothing; that bits are the same must hold here too.
+    bits = {goal["name"]: goal["value"] for part in parts for goal in part["goals"] if goal["goal"] == "the same bits"}
+    assert "two ranks on one GPU, killed twice" in bits
+    assert set(bits.values()) == {True}, bits
+
+
+def test_the_bundle_holds_all_that_a_python_without_them_lacks(tmp_path: Path) -> None:
+    bundle = [sys.executable, "benchmarks/gpu/bundle.py", str(tmp_path / "bundle")]
+    subprocess.run(bundle, cwd=REPOSITORY, check=True, capture_output=True)
+    names = "tyro, docstring_parser, typeguard, platformdirs"
+    # Without site-packages: what is imported is the bundle's.
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", f"import {names}; print(tyro.__file__)"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "bundle" / "packages")},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout.startswith(str(tmp_path))
+    assert len(list((tmp_path / "bundle" / "fashion-mnist").iterdir())) == 4
