@@ -24,9 +24,10 @@ from hpc.core.rundir import RunDir
 from training.checkpoint.writer import SnapshotDestination, StateWriter, capture
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.engine.launch import make_deterministic, make_trainer
+from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup, connect, disconnect
+from training.runtime.repeatability import configure
 from training.runtime.run_context import RunContext, rank_info_from
 from training.runtime.stop_consensus import StopConsensus
 
@@ -124,7 +125,7 @@ def row(turn: Turn, off: Turn, images: int) -> str:
 
 def main() -> None:
     """Measure and print."""
-    make_deterministic(everything=False)
+    configure(TrainConfig(synthetic=True))
     group = connect(rank_info_from(os.environ))
     name = tempfile.mkdtemp(prefix="torchrelay-benchmark-", dir=_MEMORY) if group.is_rank_zero else ""
     directory = Path(group.all_gather_json(name)[0])

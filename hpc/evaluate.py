@@ -42,7 +42,17 @@ _SAME_RESOURCES = (
     "gpus_per_node", "cpus_per_gpu", "mem", "partition", "account", "qos", "constraint", "exclude", "sbatch", "setup",
 )  # fmt: skip
 # Those of its trainer that concern an evaluation.
-_SAME_TRAINING = ("model", "seed", "val_split", "strategy", "memory_format", "deterministic", "amp", "head_hidden")
+_SAME_TRAINING = (
+    "model",
+    "seed",
+    "val_split",
+    "strategy",
+    "memory_format",
+    "repeatability",
+    "tf32",
+    "amp",
+    "head_hidden",
+)
 # Flags of `hpc submit` that are not in the help: an evaluation has no script, no file of flags, and hardly any metrics.
 _NOT_FOR_EVALUATIONS = ("python", "container", "config", "tracker", "help_train")
 _IMAGES_PER_RANK = 256

@@ -93,8 +93,6 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
         recipe=options.recipe,
         evaluation=evaluation,
     )
-    # cuBLAS is repeatable only with a fixed workspace, and reads this when it starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # After the checks of the flags: these imports take seconds.
     from training.engine.launch import launch  # noqa: PLC0415
     from training.runtime.process_group import SharedError  # noqa: PLC0415

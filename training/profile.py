@@ -25,9 +25,10 @@ from training.config.command_line import TrainFlags, parse_flags
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import ImageDataset
 from training.data.loader import Batch, load_batches, load_device_batches, to_device
-from training.engine.launch import make_deterministic, make_trainer
+from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
 from training.runtime.process_group import connect, disconnect
+from training.runtime.repeatability import configure
 from training.runtime.run_context import RunContext, rank_info_from
 
 # No training ends while it is being measured.
@@ -120,7 +121,7 @@ def profile(options: ProfileOptions) -> None:
         TorchrelayError: it failed.
     """
     config = replace(options.train, epochs=_EPOCHS)
-    make_deterministic(everything=config.deterministic)
+    configure(config)
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory(prefix="torchrelay-profile-") as directory:
         context = RunContext(config=config, run_dir=RunDir(Path(directory)), attempt=1, started=time.monotonic())

@@ -23,8 +23,9 @@ from loader import CLASSES, make_folder
 from loops import RIVALS, Case, Loop, ours
 from part import Goal, PartOptions, Row, finish, goal, on_gpu, synchronize
 
-from training.engine.launch import make_deterministic
+from training.config.train_config import TrainConfig
 from training.runtime.process_group import ProcessGroup, connect, disconnect
+from training.runtime.repeatability import configure
 from training.runtime.run_context import rank_info_from
 
 CaseName = Literal["resnet50", "resnet50-files", "resnet18-32px", "vit-b-16"]
@@ -97,7 +98,7 @@ def measure(options: Options, todo: list[Entry]) -> list[Row]:
         started.append((entry, loop))
     for _ in range(options.rounds):
         for entry, loop in started:
-            _use(entry.name)
+            _use(entry)
             _advance(loop, _made_in_advance(entry))
             steps = max(1, int(options.seconds / loop.seconds_per_step))
             loop.seconds_per_step = _advance(loop, steps) / steps
@@ -107,7 +108,7 @@ def measure(options: Options, todo: list[Entry]) -> list[Row]:
 
 def _first_steps(entry: Entry, loop: Loop) -> float:
     """Make the first steps, and return the seconds of one; measure the memory that the loop takes."""
-    _use(entry.name)
+    _use(entry)
     before = torch.cuda.memory_allocated() if on_gpu() else 0
     if on_gpu():
         torch.cuda.reset_peak_memory_stats()
@@ -128,12 +129,11 @@ def _advance(loop: Loop, steps: int) -> float:
     return synchronize() - began
 
 
-def _use(name: str) -> None:
-    """Set torch up for one of the loops."""
-    make_deterministic(everything=False)
-    if name != OURS:
-        torch.backends.cudnn.benchmark = True
-        torch.backends.cudnn.deterministic = False
+def _use(entry: Entry) -> None:
+    """Set torch up for one of the loops: the rivals let cuDNN choose the fastest algorithms."""
+    configure(TrainConfig(synthetic=True, repeatability="run" if entry.name == OURS else "off"))
+    if entry.name == OURS and entry.case.model.startswith("vit"):
+        torch.use_deterministic_algorithms(True)  # as configure_attention
 
 
 def _row(options: Options, entry: Entry, loop: Loop) -> Row:
@@ -174,7 +174,7 @@ def main() -> None:
     options = tyro.cli(Options)
     if options.small:
         options = replace(options, seconds=0.2, rounds=2)
-    make_deterministic(everything=False)
+    configure(TrainConfig(synthetic=True))
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory() as directory:
         rows = measure(options, entries(options, group, Path(directory)))

@@ -26,10 +26,11 @@ from hpc.core import ledger
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.train_config import TrainConfig
-from training.engine.launch import make_deterministic, make_trainer
+from training.engine.launch import make_trainer
 from training.runtime.fault_injection import NO_FAULT, parse_fault
 from training.runtime.preload import MODULES
 from training.runtime.process_group import ProcessGroup
+from training.runtime.repeatability import configure
 from training.runtime.run_context import RunContext, rank_info_from
 from training.verify_resume.compare import compare_runs
 
@@ -63,7 +64,7 @@ def training(options: Options, data: str) -> TrainConfig:
 
 def train(rank: int, port: int, config: TrainConfig, run: str, attempt: int, fault: str) -> None:
     """One rank, in its own process."""
-    make_deterministic(everything=False)
+    configure(config)
     store = TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0, timeout=_TIMEOUT)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=_TIMEOUT)
     control = distributed.new_group(backend="gloo", timeout=_TIMEOUT)

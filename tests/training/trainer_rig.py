@@ -125,9 +125,11 @@ class Starter:
         self.started.append(training)
         return training
 
-    def complete(self, *flags: str, run: str = "run", world_size: int = 1) -> Training:
+    def complete(
+        self, *flags: str, run: str = "run", world_size: int = 1, prepare: Callable[[], None] | None = None
+    ) -> Training:
         """Train to the end."""
-        training = self(*flags, run=run, world_size=world_size)
+        training = self(*flags, run=run, world_size=world_size, prepare=prepare)
         codes = training.wait()
         assert codes == [0] * world_size, training.output()
         assert (training.run_dir / "final" / "result.json").exists(), training.output()

@@ -137,8 +137,14 @@ class TrainConfig(Adjustable):
     """DDP's static_graph: every step uses the same parameters, which saves time."""
     compress_gradients: Literal["none", "bf16"] = "none"
     """Round gradients to bf16 for the all-reduce, which halves the traffic."""
-    deterministic: bool = False
-    """Use only deterministic operations, even slow ones, and fail where there is none."""
+    repeatability: Literal["off", "run", "strict"] = "run"
+    """Whether an interrupted training ends with the bits of an uninterrupted one.
+    - off: the fastest algorithms, tried out at each start
+    - run: on the same devices and number of ranks; an operation without a deterministic kernel is named
+    - strict: such an operation ends the training before its first step
+    """
+    tf32: bool = False
+    """Compute float32 products of matrices in TF32 on GPUs that have it: faster, with 10 bits of fraction."""
     crop: Literal["auto", "none", "padded", "resized"] = "auto"
     """Random crops: of the padded image, or resized crops. `auto`: padded for IDX and CIFAR files, else resized."""
     flip: Literal["auto", "on", "off"] = "auto"

@@ -16,6 +16,7 @@ from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
 from training.models.parallel import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, connect, disconnect
+from training.runtime.repeatability import configure, configure_attention
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
 
@@ -28,7 +29,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         BadNodeError: this rank's node cannot train.
         TorchrelayError: the training failed.
     """
-    make_deterministic(everything=context.config.deterministic)
+    configure(context.config)
     group = connect(rank_info, watched=context.node_dir is not None)
     context.heartbeat.beat("start")
     # As rank 0 sees it: the other ranks' view of shared storage may be older.
@@ -51,19 +52,6 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
     disconnect()
 
 
-def make_deterministic(*, everything: bool) -> None:
-    """Choose deterministic kernels for convolutions and matrix products; no cuDNN autotuning.
-
-    Matrix products need CUBLAS_WORKSPACE_CONFIG too (`training.__main__`). With `everything`, operations without a
-    deterministic kernel raise a RuntimeError.
-    """
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(mode=everything)
-    # Nothing here reads uninitialized memory, so filling it would cost time for nothing.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
-
-
 def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     """Open the data and build the model.
 
@@ -82,6 +70,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
+        configure_attention(model)
         data = move_to_device(config, data, group.device)
     context.heartbeat.beat("start")
     if config.sync_bn:

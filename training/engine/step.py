@@ -19,6 +19,7 @@ from training.models.parallel import compiler_error, wrap_for_training
 from training.runtime.counter_rng import Purpose, derive_key
 from training.runtime.fault_injection import Fault
 from training.runtime.process_group import ProcessGroup, SharedError
+from training.runtime.repeatability import operation_without_kernel, watch_operations
 
 
 class Stepper:
@@ -36,6 +37,8 @@ class Stepper:
         self.config, self.schedule, self.group, self.state = config, schedule, group, state
         self.preprocess, self.fault = preprocess, fault
         self.wrapped = wrap_for_training(state.model, config, group)
+        self.unrepeatable: list[str] = []
+        """The operations of the model without a deterministic kernel on this device, as of the warm-up."""
 
     def warm_up(self, channels: int, size: int) -> None:
         """Make a backward pass that changes nothing, on blank images of this many channels and pixels a side.
@@ -57,19 +60,22 @@ class Stepper:
             images = split_range(end - start, 0, self.config.grad_accum_steps, per_group)[1]
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
         try:
-            with autocast(self.config, self.group.device):
+            with watch_operations() as self.unrepeatable, autocast(self.config, self.group.device):
                 logits = self.wrapped(self.preprocess(blank))
-            logits.float().sum().backward()
+                logits.float().sum().backward()
         except ValueError as error:
             # Batch normalisation needs more than one value.
             raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
         except RuntimeError as error:
             if self.config.compile and (reason := compiler_error(error)):
                 raise SharedError(f"--compile does not work here: {reason}") from error
-            if "deterministic" not in str(error):
+            if not (operation := operation_without_kernel(str(error))):
                 raise
-            reason = str(error).partition(".")[0]
-            raise SharedError(f"--deterministic does not work with {self.config.model} here: {reason}") from error
+            mode, other = self.config.repeatability, "run" if self.config.repeatability == "strict" else "off"
+            raise SharedError(
+                f"--repeatability {mode} does not work with {self.config.model} here: {operation} has no deterministic "
+                f"kernel: use --repeatability {other}"
+            ) from error
         model.zero_grad()
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])

@@ -35,6 +35,7 @@ from training.monitoring.run_logger import JsonLines, RunLogger
 from training.runtime import signals
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
+from training.runtime.repeatability import Numerics
 from training.runtime.run_context import RunContext
 from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
 
@@ -73,6 +74,7 @@ class Trainer:
         # Whatever else must survive an interruption registers here too.
         self.loss_meter = self.state.register("loss_meter", LossMeter(group))
         self.early_stopping = self.state.register("early_stopping", EarlyStopping(config))
+        self.numerics = self.state.register("numerics", Numerics(config, group))
         corrupt_images = CorruptImages(data.train, config.max_corrupt_images, group, self.logger)
         self.corrupt_images = self.state.register("corrupt_images", corrupt_images)
         self.stepper = Stepper(config, self.schedule, group, self.state, preprocess, context.fault)
@@ -163,10 +165,25 @@ class Trainer:
         )
         origin = f"resuming from {restored.source} {restored.path.name}" if restored else "starting"
         self.console.print(f"{origin}: {describe(self.config, self.data, self.schedule, self.group, self.state.model)}")
+        self.report_numerics(progress.step)
         for warning in without_effect(self.config):
             self.console.warn(warning)
         self.console.start(progress.step, self.schedule.total_steps)
         self.heartbeat.beat("start", progress.step)
+
+    def report_numerics(self, step: int) -> None:
+        """Say what keeps the bits of the steps to come from being those of an uninterrupted training."""
+        if changes := self.numerics.changes:
+            self.logger.event("numerics_changed", step=step, changes=changes)
+            self.console.warn(
+                f"resuming with {', '.join(changes)}: the steps to come have the same images, rounded otherwise"
+            )
+        if self.config.repeatability != "off" and (operations := self.stepper.unrepeatable):
+            self.logger.event("unrepeatable", operations=operations)
+            self.console.warn(
+                f"{', '.join(operations)}: no deterministic kernel here, so an interrupted training may end with other "
+                "last bits (--repeatability strict refuses it, off hides this line)"
+            )
 
     # --- steps ---
 

@@ -45,7 +45,7 @@ def wrap_for_training(
 
         return FsdpModel(model, group)
     if config.compile:
-        compile_training(model)
+        compile_training(model, repeatable=config.repeatability != "off")
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
     # On a GPU a measured step waits for the one before; so do the lines of the log.
     ddp._set_ddp_runtime_logging_sample_rate(config.log_every)  # type: ignore[no-untyped-call]  # noqa: SLF001
@@ -95,15 +95,15 @@ def load_full_state_dict(
     shard_and_load(model, tensors)
 
 
-def compile_training(model: nn.Module) -> None:
+def compile_training(model: nn.Module, *, repeatable: bool = True) -> None:
     """Compile the forward pass of training, and so its backward pass; evaluations stay eager.
 
     Results must not depend on the shapes that a process has seen before, nor on timing: every shape gets code of its
-    own, and `deterministic` turns off autotuning.
+    own, and if it shall be `repeatable`, `deterministic` turns off autotuning.
     """
     torch._dynamo.config.recompile_limit = _MAX_SHAPES  # noqa: SLF001  # there is no public way
     eager = model.forward
-    compiled = torch.compile(eager, dynamic=False, options={"deterministic": True})
+    compiled = torch.compile(eager, dynamic=False, options={"deterministic": repeatable})
 
     def forward(images: Tensor) -> Any:
         return compiled(images) if model.training else eager(images)

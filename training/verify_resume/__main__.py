@@ -4,6 +4,7 @@ Trains twice on this machine: once without interruption, once cut at random step
 each time. Then it compares everything that the two wrote. Runs on any machine that can train; starts the ranks itself.
 """
 
+import json
 import shutil
 import signal
 import sys
@@ -21,11 +22,13 @@ from hpc.core import ledger, program
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import read_json_lines, write_json
 from hpc.core.rundir import RunDir
+from training.checkpoint.storage import STATE_VALUES, list_checkpoints
 from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world, spec_argv
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault
+from training.runtime.repeatability import describe_numerics
 from training.verify_resume.compare import ComparedPart, compare_runs, compare_samples_and_losses
 from training.verify_resume.local_launch import prepare_server, start_ranks, wait_for_ranks
 
@@ -120,7 +123,9 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
         missing = f"only {done} could be made: use more --epochs or fewer --cuts"
         parts.append(ComparedPart(name="cuts", compared=f"{cuts} cuts", difference=missing))
     verdict = "bit-identical" if same_size else "the same samples"
-    return report(parts, console, f"{verdict} at step {steps}, after {done} of {cuts} cuts")
+    values = json.loads((list_checkpoints(cut.checkpoints)[0] / STATE_VALUES).read_bytes())
+    holds_for = f"{describe_numerics(values['numerics'])}, on one node"
+    return report(parts, console, f"{verdict} at step {steps}, after {done} of {cuts} cuts: {holds_for}")
 
 
 def draw_faults(

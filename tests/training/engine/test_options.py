@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from trainer_rig import Starter, lines, make_idx
+from trainer_rig import Starter, events, lines, make_idx
 
 from hpc.core.rundir import RunDir
 from training.checkpoint.storage import list_checkpoints
@@ -143,11 +143,14 @@ def use_nondeterministic_model() -> None:
     factory.small_cnn = nondeterministic_model  # type: ignore[assignment]
 
 
-def test_deterministic_refuses_an_operation_without_deterministic_kernel(start: Starter) -> None:
-    start.complete("--epochs=1", "--batch-size=20", run="allowed")
-    refused = start("--epochs=1", "--batch-size=20", "--deterministic", prepare=use_nondeterministic_model)
+def test_strict_repeatability_refuses_an_operation_without_deterministic_kernel(start: Starter) -> None:
+    allowed = start.complete("--epochs=1", "--batch-size=20", run="allowed", prepare=use_nondeterministic_model)
+    assert events(allowed.run_dir, "unrepeatable")[0]["operations"] == ["put_"]
+    assert "put_: no deterministic kernel here, so an interrupted training may end with other" in allowed.output()
+    refused = start("--epochs=1", "--batch-size=20", "--repeatability=strict", prepare=use_nondeterministic_model)
     assert refused.wait() == [2], refused.output()
-    assert "error: --deterministic does not work with small-cnn here: put_ does not have" in refused.output()
+    said = "error: --repeatability strict does not work with small-cnn here: put_ has no deterministic kernel: use"
+    assert said in refused.output()
     assert "Traceback" not in refused.output()
 
 

@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from trainer_rig import Starter, events
 
 from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import BadNodeError, TorchrelayError
-from training.engine.preflight import count_wrong, run_preflight
+from training.engine.preflight import count_wrong, run_preflight, wrong_in_attention, wrong_in_convolution
 from training.runtime.fault_injection import parse_fault
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import choose_device, device_of_the_node, why_no_gpu
 from training.runtime.run_context import RankInfo
 
+Count = Callable[..., tuple[int, int]]
 SHORT = ("--epochs=1", "--batch-size=64")
 
 
@@ -47,6 +49,15 @@ def test_a_device_that_computes_wrongly_is_found(group: ProcessGroup) -> None:
     with pytest.raises(BadNodeError, match=message) as raised:
         run_preflight(group, parse_fault("preflight@0:0"))
     assert raised.value.exit_code == EXIT_BAD_NODE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [wrong_in_convolution, wrong_in_attention])
+def test_one_wrong_element_of_what_a_model_computes_is_found(count: Count, dtype: torch.dtype) -> None:
+    wrong, total = count(torch.device("cpu"), dtype)
+    assert wrong == 0
+    assert total > 10_000
+    assert count(torch.device("cpu"), dtype, falsify=True) == (1, total)
 
 
 @pytest.mark.parametrize(

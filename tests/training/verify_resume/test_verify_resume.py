@@ -44,7 +44,7 @@ SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
         (3, {"strategy": "fsdp", "amp": "bf16", "grad_accum_steps": 2, "clip_grad_norm": 0.5, "optimizer": "adamw",
              "lr": 0.002, **SNAPSHOTS}),
         (4, {"grad_accum_steps": 2, "ema_decay": 0.99, "label_smoothing": 0.1, "num_workers": 1,
-             "deterministic": True}),
+             "repeatability": "strict"}),
     ],
 )  # fmt: skip
 def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(

@@ -1,0 +1,102 @@
+"""What `--repeatability` and `--tf32` set, and what the state says of the numbers that it was computed with."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torchvision import models
+
+from training.config.train_config import TrainConfig
+from training.runtime.process_group import ProcessGroup
+from training.runtime.repeatability import (
+    Numerics,
+    configure,
+    configure_attention,
+    describe_numerics,
+    operation_without_kernel,
+    uses_fused_attention,
+    watch_operations,
+)
+
+CONFIG = TrainConfig(synthetic=True)
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # restored afterwards, whatever is set in between
+        monkeypatch.delenv(name)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("mode", "repeatable", "warns"), [("off", False, False), ("run", True, True), ("strict", True, False)]
+)
+def test_each_mode_sets_all_libraries(mode: str, repeatable: bool, warns: bool) -> None:
+    configure(replace(CONFIG, repeatability=mode))  # type: ignore[arg-type]  # a test's text
+    assert torch.backends.cudnn.benchmark is not repeatable
+    assert torch.backends.cudnn.deterministic is repeatable
+    assert torch.are_deterministic_algorithms_enabled() is repeatable
+    assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
+    assert {name: os.environ.get(name) for name in VARIABLES} == (VARIABLES if repeatable else dict.fromkeys(VARIABLES))
+
+
+def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    configure(CONFIG)
+    assert os.environ["NCCL_ALGO"] == "Tree"
+
+
+def test_tf32_is_a_choice_of_its_own() -> None:
+    configure(CONFIG)
+    assert torch.get_float32_matmul_precision() == "highest"
+    configure(replace(CONFIG, tf32=True))
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.parametrize(("name", "attends"), [("vit_b_32", True), ("resnet18", False), ("swin_v2_t", False)])
+def test_only_fused_attention_makes_missing_kernels_errors(name: str, attends: bool) -> None:
+    with torch.device("meta"):
+        model = models.get_model(name)
+    assert uses_fused_attention(model) is attends
+    configure(CONFIG)
+    configure_attention(model)
+    assert torch.is_deterministic_algorithms_warn_only_enabled() is not attends
+    configure(replace(CONFIG, repeatability="off"))
+    configure_attention(model)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_operations_without_a_kernel_are_named_and_other_warnings_go_on() -> None:
+    configure(CONFIG)
+
+    def operate() -> list[str]:
+        with watch_operations() as operations:
+            torch.zeros(2).put_(torch.tensor([0]), torch.zeros(1))
+            torch.zeros(2).put_(torch.tensor([0]), torch.zeros(1))
+            warnings.warn("another", stacklevel=1)
+        return operations
+
+    with pytest.warns(UserWarning, match="another") as printed:
+        operations = operate()
+    assert operations == ["put_"]
+    assert [str(warning.message) for warning in printed] == ["another"]
+    assert operation_without_kernel("CUDA error: an illegal memory access was encountered") == ""
+
+
+def test_a_state_says_what_has_changed_since_it_was_computed(group: ProcessGroup) -> None:
+    numerics = Numerics(CONFIG, group)
+    numerics.load_state_dict(numerics.state_dict())
+    assert numerics.changes == []
+    numerics.load_state_dict({**numerics.state_dict(), "torch": "2.0.0", "ranks": 8, "NCCL_ALGO": "Ring"})
+    ours = torch.__version__
+    assert numerics.changes == [
+        "ranks 1 instead of 8", f"torch {ours} instead of 2.0.0", "NCCL_ALGO None instead of Ring"
+    ]  # fmt: skip
+    assert describe_numerics(numerics.values) == f"--repeatability run, 1 rank on CPU, torch {ours}"

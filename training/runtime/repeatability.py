@@ -1,0 +1,141 @@
+"""Whether a training repeats bit by bit: every setting of torch, cuDNN, cuBLAS and NCCL that decides on it. Every rank.
+
+| setting | `off` | `run` | `strict` |
+|---|---|---|---|
+| cuDNN: algorithms that add in one order, no autotuning | no | yes | yes |
+| cuBLAS: a fixed workspace | no | yes | yes |
+| torch: kernels that add in one order, where an operation has one | no | yes | yes |
+| an operation that has none | is used | is used, and named | ends the training before its first step |
+| NCCL: rings alone, no sums in the switches (NVLS) | no | yes | yes |
+| the compiler: no autotuning (`training.models.parallel`) | no | yes | yes |
+
+What an environment sets wins. TF32 rounds float32 products of matrices to 10 bits of fraction, in the same way each
+time, so `--tf32` is a choice of its own; torch uses it for convolutions on GPUs in any case.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.config.train_config import TrainConfig
+from training.runtime.process_group import ProcessGroup
+from training.runtime.rank_device import device_name
+
+# cuBLAS and NCCL read these when they start. NVLS adds in another order from call to call (NVIDIA/nccl#1497); a ring
+# adds in the order of the ranks.
+_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"}
+_NCCL_NAMES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")
+_NO_KERNEL = "does not have a deterministic implementation"
+
+
+def configure(config: TrainConfig) -> None:
+    """Set up torch and the libraries below it. Before the ranks connect: NCCL reads its settings then."""
+    repeatable = config.repeatability != "off"
+    for name, value in _ENVIRONMENT.items() if repeatable else ():
+        os.environ.setdefault(name, value)
+    torch.backends.cudnn.benchmark = not repeatable
+    torch.backends.cudnn.deterministic = repeatable
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    torch.use_deterministic_algorithms(repeatable, warn_only=config.repeatability == "run")
+    # Nothing here reads uninitialized memory, so filling it would cost time for nothing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
+
+
+def configure_attention(model: nn.Module) -> None:
+    """Let a model that uses torch's fused attention have only deterministic kernels, if the training is repeatable.
+
+    The backward passes of fused attention add in one order only if other operations without a deterministic kernel
+    are errors (torch.nn.attention.SDPBackend); where those are warnings, they add in any order.
+    """
+    if torch.are_deterministic_algorithms_enabled() and uses_fused_attention(model):
+        torch.use_deterministic_algorithms(True)
+
+
+def uses_fused_attention(model: nn.Module) -> bool:
+    """Whether a model calls `scaled_dot_product_attention`: torchvision's by MultiheadAttention, timm's by a switch."""
+    return any(
+        isinstance(part, nn.MultiheadAttention) or getattr(part, "fused_attn", False) for part in model.modules()
+    )
+
+
+@contextmanager
+def watch_operations() -> Iterator[list[str]]:
+    """Yield a list, which at the end has the operations of the body that have no deterministic kernel here.
+
+    torch's warnings of them are not printed, now or later. Other warnings are.
+    """
+    operations: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield operations
+    for warning in caught:
+        if name := operation_without_kernel(str(warning.message)):
+            operations.append(name)
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    operations[:] = sorted(set(operations))
+    warnings.filterwarnings("ignore", f".*{_NO_KERNEL}")
+
+
+def operation_without_kernel(text: str) -> str:
+    """The operation of which torch says that it has no deterministic kernel; empty if it says something else."""
+    before, found, _ = text.partition(f" {_NO_KERNEL}")
+    return before.split()[-1] if found else ""
+
+
+class Numerics:
+    """What the bits of a training depend on beside its flags and data. A part of its state, to compare on restoration.
+
+    Not seen by it: which GPU of a node has which rank, and how the nodes are wired. NCCL builds its rings from that.
+    """
+
+    def __init__(self, config: TrainConfig, group: ProcessGroup) -> None:
+        self.values: dict[str, Any] = {
+            "repeatability": config.repeatability,
+            "tf32": config.tf32,
+            "ranks": group.world_size,
+            "ranks per node": _distinct(group.all_gather_json(group.rank_info.local_world_size)),
+            "device": _distinct(group.all_gather_json(device_name(group.device))),
+            "torch": torch.__version__,
+        }
+        if group.device.type == "cuda":
+            self.values |= {
+                "CUDA": torch.version.cuda,
+                "cuDNN": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]  # torch's own
+                "NCCL": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]  # torch's own
+                **{name: os.environ.get(name) for name in _NCCL_NAMES},
+            }
+        else:
+            self.values |= {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+        self.changes: list[str] = []
+        """What differs from the restored state's, such as `torch 2.11.0 instead of 2.15.0`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values."""
+        return dict(self.values)
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Compare with what a saved state was computed on."""
+        names = [*self.values, *(name for name in state_dict if name not in self.values)]
+        self.changes = [
+            f"{name} {self.values.get(name)} instead of {state_dict.get(name)}"
+            for name in names
+            if self.values.get(name) != state_dict.get(name)
+        ]
+
+
+def describe_numerics(values: dict[str, Any]) -> str:
+    """What the saved values of `Numerics` say, for a claim about bits."""
+    ranks, device = values["ranks"], values["device"]
+    where = f"{ranks} rank{'' if ranks == 1 else 's'} on {device}"
+    return f"--repeatability {values['repeatability']}, {where}, torch {values['torch']}"
+
+
+def _distinct(values: list[Any]) -> Any:
+    """The value that all ranks have, or all of them by rank."""
+    return values[0] if all(value == values[0] for value in values) else values
