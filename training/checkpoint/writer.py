@@ -268,16 +268,16 @@ class StateWriter:
         steps = self._destination.interval.steps
         return steps is not None and self._state.progress.step % steps == 0
 
-    def due_after_next_step(self) -> bool:
-        """Whether to request a save now: the last one is written, and one is due by the next step.
+    def due_within(self, boundaries: int) -> bool:
+        """Whether to request a save now: the last one is written, and one is due so many boundaries from now.
 
-        The ranks agree one step after the request.
+        That is when the ranks will have agreed on the request.
         """
         if self._background.busy:
             return False
         steps = self._destination.interval.steps
         if steps is not None and self._saved_step is not None:
-            return self._state.progress.step + 1 - self._saved_step >= steps
+            return self._state.progress.step + boundaries - self._saved_step >= steps
         return self.due_by_time()
 
     def save(self) -> float:

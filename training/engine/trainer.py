@@ -81,11 +81,13 @@ class Trainer:
         self.ended: str | None = None
         """Why the training has ended before the last epoch's end; None: it has not."""
         self.step_timer = StepTimer(context, group, model)
-        self.stop_consensus = StopConsensus(group.control)
         checkpoints = CheckpointDestination(context, group, self.logger, sharded=self.state.sharded)
         self.checkpoint_writer = StateWriter(checkpoints, self.state, group)
         self.snapshots = SnapshotDestination(context, group, self.logger, sharded=self.state.sharded)
         self.snapshot_writer = StateWriter(self.snapshots, self.state, group)
+        # Snapshots of an interval in steps come late by a quarter of it at most.
+        steps = self.snapshots.interval.steps
+        self.stop_consensus = StopConsensus(group.control, steps // 4 if steps else None)
         evaluated = replace(preprocess, size=config.eval_image_size or preprocess.size)
         evaluator = Evaluator(
             config=config,
@@ -198,7 +200,7 @@ class Trainer:
         first = progress.step + 1
         with load_device_batches(group.device, self.data.train, requests, self.workers) as batches:
             for batch in self.step_timer.batches(batches, progress):
-                agreed = self.agree()
+                agreed = self.agree() if self.stop_consensus.is_due() else StepFlags()
                 if agreed.save:
                     self.save()
                 if agreed.snapshot:
@@ -226,7 +228,7 @@ class Trainer:
                 yield
 
     def agree(self) -> StepFlags:
-        """Exchange flags with the other ranks, and return those that were agreed on at the boundary before.
+        """Exchange flags with the other ranks, and return those that were agreed on at the exchange before.
 
         Raises:
             StopRequested: some rank was sent a signal.
@@ -234,7 +236,9 @@ class Trainer:
         is_rank_zero = self.group.is_rank_zero
         # No snapshot while the logger is still writing the best model: restore rejects a snapshot whose best model is
         # missing.
-        snapshot_due = is_rank_zero and not self.logger.busy and self.snapshot_writer.due_after_next_step()
+        snapshot_due = (
+            is_rank_zero and not self.logger.busy and self.snapshot_writer.due_within(self.stop_consensus.interval)
+        )
         agreed = self.stop_consensus.exchange(
             StepFlags(
                 signal=signals.received(),

@@ -40,7 +40,7 @@ NOT_STATE = {
     "early_stopping",
     "stepper.wrapped",  # torch's, around the model; its buckets are the same from the first step on (Stepper.warm_up)
     "step_timer",  # clocks
-    "stop_consensus._pending",  # the flags of the boundary before: each rank sets them again
+    "stop_consensus",  # clocks; the flags of the boundary before: each rank sets them again
     "checkpoint_writer._saved_at",  # a clock
     "checkpoint_writer._stall_seconds",
     "checkpoint_writer._thread_seconds",
