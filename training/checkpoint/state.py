@@ -68,7 +68,7 @@ class TrainState:
         if self.ema:
             self.register("ema", self.ema.model)
         self.register("optimizer", _OptimizerState(self.optimizer))
-        self.register("scaler", self.scaler)
+        self.register("scaler", _ScalerState(self.scaler))
         self.register("progress", self.progress)
 
     def register(self, name: str, part: _Part) -> _Part:
@@ -123,6 +123,27 @@ class TrainState:
         """Before the state is changed, let the GPU finish the copies under way. The host does not wait."""
         while self.copies:
             torch.cuda.current_stream().wait_event(self.copies.pop())
+
+
+class _ScalerState:
+    """A loss scale as tensors on the device: GradScaler's own `state_dict` waits for it. Empty without `--amp fp16`."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler = self._scaler
+        if not scaler.is_enabled():
+            return {}
+        # Before its first step it has none of both.
+        scale, tracker = scaler._scale, scaler._growth_tracker  # noqa: SLF001  # there is no public way
+        if scale is None or tracker is None:
+            return {"scale": torch.tensor(scaler.get_scale()), "growth_tracker": torch.tensor(0, dtype=torch.int32)}
+        return {"scale": scale, "growth_tracker": tracker}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        restored = {"scale": float(state_dict["scale"]), "_growth_tracker": int(state_dict["growth_tracker"])}
+        self._scaler.load_state_dict(self._scaler.state_dict() | restored)
 
 
 class _OptimizerState:

@@ -7,6 +7,7 @@ the rank or in a loader worker. No data set has random numbers of its own.
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -111,12 +112,18 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all loaders: the memory of batches belongs to their stream, and only that one reuses it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+
+
 def prefetch_to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The same batches, each copied to the GPU while the step before it computes.
 
     Copies, and what a data set does on the GPU, run in a side stream. So each batch is requested a step early.
     """
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = _side_stream(device)
     # A data set on the GPU may still be on its way there.
     side.wait_stream(torch.cuda.current_stream(device))
     ready = _begin_copy(batches, device, side)

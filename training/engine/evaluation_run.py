@@ -53,7 +53,6 @@ class EvaluationRun:
             model=self._model.model,
             preprocess=self._model.preprocess,
             group=group,
-            classes=len(self._model.card.classes),
             workers=0 if data.in_memory else loader_workers(context.config, data, group),
         )
         self._stop_consensus = StopConsensus(group.control)

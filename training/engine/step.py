@@ -19,6 +19,7 @@ from training.models.parallel import compiler_error, wrap_for_training
 from training.runtime.counter_rng import Purpose, derive_key
 from training.runtime.fault_injection import Fault
 from training.runtime.process_group import ProcessGroup, SharedError
+from training.runtime.rank_device import seed_generators
 from training.runtime.repeatability import operation_without_kernel, watch_operations
 
 
@@ -90,8 +91,10 @@ class Stepper:
         config, state, progress = self.config, self.state, self.state.progress
         optimizer, scaler = state.optimizer, state.scaler
         loss_meter.begin_step()
-        torch.manual_seed(derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
-        set_train_mode(state.model)
+        seed_generators(self.group.device, derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
+        # After an evaluation; going through all modules takes half a millisecond.
+        if not state.model.training:
+            set_train_mode(state.model)
         lr = learning_rate(config, progress, self.schedule.steps_per_epoch)
         for parameters in optimizer.param_groups:
             parameters["lr"] = lr
@@ -116,7 +119,7 @@ class Stepper:
         loss_meter.add_images(self.schedule.batch_size)
         progress.advance(self.schedule.batch_size, self.schedule.samples_per_epoch)
         if state.ema:
-            state.ema.update(state.model, progress.step)
+            state.ema.update(progress.step)
 
     def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> tuple[Tensor, Tensor]:
         """Of a micro-batch: the sum of the losses, and how many images were predicted correctly.

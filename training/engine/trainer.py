@@ -94,7 +94,6 @@ class Trainer:
             model=self.state.ema.model if self.state.ema else model,
             preprocess=evaluated,
             group=group,
-            classes=len(data.classes),
             # Images in memory are not augmented in an evaluation: indexing them is faster than starting workers.
             workers=0 if data.in_memory else workers,
         )

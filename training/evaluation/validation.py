@@ -31,6 +31,8 @@ from training.runtime.run_context import RunContext
 
 # Of the best model, in the result of the final one.
 _BEST_FIELDS = ("step", "epoch", "val_accuracy", "val_loss")
+# The matrix of more classes has millions of cells, nearly all of them zero; classes.csv has those that matter.
+_MAX_CONFUSION_CLASSES = 2000
 _TEST_FIELDS = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 
 
@@ -194,7 +196,9 @@ def evaluate_and_log(
 
 def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], logger: RunLogger) -> dict[str, str]:
     """The tables and samples of an evaluation, by the names of their files in `final/`."""
-    texts = {CONFUSION: confusion_csv(test.confusion, classes), CLASSES: classes_csv(test.confusion, classes)}
+    texts = {CLASSES: classes_csv(test.labels, test.predicted, classes)}
+    if len(classes) <= _MAX_CONFUSION_CLASSES:
+        texts[CONFUSION] = confusion_csv(test.labels, test.predicted, classes)
     try:
         texts[SAMPLES] = samples_json(source, test, classes)
     except UserError as error:
@@ -205,7 +209,7 @@ def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], l
 
 def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluation) -> str | None:
     """A sentence with what to try, if always predicting the most frequent class of the test is as accurate; or None."""
-    images, number = (int(value) for value in test.confusion.sum(1).max(0))
+    images, number = (int(value) for value in test.labels.bincount().max(0))
     share = images / test.total
     # Two standard errors: a model that has diverged may hit some more images by chance. Of a single class there is
     # nothing to learn.

@@ -65,7 +65,7 @@ def evaluate_slowly() -> None:
             time.sleep(0.1)
             yield request
 
-    evaluator._BATCH = 1  # noqa: SLF001
+    evaluator._MAX_BATCH = 1  # noqa: SLF001
     evaluator.evaluation_requests = slow_requests
 
 
