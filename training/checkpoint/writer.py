@@ -142,6 +142,8 @@ class CheckpointDestination:
         Raises:
             OSError: it could not be written; the older ones are all there.
         """
+        # The state refers to the metrics, which must be on the disk before it.
+        self._logger.wait_for_metrics()
 
         def write_files(directory: Path) -> None:
             copy.write(directory, replicated=self._group.is_rank_zero)
@@ -189,6 +191,7 @@ class SnapshotDestination:
 
     def write(self, step: int, copy: HostCopy) -> None:
         """Write a snapshot, and delete all but the newest."""
+        self._logger.wait_for_metrics()
         if self.directory:
             save_checkpoint(self.directory, step, copy.write, KEPT, _SNAPSHOT_MODE)
 

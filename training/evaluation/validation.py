@@ -151,6 +151,7 @@ class Validator:
         if not self.evaluator.group.is_rank_zero:
             return {}
         run, classes = self.context.run_dir, self.data.classes
+        self.logger.wait_for_metrics()
         texts = {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics)))}
         if test and self.data.test is not None:
             texts |= tables_of(self.data.test, test, classes, self.logger)
@@ -176,21 +177,24 @@ def evaluate_and_log(
         check_corrupt_limit(source, result.corrupt, evaluator.config.max_corrupt_images)
         names = ", ".join(map(source.name, result.corrupt))
         console.warn(f"{split}: other images replace {len(result.corrupt)} that cannot be read: {names}")
-    logger.log_metrics(
-        {
-            "step": step,
-            "epoch": epoch,
-            "split": split,
-            "loss": round(result.loss, 6),
-            "accuracy": result.accuracy,
-            "top5_accuracy": result.top5_accuracy,
-            "correct": result.correct,
-            "total": result.total,
-            "corrupt": len(result.corrupt),
-            "seconds": round(time.monotonic() - began, 3),
-        }
-    )
-    console.print(f"epoch {epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
+    record = {
+        "step": step,
+        "epoch": epoch,
+        "split": split,
+        "loss": round(result.loss, 6),
+        "accuracy": result.accuracy,
+        "top5_accuracy": result.top5_accuracy,
+        "correct": result.correct,
+        "total": result.total,
+        "corrupt": len(result.corrupt),
+        "seconds": round(time.monotonic() - began, 3),
+    }
+
+    def log() -> None:
+        logger.log_metrics(record)
+        console.print(f"epoch {epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
+
+    logger.log_later(log)
     return result
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from hpc.core.causes import is_device_failure
@@ -41,6 +42,24 @@ def device_of_the_node() -> Iterator[None]:
 def device_name(device: torch.device) -> str:
     """The model of a GPU, such as `NVIDIA H200`, or `CPU`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+class HostValues:
+    """The values of a tensor, float [n], on their way from the device to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.current_stream(values.device).record_event()
+
+    def read(self) -> list[float]:
+        """Wait until they are there, and no longer. Any thread may call this."""
+        if self._copied:
+            self._copied.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
 
 
 def seed_generators(device: torch.device, seed: int) -> None:

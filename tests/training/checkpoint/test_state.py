@@ -30,11 +30,12 @@ NOT_STATE = {
     "logger._first_step",  # of this process, for TensorBoard
     "logger._tensorboard",  # an open file
     "logger._best",  # a thread
+    "logger._metrics",  # a thread, idle
+    "totals",  # of the last line of metrics
     "state._parts[loss_meter]._started",  # a clock
     "state._parts[loss_meter]._steps",  # the saved steps were finite
     "state._parts[loss_meter]._finite_steps",
     "state._parts[loss_meter]._timed_images",  # for the speed alone
-    "state._parts[loss_meter].accuracy",  # of the last line of metrics
     "state._parts[loss_meter]._earlier_seconds",  # saved, but the clock goes on
     "state._parts[early_stopping]",  # a clock; saved, but it goes on
     "early_stopping",

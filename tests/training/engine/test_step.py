@@ -31,7 +31,9 @@ def make_step(trainer: Trainer, group: ProcessGroup) -> tuple[Batch, float, floa
     """A step: its batch, its loss and its accuracy."""
     batch, loss_meter = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))], LossMeter(group)
     trainer.stepper.step(batch, loss_meter)
-    return batch, loss_meter.total_loss(1) / loss_meter.images, loss_meter.accuracy
+    means = loss_meter.totals(1).means()
+    assert means is not None
+    return batch, means.loss, means.accuracy
 
 
 @pytest.mark.parametrize(
