@@ -1,5 +1,6 @@
 """How flags change a step and an evaluation, seen from inside the model."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_rig import Starter, trainer_with
 
 from training.checkpoint.storage import list_checkpoints
@@ -124,3 +126,62 @@ def test_keep_checkpoints_checkpoints_are_kept(start: Starter) -> None:
     flags = ("--epochs=4", "--batch-size=20", "--checkpoint-every=4", "--snapshot-every=off")
     run = start.complete(*flags, "--keep-checkpoints=3").run_dir
     assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["36", "32", "28"]
+
+
+# What on a GPU makes the host wait for it: numbers and shapes that only the device knows.
+WAITING = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "_unique2",
+    "unique_dim",
+    "equal",
+}
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that torch calls, and where it calls those that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.waits: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.names.add(name)
+        if name in WAITING:
+            self.waits.add(
+                name + " in " + " < ".join(frame.name for frame in reversed(traceback.extract_stack()[-9:-1]))
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"ema_decay": 0.9, "clip_grad_norm": 1.0, "mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1},
+        {"grad_accum_steps": 3, "amp": "bf16", "model": "resnet18", "image_size": 32},
+        {"sync_bn": True, "model": "resnet18", "image_size": 32},
+    ],
+)
+def test_no_step_waits_for_its_device(
+    group: ProcessGroup, idx_data: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    trainer = trainer_with(group, idx_data, tmp_path, **settings)
+    requests = trainer.schedule.requests(0, 0, 0, 1)
+    batches = [trainer.data.train[next(requests)] for _ in range(3)]
+    with Operations() as operations:
+        for batch in batches:
+            trainer.stepper.step(batch, trainer.loss_meter)
+            totals = trainer.loss_meter.totals(trainer.state.progress.step)
+            trainer.loss_meter.restart()
+        # What a snapshot takes from the device.
+        for part in ("model", "optimizer", "scaler", "loss_meter"):
+            trainer.state._parts[part].state_dict()  # noqa: SLF001
+    assert {"convolution_backward", "mul_"} <= operations.names, "it sees what a step does"
+    assert not operations.waits
+    assert totals.means() is not None
