@@ -14,7 +14,7 @@ from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
-from training.models.parallel import convert_sync_batch_norm
+from training.models.sync_batch_norm import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.repeatability import configure, configure_attention
 from training.runtime.run_context import RankInfo, RunContext
@@ -74,7 +74,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         data = move_to_device(config, data, group.device)
     context.heartbeat.beat("start")
     if config.sync_bn:
-        model = convert_sync_batch_norm(model, group.device)
+        model = convert_sync_batch_norm(model)
     check_same(data, group)
     with group.raise_on_all_ranks():
         check_world(config, group.world_size, len(data.train))
