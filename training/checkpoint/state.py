@@ -20,6 +20,7 @@ from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
+from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress
 
 # Not finite if the training has diverged: such a state must not replace a good one.
@@ -59,8 +60,8 @@ class TrainState:
     """Whether each rank holds a shard of every parameter and of its optimizer state (FSDP)."""
     progress: Progress = field(default_factory=Progress)
     _parts: dict[str, Stateful] = field(default_factory=dict, init=False)
-    copies: list[torch.cuda.Event] = field(default_factory=list, init=False)
-    """The ends of copies from the GPU, for which `wait_for_copies` waits."""
+    copies: list[DeviceCopy] = field(default_factory=list, init=False)
+    """Copies from the GPU, for which `wait_for_copies` waits."""
 
     def __post_init__(self) -> None:
         """Register what every training has."""
@@ -122,7 +123,7 @@ class TrainState:
     def wait_for_copies(self) -> None:
         """Before the state is changed, let the GPU finish the copies under way. The host does not wait."""
         while self.copies:
-            torch.cuda.current_stream().wait_event(self.copies.pop())
+            self.copies.pop().make_device_wait()
 
 
 class _ScalerState:

@@ -62,6 +62,36 @@ class HostValues:
         return values
 
 
+class DeviceCopy:
+    """A copy from a GPU that is under way in a stream, and how long the GPU's own work has to wait for it."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._copied = stream.record_event()
+        self._waited: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def make_device_wait(self) -> None:
+        """Let the GPU begin what comes next when the copy is complete. The host does not wait."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream()
+        began.record(current)
+        current.wait_event(self._copied)
+        ended.record(current)
+        self._waited = began, ended
+
+    def wait(self) -> None:
+        """Let the host wait for the copy. Any thread may call this."""
+        self._copied.synchronize()
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the GPU has waited; 0 as long as it has not gone on."""
+        if self._waited is None:
+            return 0.0
+        began, ended = self._waited
+        milliseconds: float = began.elapsed_time(ended) if ended.query() else 0.0  # type: ignore[no-untyped-call]
+        return milliseconds / 1000
+
+
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed what draws random numbers on a rank: the CPU's generator, and its device's.
 
