@@ -56,6 +56,12 @@ _OTHER_NAMES: dict[str, str] = {
     "use --cutmix": "cutmix-alpha",
     "use --image-size": "img-size train-crop-size",
     "use --eval-image-size": "eval-size val-crop-size",
+    "use --crop-scale MIN,MAX": "scale",
+    "use --crop-ratio MIN,MAX": "ratio",
+    "use --eval-crop with the side of the crop by that of the resized image, such as 224/256": (
+        "crop-pct val-resize-size"
+    ),
+    "use --interpolation": "train-interpolation",
     "use --val-split": "val-fraction",
     "use --max-corrupt-images": "max-corrupt",
     "use --num-workers": "j workers",

@@ -19,6 +19,7 @@ from training.config.model_names import SMALL_CNN
 
 Optimizer = Literal["sgd", "adamw", "adam"]
 LrScheduler = Literal["cosine", "step", "one-cycle", "plateau", "constant"]
+Interpolation = Literal["bilinear", "bicubic"]
 LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
 """The batch size that --lr is for with --lr-scaling."""
@@ -147,6 +148,10 @@ class TrainConfig(Adjustable):
     """Compute float32 products of matrices in TF32 on GPUs that have it: faster, with 10 bits of fraction."""
     crop: Literal["auto", "none", "padded", "resized"] = "auto"
     """Random crops: of the padded image, or resized crops. `auto`: padded for IDX and CIFAR files, else resized."""
+    crop_scale: str = "0.25,1"
+    """Least and greatest area of a resized crop, as parts of the image's; Szegedy et al. (2015) use 0.08,1."""
+    crop_ratio: str = "3/4,4/3"
+    """Least and greatest width by height of a resized crop."""
     flip: Literal["auto", "on", "off"] = "auto"
     """Random horizontal flips. `auto`: on, except for IDX files, because mirrored digits are others."""
     auto_augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"
@@ -163,6 +168,11 @@ class TrainConfig(Adjustable):
     """Side of the model's square input images in pixels. Default: what suits the model and the data."""
     eval_image_size: int | None = None
     """Side of the input images in evaluations; a larger one often helps. Default: --image-size."""
+    eval_crop: str = "224/256"
+    """Side of the centre crop in evaluations, as a part of the image's shorter side; torchvision's second weights for
+    ResNet-50 are for 224/232. Images in memory are not cropped."""
+    interpolation: Interpolation = "bilinear"
+    """How images are resized, in training and in evaluations."""
     val_split: float = 0.05
     """Part of the training set held out for validation, if the data have no val/."""
     data_on_device: Literal["auto", "on", "off"] = "auto"

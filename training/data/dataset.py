@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hpc.core.errors import UserError
+from training.config.train_config import Interpolation
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import Batch, ImageSource, to_device
 from training.data.transforms.augment import Augmentation
-from training.data.transforms.crop import EVALUATION_CROP, center_crop
+from training.data.transforms.crop import center_crop
 from training.runtime.process_group import SharedError
 
 _MAX_NAMES = 20
@@ -112,8 +113,10 @@ class ImageDataset:
     """int64 [n]"""
     size: int
     """Side in pixels that images are resized to."""
-    crop_pct: float = EVALUATION_CROP
+    crop_pct: float
     """Side of the centre crop of an evaluation, as a part of the image's shorter side."""
+    interpolation: Interpolation
+    """How an evaluation resizes the crop."""
     augmentation: Augmentation | None = None
 
     def __len__(self) -> int:
@@ -130,7 +133,7 @@ class ImageDataset:
             if request.epoch is not None and self.augmentation is not None:
                 images[place] = self.augmentation.crop_one(request.epoch, readable, image, size)
             else:
-                images[place] = center_crop(image, size, self.crop_pct)
+                images[place] = center_crop(image, size, self.crop_pct, self.interpolation)
         indices, shown_indices, corrupt_indices = (
             torch.tensor(values, dtype=torch.int64) for values in (request.indices, shown, sorted(corrupt))
         )

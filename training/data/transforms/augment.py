@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import Kind
-from training.config.train_config import TrainConfig
+from training.config.rules import parse_range
+from training.config.train_config import Interpolation, TrainConfig
 from training.data.loader import to_device
 from training.data.transforms.crop import center_box, crop_and_resize, random_box
 from training.data.transforms.random_erasing import RandomErasing
@@ -26,10 +27,6 @@ from training.runtime.counter_rng import Purpose, derive_key, rand_float, rand_i
 # The draws that belong to one image in the random stream of an epoch, and what each is for.
 _DRAWS = 32
 _ROW, _COLUMN, _FLIP, _BOX = 0, 1, 2, 3
-
-# Random resized crops: Szegedy et al., "Going deeper with convolutions" (2015), with a larger least area, which short
-# trainings do better with.
-_AREA = (0.25, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +59,11 @@ class Augmentation:
     seed: int
     resizes: bool
     """Whether images are cropped and resized one by one; always for those of a folder, which differ in size."""
-    random_box: bool = False
-    """Crop a random box of the image; otherwise the square in the middle."""
+    area: tuple[float, float] | None = None
+    """Crop a random box with at least and at most this part of the image's area; None: the square in the middle."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Least and greatest width by height of a random box."""
+    interpolation: Interpolation = "bilinear"
     padding: int = 0
     """Shift images by at most this number of pixels, in a frame of zeros; 0: do not shift."""
     flip: bool = False
@@ -80,12 +80,12 @@ class Augmentation:
     def crop_one(self, epoch: int, index: int, image: Tensor, size: tuple[int, int]) -> Tensor:
         """Crop, resize and perhaps mirror an image (uint8 [h, w, c]): uint8 [c, *size]."""
         key, (height, width) = derive_key(self.seed, Purpose.AUGMENTATION, epoch), image.shape[:2]
-        if self.random_box:
+        if self.area:
             draws = (rand_float(key, index * _DRAWS + draw) for draw in range(_BOX, _DRAWS))
-            box = random_box(draws, height, width, _AREA)
+            box = random_box(draws, height, width, self.area, self.ratio)
         else:
             box = center_box(height, width)
-        resized = crop_and_resize(image, box, size)
+        resized = crop_and_resize(image, box, size, self.interpolation)
         return resized.flip(2) if self.flip and rand_float(key, index * _DRAWS + _FLIP) < 1 / 2 else resized
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
@@ -156,7 +156,9 @@ def make_augmentation(
     return Augmentation(
         seed=config.seed,
         resizes=crop == "resized" or not in_memory,
-        random_box=crop == "resized",
+        area=parse_range("crop_scale", config.crop_scale) if crop == "resized" else None,
+        ratio=parse_range("crop_ratio", config.crop_ratio),
+        interpolation=config.interpolation,
         padding=max(1, round(min(shape[1:]) * defaults.padding)) if crop == "padded" else 0,
         flip=defaults.flip if config.flip == "auto" else config.flip == "on",
         policy=_make_policy(config, defaults.autoaugment, through_pillow=not in_memory),
