@@ -51,6 +51,7 @@ _OTHER_NAMES: dict[str, str] = {
     "use --sync-bn": "sync-batchnorm",
     "use --amp bf16 or --amp fp16": "precision mixed-precision bf16 fp16",
     "use --auto-augment": "aa policy",
+    "use --randaugment-magnitude": "ra-magnitude",
     "use --random-erasing": "random-erase reprob",
     "use --mixup": "mixup-alpha",
     "use --cutmix": "cutmix-alpha",

@@ -88,6 +88,8 @@ _VALUES: dict[str, tuple[Test, str]] = {
     "clip_grad_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "grad_accum_steps": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "ema_decay": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),
+    "randaugment_magnitude": (lambda v: _is_whole(v, 0) and v <= 30, "use a whole number from 0 to 30"),
+    "color_jitter": (lambda v: _is_number(v) and v >= 0, "use 0 or more, such as 0.4"),
     "random_erasing": (lambda v: _is_number(v) and 0 <= v <= 1, "use a probability from 0 to 1"),
     "mixup": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "cutmix": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
@@ -209,6 +211,10 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
         "--data-on-device on cannot be combined with --auto-augment, which runs on the CPU: leave one out",
     ),
     (
+        lambda c: c.data_on_device == "on" and c.color_jitter > 0,
+        "--data-on-device on cannot be combined with --color-jitter, which runs on the CPU: leave one out",
+    ),
+    (
         lambda c: c.data_on_device == "on" and c.crop == "resized",
         "--data-on-device on cannot be combined with --crop resized, which runs on the CPU: leave one out",
     ),
@@ -244,6 +250,8 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
         (name, lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized")
         for name in ("crop_scale", "crop_ratio")
     ),
+    ("auto_augment_interpolation", lambda c: c.auto_augment != "none", "--auto-augment is none"),
+    ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
     ("eval_crop", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),

@@ -156,6 +156,14 @@ class TrainConfig(Adjustable):
     """Random horizontal flips. `auto`: on, except for IDX files, because mirrored digits are others."""
     auto_augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"
     """Augmentation of color and shape: AutoAugment (ImageNet's or CIFAR-10's), RandAugment or TrivialAugment."""
+    auto_augment_interpolation: Literal["nearest", "bilinear", "bicubic"] = "nearest"
+    """How --auto-augment computes the pixels of rotated, sheared and shifted images; published ImageNet trainings of
+    torchvision: bilinear."""
+    randaugment_magnitude: int = 9
+    """Strength of RandAugment, from 0 to 30. TrivialAugment draws another one for each image."""
+    color_jitter: float = 0.0
+    """Change brightness, contrast and saturation by random factors of at most 1 plus and at least 1 minus this, such as
+    0.4; 0: none."""
     random_erasing: float = 0.0
     """Probability of erasing a random rectangle of an image."""
     mixup: float = 0.0
@@ -177,7 +185,7 @@ class TrainConfig(Adjustable):
     """Part of the training set held out for validation, if the data have no val/."""
     data_on_device: Literal["auto", "on", "off"] = "auto"
     """Keep all images of IDX or CIFAR files in the memory of each rank's GPU and augment them there, without
-    --auto-augment or --crop resized. `auto`: if they take less than a tenth of its free memory."""
+    --auto-augment, --color-jitter or --crop resized. `auto`: if they take less than a tenth of its free memory."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work: `training.config.rules.check`."""

@@ -1,9 +1,9 @@
-"""Augmentation: random crop, mirroring, a policy of torchvision, random erasing. Runs on ranks and loader workers.
+"""Augmentation: random crop, mirroring, color jitter, a policy, random erasing. Runs on ranks and loader workers.
 
 What becomes of an image is a function of (seed, epoch, index of the image): it does not depend on the rank, the worker
 or the batch. Crops, mirroring and erasing take numbered draws from the epoch's random stream (`counter_rng`), on the
-CPU, without torchvision. A policy is torchvision's and draws from torch's default generator: `_seeded` seeds that for
-each image and restores it afterwards.
+CPU, without torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded`
+seeds that for each image and restores it afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -144,10 +144,13 @@ def make_augmentation(
     Raises:
         UserError: the policy does not take images with this number of channels.
     """
-    if config.auto_augment != "none" and shape[0] not in {1, 3}:
-        raise UserError(
-            f"--auto-augment is {config.auto_augment}, but the images have {shape[0]} channels: use --auto-augment none"
-        )
+    if shape[0] not in {1, 3}:
+        for name, value, nothing in (
+            ("auto-augment", config.auto_augment, "none"),
+            ("color-jitter", config.color_jitter, 0),
+        ):
+            if value != nothing:
+                raise UserError(f"--{name} is {value}, but the images have {shape[0]} channels: use --{name} {nothing}")
     defaults, in_memory = _DEFAULTS[kind], _DEFAULTS[kind] is not _IMAGES
     crop = defaults.crop if config.crop == "auto" else config.crop
     # The mean color is zero for the model.
@@ -167,21 +170,24 @@ def make_augmentation(
 
 
 def _make_policy(config: TrainConfig, found_on: str, *, through_pillow: bool) -> Callable[[Any], Tensor] | None:
-    """Torchvision's policy with its own settings.
+    """Torchvision's color jitter, and then its policy; None: the flags ask for neither.
 
     AutoAugment: Cubuk et al. (2018). RandAugment: Cubuk et al. (2019). TrivialAugment: Müller and Hutter (2021).
     Pillow takes a third less time than tensors for RandAugment of large images.
     """
-    if config.auto_augment == "none":
+    if config.auto_augment == "none" and not config.color_jitter:
         return None
     from torchvision.transforms import v2  # noqa: PLC0415  # takes two seconds
 
+    mode, jitter = v2.InterpolationMode(config.auto_augment_interpolation), config.color_jitter
     makers: dict[str, Callable[[], Any]] = {
-        "autoaugment": lambda: v2.AutoAugment(v2.AutoAugmentPolicy[found_on]),
-        "randaugment": v2.RandAugment,
-        "trivialaugment": v2.TrivialAugmentWide,
+        "none": v2.Identity,
+        "autoaugment": lambda: v2.AutoAugment(v2.AutoAugmentPolicy[found_on], interpolation=mode),
+        "randaugment": lambda: v2.RandAugment(magnitude=config.randaugment_magnitude, interpolation=mode),
+        "trivialaugment": lambda: v2.TrivialAugmentWide(interpolation=mode),
     }
-    policy = makers[config.auto_augment]()
+    changes = [v2.ColorJitter(jitter, jitter, jitter)] if jitter else []
+    changes.append(makers[config.auto_augment]())
     composed: Callable[[Any], Tensor]
-    composed = v2.Compose([v2.ToPILImage(), policy, v2.PILToTensor()] if through_pillow else [policy])
+    composed = v2.Compose([v2.ToPILImage(), *changes, v2.PILToTensor()] if through_pillow else changes)
     return composed
