@@ -53,6 +53,8 @@ _OTHER_NAMES: dict[str, str] = {
     "use --auto-augment": "aa policy",
     "use --randaugment-magnitude": "ra-magnitude",
     "use --random-erasing": "random-erase reprob",
+    "use --repeated-augmentation 4": "ra-sampler",
+    "use --repeated-augmentation": "aug-repeats ra-reps",
     "use --mixup": "mixup-alpha",
     "use --cutmix": "cutmix-alpha",
     "use --image-size": "img-size train-crop-size",

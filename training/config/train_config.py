@@ -166,6 +166,9 @@ class TrainConfig(Adjustable):
     0.4; 0: none."""
     random_erasing: float = 0.0
     """Probability of erasing a random rectangle of an image."""
+    repeated_augmentation: int = 1
+    """Samples of an image in a batch, each augmented otherwise (Hoffer et al., 2020), such as 4: an epoch then has as
+    many steps as before, and one image in 4."""
     mixup: float = 0.0
     """Alpha of mixup, such as 0.2; 0: no mixup. With --cutmix too, each step uses one of them."""
     cutmix: float = 0.0

@@ -25,7 +25,7 @@ class Batch(NamedTuple):
     labels: Tensor
     """int64 [n]: of the images that are shown."""
     indices: Tensor
-    """int64 [n]: the indices in the data set that were requested."""
+    """int64 [n]: the indices in the data set of the images that were requested, without repetitions' numbers."""
     corrupt: Tensor
     """int64 [k]: the indices, each once, of images that cannot be read; others are shown instead."""
 

@@ -66,6 +66,7 @@ from training.config.train_config import (
         ("eval_crop", "232", "--eval-crop is '232': use a number above 0 and up to 1, such as 224/256 or 0.875"),
         ("randaugment_magnitude", 31, "--randaugment-magnitude is 31: use a whole number from 0 to 30"),
         ("color_jitter", -0.1, "--color-jitter is -0.1: use 0 or more, such as 0.4"),
+        ("repeated_augmentation", 0, "--repeated-augmentation is 0: use 1 or more"),
         ("val_split", 1.0, "--val-split is 1.0: use 0 or more and less than 1"),
         ("num_workers", -1, "--num-workers is -1: use 0 or more, or leave it out"),
         ("log_every", 0, "--log-every is 0: use 1 or more steps"),

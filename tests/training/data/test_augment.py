@@ -91,6 +91,17 @@ def test_a_sample_looks_different_in_each_epoch_and_with_each_seed_and_as_it_is_
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
+def test_a_repetition_is_the_same_image_augmented_otherwise(path: Path, options: dict[str, Any]) -> None:
+    source = load(path, val_split=0.0, **options).train
+    first, again = (
+        source[BatchRequest(indices=tuple(range(start, start + 8)), epoch=1)] for start in (0, 2 * len(source))
+    )
+    assert torch.equal(first.indices, again.indices)
+    assert torch.equal(first.labels, again.labels)
+    assert not torch.equal(first.images, again.images)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=name)
 def test_torchs_own_generator_is_neither_moved_nor_asked(path: Path, options: dict[str, Any]) -> None:
     source = load(path, val_split=0.0, **options).train
     seen = []

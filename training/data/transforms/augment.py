@@ -1,6 +1,6 @@
 """Augmentation: random crop, mirroring, color jitter, a policy, random erasing. Runs on ranks and loader workers.
 
-What becomes of an image is a function of (seed, epoch, index of the image): it does not depend on the rank, the worker
+What becomes of an image is a function of (seed, epoch, index of the sample): it does not depend on the rank, the worker
 or the batch. Crops, mirroring and erasing take numbered draws from the epoch's random stream (`counter_rng`), on the
 CPU, without torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded`
 seeds that for each image and restores it afterwards.
@@ -78,7 +78,10 @@ class Augmentation:
         return self.resizes or self.policy is not None
 
     def crop_one(self, epoch: int, index: int, image: Tensor, size: tuple[int, int]) -> Tensor:
-        """Crop, resize and perhaps mirror an image (uint8 [h, w, c]): uint8 [c, *size]."""
+        """Crop, resize and perhaps mirror an image (uint8 [h, w, c]): uint8 [c, *size].
+
+        `index` is the sample's, as `BatchRequest` numbers them.
+        """
         key, (height, width) = derive_key(self.seed, Purpose.AUGMENTATION, epoch), image.shape[:2]
         if self.area:
             draws = (rand_float(key, index * _DRAWS + draw) for draw in range(_BOX, _DRAWS))
@@ -89,7 +92,10 @@ class Augmentation:
         return resized.flip(2) if self.flip and rand_float(key, index * _DRAWS + _FLIP) < 1 / 2 else resized
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-        """Augment, and perhaps overwrite, images of one size (uint8 [n, C, H, W]); indices (int64 [n]) on the CPU."""
+        """Augment, and perhaps overwrite, images of one size (uint8 [n, C, H, W]).
+
+        `indices` (int64 [n], on the CPU) are those of the samples, as `BatchRequest` numbers them.
+        """
         key = derive_key(self.seed, Purpose.AUGMENTATION, epoch)
         if self.padding:
             images = _shift(images, self.padding, key, indices)
