@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainer_rig import Starter, load, trainer_with
+from trainer_rig import Starter, children, load, trainer_with
 
 from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig
@@ -120,6 +120,16 @@ def test_a_rank_has_num_workers_loader_workers(
     assert asked == [0, 3]
     assert trainer_with(group, folder_data, tmp_path / "folder").workers >= 1
     assert trainer_with(group, idx_data, tmp_path / "idx").workers == 0, "they cost nothing to make"
+
+
+def test_an_evaluation_starts_no_more_workers_than_it_has_batches(
+    group: ProcessGroup, folder_data: Path, tmp_path: Path
+) -> None:
+    trainer, before, started = trainer_with(group, folder_data, tmp_path, num_workers=3), children(os.getpid()), []
+    assert trainer.data.val is not None
+    evaluator = trainer.validator.evaluator
+    evaluator.evaluate(trainer.data.val, lambda: started.append(len(children(os.getpid())) - len(before)))
+    assert started == [1]
 
 
 def test_ranks_of_a_node_share_its_cores(
