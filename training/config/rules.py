@@ -137,8 +137,10 @@ def parse_range(field: str, text: str) -> tuple[float, float]:
     numbers = [float(_fraction(part)) for part in str(text).split(",")]
     if len(numbers) == 2 and 0 < numbers[0] <= numbers[1] <= largest:
         return numbers[0], numbers[1]
-    limit = f" up to {largest:g}" if largest < math.inf else ""
-    raise UserError(f"{flag(field)} is {text!r}: use two numbers above 0{limit}, the smaller first, such as {example}")
+    limit = f" and up to {largest:g}" if largest < math.inf else ""
+    raise UserError(
+        f"{flag(field)} is {text!r}: use two numbers above 0{limit}, the smaller one first, such as {example}"
+    )
 
 
 def parse_eval_crop(text: str) -> Fraction:

@@ -59,10 +59,14 @@ from training.config.train_config import (
         (
             "crop_scale",
             "0,1",
-            "--crop-scale is '0,1': use two numbers above 0 up to 1, the smaller first, such as 0.08,1",
+            "--crop-scale is '0,1': use two numbers above 0 and up to 1, the smaller one first, such as 0.08,1",
         ),
-        ("crop_scale", "1", "--crop-scale is '1': use two numbers above 0 up to 1, the smaller first, such as 0.08,1"),
-        ("crop_ratio", "2,1", "--crop-ratio is '2,1': use two numbers above 0, the smaller first, such as 3/4,4/3"),
+        (
+            "crop_scale",
+            "1",
+            "--crop-scale is '1': use two numbers above 0 and up to 1, the smaller one first, such as 0.08,1",
+        ),
+        ("crop_ratio", "2,1", "--crop-ratio is '2,1': use two numbers above 0, the smaller one first, such as 3/4,4/3"),
         ("eval_crop", "232", "--eval-crop is '232': use a number above 0 and up to 1, such as 224/256 or 0.875"),
         ("randaugment_magnitude", 31, "--randaugment-magnitude is 31: use a whole number from 0 to 30"),
         ("color_jitter", -0.1, "--color-jitter is -0.1: use 0 or more, such as 0.4"),

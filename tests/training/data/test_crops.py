@@ -61,6 +61,10 @@ def test_random_crops_are_distributed_as_torchvisions(
         assert torch.allclose(found, wanted, atol=1, rtol=0.08), (found, wanted)
 
 
+def test_a_shape_that_no_image_has_room_for_becomes_a_strip() -> None:
+    assert set(map(tuple, boxes(5, 30, 40, (0.25, 1), (200, 300))[:, 2:].tolist())) == {(1, 40)}
+
+
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (28, 20), (200, 300)])
 def test_erased_rectangles_are_distributed_as_torchvisions(height: int, width: int) -> None:
     torch.manual_seed(0)

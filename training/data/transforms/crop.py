@@ -43,7 +43,7 @@ def random_box(
         if 0 < high <= height and 0 < wide <= width:
             break
     else:
-        high, wide = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
+        high, wide = (max(1, round(side)) for side in (min(height, width / ratio[0]), min(width, height * ratio[1])))
         down = across = 1 / 2
     return int(down * (height - high + 1)), int(across * (width - wide + 1)), high, wide
 
