@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -40,6 +41,9 @@ def check(config: Any) -> None:
     for name in INTERVAL_WORDS:
         parse_interval(name, getattr(config, name))
     parse_step_epochs(config.lr_step_epochs)
+    for name in ("crop_scale", "crop_ratio"):
+        parse_range(name, getattr(config, name))
+    parse_eval_crop(config.eval_crop)
     for conflict, fix in _CONFLICTS:
         if conflict(config):
             raise UserError(fix)
@@ -84,7 +88,10 @@ _VALUES: dict[str, tuple[Test, str]] = {
     "clip_grad_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "grad_accum_steps": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "ema_decay": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),
+    "randaugment_magnitude": (lambda v: _is_whole(v, 0) and v <= 30, "use a whole number from 0 to 30"),
+    "color_jitter": (lambda v: _is_number(v) and v >= 0, "use 0 or more, such as 0.4"),
     "random_erasing": (lambda v: _is_number(v) and 0 <= v <= 1, "use a probability from 0 to 1"),
+    "repeated_augmentation": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "mixup": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "cutmix": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "max_corrupt_images": (lambda v: _is_whole(v, 0), "use 0 or more"),
@@ -115,6 +122,44 @@ def parse_step_epochs(text: str) -> tuple[int, ...]:
         if epochs[0] > 0 and all(one < other for one, other in pairwise(epochs)):
             return epochs
     raise UserError(f"--lr-step-epochs is {text!r}: use a number such as 30, or rising epochs such as 150,225")
+
+
+_RANGES = {"crop_scale": (1.0, "0.08,1"), "crop_ratio": (math.inf, "3/4,4/3")}
+
+
+def parse_range(field: str, text: str) -> tuple[float, float]:
+    """Read two positive numbers, the least and the greatest, such as `0.08,1` or `3/4,4/3`.
+
+    Raises:
+        UserError: the text is something else, or the numbers are larger than they may be.
+    """
+    largest, example = _RANGES[field]
+    numbers = [float(_fraction(part)) for part in str(text).split(",")]
+    if len(numbers) == 2 and 0 < numbers[0] <= numbers[1] <= largest:
+        return numbers[0], numbers[1]
+    limit = f" and up to {largest:g}" if largest < math.inf else ""
+    raise UserError(
+        f"{flag(field)} is {text!r}: use two numbers above 0{limit}, the smaller one first, such as {example}"
+    )
+
+
+def parse_eval_crop(text: str) -> Fraction:
+    """Read a number above 0 and up to 1, such as `224/256` or `0.875`.
+
+    Raises:
+        UserError: the text is something else.
+    """
+    if 0 < (number := _fraction(text)) <= 1:
+        return number
+    raise UserError(f"--eval-crop is {text!r}: use a number above 0 and up to 1, such as 224/256 or 0.875")
+
+
+def _fraction(text: str) -> Fraction:
+    """The number that a text is; 0 for any other text."""
+    try:
+        return Fraction(text)
+    except (ValueError, TypeError, ZeroDivisionError):
+        return Fraction()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +214,10 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
         "--data-on-device on cannot be combined with --auto-augment, which runs on the CPU: leave one out",
     ),
     (
+        lambda c: c.data_on_device == "on" and c.color_jitter > 0,
+        "--data-on-device on cannot be combined with --color-jitter, which runs on the CPU: leave one out",
+    ),
+    (
         lambda c: c.data_on_device == "on" and c.crop == "resized",
         "--data-on-device on cannot be combined with --crop resized, which runs on the CPU: leave one out",
     ),
@@ -200,6 +249,14 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ),
     ("nesterov", lambda c: c.optimizer == "sgd" and c.momentum > 0, "it applies to --optimizer sgd with --momentum"),
     ("decay_norm_and_bias", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
+    *(
+        (name, lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized")
+        for name in ("crop_scale", "crop_ratio")
+    ),
+    ("auto_augment_interpolation", lambda c: c.auto_augment != "none", "--auto-augment is none"),
+    ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
+    ("repeated_augmentation", lambda c: not c.synthetic, "generated images are not augmented"),
+    ("eval_crop", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )

@@ -19,6 +19,7 @@ from training.config.model_names import SMALL_CNN
 
 Optimizer = Literal["sgd", "adamw", "adam"]
 LrScheduler = Literal["cosine", "step", "one-cycle", "plateau", "constant"]
+Interpolation = Literal["bilinear", "bicubic"]
 LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
 """The batch size that --lr is for with --lr-scaling."""
@@ -147,12 +148,27 @@ class TrainConfig(Adjustable):
     """Compute float32 products of matrices in TF32 on GPUs that have it: faster, with 10 bits of fraction."""
     crop: Literal["auto", "none", "padded", "resized"] = "auto"
     """Random crops: of the padded image, or resized crops. `auto`: padded for IDX and CIFAR files, else resized."""
+    crop_scale: str = "0.25,1"
+    """Least and greatest area of a resized crop, as parts of the image's; Szegedy et al. (2015) use 0.08,1."""
+    crop_ratio: str = "3/4,4/3"
+    """Least and greatest width by height of a resized crop."""
     flip: Literal["auto", "on", "off"] = "auto"
     """Random horizontal flips. `auto`: on, except for IDX files, because mirrored digits are others."""
     auto_augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"
     """Augmentation of color and shape: AutoAugment (ImageNet's or CIFAR-10's), RandAugment or TrivialAugment."""
+    auto_augment_interpolation: Literal["nearest", "bilinear", "bicubic"] = "nearest"
+    """How --auto-augment computes the pixels of rotated, sheared and shifted images; published ImageNet trainings of
+    torchvision: bilinear."""
+    randaugment_magnitude: int = 9
+    """Strength of RandAugment, from 0 to 30. TrivialAugment draws another one for each image."""
+    color_jitter: float = 0.0
+    """Change brightness, contrast and saturation by random factors of at most 1 plus and at least 1 minus this, such as
+    0.4; 0: none."""
     random_erasing: float = 0.0
     """Probability of erasing a random rectangle of an image."""
+    repeated_augmentation: int = 1
+    """Samples of an image in a batch, each augmented otherwise (Hoffer et al., 2020), such as 4: an epoch then has as
+    many steps as before, and one image in 4."""
     mixup: float = 0.0
     """Alpha of mixup, such as 0.2; 0: no mixup. With --cutmix too, each step uses one of them."""
     cutmix: float = 0.0
@@ -163,11 +179,16 @@ class TrainConfig(Adjustable):
     """Side of the model's square input images in pixels. Default: what suits the model and the data."""
     eval_image_size: int | None = None
     """Side of the input images in evaluations; a larger one often helps. Default: --image-size."""
+    eval_crop: str = "224/256"
+    """Side of the centre crop in evaluations, as a part of the image's shorter side; torchvision's second weights for
+    ResNet-50 are for 224/232. Images in memory are not cropped."""
+    interpolation: Interpolation = "bilinear"
+    """How images are resized, in training and in evaluations."""
     val_split: float = 0.05
     """Part of the training set held out for validation, if the data have no val/."""
     data_on_device: Literal["auto", "on", "off"] = "auto"
     """Keep all images of IDX or CIFAR files in the memory of each rank's GPU and augment them there, without
-    --auto-augment or --crop resized. `auto`: if they take less than a tenth of its free memory."""
+    --auto-augment, --color-jitter or --crop resized. `auto`: if they take less than a tenth of its free memory."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work: `training.config.rules.check`."""

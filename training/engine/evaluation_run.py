@@ -167,7 +167,7 @@ def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedMod
         raise UserError(f"--data has {has}, and the model takes images of {wanted} (channels x height x width)")
     labels = labels_of_model(source.labels, data.classes, card.classes)
     if isinstance(source, ImageDataset):
-        return replace(source, labels=labels, crop_pct=card.crop_pct)
+        return replace(source, labels=labels, crop_pct=card.crop_pct, interpolation=card.interpolation)
     return replace(source, labels=labels)
 
 

@@ -80,6 +80,12 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         check_world(config, group.world_size, len(data.train))
         check_validation(config, validates=data.val is not None)
     mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (data.mean, data.std))
-    memory_format = FORMATS[config.memory_format]
-    preprocess = Preprocess(mean=mean, std=std, channels=channels, size=size, memory_format=memory_format)
+    preprocess = Preprocess(
+        mean=mean,
+        std=std,
+        channels=channels,
+        size=size,
+        interpolation=config.interpolation,
+        memory_format=FORMATS[config.memory_format],
+    )
     return Trainer(context, group, data, model, preprocess, loader_workers(config, data, group))

@@ -57,7 +57,12 @@ class Trainer:
         config = context.config
         self.config, self.context, self.group, self.data, self.workers = config, context, group, data, workers
         self.schedule = make_schedule(
-            len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config)
+            len(data.train),
+            config.batch_size,
+            config.epochs,
+            config.seed,
+            samples_per_group(config),
+            config.repeated_augmentation,
         )
         model = place_model(model, config, group)
         self.heartbeat, self.console = context.heartbeat, Console(enabled=group.is_rank_zero)

@@ -88,7 +88,9 @@ class Evaluator:
         top5_correct = torch.zeros((), dtype=torch.int64, device=device)
         corrupt: set[int] = set()
         requests = evaluation_requests(len(source), batch_size, rank, world_size)
-        with load_device_batches(device, source, requests, self.workers) as batches:
+        # A worker makes a batch at a time, and starts for this evaluation alone.
+        workers = min(self.workers, -(-len(source) // (batch_size * world_size)))
+        with load_device_batches(device, source, requests, workers) as batches:
             for number, batch in enumerate(batches):
                 before_batch()
                 if len(batch.labels):

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hpc.core.errors import UserError
 from training.config.model_names import OWN_MODELS, SMALL_CNN
-from training.config.train_config import TrainConfig
+from training.config.train_config import Interpolation, TrainConfig
 from training.models.small_models import SmallResNet, small_cnn
 from training.runtime.counter_rng import Purpose, derive_key
 
@@ -150,13 +150,14 @@ class Preprocess:
     std: Tensor
     channels: int
     size: int
+    interpolation: Interpolation = "bilinear"
     memory_format: torch.memory_format = torch.channels_last
 
     def __call__(self, images: Tensor) -> Tensor:
         """Uint8 [n, c, h, w] to float [n, channels, size, size]; a single channel is repeated."""
         values = (images.to(self.mean.device, non_blocking=True).float() / 255 - self.mean) / self.std
         if values.shape[2:] != (self.size, self.size):
-            values = functional.interpolate(values, (self.size, self.size), mode="bilinear", antialias=True)
+            values = functional.interpolate(values, (self.size, self.size), mode=self.interpolation, antialias=True)
         values = values.expand(-1, self.channels, -1, -1)
         return values.contiguous(memory_format=self.memory_format)
 

@@ -56,6 +56,21 @@ from training.config.train_config import (
         ("image_size", 4, "--image-size is 4: use 8 or more pixels, or leave it out"),
         ("eval_image_size", 0, "--eval-image-size is 0: use 8 or more pixels, or leave it out"),
         ("data_on_device", "gpu", "--data-on-device is 'gpu': use one of auto, on, off"),
+        (
+            "crop_scale",
+            "0,1",
+            "--crop-scale is '0,1': use two numbers above 0 and up to 1, the smaller one first, such as 0.08,1",
+        ),
+        (
+            "crop_scale",
+            "1",
+            "--crop-scale is '1': use two numbers above 0 and up to 1, the smaller one first, such as 0.08,1",
+        ),
+        ("crop_ratio", "2,1", "--crop-ratio is '2,1': use two numbers above 0, the smaller one first, such as 3/4,4/3"),
+        ("eval_crop", "232", "--eval-crop is '232': use a number above 0 and up to 1, such as 224/256 or 0.875"),
+        ("randaugment_magnitude", 31, "--randaugment-magnitude is 31: use a whole number from 0 to 30"),
+        ("color_jitter", -0.1, "--color-jitter is -0.1: use 0 or more, such as 0.4"),
+        ("repeated_augmentation", 0, "--repeated-augmentation is 0: use 1 or more"),
         ("val_split", 1.0, "--val-split is 1.0: use 0 or more and less than 1"),
         ("num_workers", -1, "--num-workers is -1: use 0 or more, or leave it out"),
         ("log_every", 0, "--log-every is 0: use 1 or more steps"),
@@ -82,6 +97,7 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
     [
         ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden cannot be combined with SqueezeNets"),
         ({"freeze_backbone": True}, "--freeze-backbone needs pretrained weights: give --weights"),
+        ({"data_on_device": "on", "color_jitter": 0.4}, "--data-on-device on cannot be combined with --color-jitter"),
         ({"compile": True, "sync_bn": True}, "--compile cannot be combined with --sync-bn"),
     ],
 )
@@ -106,6 +122,11 @@ def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], mes
         (
             {"decay_norm_and_bias": True, "weight_decay": 0.0},
             "--decay-norm-and-bias has no effect: --weight-decay is 0",
+        ),
+        ({"crop_scale": "0.08,1", "crop": "none"}, "--crop-scale 0.08,1 has no effect: it applies to --crop resized"),
+        (
+            {"randaugment_magnitude": 5, "auto_augment": "trivialaugment"},
+            "--randaugment-magnitude 5 has no effect: it applies to --auto-augment randaugment",
         ),
         ({"sync_bn": True}, "--sync-bn has no effect: small-cnn has no batch normalization"),
         ({"warmup_epochs": 9.5}, "--warmup-epochs 9.5 is more than --epochs: --lr is never reached"),

@@ -1,8 +1,10 @@
 """How flags change a step and an evaluation, seen from inside the model."""
 
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_rig import Starter, trainer_with
+from trainer_rig import Starter, children, load, trainer_with
 
 from training.checkpoint.storage import list_checkpoints
+from training.config.train_config import TrainConfig
 from training.data.loader import Batch
 from training.data.transforms.mixup import draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
+from training.engine.shared_data import loader_workers
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup
 
@@ -120,6 +124,26 @@ def test_a_rank_has_num_workers_loader_workers(
     assert asked == [0, 3]
     assert trainer_with(group, folder_data, tmp_path / "folder").workers >= 1
     assert trainer_with(group, idx_data, tmp_path / "idx").workers == 0, "they cost nothing to make"
+
+
+def test_an_evaluation_starts_no_more_workers_than_it_has_batches(
+    group: ProcessGroup, folder_data: Path, tmp_path: Path
+) -> None:
+    trainer, before, started = trainer_with(group, folder_data, tmp_path, num_workers=3), children(os.getpid()), []
+    assert trainer.data.val is not None
+    evaluator = trainer.validator.evaluator
+    evaluator.evaluate(trainer.data.val, lambda: started.append(len(children(os.getpid())) - len(before)))
+    assert started == [2, 2], "27 images are two batches of up to 20"
+
+
+def test_ranks_of_a_node_share_its_cores(
+    group: ProcessGroup, folder_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100)))
+    data, config = load(folder_data), TrainConfig(data=str(folder_data))
+    for ranks, workers in ((1, 100), (8, 12)):
+        shared = replace(group, rank_info=replace(group.rank_info, local_world_size=ranks))
+        assert loader_workers(config, data, shared) == workers
 
 
 def test_keep_checkpoints_checkpoints_are_kept(start: Starter) -> None:

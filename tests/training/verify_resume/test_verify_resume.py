@@ -80,7 +80,7 @@ def test_a_frozen_pretrained_model_is_bit_identical_too(
     "options",
     [
         {"crop": "resized", "flip": "on", "random_erasing": 0.5, "num_workers": 0},
-        {"auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2},
+        {"auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2, "repeated_augmentation": 4},
         {"auto_augment": "trivialaugment", "num_workers": 1, "crop": "padded", "model": "mobilenet_v3_small"},
     ],
 )
