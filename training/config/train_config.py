@@ -93,24 +93,31 @@ class TrainConfig(Adjustable):
     """
     momentum: float = 0.9
     """Momentum of SGD; beta1 of Adam and AdamW."""
+    adam_beta2: float = 0.999
+    """Beta2 of Adam and AdamW; vision transformers are often trained with 0.95."""
     nesterov: bool = False
     """Use Nesterov momentum (SGD)."""
     weight_decay: float = 5e-4
-    """Weight decay. Biases and norms have none without --decay-norm-and-bias."""
+    """Weight decay. Biases, norms and embeddings have none without --decay-norm-and-bias."""
     decay_norm_and_bias: bool = False
-    """Apply the weight decay to biases and norms too."""
+    """Apply the weight decay to biases, norms and embeddings too."""
+    layer_decay: float = 1.0
+    """Multiply the learning rate by this for each block between a layer and the head, such as 0.75 in fine-tuning
+    (Clark et al., 2020; Bao et al., 2021); 1: all layers have the same."""
     label_smoothing: float = 0.0
     """Label smoothing."""
     warmup_epochs: float = 1.0
     """Epochs of linear warm-up from almost zero to --lr."""
     lr_scheduler: LrScheduler = "cosine"
     """Learning rate after the warm-up.
-    - cosine: falls to zero along half a cosine
+    - cosine: falls to --min-lr along half a cosine
     - step: is multiplied by --lr-gamma at --lr-step-epochs
     - one-cycle: rises from 1/25 over --warmup-epochs (usually a third of --epochs), falls to 1/250,000 along cosines
     - plateau: is multiplied by --lr-gamma after --plateau-patience epochs without a lower validation loss
     - constant: stays the same
     """
+    min_lr: float = 0.0
+    """Learning rate at the end of the cosine scheduler."""
     lr_step_epochs: str = "30"
     """Epochs at which the step scheduler lowers the learning rate: 30 for every 30 epochs, or a list: 150,225."""
     lr_gamma: float = 0.1
@@ -172,6 +179,8 @@ class TrainConfig(Adjustable):
     def __post_init__(self) -> None:
         """Refuse what cannot work: `training.config.rules.check`."""
         rules.check(self)
+        if self.min_lr > (highest := highest_learning_rate(self)):
+            raise UserError(f"--min-lr is {self.min_lr}, more than the highest learning rate: use {highest:g} or less")
 
 
 def highest_learning_rate(config: TrainConfig) -> float:

@@ -13,7 +13,7 @@ from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
-from training.engine.optim import learning_rate
+from training.engine.optim import learning_rate, set_learning_rate
 from training.models.factory import Preprocess, autocast, set_train_mode
 from training.models.parallel import compiler_error, wrap_for_training
 from training.runtime.counter_rng import Purpose, derive_key
@@ -92,9 +92,7 @@ class Stepper:
         loss_meter.begin_step()
         torch.manual_seed(derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
         set_train_mode(state.model)
-        lr = learning_rate(config, progress, self.schedule.steps_per_epoch)
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = lr
+        set_learning_rate(optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
         mix = draw_mix(config, progress.step, self.preprocess.size)
         micro_batches = config.grad_accum_steps
         for index in range(micro_batches):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from training.config.train_config import TrainConfig
+from training.models.blocks import is_row, row_members
 from training.runtime.process_group import ProcessGroup
 
 # A block with fewer weights is gathered with its surroundings: a message of its own would not pay.
@@ -49,22 +50,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     Blocks are the members of Sequentials and lists, and the model's children. What is inside a block is not sharded
     apart, because some blocks, such as attention, use their children's weights without calling them.
     """
-    found = [*_row_members(model), *(child for child in model.children() if not _is_row(child))]
+    found = [*row_members(model), *(child for child in model.children() if not is_row(child))]
     large = [part for part in dict.fromkeys(found) if sum(map(torch.numel, part.parameters())) >= _MIN_WEIGHTS]
     return [part for part in large if not isinstance(part, FSDPModule)]
-
-
-def _row_members(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if _is_row(module) and not _is_row(child):
-            yield child
-        else:
-            yield from _row_members(child)
-
-
-def _is_row(module: nn.Module) -> bool:
-    """Whether the module is a Sequential or a list, which has no forward of its own."""
-    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
 class FsdpModel:

@@ -65,6 +65,8 @@ from training.config.train_config import (
             10,
             "--snapshot-every is 10: use 'auto', 'off', steps such as '50', or a duration such as '2s'",
         ),
+        ("adam_beta2", 1, "--adam-beta2 is 1: use 0 or more and less than 1"),
+        ("layer_decay", 0, "--layer-decay is 0: use more than 0, and at most 1"),
         ("keep_checkpoints", 0, "--keep-checkpoints is 0: use 1 or more"),
         ("epochs", "five", "--epochs is 'five': use 1 or more"),
     ],
@@ -106,6 +108,11 @@ def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], mes
         (
             {"decay_norm_and_bias": True, "weight_decay": 0.0},
             "--decay-norm-and-bias has no effect: --weight-decay is 0",
+        ),
+        ({"adam_beta2": 0.9}, "--adam-beta2 0.9 has no effect: it applies to --optimizer adam and --optimizer adamw"),
+        (
+            {"min_lr": 0.01, "lr_scheduler": "constant"},
+            "--min-lr 0.01 has no effect: it applies to --lr-scheduler cosine",
         ),
         ({"sync_bn": True}, "--sync-bn has no effect: small-cnn has no batch normalization"),
         ({"warmup_epochs": 9.5}, "--warmup-epochs 9.5 is more than --epochs: --lr is never reached"),

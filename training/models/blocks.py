@@ -1,0 +1,49 @@
+"""The blocks of a model, which are sharded, or trained at a rate of their own, one at a time. Runs on every rank."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from training.models.factory import last_layer_name
+
+
+def is_row(module: nn.Module) -> bool:
+    """Whether the module is a Sequential or a list, which has no forward of its own."""
+    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
+
+
+def row_members(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost Sequentials and lists inside a module."""
+    for child in module.children():
+        if is_row(module) and not is_row(child):
+            yield child
+        else:
+            yield from row_members(child)
+
+
+def depths(model: nn.Module) -> dict[str, int]:
+    """By the names of the parameters, how many blocks come before them, in the order of the model's code.
+
+    Blocks are the members of Sequentials and lists and the layers beside them, as far as they have weights. Norms and
+    embeddings belong to the block before them, or to the first one. The last layer is a block of its own.
+    """
+    block_of: dict[nn.Parameter, nn.Module] = {}
+    for block in (*_blocks(model), model.get_submodule(last_layer_name(model))):
+        if any(parameter.dim() > 1 for parameter in block.parameters()):
+            block_of.update(dict.fromkeys(block.parameters(), block))
+    found: dict[str, int] = {}
+    depth = -1
+    last: nn.Module | None = None
+    for name, parameter in model.named_parameters():
+        block = block_of.get(parameter, last)
+        depth, last = depth + (block is not last), block
+        found[name] = max(depth, 0)
+    return found
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if (is_row(module) and not is_row(child)) or not any(is_row(part) for part in child.modules()):
+            yield child
+        else:
+            yield from _blocks(child)
