@@ -47,6 +47,8 @@ _OTHER_NAMES: dict[str, str] = {
     "use --min-lr": "eta-min lr-min",
     "use --layer-decay": "layer-decay-rate llrd",
     "use --decay-norm-and-bias": "bias-weight-decay norm-weight-decay decay-all",
+    "use --loss bce": "bce-loss",
+    "use --class-weights balanced": "class-weight",
     "use --label-smoothing": "smoothing",
     "use --clip-grad-norm": "clip-grad clip-norm gradient-clip-val",
     "use --grad-accum-steps": "accumulate accumulate-grad-batches gradient-accumulation-steps",

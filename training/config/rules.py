@@ -168,6 +168,10 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
     ),
     (lambda c: c.freeze_backbone and c.weights is None, "--freeze-backbone needs pretrained weights: give --weights"),
     (
+        lambda c: c.loss == "bce" and c.class_weights != "none",
+        "--loss bce cannot be combined with --class-weights: leave one out",
+    ),
+    (
         lambda c: c.data_on_device == "on" and c.auto_augment != "none",
         "--data-on-device on cannot be combined with --auto-augment, which runs on the CPU: leave one out",
     ),

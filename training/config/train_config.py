@@ -104,6 +104,13 @@ class TrainConfig(Adjustable):
     layer_decay: float = 1.0
     """Multiply the learning rate by this for each block between a layer and the head, such as 0.75 in fine-tuning
     (Clark et al., 2020; Bao et al., 2021); 1: all layers have the same."""
+    loss: Literal["cross-entropy", "bce"] = "cross-entropy"
+    """Loss.
+    - cross-entropy: of the classes together
+    - bce: binary cross entropy, the mean over the classes; all classes of a mixed image count (Wightman et al., 2021)
+    """
+    class_weights: Literal["none", "balanced"] = "none"
+    """Weights of the classes in the loss. `balanced`: in inverse proportion to their numbers of training images."""
     label_smoothing: float = 0.0
     """Label smoothing."""
     warmup_epochs: float = 1.0

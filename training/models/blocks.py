@@ -32,12 +32,11 @@ def depths(model: nn.Module) -> dict[str, int]:
         if any(parameter.dim() > 1 for parameter in block.parameters()):
             block_of.update(dict.fromkeys(block.parameters(), block))
     found: dict[str, int] = {}
-    depth = -1
-    last: nn.Module | None = None
+    begun: list[nn.Module] = []
     for name, parameter in model.named_parameters():
-        block = block_of.get(parameter, last)
-        depth, last = depth + (block is not last), block
-        found[name] = max(depth, 0)
+        if parameter in block_of and block_of[parameter] not in begun[-1:]:
+            begun.append(block_of[parameter])
+        found[name] = max(len(begun) - 1, 0)
     return found
 
 
