@@ -49,6 +49,8 @@ _OTHER_NAMES: dict[str, str] = {
     "use --decay-norm-and-bias": "bias-weight-decay norm-weight-decay decay-all",
     "use --loss bce": "bce-loss",
     "use --class-weights balanced": "class-weight",
+    "use --checkpoint-activations": "activation-checkpointing grad-checkpointing gradient-checkpointing",
+    "use --drop-path": "drop-path-rate stochastic-depth-prob",
     "use --label-smoothing": "smoothing",
     "use --clip-grad-norm": "clip-grad clip-norm gradient-clip-val",
     "use --grad-accum-steps": "accumulate accumulate-grad-batches gradient-accumulation-steps",

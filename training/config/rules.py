@@ -70,6 +70,7 @@ _VALUES: dict[str, tuple[Test, str]] = {
     "model": (lambda v: isinstance(v, str) and v != "", f"give {SMALL_CNN} or a torchvision model such as resnet50"),
     "weights": (lambda v: v is None or (isinstance(v, str) and v != ""), "give a file or a name, or leave it out"),
     "head_hidden": (lambda v: _is_whole(v, 0), "use 0 or more"),
+    "drop_path": (lambda v: v is None or (_is_number(v) and 0 <= v < 1), "use 0 or more and less than 1"),
     "epochs": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "batch_size": (lambda v: _is_whole(v, 1), "use 1 or more (images of all ranks together)"),
     "lr": (lambda v: v is None or (_is_number(v) and v > 0), "use a number above 0, or leave it out"),
@@ -182,6 +183,10 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
     (
         lambda c: c.compile and c.sync_bn,
         "--compile cannot be combined with --sync-bn, which communicates inside the model: leave one out",
+    ),
+    (
+        lambda c: c.compile and c.checkpoint_activations,
+        "--compile cannot be combined with --checkpoint-activations: leave one out",
     ),
     (
         lambda c: c.strategy == "fsdp" and c.amp == "fp16",

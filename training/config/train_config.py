@@ -54,6 +54,8 @@ class Adjustable:
     `auto`: one second, or longer where snapshots would take 1 % of the time."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep."""
+    checkpoint_activations: bool = False
+    """Compute the blocks of the model again in the backward pass, to save memory; the bits are the same."""
     log_samples: bool = False
     """Log the images of each step, one file per rank in metrics/samples."""
 
@@ -75,6 +77,8 @@ class TrainConfig(Adjustable):
     """Train only the head; all other layers and their batch statistics keep --weights."""
     head_hidden: int = 0
     """Width of an additional hidden layer in the head; 0: none."""
+    drop_path: float | None = None
+    """Rate of stochastic depth of the last block; it rises from the first one. Default: the model's own."""
     batch_size: int = _DEFAULT_BATCH
     """Images per step on all ranks together (global batch)."""
     lr: float | None = None

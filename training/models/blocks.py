@@ -1,4 +1,4 @@
-"""The blocks of a model, which are sharded, or trained at a rate of their own, one at a time. Runs on every rank."""
+"""The blocks of a model: each is sharded, computed again, or trained at a rate of its own. Runs on every rank."""
 
 from collections.abc import Iterator
 
@@ -21,14 +21,22 @@ def row_members(module: nn.Module) -> Iterator[nn.Module]:
             yield from row_members(child)
 
 
+def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of Sequentials and lists, and the layers beside them, in the order of the model's code."""
+    for child in module.children():
+        if (is_row(module) and not is_row(child)) or not any(is_row(part) for part in child.modules()):
+            yield child
+        else:
+            yield from blocks_in_order(child)
+
+
 def depths(model: nn.Module) -> dict[str, int]:
     """By the names of the parameters, how many blocks come before them, in the order of the model's code.
 
-    Blocks are the members of Sequentials and lists and the layers beside them, as far as they have weights. Norms and
-    embeddings belong to the block before them, or to the first one. The last layer is a block of its own.
+    Norms and embeddings belong to the block before them, or to the first one. The last layer is a block of its own.
     """
     block_of: dict[nn.Parameter, nn.Module] = {}
-    for block in (*_blocks(model), model.get_submodule(last_layer_name(model))):
+    for block in (*blocks_in_order(model), model.get_submodule(last_layer_name(model))):
         if any(parameter.dim() > 1 for parameter in block.parameters()):
             block_of.update(dict.fromkeys(block.parameters(), block))
     found: dict[str, int] = {}
@@ -38,11 +46,3 @@ def depths(model: nn.Module) -> dict[str, int]:
             begun.append(block_of[parameter])
         found[name] = max(len(begun) - 1, 0)
     return found
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if (is_row(module) and not is_row(child)) or not any(is_row(part) for part in child.modules()):
-            yield child
-        else:
-            yield from _blocks(child)

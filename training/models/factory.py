@@ -64,6 +64,8 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
                 f"--eval-image-size is {config.eval_image_size}, which {config.model} for {size} pixels does not take "
                 f"({first_line(error)}): leave it out"
             ) from error
+    if config.drop_path is not None:
+        set_drop_path(model, config.drop_path, config.model)
     if config.head_hidden:
         add_hidden_layer(model, config.head_hidden)
     if config.freeze_backbone:
@@ -130,6 +132,22 @@ def add_hidden_layer(model: nn.Module, width: int) -> None:
         raise UserError(f"--head-hidden is {width}, but the last layer of this model is a {type(last).__name__}: use 0")
     first, second = nn.Linear(last.in_features, width), nn.Linear(width, last.out_features)
     model.set_submodule(name, nn.Sequential(first, nn.ReLU(), second))
+
+
+def set_drop_path(model: nn.Module, rate: float, name: str) -> None:
+    """Set the rate of stochastic depth of the last block; those before it change in proportion.
+
+    Huang, Sun, Liu, Sedra and Weinberger, "Deep networks with stochastic depth" (2016).
+
+    Raises:
+        UserError: the model has none.
+    """
+    parts: list[Any] = [module for module in model.modules() if type(module).__name__ == "StochasticDepth"]
+    if not parts:
+        raise UserError(f"--drop-path is {rate}, but {name} has no stochastic depth: leave it out")
+    highest = max(part.p for part in parts)
+    for part in parts:
+        part.p = part.p / highest * rate
 
 
 def set_train_mode(model: nn.Module) -> None:
