@@ -21,13 +21,15 @@ def checkpoint_activations(model: nn.Module) -> int:
     The names of the model's tensors stay the same, and evaluations as they are. Returns the number of such blocks: not
     single layers, which would save nothing, because their input is kept anyway.
     """
-    blocks = [
-        block for block in blocks_in_order(model) if list(block.named_children()) and list(block.named_parameters())
-    ]
+    blocks = [block for block in blocks_in_order(model) if _is_worth_it(block)]
     for block in blocks:
         # A copy of the model would have this block's: the moving average is copied before.
         block.forward = _recomputed(block)
     return len(blocks)
+
+
+def _is_worth_it(block: nn.Module) -> bool:
+    return any(True for _ in block.children()) and any(True for _ in block.parameters())
 
 
 def _is_worth_it(block: nn.Module) -> bool:
