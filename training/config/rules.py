@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import FASHION_MNIST
-from training.config.model_names import SMALL_CNN
+from training.config.model_names import SMALL_CNN, TIMM
 
 Test = Callable[[Any], bool]
 
@@ -67,7 +67,10 @@ _LARGEST_SEED = 2**63 - 1
 # field: (what it accepts, what to use instead)
 _VALUES: dict[str, tuple[Test, str]] = {
     "data": (lambda v: isinstance(v, str), f"give a directory, or {FASHION_MNIST}"),
-    "model": (lambda v: isinstance(v, str) and v != "", f"give {SMALL_CNN} or a torchvision model such as resnet50"),
+    "model": (
+        lambda v: isinstance(v, str) and v != "",
+        f"give {SMALL_CNN}, a torchvision model such as resnet50, or {TIMM}NAME",
+    ),
     "weights": (lambda v: v is None or (isinstance(v, str) and v != ""), "give a file or a name, or leave it out"),
     "head_hidden": (lambda v: _is_whole(v, 0), "use 0 or more"),
     "drop_path": (lambda v: v is None or (_is_number(v) and 0 <= v < 1), "use 0 or more and less than 1"),
@@ -183,6 +186,10 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
     (
         lambda c: c.compile and c.sync_bn,
         "--compile cannot be combined with --sync-bn, which communicates inside the model: leave one out",
+    ),
+    (
+        lambda c: c.sync_bn and c.model.startswith(TIMM),
+        "--sync-bn cannot be combined with timm's models, whose normalization includes the activation: leave it out",
     ),
     (
         lambda c: c.compile and c.checkpoint_activations,

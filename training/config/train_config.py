@@ -69,7 +69,8 @@ class TrainConfig(Adjustable):
     synthetic: bool = False
     """Train on generated images instead of --data, to measure the speed without loading data."""
     model: str = SMALL_CNN
-    """small-cnn, resnet20 (to 110: for small images), or one of torchvision's, such as resnet50."""
+    """small-cnn, resnet20 (to 110: for small images), one of torchvision's, such as resnet50, or of timm's, such as
+    timm:vit_small_patch16_224."""
     weights: str | None = None
     """Initial weights: a .safetensors or .pth file, or IMAGENET1K_V1 and others from torchvision's cache.
     A head for another number of classes is left out. Default: random."""

@@ -70,11 +70,13 @@ def decayed_names(model: nn.Module) -> set[str]:
 
     Not biases and norms; nor embeddings, tokens, scales and biases of positions, whatever their shape.
     """
-    embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    spared = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    # timm's models say what else.
+    spared |= set(getattr(model, "no_weight_decay", tuple)())
     return {
         name
         for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and name.endswith("weight") and name not in embeddings and _POSITION_MLP not in name
+        if parameter.dim() > 1 and name.endswith("weight") and name not in spared and _POSITION_MLP not in name
     }
 
 

@@ -32,20 +32,16 @@ def _is_worth_it(block: nn.Module) -> bool:
     return any(True for _ in block.children()) and any(True for _ in block.parameters())
 
 
-def _is_worth_it(block: nn.Module) -> bool:
-    return any(True for _ in block.children()) and any(True for _ in block.parameters())
-
-
 def _recomputed(block: nn.Module) -> Callable[..., Any]:
     forward = block.forward
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _keep_statistics(block)
 
-    def call(*inputs: Any) -> Any:
+    def call(*inputs: Any, **named: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
-            return forward(*inputs)
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
+            return forward(*inputs, **named)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
 
     return call
 

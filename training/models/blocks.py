@@ -24,7 +24,10 @@ def row_members(module: nn.Module) -> Iterator[nn.Module]:
 def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
     """The members of Sequentials and lists, and the layers beside them, in the order of the model's code."""
     for child in module.children():
-        if (is_row(module) and not is_row(child)) or not any(is_row(part) for part in child.modules()):
+        is_member = is_row(module) and not is_row(child)
+        # timm's stages are modules with a row of this name.
+        is_stage = isinstance(getattr(child, "blocks", None), nn.Sequential | nn.ModuleList)
+        if (is_member and not is_stage) or not any(is_row(part) for part in child.modules()):
             yield child
         else:
             yield from blocks_in_order(child)

@@ -15,7 +15,7 @@ from trainer_rig import make_folder, make_idx
 from hpc.core.errors import UserError
 from hpc.core.files import write_json
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.model_names import check_model, torchvision_models
+from training.config.model_names import check_model, models_of
 from training.config.rules import Interval, flag, parse_interval, without_effect
 from training.config.train_config import (
     LrScaling,
@@ -223,7 +223,7 @@ def test_a_rank_that_an_agent_starts_imports_no_parser(tmp_path: Path) -> None:
 def test_the_names_of_models_are_those_that_torchvision_itself_lists() -> None:
     from torchvision import models
 
-    assert list(torchvision_models()) == sorted(models.list_models(module=models))
+    assert list(models_of("torchvision")) == sorted(models.list_models(module=models))
 
 
 def test_the_help_has_a_line_for_every_name_of_an_optimizer_and_a_schedule() -> None:
