@@ -222,6 +222,7 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("min_lr", lambda c: c.lr_scheduler == "cosine", "it applies to --lr-scheduler cosine"),
     ("layer_decay", lambda c: not c.freeze_backbone, "only the head is trained"),
     ("decay_norm_and_bias", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
+    ("fsdp_mesh", lambda c: c.strategy == "fsdp", "it applies to --strategy fsdp"),
     ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )

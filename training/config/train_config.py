@@ -148,6 +148,8 @@ class TrainConfig(Adjustable):
     """Automatic mixed precision."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """Each rank holds the whole model (DDP), or a shard of it (FSDP2) for models too large for one GPU."""
+    fsdp_mesh: Literal["flat", "node"] = "flat"
+    """FSDP shards the model over all ranks, or within each node (HSDP): more memory, less traffic between nodes."""
     memory_format: Literal["channels-last", "contiguous"] = "channels-last"
     """Memory layout of images, and of weights with --strategy ddp; channels-last is the fastest for convolutions."""
     compile: bool = False

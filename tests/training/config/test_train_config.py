@@ -115,6 +115,7 @@ def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], mes
             {"min_lr": 0.01, "lr_scheduler": "constant"},
             "--min-lr 0.01 has no effect: it applies to --lr-scheduler cosine",
         ),
+        ({"fsdp_mesh": "node"}, "--fsdp-mesh node has no effect: it applies to --strategy fsdp"),
         ({"sync_bn": True}, "--sync-bn has no effect: small-cnn has no batch normalization"),
         ({"warmup_epochs": 9.5}, "--warmup-epochs 9.5 is more than --epochs: --lr is never reached"),
     ],
