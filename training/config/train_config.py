@@ -69,8 +69,7 @@ class TrainConfig(Adjustable):
     synthetic: bool = False
     """Train on generated images instead of --data, to measure the speed without loading data."""
     model: str = SMALL_CNN
-    """small-cnn, resnet20 (to 110: for small images), one of torchvision's, such as resnet50, or of timm's, such as
-    timm:vit_small_patch16_224."""
+    """small-cnn, resnet20 (to 110: for small images), one of torchvision's, such as resnet50, or timm:NAME."""
     weights: str | None = None
     """Initial weights: a .safetensors or .pth file, or IMAGENET1K_V1 and others from torchvision's cache.
     A head for another number of classes is left out. Default: random."""
