@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import FASHION_MNIST
-from training.config.model_names import SMALL_CNN
+from training.config.model_names import SMALL_CNN, TIMM
 
 Test = Callable[[Any], bool]
 
@@ -71,15 +71,22 @@ _LARGEST_SEED = 2**63 - 1
 # field: (what it accepts, what to use instead)
 _VALUES: dict[str, tuple[Test, str]] = {
     "data": (lambda v: isinstance(v, str), f"give a directory, or {FASHION_MNIST}"),
-    "model": (lambda v: isinstance(v, str) and v != "", f"give {SMALL_CNN} or a torchvision model such as resnet50"),
+    "model": (
+        lambda v: isinstance(v, str) and v != "",
+        f"give {SMALL_CNN}, a torchvision model such as resnet50, or {TIMM}NAME",
+    ),
     "weights": (lambda v: v is None or (isinstance(v, str) and v != ""), "give a file or a name, or leave it out"),
     "head_hidden": (lambda v: _is_whole(v, 0), "use 0 or more"),
+    "drop_path": (lambda v: v is None or (_is_number(v) and 0 <= v < 1), "use 0 or more and less than 1"),
     "epochs": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "batch_size": (lambda v: _is_whole(v, 1), "use 1 or more (images of all ranks together)"),
     "lr": (lambda v: v is None or (_is_number(v) and v > 0), "use a number above 0, or leave it out"),
     "momentum": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "adam_beta2": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
     "weight_decay": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "layer_decay": (lambda v: _is_number(v) and 0 < v <= 1, "use more than 0, and at most 1"),
     "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "min_lr": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "lr_step_epochs": (lambda v: isinstance(v, str), "use a number such as '30', or epochs such as '150,225'"),
     "lr_gamma": (lambda v: _is_number(v) and 0 < v < 1, "use more than 0 and less than 1"),
     "plateau_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
@@ -210,6 +217,10 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
     ),
     (lambda c: c.freeze_backbone and c.weights is None, "--freeze-backbone needs pretrained weights: give --weights"),
     (
+        lambda c: c.loss == "bce" and c.class_weights != "none",
+        "--loss bce cannot be combined with --class-weights: leave one out",
+    ),
+    (
         lambda c: c.data_on_device == "on" and c.auto_augment != "none",
         "--data-on-device on cannot be combined with --auto-augment, which runs on the CPU: leave one out",
     ),
@@ -224,6 +235,14 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
     (
         lambda c: c.compile and c.sync_bn,
         "--compile cannot be combined with --sync-bn, which communicates inside the model: leave one out",
+    ),
+    (
+        lambda c: c.sync_bn and c.model.startswith(TIMM),
+        "--sync-bn cannot be combined with timm's models, whose normalization includes the activation: leave it out",
+    ),
+    (
+        lambda c: c.compile and c.checkpoint_activations,
+        "--compile cannot be combined with --checkpoint-activations: leave one out",
     ),
     (
         lambda c: c.strategy == "fsdp" and c.amp == "fp16",
@@ -248,6 +267,9 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
         "there are too few --epochs to end early",
     ),
     ("nesterov", lambda c: c.optimizer == "sgd" and c.momentum > 0, "it applies to --optimizer sgd with --momentum"),
+    ("adam_beta2", lambda c: c.optimizer != "sgd", "it applies to --optimizer adam and --optimizer adamw"),
+    ("min_lr", lambda c: c.lr_scheduler == "cosine", "it applies to --lr-scheduler cosine"),
+    ("layer_decay", lambda c: not c.freeze_backbone, "only the head is trained"),
     ("decay_norm_and_bias", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
     *(
         (name, lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized")
@@ -257,6 +279,7 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
     ("repeated_augmentation", lambda c: not c.synthetic, "generated images are not augmented"),
     ("eval_crop", lambda c: not c.synthetic, "generated images are not evaluated"),
+    ("fsdp_mesh", lambda c: c.strategy == "fsdp", "it applies to --strategy fsdp"),
     ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )

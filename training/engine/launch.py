@@ -1,7 +1,7 @@
 """Connects the ranks, opens the data, builds the model and trains, or evaluates. Runs on every rank; imports torch."""
 
 import gc
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index
 from training.engine.trainer import Trainer
-from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
+from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size, normalization
 from training.models.sync_batch_norm import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.repeatability import configure, configure_attention
@@ -67,6 +67,8 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     with group.raise_on_all_ranks():
         side = input_size(config, None)
         data = load_data(config, layout, side, file_index) if layout else synthetic_data(config, side)
+        if layout and not data.in_memory and (statistics := normalization(config.model)):
+            data = replace(data, mean=statistics[0], std=statistics[1])
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)

@@ -24,6 +24,7 @@ from training.data.dataset import Data
 from training.data.loader import load_device_batches
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
+from training.engine.loss import Loss
 from training.engine.loss_meter import DivergedError, LossMeter, Totals
 from training.engine.optim import follow_plateau, make_optimizer
 from training.engine.step import Stepper
@@ -84,7 +85,8 @@ class Trainer:
         self.numerics = self.state.register("numerics", Numerics(config, group))
         corrupt_images = CorruptImages(data.train, config.max_corrupt_images, group, self.logger)
         self.corrupt_images = self.state.register("corrupt_images", corrupt_images)
-        self.stepper = Stepper(config, self.schedule, group, self.state, preprocess, context.fault)
+        loss = Loss(config, data.train.labels, len(data.classes), group.device)
+        self.stepper = Stepper(context, self.schedule, group, self.state, preprocess, loss)
         self.totals: Totals | None = None
         """Of the last logged step, if the loss has not been checked since."""
         self.ended: str | None = None

@@ -12,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config.train_config import TrainConfig
-from training.runtime.process_group import ProcessGroup
+from training.models.activations import checkpoint_activations
+from training.runtime.process_group import ProcessGroup, SharedError
 
 if TYPE_CHECKING:
     from training.models.fsdp import FsdpModel
@@ -37,7 +38,12 @@ def wrap_for_training(
 
     Before the first forward pass of a step, rank 0 broadcasts its batch statistics, because those are saved. Gradients
     are views of DDP's buckets, which saves a copy of all of them.
+
+    Raises:
+        SharedError: --checkpoint-activations, and the model has no blocks.
     """
+    if config.checkpoint_activations and not checkpoint_activations(model):
+        raise SharedError(f"--checkpoint-activations has no blocks to compute again in {config.model}: leave it out")
     if config.strategy == "fsdp":
         from training.models.fsdp import FsdpModel  # noqa: PLC0415  # as above
 

@@ -18,7 +18,7 @@ NOT_OURS = {"nproc-per-node"}  # torchrun's
 
 @pytest.mark.parametrize("name", ADVICE)
 def test_every_answer_names_flags_that_exist(name: str) -> None:
-    named = re.findall(r"--([a-z][a-z-]*)", ADVICE[name])
+    named = re.findall(r"--([a-z][a-z0-9-]*)", ADVICE[name])
     assert named
     assert set(named) <= {*TRAINING, *NOT_OURS}
     assert name not in TRAINING
