@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hpc.core.errors import UserError
@@ -37,7 +37,7 @@ def load_initial_weights(config: TrainConfig, state: TrainState, group: ProcessG
         if group.is_rank_zero and config.weights:
             path = resolve_weights(config.model, config.weights)
             found, new = select_weights(read_weights(path), state.model, path)
-    weights = load(group.broadcast_bytes(save(found) if group.is_rank_zero else None))
+    weights = group.broadcast_tensors(found)
     load_full_state_dict(state.model, weights, sharded=state.sharded, strict=False)
     if state.ema:
         state.ema.model.load_state_dict(state.model.state_dict())
@@ -76,7 +76,7 @@ def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) ->
     """
     own, head = model.state_dict(), head_name(model)
     fits = [name for name, value in own.items() if name in found and found[name].shape == value.shape]
-    fitting = {name: found[name].contiguous().clone() for name in fits}
+    fitting = {name: found[name] for name in fits}
     # The counters are missing in files from before torch 0.4.1; only a BatchNorm without momentum uses them.
     wanting = [name for name in own.keys() - fitting.keys() if not name.endswith("num_batches_tracked")]
     layers = {name.rpartition(".")[0] for name in wanting}

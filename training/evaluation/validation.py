@@ -5,12 +5,11 @@ Runs on every rank; rank 0 writes.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from safetensors.torch import load, save
 from torch import Tensor
 
 from hpc.core.errors import UserError
@@ -96,17 +95,24 @@ class Validator:
         progress, group = self.state.progress, self.evaluator.group
         if progress.best_accuracy is None:
             return None
+        # Waiting for `best/` and loading it have no usual duration, as batches have.
+        self.context.heartbeat.beat("end")
         weights, saved = self.logger.load_best() or ({}, None)
         best = group.all_gather_json({name: saved[name] for name in _BEST_FIELDS} if saved else None)[0]
         if best is None:
             return None
         test = last
         if self.data.test is not None and best["step"] != progress.step:
-            weights = load(group.broadcast_bytes(save(weights) if group.is_rank_zero else None))
             self.state.wait_for_copies()
-            test = self.evaluator.evaluate_weights(weights, self.data.test, before_batch)
+            received = self._beat_with_each(group.broadcast_tensors(weights))
+            test = self.evaluator.evaluate_weights(received, self.data.test, before_batch)
         self.logger.add_best_test(numbers_of(test))
         return {**best, **numbers_of(test)}
+
+    def _beat_with_each(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for item in tensors:
+            self.context.heartbeat.beat("end")
+            yield item
 
     def _weights(self) -> dict[str, Tensor]:
         """On rank 0 a copy of the model's weights on the CPU; empty elsewhere. All ranks must call this."""
