@@ -20,6 +20,7 @@ from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
+from training.models.parallel import load_full_state_dict
 from training.runtime.train_progress import Progress
 
 # Not finite if the training has diverged: such a state must not replace a good one.
@@ -64,9 +65,9 @@ class TrainState:
 
     def __post_init__(self) -> None:
         """Register what every training has."""
-        self.register("model", self.model)
+        self.register("model", _ModelState(self.model))
         if self.ema:
-            self.register("ema", self.ema.model)
+            self.register("ema", _ModelState(self.ema.model))
         self.register("optimizer", _OptimizerState(self.optimizer))
         self.register("scaler", self.scaler)
         self.register("progress", self.progress)
@@ -150,6 +151,20 @@ class TrainState:
         """Before the state is changed, let the GPU finish the copies under way. The host does not wait."""
         while self.copies:
             torch.cuda.current_stream().wait_event(self.copies.pop())
+
+
+class _ModelState:
+    """A model's tensors by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._model.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        # Sharded tensors were read as such.
+        load_full_state_dict(self._model, state_dict.items(), sharded=False)
 
 
 class _OptimizerState:

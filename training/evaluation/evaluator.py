@@ -121,7 +121,7 @@ class Evaluator:
         try:
             return self.evaluate(source, before_batch)
         finally:
-            self.model.load_state_dict(own)
+            load_full_state_dict(self.model, own.items(), sharded=False)
 
     @torch.inference_mode()
     def _evaluate_batch(self, batch: Batch, confusion: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -89,6 +89,8 @@ def load_full_state_dict(
 ) -> None:
     """Load unsharded tensors, which every rank gets one after the other; unless `strict`, some may be missing.
 
+    torchvision's MNASNet cannot load what `nn.Module.load_state_dict` is given out of a file, which lacks its version.
+
     Raises:
         RuntimeError: the model has no such tensor, or one of another shape, or others that are missing.
     """
