@@ -157,8 +157,8 @@ class Restorer:
     def broadcast(self, found: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
         """The tensors that rank `source` has found, on every rank and where they belong."""
         allocate, tensors = self.state.allocator(), dict[str, Tensor]()
-        for name, value in self.group.broadcast_tensors(found, source):
-            self.context.heartbeat.beat("start")
+        received = self.group.broadcast_tensors(found, source)
+        for name, value in self.context.heartbeat.beat_with_each("start", received):
             tensors[name] = allocate(name, value).copy_(value)
         return tensors
 

@@ -5,7 +5,7 @@ Runs on every rank; rank 0 writes.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -104,15 +104,10 @@ class Validator:
         test = last
         if self.data.test is not None and best["step"] != progress.step:
             self.state.wait_for_copies()
-            received = self._beat_with_each(group.broadcast_tensors(weights))
+            received = self.context.heartbeat.beat_with_each("end", group.broadcast_tensors(weights))
             test = self.evaluator.evaluate_weights(received, self.data.test, before_batch)
         self.logger.add_best_test(numbers_of(test))
         return {**best, **numbers_of(test)}
-
-    def _beat_with_each(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for item in tensors:
-            self.context.heartbeat.beat("end")
-            yield item
 
     def _weights(self) -> dict[str, Tensor]:
         """On rank 0 a copy of the model's weights on the CPU; empty elsewhere. All ranks must call this."""
