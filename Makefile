@@ -105,7 +105,7 @@ endif
 # Hashes but no index addresses, so that it installs from any mirror.
 lock: $(READY)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
-		--extra export --extra wandb --extra mlflow --extra sweep --group dev --output-file requirements.lock pyproject.toml
+		--extra export --extra wandb --extra mlflow --extra sweep --extra timm --group dev --output-file requirements.lock pyproject.toml
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache

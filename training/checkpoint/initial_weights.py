@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hpc.core.errors import UserError
 from training.checkpoint.state import TrainState
 from training.config.model_names import resolve_weights
-from training.config.train_config import TrainConfig
 from training.models.factory import first_line, head_name
 from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
 
 # Other programs save the weights below one of these keys, and with these prefixes.
 _KEYS = ("model", "state_dict")
@@ -26,18 +26,19 @@ _PREFIXES = ("module.", "_orig_mod.")
 _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 
 
-def load_initial_weights(config: TrainConfig, state: TrainState, group: ProcessGroup) -> str:
+def load_initial_weights(context: RunContext, state: TrainState, group: ProcessGroup) -> str:
     """Load `--weights` into the model and its moving average, and return what was. All ranks must call this.
 
     Raises:
         SharedError: the file cannot be read, or holds another model's weights.
     """
+    config = context.config
     found, new, path = dict[str, Tensor](), list[str](), Path()
     with group.raise_on_all_ranks():
         if group.is_rank_zero and config.weights:
             path = resolve_weights(config.model, config.weights)
             found, new = select_weights(read_weights(path), state.model, path)
-    weights = load(group.broadcast_bytes(save(found) if group.is_rank_zero else None))
+    weights = context.heartbeat.beat_with_each("start", group.broadcast_tensors(found))
     load_full_state_dict(state.model, weights, sharded=state.sharded, strict=False)
     if state.ema:
         state.ema.model.load_state_dict(state.model.state_dict())
@@ -76,7 +77,7 @@ def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) ->
     """
     own, head = model.state_dict(), head_name(model)
     fits = [name for name, value in own.items() if name in found and found[name].shape == value.shape]
-    fitting = {name: found[name].contiguous().clone() for name in fits}
+    fitting = {name: found[name] for name in fits}
     # The counters are missing in files from before torch 0.4.1; only a BatchNorm without momentum uses them.
     wanting = [name for name in own.keys() - fitting.keys() if not name.endswith("num_batches_tracked")]
     layers = {name.rpartition(".")[0] for name in wanting}

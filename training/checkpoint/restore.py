@@ -1,8 +1,8 @@
 """Finds the newest usable state, and loads it on all ranks. Runs on every rank.
 
 The candidates are rank 0's checkpoints, and the snapshots of the first rank of each node. The rank that has the newest
-one reads it and broadcasts it to the others. If it is not usable, it is discarded and the next newest is tried. So one
-rank at a time reads, and no rank needs the storage of another one.
+one reads it and broadcasts it to the others, tensor by tensor from file to device. If it is not usable, it is discarded
+and the next newest is tried. So one rank at a time reads, and no rank needs the storage of another one.
 
 If the state is sharded, all candidates are rank 0's. From a checkpoint, which must be on storage that all ranks see,
 each rank reads the parts that it needs. From a snapshot each rank reads its own shards; only snapshots that every rank
@@ -10,11 +10,14 @@ has are candidates.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import remove_directory, remove_temporaries
@@ -25,9 +28,9 @@ from training.checkpoint.storage import (
     STATE_TENSORS,
     STATE_VALUES,
     checkpoint_path,
+    file_names,
     find_damage,
     list_checkpoints,
-    read_checkpoint,
     read_file,
     reject,
     step_of,
@@ -132,9 +135,9 @@ class Restorer:
         if self.is_sharded_snapshot(candidate) and directory:
             path = checkpoint_path(directory, candidate.step)
         with self.group.raise_on_all_ranks():
-            files, problem = self.examine(candidate, path)
+            text, found, problem = self.examine(candidate, path)
         problem = next(filter(None, self.group.all_gather_json(problem)), "")
-        values = {} if problem else json.loads(self.group.broadcast_bytes(files.get(STATE_VALUES), candidate.rank))
+        values = {} if problem else json.loads(self.group.broadcast_bytes(text, candidate.rank))
         if not problem and not candidate.durable:
             missing = missing_results(values, self.context.run_dir) if self.group.is_rank_zero else ""
             problem = self.group.all_gather_json(missing)[0]
@@ -142,7 +145,7 @@ class Restorer:
             self.discard(candidate, path, problem)
             return False
         if not self.state.sharded:
-            tensors = load(self.group.broadcast_bytes(files.get(STATE_TENSORS), candidate.rank))
+            tensors = self.broadcast(found, candidate.rank)
         elif candidate.durable:
             tensors = read_shards(path, self.state)
         else:
@@ -150,26 +153,35 @@ class Restorer:
         self.state.load_state_dict(tensors, values)
         return True
 
-    def examine(self, candidate: Candidate, path: Path) -> tuple[dict[str, bytes], str]:
-        """The files of a state, on the rank whose candidate it is, or why it is not usable."""
-        is_own = candidate.rank == self.group.rank
+    @torch.no_grad()
+    def broadcast(self, found: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
+        """The tensors that rank `source` has found, on every rank and where they belong."""
+        allocate, tensors = self.state.allocator(), dict[str, Tensor]()
+        received = self.group.broadcast_tensors(found, source)
+        for name, value in self.context.heartbeat.beat_with_each("start", received):
+            tensors[name] = allocate(name, value).copy_(value)
+        return tensors
+
+    def examine(self, candidate: Candidate, path: Path) -> tuple[bytes, dict[str, Tensor], str]:
+        """The values and the tensors of a state, on the rank whose candidate it is, or why it is not usable."""
+        is_own, text, tensors = candidate.rank == self.group.rank, b"", dict[str, Tensor]()
         try:
             if self.state.sharded:
                 # Ranks share the check of a checkpoint's files, and read the tensors later.
                 share = (self.group.rank, self.group.world_size) if candidate.durable else (0, 1)
                 problem = find_damage(path, *share)
-                files = {STATE_VALUES: read_file(path / STATE_VALUES)} if is_own and not problem else {}
             else:
-                files, problem = _read(path) if is_own else ({}, "")
-            if files:
-                self.state.check_compatible(json.loads(files[STATE_VALUES]), path.name)
+                problem = find_damage(path) if is_own else ""
+            if is_own and not problem:
+                text, tensors = _read(path, with_tensors=not self.state.sharded)
+                self.state.check_compatible(json.loads(text), path.name)
         except TorchrelayError as error:
             # If the flags do not fit a checkpoint, stop and tell the user; if they do not fit a snapshot, skip it and
             # try the next state.
             if candidate.durable:
                 raise
-            return {}, str(error)
-        return files, problem
+            return b"", {}, str(error)
+        return text, tensors, problem
 
     def discard(self, candidate: Candidate, path: Path, reason: str) -> None:
         """Warn, and see to it that no attempt tries this state again."""
@@ -189,18 +201,20 @@ def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
         return candidate.step, -1
 
 
-def _read(path: Path) -> tuple[dict[str, bytes], str]:
-    """The files of a full state, or what is wrong with it. One that was saved in shards is put together.
+def _read(path: Path, *, with_tensors: bool) -> tuple[bytes, dict[str, Tensor]]:
+    """The values of an intact state, and its tensors. Those that were saved in shards are put together.
 
     Raises:
         UserError: another version of the trainer made it.
+        TorchrelayError: the storage cannot be read.
     """
-    files = read_checkpoint(path)
-    if isinstance(files, str):
-        return {}, files
-    if STATE_VALUES not in files:
+    names = file_names(path)
+    if STATE_VALUES not in names:
         raise UserError(
-            f"{path.name} has {', '.join(sorted(files))} instead of {STATE_TENSORS} and {STATE_VALUES}: "
+            f"{path.name} has {', '.join(sorted(names))} instead of {STATE_TENSORS} and {STATE_VALUES}: "
             "end the run with the version that began it, or use another --run-dir"
         )
-    return (files if STATE_TENSORS in files else files | {STATE_TENSORS: save(read_full(path))}), ""
+    try:
+        return read_file(path / STATE_VALUES), read_full(path) if with_tensors else {}
+    except (OSError, SafetensorError) as error:
+        raise TorchrelayError(f"{path} cannot be read ({error}): start the run again when it can") from error

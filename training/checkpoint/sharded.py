@@ -87,7 +87,8 @@ def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> 
     The world size must be the same as then.
     """
     saved = load_file(directory / shard_file(group))
-    tensors = _allocate(state, saved, lambda parameter: _local(parameter).shape)
+    allocate = state.allocator(lambda tensor: _local(tensor).shape)
+    tensors = {name: allocate(name, value) for name, value in saved.items()}
     for name, value in saved.items():
         _local(tensors[name]).copy_(value)
     return tensors
@@ -95,47 +96,26 @@ def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> 
 
 def read_shards(directory: Path, state: TrainState) -> dict[str, Tensor]:
     """The tensors of a state as this rank holds them, from any number of files of shards or one of full tensors."""
-    return _load(directory, lambda saved: _allocate(state, saved, lambda parameter: parameter.shape))
+    return _load(directory, state.allocator())
 
 
 def read_full(directory: Path) -> dict[str, Tensor]:
-    """The full tensors of a state, in the host's memory."""
+    """The full tensors of a state, in the host's memory; those of one file are in the kernel's, and read when used."""
     if (directory / STATE_TENSORS).exists():
         return load_file(directory / STATE_TENSORS)
-    return _load(
-        directory, lambda saved: {name: torch.empty_like(value, device="cpu") for name, value in saved.items()}
-    )
+    return _load(directory, lambda _name, like: torch.empty_like(like, device="cpu"))
 
 
-def _allocate(
-    state: TrainState, saved: Mapping[str, Tensor], shape_of: Callable[[Tensor], torch.Size]
-) -> dict[str, Tensor]:
-    """Memory for saved tensors: the model's own, and new tensors for all else.
-
-    `saved` has their shapes and types, `shape_of` the saved shape of a parameter and of its optimizer state.
-    """
-    own = {f"model/{name}": value for name, value in state.model.state_dict().items()}
-    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
-
-    def allocate(name: str, value: Tensor) -> Tensor:
-        part, _, key = name.partition("/")
-        parameter = parameters[int(key.split("/")[0])] if part == "optimizer" else None
-        if parameter is not None and value.shape == shape_of(parameter):
-            return torch.empty_like(parameter, dtype=value.dtype)
-        return torch.empty(value.shape, dtype=value.dtype)
-
-    return {name: own[name] if name in own else allocate(name, value) for name, value in saved.items()}
-
-
-def _load(directory: Path, allocate: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Load into the memory that `allocate` makes for tensors of the saved shapes and types."""
+def _load(directory: Path, allocate: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+    """Load into the memory that `allocate` finds for a name and a tensor of the saved shape and type."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # as above
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
 
     found: Mapping[str, Any] = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
-    tensors = allocate(
-        {name: torch.empty(value.size, dtype=value.properties.dtype, device="meta") for name, value in found.items()}
-    )
+    tensors = {
+        name: allocate(name, torch.empty(value.size, dtype=value.properties.dtype, device="meta"))
+        for name, value in found.items()
+    }
     with warnings.catch_warnings():
         # `no_dist`, because a rank needs no other to load its own shards, makes DCP warn that it is alone.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

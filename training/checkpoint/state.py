@@ -5,7 +5,7 @@ the tensors of all parts by `part/key` (safetensors), and all else by part (JSON
 counted (`training.runtime.counter_rng`), so there are no generators to save.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
+from training.models.parallel import load_full_state_dict
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress
 
@@ -65,9 +66,9 @@ class TrainState:
 
     def __post_init__(self) -> None:
         """Register what every training has."""
-        self.register("model", self.model)
+        self.register("model", _ModelState(self.model))
         if self.ema:
-            self.register("ema", self.ema.model)
+            self.register("ema", _ModelState(self.ema.model))
         self.register("optimizer", _OptimizerState(self.optimizer))
         self.register("scaler", _ScalerState(self.scaler))
         self.register("progress", self.progress)
@@ -91,8 +92,35 @@ class TrainState:
             values[name] = {key: value for key, value in saved.items() if not torch.is_tensor(value)}
         return tensors, values
 
+    def allocator(
+        self, shape_of: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape
+    ) -> Callable[[str, Tensor], Tensor]:
+        """A function that finds memory for a saved tensor, given its name and any tensor of its type and shape.
+
+        Models' tensors get those of this state, the optimizer's new memory on the device, all others new memory of the
+        host. `shape_of` is the shape in which a tensor of this state is saved.
+        """
+        models = {"model/": self.model} | ({"ema/": self.ema.model} if self.ema else {})
+        own: dict[str, Tensor] = {
+            prefix + name: value for prefix, model in models.items() for name, value in model.state_dict().items()
+        }
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+        def allocate(name: str, like: Tensor) -> Tensor:
+            part, _, key = name.partition("/")
+            # What does not fit is for `load_state_dict` to refuse.
+            if name in own and like.shape == shape_of(own[name]):
+                return own[name]
+            parameter = parameters[int(key.split("/")[0])] if part == "optimizer" else None
+            if parameter is not None and like.shape == shape_of(parameter):
+                # In its parameter's memory format: with another one the optimizer would take a slower path.
+                return torch.empty_like(parameter, dtype=like.dtype)
+            return torch.empty(like.shape, dtype=like.dtype)
+
+        return allocate
+
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore a saved state, which belongs to this run (`check_compatible`)."""
+        """Restore a saved state, which belongs to this run (`check_compatible`), in memory of the `allocator`."""
         for name, part in self._parts.items():
             prefix = f"{name}/"
             saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -147,6 +175,20 @@ class _ScalerState:
         self._scaler.load_state_dict(self._scaler.state_dict() | restored)
 
 
+class _ModelState:
+    """A model's tensors by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._model.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        # Sharded tensors were read as such.
+        load_full_state_dict(self._model, state_dict.items(), sharded=False)
+
+
 class _OptimizerState:
     """An optimizer's state by `index of the parameter/key`, and its parameter groups."""
 
@@ -161,16 +203,11 @@ class _OptimizerState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         state: dict[int, dict[str, Tensor]] = {}
         for name, value in state_dict.items():
             if torch.is_tensor(value):
                 index, key = name.split("/")
-                parameter = parameters[int(index)]
-                # In its parameter's memory format: with another one the optimizer would take a slower path.
-                same = value.shape == parameter.shape
-                restored = torch.empty_like(parameter, dtype=value.dtype).copy_(value) if same else value
-                state.setdefault(int(index), {})[key] = restored
+                state.setdefault(int(index), {})[key] = value
         # The learning rate is the last step's; all other settings follow the flags, which may have changed.
         current, saved = self._optimizer.state_dict()["param_groups"], state_dict["param_groups"]
         groups = [{**group, "lr": before["lr"]} for group, before in zip(current, saved, strict=True)]

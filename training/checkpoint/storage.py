@@ -105,7 +105,16 @@ def read_checkpoint(path: Path) -> dict[str, bytes] | str:
     """
     if damage := find_damage(path):
         return damage
-    return {name: read_file(path / name) for name in json.loads(read_file(path / _MANIFEST))["files"]}
+    return {name: read_file(path / name) for name in file_names(path)}
+
+
+def file_names(path: Path) -> list[str]:
+    """The names of the files of an intact checkpoint.
+
+    Raises:
+        TorchrelayError: the storage cannot be read.
+    """
+    return list(json.loads(read_file(path / _MANIFEST))["files"])
 
 
 def read_file(path: Path) -> bytes:

@@ -153,7 +153,7 @@ class Trainer:
         began = time.monotonic()
         restored = Restorer(self.context, self.state, self.group, self.logger).restore()
         if restored is None and self.config.weights:
-            self.console.print(load_initial_weights(self.config, self.state, self.group))
+            self.console.print(load_initial_weights(self.context, self.state, self.group))
         # What was only in a node's memory should soon be durable: what has failed may fail again.
         self.checkpoint_writer.restart_interval(due=restored is not None and not restored.durable)
         self.snapshot_writer.restart_interval()

@@ -70,7 +70,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
     model = place_model(model, built, group)
     with group.raise_on_all_ranks():
         try:
-            load_full_state_dict(model, weights, sharded=built.strategy == "fsdp")
+            load_full_state_dict(model, weights.items(), sharded=built.strategy == "fsdp")
         except RuntimeError as error:
             raise UserError(f"the weights in {directory} are not those of {card.model}: {first_line(error)}") from error
     mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (card.mean, card.std))

@@ -5,7 +5,7 @@ and the prediction of each image, never averages; the total must be the size of 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -120,15 +120,15 @@ class Evaluator:
         return result
 
     def evaluate_weights(
-        self, weights: Mapping[str, Tensor], source: ImageSource, before_batch: Callable[[], object]
+        self, weights: Iterable[tuple[str, Tensor]], source: ImageSource, before_batch: Callable[[], object]
     ) -> Evaluation:
-        """Evaluate other weights; afterwards the model has its own again."""
+        """Evaluate other weights, which come one after the other; afterwards the model has its own again."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         load_full_state_dict(self.model, weights, sharded=self.config.strategy == "fsdp")
         try:
             return self.evaluate(source, before_batch)
         finally:
-            self.model.load_state_dict(own)
+            load_full_state_dict(self.model, own.items(), sharded=False)
 
     @torch.inference_mode()
     def _evaluate_batch(self, images: Tensor, labels: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from safetensors.torch import load, save
 from torch import Tensor
 
 from hpc.core.errors import UserError
@@ -98,15 +97,17 @@ class Validator:
         progress, group = self.state.progress, self.evaluator.group
         if progress.best_accuracy is None:
             return None
+        # Waiting for `best/` and loading it have no usual duration, as batches have.
+        self.context.heartbeat.beat("end")
         weights, saved = self.logger.load_best() or ({}, None)
         best = group.all_gather_json({name: saved[name] for name in _BEST_FIELDS} if saved else None)[0]
         if best is None:
             return None
         test = last
         if self.data.test is not None and best["step"] != progress.step:
-            weights = load(group.broadcast_bytes(save(weights) if group.is_rank_zero else None))
             self.state.wait_for_copies()
-            test = self.evaluator.evaluate_weights(weights, self.data.test, before_batch)
+            received = self.context.heartbeat.beat_with_each("end", group.broadcast_tensors(weights))
+            test = self.evaluator.evaluate_weights(received, self.data.test, before_batch)
         self.logger.add_best_test(numbers_of(test))
         return {**best, **numbers_of(test)}
 

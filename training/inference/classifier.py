@@ -14,6 +14,7 @@ from hpc.core.errors import UserError
 from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from training.inference.model_card import ModelCard, read_card
 from training.models.factory import Preprocess, autocast, build_model, first_line
+from training.models.parallel import load_full_state_dict
 
 
 class Classifier(nn.Module):
@@ -71,7 +72,7 @@ def load_classifier(directory: Path) -> Classifier:
     try:
         card = read_card((directory / MODEL_CARD).read_text(encoding="utf-8"), str(directory / MODEL_CARD))
         model = build_model(card.config(), classes=len(card.classes), channels=card.channels, size=card.size)
-        model.load_state_dict(load_file(path))
+        load_full_state_dict(model, load_file(path).items(), sharded=False)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise UserError(f"{path} cannot be loaded ({first_line(error)}): copy all of {directory} again") from error
     return Classifier(model, card).eval()

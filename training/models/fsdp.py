@@ -4,7 +4,7 @@ Imported only for `--strategy fsdp`: the import takes a second. Zhao et al., "Py
 sharded data parallel" (2023). Unlike torch's first FSDP, `fully_shard` keeps the names of the tensors.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -109,12 +109,8 @@ def gather_tensors(model: nn.Module, *, is_rank_zero: bool) -> Iterator[tuple[st
             yield name, whole
 
 
-@torch.no_grad()
-def shard_and_load(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load unsharded tensors, which every rank has, into a sharded model; some may be missing."""
-    for name, value in model.state_dict().items():
-        if name in tensors and isinstance(value, DTensor):
-            # Without a source rank nothing is sent: every rank takes its rows from its own copy.
-            value.copy_(distribute_tensor(tensors[name], value.device_mesh, value.placements, src_data_rank=None))
-        elif name in tensors:
-            value.copy_(tensors[name])
+def shard_like(own: Tensor, value: Tensor) -> Tensor:
+    """The shard of an unsharded tensor, which every rank has, that a rank holds of its own tensor; nothing is sent."""
+    if not isinstance(own, DTensor):
+        return value
+    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)

@@ -3,7 +3,7 @@
 None of them changes the names of the model's tensors, nor its evaluation.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,16 +87,33 @@ def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> 
     return gather_tensors(model, is_rank_zero=group.is_rank_zero)
 
 
+@torch.no_grad()
 def load_full_state_dict(
-    model: nn.Module, tensors: Mapping[str, Tensor], *, sharded: bool, strict: bool = True
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, sharded: bool, strict: bool = True
 ) -> None:
-    """Load unsharded tensors, which every rank has; unless `strict`, some may be missing."""
-    if not sharded:
-        model.load_state_dict(tensors, strict=strict)
-        return
-    from training.models.fsdp import shard_and_load  # noqa: PLC0415  # as above
+    """Load unsharded tensors, which every rank gets one after the other; unless `strict`, some may be missing.
 
-    shard_and_load(model, tensors)
+    torchvision's MNASNet cannot load what `nn.Module.load_state_dict` is given out of a file, which lacks its version.
+
+    Raises:
+        RuntimeError: the model has no such tensor, or one of another shape, or others that are missing.
+    """
+    own = model.state_dict()
+    missing = set(own)
+    for name, value in tensors:
+        if name not in own or own[name].shape != value.shape:
+            raise RuntimeError(f"the model has no {name} of shape {list(value.shape)}")
+        own[name].copy_(_shard_like(own[name], value) if sharded else value)
+        missing.discard(name)
+    if strict and missing:
+        raise RuntimeError(f"{len(missing)} tensors of the model are missing, such as {min(missing)}")
+
+
+def _shard_like(own: Tensor, value: Tensor) -> Tensor:
+    """This rank's shard of a tensor that every rank has, if the model's own is sharded."""
+    from training.models.fsdp import shard_like  # noqa: PLC0415  # as above
+
+    return shard_like(own, value)
 
 
 def compile_training(model: nn.Module, *, repeatable: bool = True) -> None:

@@ -3,10 +3,12 @@
 import json
 import os
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
+_Item = TypeVar("_Item")
 Phase = Literal["start", "load", "step", "evaluate", "save", "end"]
 
 # The file keeps its size (padded with spaces), so a reader always finds one whole record.
@@ -48,6 +50,12 @@ class Heartbeat:
         }
         with suppress(OSError):
             os.pwrite(self._open(self._path), json.dumps(record).encode().ljust(_BYTES), 0)
+
+    def beat_with_each(self, phase: Phase, items: Iterable[_Item]) -> Iterator[_Item]:
+        """The items, each with a beat before it."""
+        for item in items:
+            self.beat(phase)
+            yield item
 
     def _open(self, path: Path) -> int:
         """The descriptor of the file, which is new, an earlier process's, or already open.

@@ -23,6 +23,8 @@ from training.runtime.run_context import RankInfo
 # After this long without an answer, another rank is dead.
 _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
+# Enough for the full bandwidth, and little beside a state for which that matters.
+_BUCKET_BYTES = 2**26
 
 
 class SharedError(UserError):
@@ -101,6 +103,31 @@ class ProcessGroup:
             copies |= {name: part.view(alike[name].shape) for name, part in zip(alike, parts, strict=True)}
         return copies
 
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor], source: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of rank `source` by name, one after the other, on every rank's device; other ranks' are ignored.
+
+        All ranks must exhaust it. They are sent in buckets of 64 MB, or of one larger tensor, and each keeps its bucket
+        in memory: copy those that are kept.
+        """
+        is_source = self.rank == source
+        found = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}
+        text = self.broadcast_bytes(json.dumps(found).encode() if is_source else None, source)
+        # The meta device has no memory: these are names, types and shapes.
+        described = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, (dtype, shape) in json.loads(text).items()
+        }
+        for bucket in _buckets(described):
+            sizes = [described[name].numel() for name in bucket]
+            flat = torch.empty(sum(sizes), dtype=described[bucket[0]].dtype, device=self.device)
+            split = zip(bucket, torch.split(flat, sizes), strict=True)
+            parts = {name: part.view(described[name].shape) for name, part in split}
+            for name, part in parts.items() if is_source else ():
+                part.copy_(tensors[name])
+            # As bytes, because a backend may not know a type.
+            distributed.broadcast(flat.view(torch.uint8), source)
+            yield from parts.items()
+
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """The bytes of rank `source`, on every rank; the argument of other ranks is ignored."""
         size = torch.tensor([len(data) if data is not None else 0])
@@ -176,6 +203,19 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     return ProcessGroup(
         rank_info=rank_info, device=device, control=control, connected_at=time.monotonic(), timeout=timeout
     )
+
+
+def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """The names of tensors in groups of one dtype, each of up to 64 MB or of one tensor."""
+    bucket, size_bytes = list[str](), 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: str(item[1].dtype)):
+        if bucket and (size_bytes + tensor.nbytes > _BUCKET_BYTES or tensor.dtype != tensors[bucket[0]].dtype):
+            yield bucket
+            bucket, size_bytes = [], 0
+        bucket.append(name)
+        size_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def _control_group(timeout: timedelta) -> distributed.ProcessGroup:

@@ -1,6 +1,8 @@
 """The saved state is complete: a restored trainer lacks nothing."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,16 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from trainer_rig import Starter
+from trainer_rig import Starter, trainer_with
 
 from hpc.core.rundir import RunDir
 from training.checkpoint import writer
+from training.checkpoint.restore import Restorer
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
+from training.runtime import process_group
+from training.runtime.heartbeat import Heartbeat, Phase
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
@@ -123,6 +128,64 @@ def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -
     restored.resume()
     restored.logger.close()
     return saved, restored
+
+
+class CountingHeartbeat(Heartbeat):
+    """Counts the beats of each phase."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0)
+        self.beats = Counter[str]()
+
+    def beat(self, phase: Phase, step: int | None = None) -> None:
+        super().beat(phase, step)
+        self.beats[phase] += 1
+
+
+@pytest.mark.parametrize("model", ["resnet20", "mnasnet0_5"])
+def test_a_state_is_read_tensor_by_tensor_into_the_memory_where_it_belongs(
+    group: ProcessGroup, start: Starter, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    flags = {"model": model, "image_size": 32, "ema_decay": 0.9, "optimizer": "adamw"}
+    saved, restored = (trainer_with(group, start.data, start.directory / "run", **flags) for _ in range(2))
+    saved.stepper.step(saved.data.train[next(saved.schedule.requests(0, 0, 0, 1))], saved.loss_meter)
+    saved.checkpoint_writer.save()
+    saved.checkpoint_writer.wait()
+    monkeypatch.setattr(process_group, "_BUCKET_BYTES", 2**12)
+    heartbeat, state = CountingHeartbeat(), restored.state
+    assert state.ema
+    models = {"model": state.model, "ema": state.ema.model}
+    places = {name: value.data_ptr() for model in models.values() for name, value in model.state_dict().items()}
+    read_bytes, read = Path.read_bytes, list[int]()
+
+    def measure(path: Path) -> bytes:
+        content = read_bytes(path)
+        read.append(len(content))
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", measure)
+    context = replace(restored.context, heartbeat=heartbeat)
+    assert Restorer(context, state, group, restored.logger).restore()
+
+    tensors, _ = saved.state.state_dict()
+    assert all(torch.equal(value, tensors[name]) for name, value in state.state_dict()[0].items())
+    assert heartbeat.beats == {"start": len(tensors)}
+    assert {name: value.data_ptr() for model in models.values() for name, value in model.state_dict().items()} == places
+    assert sum(read) < sum(value.nbytes for value in tensors.values()) / 10, "the tensors' file is mapped"
+    for parameter, values in state.optimizer.state.items():
+        assert values["exp_avg"].stride() == parameter.stride()
+
+
+def test_a_tensor_of_another_shape_is_refused(group: ProcessGroup, start: Starter) -> None:
+    trainer = trainer_with(group, start.data, start.directory / "run")
+    tensors, values = trainer.state.state_dict()
+    allocate = trainer.state.allocator()
+    name, saved = next(iter(tensors.items()))
+    assert allocate(name, saved).data_ptr() == saved.data_ptr()
+    wrong = allocate(name, saved[:1])
+    assert wrong.shape == saved[:1].shape
+    with pytest.raises(RuntimeError, match=f"the model has no {name.removeprefix('model/')} of shape"):
+        trainer.state.load_state_dict(tensors | {name: wrong}, values)
 
 
 @pytest.mark.parametrize(

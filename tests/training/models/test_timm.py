@@ -17,7 +17,6 @@ from training.config.train_config import TrainConfig
 from training.engine.optim import decayed_names, layer_scales
 from training.models.factory import build_model, head_name, input_size, last_layer_name
 
-timm_only = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed here")
 FLAGS = ("--model=timm:test_vit", "--image-size=32", "--epochs=1", "--batch-size=9", "--num-workers=0", "--log-every=1")
 
 
@@ -44,7 +43,6 @@ def test_synchronised_normalization_is_refused() -> None:
         TrainConfig(data="x", model="timm:test_resnet", sync_bn=True)
 
 
-@timm_only
 def test_names_are_those_that_timm_itself_lists() -> None:
     import timm
 
@@ -57,7 +55,6 @@ def test_names_are_those_that_timm_itself_lists() -> None:
         build("test_vit.no")
 
 
-@timm_only
 @pytest.mark.parametrize(
     ("name", "head"), [("test_vit", "head"), ("test_resnet", "fc"), ("test_convnext", "head.fc"), ("vgg11", "head.fc")]
 )
@@ -69,7 +66,6 @@ def test_the_head_has_the_classes_and_may_have_a_hidden_layer(name: str, head: s
         assert last_layer_name(build(name, head_hidden=7)) == f"{head}.2"
 
 
-@timm_only
 def test_the_size_is_the_models_own_or_as_asked_for_if_it_takes_it() -> None:
     assert input_size(TrainConfig(data="x", model="timm:test_vit"), 28) == 160
     for name in ("test_vit", "test_resnet"):
@@ -79,7 +75,6 @@ def test_the_size_is_the_models_own_or_as_asked_for_if_it_takes_it() -> None:
         build("test_vit", size=50, image_size=50)
 
 
-@timm_only
 def test_stochastic_depth_is_set_where_there_is_any() -> None:
     rates = [part.drop_prob for part in build("test_vit", drop_path=0.3).modules() if hasattr(part, "drop_prob")]
     assert max(rates) == pytest.approx(0.3)
@@ -87,7 +82,6 @@ def test_stochastic_depth_is_set_where_there_is_any() -> None:
         build("vgg11", drop_path=0.3)
 
 
-@timm_only
 def test_layers_and_decay_are_those_of_timm() -> None:
     from timm.optim import param_groups_weight_decay
 
@@ -103,7 +97,6 @@ def test_layers_and_decay_are_those_of_timm() -> None:
     assert len(set(layer_scales(build("test_vit"), 0.5).values())) == 2 + len(build("test_vit").blocks)  # type: ignore[arg-type]
 
 
-@timm_only
 def test_a_training_resumes_exactly_and_its_model_is_exported(
     start: Starter, folder_data: Path, tmp_path: Path, ask: Ask
 ) -> None:

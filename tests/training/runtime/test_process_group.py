@@ -5,11 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cluster import ROOT, tiny_data
+from torch import Tensor, distributed
+from trainer_rig import Starter
 
 from jobs.ranks.rendezvous import pick_port
+from training.runtime.process_group import connect, disconnect
+from training.runtime.run_context import rank_info_from
 
 CONNECT = """
 import json, os, sys
@@ -52,6 +58,52 @@ def test_every_rank_has_the_values_of_all() -> None:
     for done in ranks(*programs):
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == values
+
+
+def sent_tensors() -> dict[str, Tensor]:
+    """Each with what may get lost: a type, the bits of a NaN, a memory format, one that is empty or larger than 64."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "weights": torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last),
+        "step": torch.tensor(3.0),
+        "half": torch.randn(7, generator=generator).bfloat16(),
+        "flags": torch.tensor([True, False, True]),
+        "nan": torch.tensor([0x7FC00001, -1], dtype=torch.int32).view(torch.float32),
+        "count": torch.tensor(2**60),
+        "none": torch.empty(0, 5),
+        "transposed": torch.arange(6, dtype=torch.int16).view(2, 3).t(),
+    }
+
+
+def receive_tensors() -> None:
+    """In a rank: receive rank 1's, in buckets of 64 bytes."""
+    from training.runtime import process_group
+
+    process_group._BUCKET_BYTES = 64  # noqa: SLF001
+    group, sent, sizes = connect(rank_info_from(os.environ)), sent_tensors(), list[int]()
+    broadcast = distributed.broadcast
+
+    def measure(tensor: Tensor, source: int, **options: Any) -> Any:
+        sizes.append(0 if options else tensor.nbytes)
+        return broadcast(tensor, source, **options)
+
+    distributed.broadcast = measure
+    received = dict(group.broadcast_tensors(sent if group.rank == 1 else {"ignored": torch.zeros(9)}, source=1))
+    disconnect()
+    assert received.keys() == sent.keys()
+    for name, value in sent.items():
+        assert (received[name].dtype, received[name].shape) == (value.dtype, value.shape), name
+        same = torch.equal(received[name].contiguous().flatten().view(torch.uint8), value.flatten().view(torch.uint8))
+        assert same, name
+    *buckets, largest = sorted(sizes)
+    assert largest == sent["weights"].nbytes
+    assert all(size <= 64 for size in buckets)
+    sys.exit(0)
+
+
+def test_every_rank_receives_the_tensors_of_one_bit_by_bit_in_buckets(start: Starter) -> None:
+    training = start(world_size=3, prepare=receive_tensors)
+    assert training.wait() == [0, 0, 0], training.output()
 
 
 def test_pickle_of_a_process_that_poses_as_a_rank_is_not_read(tmp_path: Path) -> None:
