@@ -61,7 +61,7 @@ class Turn:
                 self.taken += 1
             trainer.stepper.step(trainer.data.train[next(requests)], trainer.loss_meter)
         # Waits for the device.
-        trainer.loss_meter.total_loss(trainer.state.progress.step)
+        trainer.check_loss(now=True)
         self.snapshot_writer.wait()
         self.seconds.append(max(trainer.group.all_gather_json(time.perf_counter() - began)))
         self.cpu_seconds.append(sum(trainer.group.all_gather_json(time.process_time() - began_cpu)))

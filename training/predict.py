@@ -168,7 +168,7 @@ def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tenso
         return "it is no image, or damaged"
     if card.crop_pct == 1 and image.shape == (height, width, channels):
         return image.permute(2, 0, 1)
-    return center_crop(image, (height, width), card.crop_pct)
+    return center_crop(image, (height, width), card.crop_pct, card.interpolation)
 
 
 def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:

@@ -218,7 +218,7 @@ def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_te
         (not script and not evaluates and over and not complete, "No test result: the training did not finish."),
         (
             not script and complete and not has_test,
-            "No confusion matrix: the data set has no test split, or final/confusion.csv is lost.",
+            "No confusion matrix: no test split, more than 2,000 classes, or final/confusion.csv is lost.",
         ),
         (has_test and not samples, "No sample predictions in final/."),
     )

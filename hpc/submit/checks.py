@@ -5,10 +5,12 @@ All raise UserError with the flag, its value, and what to type. `resolve_resourc
 
 import dataclasses
 import difflib
+import math
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError, UserError
@@ -22,7 +24,7 @@ from hpc.staging import archive
 from hpc.staging.source import ARCHIVES, is_archive
 from hpc.submit.runs_storage import LOST, Feature, has_been_seen_by_nodes, missing_features
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.rules import check_validation
+from training.config.rules import check_validation, parse_eval_crop
 from training.config.train_config import TrainConfig
 
 _DAY_MINUTES = 24 * 60
@@ -228,8 +230,10 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
         return None
     if kind not in {None, "image-folder"}:
         raise UserError(f"--pack is on, but {data} is no image folder and needs no packing: leave it out")
-    seen = max(train.image_size or _DEFAULT_IMAGE_SIZE, train.eval_image_size or 0)
-    return size or -(-seen * 8 // 7 // 8) * 8
+    trained = train.image_size or _DEFAULT_IMAGE_SIZE
+    evaluated = train.eval_image_size or trained
+    shorter_side = max(max(trained, evaluated) * Fraction(8, 7), evaluated / parse_eval_crop(train.eval_crop))
+    return size or math.ceil(shorter_side / 8) * 8
 
 
 def check_data_on_device(train: TrainConfig) -> None:

@@ -156,6 +156,13 @@ def trainer_with(group: "ProcessGroup", data: Path, directory: Path, **settings:
     return make_trainer(RunContext(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), group)
 
 
+def agree_at_each_step() -> None:
+    """In a rank: exchange flags at every boundary, however short the steps are."""
+    from training.runtime import stop_consensus
+
+    stop_consensus._MAX_INTERVAL = 1  # noqa: SLF001
+
+
 def write_idx(path: Path, values: np.ndarray) -> None:
     """Write an IDX file of bytes, compressed if its name says so."""
     header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)

@@ -40,6 +40,8 @@ class ShardLayout:
     file: str = STATE_TENSORS
     offsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Where in the full tensors the rank's shards begin, in each dimension, by name. Other tensors are replicated."""
+    is_copy: bool = False
+    """Whether a rank of another node holds the same shards, and writes them (--fsdp-mesh node)."""
 
     def write(self, tensors: Mapping[str, Tensor], directory: Path, *, replicated: bool) -> None:
         """Write the shards, and the replicated tensors if they are wanted.
@@ -47,7 +49,8 @@ class ShardLayout:
         Raises:
             OSError: the disk is full, for example.
         """
-        wanted = {name: value for name, value in tensors.items() if replicated or name in self.offsets}
+        own = () if self.is_copy else self.offsets
+        wanted = {name: value for name, value in tensors.items() if replicated or name in own}
         offsets = {name: {_OFFSETS: self.offsets.get(name, [0] * value.dim())} for name, value in wanted.items()}
         header = None if self.file == STATE_TENSORS else {_SHARDS: json.dumps(offsets)}
         try:
@@ -63,8 +66,10 @@ def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[di
     sharded: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
     # DCP itself finds the offsets in this way.
     offsets = {name: tuple(value.__create_chunk_list__()[0].offsets) for name, value in sharded.items()}
+    # The last dimension of the mesh shards; the one before it, if there is one, replicates.
+    is_copy = any(any(value.device_mesh.get_coordinate()[:-1]) for value in sharded.values())
     shards = {name: _local(value) for name, value in tensors.items()}
-    return shards, ShardLayout(file=shard_file(group), offsets=offsets)
+    return shards, ShardLayout(file=shard_file(group), offsets=offsets, is_copy=is_copy)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -21,6 +21,7 @@ from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
 from training.models.parallel import load_full_state_dict
+from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress
 
 # Not finite if the training has diverged: such a state must not replace a good one.
@@ -60,8 +61,8 @@ class TrainState:
     """Whether each rank holds a shard of every parameter and of its optimizer state (FSDP)."""
     progress: Progress = field(default_factory=Progress)
     _parts: dict[str, Stateful] = field(default_factory=dict, init=False)
-    copies: list[torch.cuda.Event] = field(default_factory=list, init=False)
-    """The ends of copies from the GPU, for which `wait_for_copies` waits."""
+    copies: list[DeviceCopy] = field(default_factory=list, init=False)
+    """Copies from the GPU, for which `wait_for_copies` waits."""
 
     def __post_init__(self) -> None:
         """Register what every training has."""
@@ -69,7 +70,7 @@ class TrainState:
         if self.ema:
             self.register("ema", _ModelState(self.ema.model))
         self.register("optimizer", _OptimizerState(self.optimizer))
-        self.register("scaler", self.scaler)
+        self.register("scaler", _ScalerState(self.scaler))
         self.register("progress", self.progress)
 
     def register(self, name: str, part: _Part) -> _Part:
@@ -150,7 +151,28 @@ class TrainState:
     def wait_for_copies(self) -> None:
         """Before the state is changed, let the GPU finish the copies under way. The host does not wait."""
         while self.copies:
-            torch.cuda.current_stream().wait_event(self.copies.pop())
+            self.copies.pop().make_device_wait()
+
+
+class _ScalerState:
+    """A loss scale as tensors on the device: GradScaler's own `state_dict` waits for it. Empty without `--amp fp16`."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler = self._scaler
+        if not scaler.is_enabled():
+            return {}
+        # Before its first step it has none of both.
+        scale, tracker = scaler._scale, scaler._growth_tracker  # noqa: SLF001  # there is no public way
+        if scale is None or tracker is None:
+            return {"scale": torch.tensor(scaler.get_scale()), "growth_tracker": torch.tensor(0, dtype=torch.int32)}
+        return {"scale": scale, "growth_tracker": tracker}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        restored = {"scale": float(state_dict["scale"]), "_growth_tracker": int(state_dict["growth_tracker"])}
+        self._scaler.load_state_dict(self._scaler.state_dict() | restored)
 
 
 class _ModelState:

@@ -29,9 +29,11 @@ from training.monitoring.run_logger import RunLogger
 from training.runtime.background_writer import BackgroundWriter
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
+from training.runtime.rank_device import DeviceCopy
 from training.runtime.run_context import RunContext
 
 _SNAPSHOT_MODE = 0o700
+_BLOCK_BYTES, _ALIGNMENT = 2**26, 64
 
 
 def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any], ShardLayout]:
@@ -57,6 +59,34 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
     return tensors, values, ShardLayout()
 
 
+def host_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Host memory for tensors like these, by name; pinned for those of a GPU, which copies to that at full speed.
+
+    In few blocks: torch rounds each piece of pinned memory up to a power of two.
+    """
+    blocks: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if size + _aligned(tensor) > _BLOCK_BYTES:
+            blocks.append([])
+            size = 0
+        blocks[-1].append(name)
+        size += _aligned(tensor)
+    memory: dict[str, Tensor] = {}
+    for names in filter(None, blocks):
+        sizes = [_aligned(tensors[name]) for name in names]
+        block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=any(tensors[name].is_cuda for name in names))
+        for name, part in zip(names, torch.split(block, sizes), strict=True):
+            like = tensors[name]
+            memory[name] = part[: like.nbytes].view(like.dtype).view(like.shape)
+    return memory
+
+
+def _aligned(tensor: Tensor) -> int:
+    """Its bytes, such that what follows may have any type."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 class HostCopy:
     """A copy of a state in the host's memory, which the training does not touch. Each copy reuses the memory."""
 
@@ -65,23 +95,19 @@ class HostCopy:
         self._captured: list[Tensor] = []
         self._layout, self._values = ShardLayout(), dict[str, Any]()
         self._stream: torch.cuda.Stream | None = None
+        self._device_copy: DeviceCopy | None = None
 
     @property
     def is_allocated(self) -> bool:
         """Whether there has been a copy, so that the next one need not allocate memory."""
         return bool(self._tensors)
 
-    def start(
-        self, tensors: Mapping[str, Tensor], values: dict[str, Any], layout: ShardLayout
-    ) -> torch.cuda.Event | None:
+    def start(self, tensors: Mapping[str, Tensor], values: dict[str, Any], layout: ShardLayout) -> DeviceCopy | None:
         """Start to copy a captured state. The copy before must have been written.
 
         Returns what the device must wait for before it changes the state; None: the copy is complete.
         """
-        for name, value in tensors.items():
-            if name not in self._tensors:
-                # A GPU copies to pinned memory at full speed and without the host.
-                self._tensors[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        self._tensors |= host_memory({name: tensors[name] for name in tensors if name not in self._tensors})
         # Referenced until the copy is complete, or the device could reuse the memory of the captured tensors.
         self._captured, self._layout, self._values = list(tensors.values()), layout, values
         if tensors[LOSS].is_cuda:
@@ -90,12 +116,13 @@ class HostCopy:
         hosts = [self._tensors[name] for name in tensors]
         with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
             torch._foreach_copy_(hosts, self._captured, non_blocking=True)
-        return self._stream.record_event() if self._stream else None
+        self._device_copy = DeviceCopy(self._stream) if self._stream else None
+        return self._device_copy
 
     def wait(self) -> None:
         """Wait until the copy is complete. Runs in the thread that writes."""
-        if self._stream:
-            self._stream.synchronize()
+        if self._device_copy:
+            self._device_copy.wait()
         self._captured = []
 
     @property
@@ -142,6 +169,8 @@ class CheckpointDestination:
         Raises:
             OSError: it could not be written; the older ones are all there.
         """
+        # The state refers to the metrics, which must be on the disk before it.
+        self._logger.wait_for_metrics()
 
         def write_files(directory: Path) -> None:
             copy.write(directory, replicated=self._group.is_rank_zero)
@@ -189,6 +218,7 @@ class SnapshotDestination:
 
     def write(self, step: int, copy: HostCopy) -> None:
         """Write a snapshot, and delete all but the newest."""
+        self._logger.wait_for_metrics()
         if self.directory:
             save_checkpoint(self.directory, step, copy.write, KEPT, _SNAPSHOT_MODE)
 
@@ -238,6 +268,7 @@ class StateWriter:
         self._copy, self._background = HostCopy(), BackgroundWriter()
         self._unwritten_step: int | None = None
         self._stall_seconds = self._thread_seconds = 0.0
+        self._device_copy: DeviceCopy | None = None
         self.restart_interval()
 
     def restart_interval(self, *, due: bool = False) -> None:
@@ -247,8 +278,9 @@ class StateWriter:
 
     @property
     def cost_seconds(self) -> float:
-        """What the last save took from the training."""
-        return self._stall_seconds + self._thread_seconds
+        """What the last save took from the training; from a GPU, as far as it is known yet."""
+        waited = self._device_copy.stall_seconds if self._device_copy else 0.0
+        return self._stall_seconds + self._thread_seconds + waited
 
     @property
     def is_saved(self) -> bool:
@@ -268,16 +300,16 @@ class StateWriter:
         steps = self._destination.interval.steps
         return steps is not None and self._state.progress.step % steps == 0
 
-    def due_after_next_step(self) -> bool:
-        """Whether to request a save now: the last one is written, and one is due by the next step.
+    def due_within(self, boundaries: int) -> bool:
+        """Whether to request a save now: the last one is written, and one is due so many boundaries from now.
 
-        The ranks agree one step after the request.
+        That is when the ranks will have agreed on the request.
         """
         if self._background.busy:
             return False
         steps = self._destination.interval.steps
         if steps is not None and self._saved_step is not None:
-            return self._state.progress.step + 1 - self._saved_step >= steps
+            return self._state.progress.step + boundaries - self._saved_step >= steps
         return self.due_by_time()
 
     def save(self) -> float:
@@ -300,8 +332,9 @@ class StateWriter:
         was_allocated = self._copy.is_allocated
         if self._destination.prepare(sum(tensor.nbytes for tensor in tensors.values())):
             copying_since = time.monotonic()
-            if copied := self._copy.start(tensors, values, layout):
-                self._state.copies.append(copied)
+            self._device_copy = self._copy.start(tensors, values, layout)
+            if self._device_copy:
+                self._state.copies.append(self._device_copy)
             copy_seconds = time.monotonic() - copying_since
             self._background.submit(partial(self._write, step, copy_seconds))
         # The first copy allocates memory, which takes longer than any other.

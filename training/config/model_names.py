@@ -13,7 +13,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from hpc.core.errors import UserError
+from hpc.core.errors import UserError, need_package
 from hpc.core.files import sha256_of
 
 SMALL_CNN = "small-cnn"
@@ -26,19 +26,25 @@ OWN_MODELS = {
 }
 
 
-def _torchvision_sources() -> list[Path]:
-    """The files of torchvision's models; none where torchvision is not installed."""
-    spec = importlib.util.find_spec("torchvision")
+TIMM = "timm:"
+"""What the names of timm's models begin with here."""
+_REGISTERED = re.compile(
+    r"^@register_model(?:\((?:(?:name=)?[\"'](\w+)[\"'])?\))?\n(?:@.*\n)*def (\w+)\(", re.MULTILINE
+)
+
+
+def _sources(package: str) -> list[Path]:
+    """The files of a package's models; none where it is not installed."""
+    spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec else None
     return sorted((Path(places[0]) / "models").glob("*.py")) if places else []
 
 
 @cache
-def torchvision_models() -> tuple[str, ...]:
-    """The names of torchvision's classification models; none where torchvision is not installed."""
-    registered = re.compile(r"^@register_model\((?:(?:name=)?[\"'](\w+)[\"'])?\)\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
-    sources = (source.read_text(encoding="utf-8") for source in _torchvision_sources())
-    return tuple(sorted(match[1] or match[2] for source in sources for match in registered.finditer(source)))
+def models_of(package: str) -> tuple[str, ...]:
+    """The names of the classification models of torchvision or timm; none where it is not installed."""
+    sources = (source.read_text(encoding="utf-8") for source in _sources(package))
+    return tuple(sorted(match[1] or match[2] for source in sources for match in _REGISTERED.finditer(source)))
 
 
 def check_model(name: str) -> None:
@@ -47,8 +53,13 @@ def check_model(name: str) -> None:
     Raises:
         UserError: none has; lists similar names.
     """
-    known = (*OWN_MODELS, *torchvision_models())
-    if name in known:
+    if name.startswith(TIMM):
+        need_package("timm", "timm", f"--model {name}")
+        known = tuple(f"{TIMM}{model}" for model in models_of("timm"))
+    else:
+        known = (*OWN_MODELS, *models_of("torchvision"))
+    # The name of pretrained weights may follow that of a model of timm's.
+    if (name.partition(".")[0] if name.startswith(TIMM) else name) in known:
         return
     if len(known) == len(OWN_MODELS):
         raise UserError(f"--model is {name!r}, and torchvision is not installed here: pip install torchvision")
@@ -69,6 +80,9 @@ def resolve_weights(model: str, weights: str) -> Path:
                 f"--weights is {weights}, which does not exist: give a file, or a name of torchvision's weights"
             )
         return path
+    if model.startswith(TIMM):
+        place = "https://huggingface.co/timm"
+        raise UserError(f"--weights is {weights!r}: for {model} give a file, such as a model.safetensors of {place}")
     if model in OWN_MODELS:
         raise UserError(f"--weights is {weights!r}, but torchvision has none for {model}: give a file")
     known = torchvision_weights(model)
@@ -97,7 +111,7 @@ def cache_directory() -> Path:
 @cache
 def torchvision_weights(model: str) -> dict[str, str]:
     """The names of a model's weights with their URLs; none where torchvision is not installed."""
-    for source in _torchvision_sources():
+    for source in _sources("torchvision"):
         text = source.read_text(encoding="utf-8")
         if f"def {model}(" in text:
             return _weights(ast.parse(text), model)

@@ -8,13 +8,14 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import FASHION_MNIST
-from training.config.model_names import SMALL_CNN
+from training.config.model_names import SMALL_CNN, TIMM
 
 Test = Callable[[Any], bool]
 
@@ -40,6 +41,9 @@ def check(config: Any) -> None:
     for name in INTERVAL_WORDS:
         parse_interval(name, getattr(config, name))
     parse_step_epochs(config.lr_step_epochs)
+    for name in ("crop_scale", "crop_ratio"):
+        parse_range(name, getattr(config, name))
+    parse_eval_crop(config.eval_crop)
     for conflict, fix in _CONFLICTS:
         if conflict(config):
             raise UserError(fix)
@@ -67,15 +71,22 @@ _LARGEST_SEED = 2**63 - 1
 # field: (what it accepts, what to use instead)
 _VALUES: dict[str, tuple[Test, str]] = {
     "data": (lambda v: isinstance(v, str), f"give a directory, or {FASHION_MNIST}"),
-    "model": (lambda v: isinstance(v, str) and v != "", f"give {SMALL_CNN} or a torchvision model such as resnet50"),
+    "model": (
+        lambda v: isinstance(v, str) and v != "",
+        f"give {SMALL_CNN}, a torchvision model such as resnet50, or {TIMM}NAME",
+    ),
     "weights": (lambda v: v is None or (isinstance(v, str) and v != ""), "give a file or a name, or leave it out"),
     "head_hidden": (lambda v: _is_whole(v, 0), "use 0 or more"),
+    "drop_path": (lambda v: v is None or (_is_number(v) and 0 <= v < 1), "use 0 or more and less than 1"),
     "epochs": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "batch_size": (lambda v: _is_whole(v, 1), "use 1 or more (images of all ranks together)"),
     "lr": (lambda v: v is None or (_is_number(v) and v > 0), "use a number above 0, or leave it out"),
     "momentum": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "adam_beta2": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
     "weight_decay": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
+    "layer_decay": (lambda v: _is_number(v) and 0 < v <= 1, "use more than 0, and at most 1"),
     "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
+    "min_lr": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "lr_step_epochs": (lambda v: isinstance(v, str), "use a number such as '30', or epochs such as '150,225'"),
     "lr_gamma": (lambda v: _is_number(v) and 0 < v < 1, "use more than 0 and less than 1"),
     "plateau_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
@@ -84,7 +95,10 @@ _VALUES: dict[str, tuple[Test, str]] = {
     "clip_grad_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "grad_accum_steps": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "ema_decay": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),
+    "randaugment_magnitude": (lambda v: _is_whole(v, 0) and v <= 30, "use a whole number from 0 to 30"),
+    "color_jitter": (lambda v: _is_number(v) and v >= 0, "use 0 or more, such as 0.4"),
     "random_erasing": (lambda v: _is_number(v) and 0 <= v <= 1, "use a probability from 0 to 1"),
+    "repeated_augmentation": (lambda v: _is_whole(v, 1), "use 1 or more"),
     "mixup": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "cutmix": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "max_corrupt_images": (lambda v: _is_whole(v, 0), "use 0 or more"),
@@ -115,6 +129,44 @@ def parse_step_epochs(text: str) -> tuple[int, ...]:
         if epochs[0] > 0 and all(one < other for one, other in pairwise(epochs)):
             return epochs
     raise UserError(f"--lr-step-epochs is {text!r}: use a number such as 30, or rising epochs such as 150,225")
+
+
+_RANGES = {"crop_scale": (1.0, "0.08,1"), "crop_ratio": (math.inf, "3/4,4/3")}
+
+
+def parse_range(field: str, text: str) -> tuple[float, float]:
+    """Read two positive numbers, the least and the greatest, such as `0.08,1` or `3/4,4/3`.
+
+    Raises:
+        UserError: the text is something else, or the numbers are larger than they may be.
+    """
+    largest, example = _RANGES[field]
+    numbers = [float(_fraction(part)) for part in str(text).split(",")]
+    if len(numbers) == 2 and 0 < numbers[0] <= numbers[1] <= largest:
+        return numbers[0], numbers[1]
+    limit = f" and up to {largest:g}" if largest < math.inf else ""
+    raise UserError(
+        f"{flag(field)} is {text!r}: use two numbers above 0{limit}, the smaller one first, such as {example}"
+    )
+
+
+def parse_eval_crop(text: str) -> Fraction:
+    """Read a number above 0 and up to 1, such as `224/256` or `0.875`.
+
+    Raises:
+        UserError: the text is something else.
+    """
+    if 0 < (number := _fraction(text)) <= 1:
+        return number
+    raise UserError(f"--eval-crop is {text!r}: use a number above 0 and up to 1, such as 224/256 or 0.875")
+
+
+def _fraction(text: str) -> Fraction:
+    """The number that a text is; 0 for any other text."""
+    try:
+        return Fraction(text)
+    except (ValueError, TypeError, ZeroDivisionError):
+        return Fraction()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +217,16 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
     ),
     (lambda c: c.freeze_backbone and c.weights is None, "--freeze-backbone needs pretrained weights: give --weights"),
     (
+        lambda c: c.loss == "bce" and c.class_weights != "none",
+        "--loss bce cannot be combined with --class-weights: leave one out",
+    ),
+    (
         lambda c: c.data_on_device == "on" and c.auto_augment != "none",
         "--data-on-device on cannot be combined with --auto-augment, which runs on the CPU: leave one out",
+    ),
+    (
+        lambda c: c.data_on_device == "on" and c.color_jitter > 0,
+        "--data-on-device on cannot be combined with --color-jitter, which runs on the CPU: leave one out",
     ),
     (
         lambda c: c.data_on_device == "on" and c.crop == "resized",
@@ -175,6 +235,14 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
     (
         lambda c: c.compile and c.sync_bn,
         "--compile cannot be combined with --sync-bn, which communicates inside the model: leave one out",
+    ),
+    (
+        lambda c: c.sync_bn and c.model.startswith(TIMM),
+        "--sync-bn cannot be combined with timm's models, whose normalization includes the activation: leave it out",
+    ),
+    (
+        lambda c: c.compile and c.checkpoint_activations,
+        "--compile cannot be combined with --checkpoint-activations: leave one out",
     ),
     (
         lambda c: c.strategy == "fsdp" and c.amp == "fp16",
@@ -199,7 +267,19 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
         "there are too few --epochs to end early",
     ),
     ("nesterov", lambda c: c.optimizer == "sgd" and c.momentum > 0, "it applies to --optimizer sgd with --momentum"),
+    ("adam_beta2", lambda c: c.optimizer != "sgd", "it applies to --optimizer adam and --optimizer adamw"),
+    ("min_lr", lambda c: c.lr_scheduler == "cosine", "it applies to --lr-scheduler cosine"),
+    ("layer_decay", lambda c: not c.freeze_backbone, "only the head is trained"),
     ("decay_norm_and_bias", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
+    *(
+        (name, lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized")
+        for name in ("crop_scale", "crop_ratio")
+    ),
+    ("auto_augment_interpolation", lambda c: c.auto_augment != "none", "--auto-augment is none"),
+    ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
+    ("repeated_augmentation", lambda c: not c.synthetic, "generated images are not augmented"),
+    ("eval_crop", lambda c: not c.synthetic, "generated images are not evaluated"),
+    ("fsdp_mesh", lambda c: c.strategy == "fsdp", "it applies to --strategy fsdp"),
     ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )

@@ -19,6 +19,7 @@ from training.config.model_names import SMALL_CNN
 
 Optimizer = Literal["sgd", "adamw", "adam"]
 LrScheduler = Literal["cosine", "step", "one-cycle", "plateau", "constant"]
+Interpolation = Literal["bilinear", "bicubic"]
 LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
 """The batch size that --lr is for with --lr-scaling."""
@@ -54,6 +55,8 @@ class Adjustable:
     `auto`: one second, or longer where snapshots would take 1 % of the time."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep."""
+    checkpoint_activations: bool = False
+    """Compute the blocks of the model again in the backward pass, to save memory; the bits are the same."""
     log_samples: bool = False
     """Log the images of each step, one file per rank in metrics/samples."""
 
@@ -67,7 +70,7 @@ class TrainConfig(Adjustable):
     synthetic: bool = False
     """Train on generated images instead of --data, to measure the speed without loading data."""
     model: str = SMALL_CNN
-    """small-cnn, resnet20 (to 110: for small images), or one of torchvision's, such as resnet50."""
+    """small-cnn, resnet20 (to 110: for small images), one of torchvision's, such as resnet50, or timm:NAME."""
     weights: str | None = None
     """Initial weights: a .safetensors or .pth file, or IMAGENET1K_V1 and others from torchvision's cache.
     A head for another number of classes is left out. Default: random."""
@@ -75,6 +78,8 @@ class TrainConfig(Adjustable):
     """Train only the head; all other layers and their batch statistics keep --weights."""
     head_hidden: int = 0
     """Width of an additional hidden layer in the head; 0: none."""
+    drop_path: float | None = None
+    """Rate of stochastic depth of the last block; it rises from the first one. Default: the model's own."""
     batch_size: int = _DEFAULT_BATCH
     """Images per step on all ranks together (global batch)."""
     lr: float | None = None
@@ -93,24 +98,38 @@ class TrainConfig(Adjustable):
     """
     momentum: float = 0.9
     """Momentum of SGD; beta1 of Adam and AdamW."""
+    adam_beta2: float = 0.999
+    """Beta2 of Adam and AdamW; vision transformers are often trained with 0.95."""
     nesterov: bool = False
     """Use Nesterov momentum (SGD)."""
     weight_decay: float = 5e-4
-    """Weight decay. Biases and norms have none without --decay-norm-and-bias."""
+    """Weight decay. Biases, norms and embeddings have none without --decay-norm-and-bias."""
     decay_norm_and_bias: bool = False
-    """Apply the weight decay to biases and norms too."""
+    """Apply the weight decay to biases, norms and embeddings too."""
+    layer_decay: float = 1.0
+    """Multiply the learning rate by this for each block between a layer and the head, such as 0.75 in fine-tuning
+    (Clark et al., 2020; Bao et al., 2021); 1: all layers have the same."""
+    loss: Literal["cross-entropy", "bce"] = "cross-entropy"
+    """Loss.
+    - cross-entropy: of the classes together
+    - bce: binary cross entropy, the mean over the classes; all classes of a mixed image count (Wightman et al., 2021)
+    """
+    class_weights: Literal["none", "balanced"] = "none"
+    """Weights of the classes in the loss. `balanced`: in inverse proportion to their numbers of training images."""
     label_smoothing: float = 0.0
     """Label smoothing."""
     warmup_epochs: float = 1.0
     """Epochs of linear warm-up from almost zero to --lr."""
     lr_scheduler: LrScheduler = "cosine"
     """Learning rate after the warm-up.
-    - cosine: falls to zero along half a cosine
+    - cosine: falls to --min-lr along half a cosine
     - step: is multiplied by --lr-gamma at --lr-step-epochs
     - one-cycle: rises from 1/25 over --warmup-epochs (usually a third of --epochs), falls to 1/250,000 along cosines
     - plateau: is multiplied by --lr-gamma after --plateau-patience epochs without a lower validation loss
     - constant: stays the same
     """
+    min_lr: float = 0.0
+    """Learning rate at the end of the cosine scheduler."""
     lr_step_epochs: str = "30"
     """Epochs at which the step scheduler lowers the learning rate: 30 for every 30 epochs, or a list: 150,225."""
     lr_gamma: float = 0.1
@@ -129,6 +148,8 @@ class TrainConfig(Adjustable):
     """Automatic mixed precision."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """Each rank holds the whole model (DDP), or a shard of it (FSDP2) for models too large for one GPU."""
+    fsdp_mesh: Literal["flat", "node"] = "flat"
+    """FSDP shards the model over all ranks, or within each node (HSDP): more memory, less traffic between nodes."""
     memory_format: Literal["channels-last", "contiguous"] = "channels-last"
     """Memory layout of images, and of weights with --strategy ddp; channels-last is the fastest for convolutions."""
     compile: bool = False
@@ -147,12 +168,27 @@ class TrainConfig(Adjustable):
     """Compute float32 products of matrices in TF32 on GPUs that have it: faster, with 10 bits of fraction."""
     crop: Literal["auto", "none", "padded", "resized"] = "auto"
     """Random crops: of the padded image, or resized crops. `auto`: padded for IDX and CIFAR files, else resized."""
+    crop_scale: str = "0.25,1"
+    """Least and greatest area of a resized crop, as parts of the image's; Szegedy et al. (2015) use 0.08,1."""
+    crop_ratio: str = "3/4,4/3"
+    """Least and greatest width by height of a resized crop."""
     flip: Literal["auto", "on", "off"] = "auto"
     """Random horizontal flips. `auto`: on, except for IDX files, because mirrored digits are others."""
     auto_augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"
     """Augmentation of color and shape: AutoAugment (ImageNet's or CIFAR-10's), RandAugment or TrivialAugment."""
+    auto_augment_interpolation: Literal["nearest", "bilinear", "bicubic"] = "nearest"
+    """How --auto-augment computes the pixels of rotated, sheared and shifted images; published ImageNet trainings of
+    torchvision: bilinear."""
+    randaugment_magnitude: int = 9
+    """Strength of RandAugment, from 0 to 30. TrivialAugment draws another one for each image."""
+    color_jitter: float = 0.0
+    """Change brightness, contrast and saturation by random factors of at most 1 plus and at least 1 minus this, such as
+    0.4; 0: none."""
     random_erasing: float = 0.0
     """Probability of erasing a random rectangle of an image."""
+    repeated_augmentation: int = 1
+    """Samples of an image in a batch, each augmented otherwise (Hoffer et al., 2020), such as 4: an epoch then has as
+    many steps as before, and one image in 4."""
     mixup: float = 0.0
     """Alpha of mixup, such as 0.2; 0: no mixup. With --cutmix too, each step uses one of them."""
     cutmix: float = 0.0
@@ -163,15 +199,22 @@ class TrainConfig(Adjustable):
     """Side of the model's square input images in pixels. Default: what suits the model and the data."""
     eval_image_size: int | None = None
     """Side of the input images in evaluations; a larger one often helps. Default: --image-size."""
+    eval_crop: str = "224/256"
+    """Side of the centre crop in evaluations, as a part of the image's shorter side; torchvision's second weights for
+    ResNet-50 are for 224/232. Images in memory are not cropped."""
+    interpolation: Interpolation = "bilinear"
+    """How images are resized, in training and in evaluations."""
     val_split: float = 0.05
     """Part of the training set held out for validation, if the data have no val/."""
     data_on_device: Literal["auto", "on", "off"] = "auto"
     """Keep all images of IDX or CIFAR files in the memory of each rank's GPU and augment them there, without
-    --auto-augment or --crop resized. `auto`: if they take less than a tenth of its free memory."""
+    --auto-augment, --color-jitter or --crop resized. `auto`: if they take less than a tenth of its free memory."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work: `training.config.rules.check`."""
         rules.check(self)
+        if self.min_lr > (highest := highest_learning_rate(self)):
+            raise UserError(f"--min-lr is {self.min_lr}, more than the highest learning rate: use {highest:g} or less")
 
 
 def highest_learning_rate(config: TrainConfig) -> float:

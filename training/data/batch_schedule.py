@@ -4,11 +4,16 @@ Global batches define the optimization. With batch size B, step s of an epoch ha
 the epoch's order. The last images, fewer than B, are left out; each epoch leaves out others. A training set smaller
 than B is one batch. Ranks take consecutive ranges of a batch, whose sizes differ by one image at most, or by one pair
 with mixup or cutmix.
+
+Repeated augmentation (Hoffer et al., "Augment your batch", 2020) makes R samples of an image, each augmented otherwise,
+all in one batch if R divides B. As in torchvision's references, an epoch keeps its number of samples, and so has one
+image in R; each epoch has others.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from training.runtime.counter_rng import Purpose, derive_key, permutation
@@ -16,9 +21,10 @@ from training.runtime.counter_rng import Purpose, derive_key, permutation
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """What a rank requests from a data set: some of its images, and how to augment them."""
+    """What a rank requests from a data set: some samples of its images, and how to augment them."""
 
     indices: tuple[int, ...]
+    """Of n images, sample i + n * r is repetition r of image i; without repeated augmentation, r is 0."""
     epoch: int | None
     """The epoch whose augmentation the images get; None: no augmentation."""
 
@@ -33,6 +39,8 @@ class BatchSchedule:
     seed: int
     samples_per_group: int = 1
     """Consecutive images of a batch that go to the same rank: 2 with mixup or cutmix, which mix pairs."""
+    repetitions: int = 1
+    """Samples of an image in an epoch."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -50,14 +58,21 @@ class BatchSchedule:
         return self.steps_per_epoch * self.epochs
 
     def order(self, epoch: int) -> Tensor:
-        """The order of all images in an epoch."""
-        return permutation(derive_key(self.seed, Purpose.ORDER, epoch), self.samples)
+        """The samples of an epoch in order, numbered as in `BatchRequest`; images after the last batch may follow."""
+        images = permutation(derive_key(self.seed, Purpose.ORDER, epoch), self.samples)
+        if self.repetitions == 1:
+            return images
+        places = torch.arange(self.samples_per_epoch)
+        batch, repetition = places // self.batch_size, places % self.repetitions
+        # In a batch, all images once, then all again: neighbours, which mixup mixes, are different images.
+        places = torch.argsort(batch * self.repetitions + repetition, stable=True)
+        return images[places // self.repetitions] + places % self.repetitions * self.samples
 
     def batch(self, step: int) -> list[int]:
-        """The images of a step; the run's first step is 1."""
+        """The images of a step, each as often as it is repeated; the run's first step is 1."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         start = place * self.batch_size
-        return self.order(epoch)[start : start + self.batch_size].tolist()
+        return (self.order(epoch)[start : start + self.batch_size] % self.samples).tolist()
 
     def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
         """A rank's part of every batch, from a position in the data to the end of the run."""
@@ -69,7 +84,9 @@ class BatchSchedule:
             epoch, samples_seen = epoch + 1, 0
 
 
-def make_schedule(samples: int, batch_size: int, epochs: int, seed: int, samples_per_group: int = 1) -> BatchSchedule:
+def make_schedule(
+    samples: int, batch_size: int, epochs: int, seed: int, samples_per_group: int = 1, repetitions: int = 1
+) -> BatchSchedule:
     """A schedule whose batch is no larger than the training set."""
     return BatchSchedule(
         samples=samples,
@@ -77,6 +94,7 @@ def make_schedule(samples: int, batch_size: int, epochs: int, seed: int, samples
         epochs=epochs,
         seed=seed,
         samples_per_group=samples_per_group,
+        repetitions=repetitions,
     )
 
 

@@ -6,6 +6,7 @@ mirrored and erased by the same operations on any device, so a rank gets the sam
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from hpc.core.errors import UserError
 from training.config.dataset_layout import DataLayout
 from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index
+from training.config.rules import parse_eval_crop
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages
 from training.data.file_index import build_index, deserialize, image_roots
@@ -43,18 +45,24 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_in
     Raises:
         UserError: files are missing, torn, or do not fit together.
     """
+    as_dataset = partial(
+        ImageDataset,
+        size=folder_size,
+        crop_pct=float(parse_eval_crop(config.eval_crop)),
+        interpolation=config.interpolation,
+    )
     if layout.kind == "image-folder":
         files = deserialize(file_index) if file_index else build_index(layout)
         parts = {}
         for name, root in image_roots(layout).items():
             store, labels = FolderImages(root=root, names=files.parts[name].names), files.parts[name].labels
-            parts[name] = ImageDataset(store=store, labels=torch.from_numpy(labels), size=folder_size)
+            parts[name] = as_dataset(store=store, labels=torch.from_numpy(labels))
         return _split(config, layout, parts, files.classes)
     if layout.kind == "packed":
         index, parts = read_index(layout.path), {}
         for part in index.parts:
             packed, of_part = open_part(layout.path, index, part)
-            parts[part.name] = ImageDataset(store=packed, labels=of_part, size=folder_size)
+            parts[part.name] = as_dataset(store=packed, labels=of_part)
         return _split(config, layout, parts, index.classes)
     if layout.kind == "idx":
         train = read_idx_pair(layout.train, "train")

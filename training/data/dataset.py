@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hpc.core.errors import UserError
+from training.config.train_config import Interpolation
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import Batch, ImageSource, to_device
 from training.data.transforms.augment import Augmentation
-from training.data.transforms.crop import EVALUATION_CROP, center_crop
+from training.data.transforms.crop import center_crop
 from training.runtime.process_group import SharedError
 
 _MAX_NAMES = 20
@@ -40,7 +41,8 @@ class MemoryImages:
 
     def __getitem__(self, request: BatchRequest) -> Batch:
         """The images of a request, augmented."""
-        indices = torch.tensor(request.indices, dtype=torch.int64)
+        samples = torch.tensor(request.indices, dtype=torch.int64)
+        indices = samples % len(self)
         images = self.images[to_device(indices, self.images.device)]
         if request.epoch is not None and self.augmentation is not None:
             if self.augmentation.resizes:
@@ -48,7 +50,7 @@ class MemoryImages:
                 for place, index in enumerate(request.indices):
                     image = images[place].permute(1, 2, 0)
                     images[place] = self.augmentation.crop_one(request.epoch, index, image, (height, width))
-            images = self.augmentation.batch(request.epoch, indices, images)
+            images = self.augmentation.batch(request.epoch, samples, images)
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
 
     def name(self, index: int) -> str:
@@ -70,7 +72,7 @@ class SyntheticImages:
 
     def __getitem__(self, request: BatchRequest) -> Batch:
         """The first images of the pool, whatever the indices are."""
-        indices, pool = torch.tensor(request.indices, dtype=torch.int64), self.images
+        indices, pool = torch.tensor(request.indices, dtype=torch.int64) % len(self), self.images
         count = len(indices)
         images = pool[:count] if count <= len(pool) else pool[torch.arange(count) % len(pool)]
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
@@ -112,8 +114,10 @@ class ImageDataset:
     """int64 [n]"""
     size: int
     """Side in pixels that images are resized to."""
-    crop_pct: float = EVALUATION_CROP
+    crop_pct: float
     """Side of the centre crop of an evaluation, as a part of the image's shorter side."""
+    interpolation: Interpolation
+    """How an evaluation resizes the crop."""
     augmentation: Augmentation | None = None
 
     def __len__(self) -> int:
@@ -124,19 +128,20 @@ class ImageDataset:
         # The channels of a pixel lie together, as decoders write them and models like them.
         images = torch.empty(len(request.indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         shown, corrupt, size = [], set[int](), (self.size, self.size)
-        for place, index in enumerate(request.indices):
+        for place, sample in enumerate(request.indices):
+            index = sample % len(self)
             readable, image = self._next_readable(index, corrupt)
-            shown.append(readable)
+            shown.append(readable + sample - index)
             if request.epoch is not None and self.augmentation is not None:
-                images[place] = self.augmentation.crop_one(request.epoch, readable, image, size)
+                images[place] = self.augmentation.crop_one(request.epoch, shown[-1], image, size)
             else:
-                images[place] = center_crop(image, size, self.crop_pct)
-        indices, shown_indices, corrupt_indices = (
+                images[place] = center_crop(image, size, self.crop_pct, self.interpolation)
+        samples, shown_samples, corrupt_indices = (
             torch.tensor(values, dtype=torch.int64) for values in (request.indices, shown, sorted(corrupt))
         )
         if request.epoch is not None and self.augmentation is not None:
-            images = self.augmentation.batch(request.epoch, shown_indices, images)
-        return Batch(images, self.labels[shown_indices], indices, corrupt_indices)
+            images = self.augmentation.batch(request.epoch, shown_samples, images)
+        return Batch(images, self.labels[shown_samples % len(self)], samples % len(self), corrupt_indices)
 
     def name(self, index: int) -> str:
         """The image's path."""

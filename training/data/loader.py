@@ -4,9 +4,12 @@ Runs on every rank. A data set is indexed with a `BatchRequest`, so that one cal
 the rank or in a loader worker. No data set has random numbers of its own.
 """
 
+import os
 import signal
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +28,7 @@ class Batch(NamedTuple):
     labels: Tensor
     """int64 [n]: of the images that are shown."""
     indices: Tensor
-    """int64 [n]: the indices in the data set that were requested."""
+    """int64 [n]: the indices in the data set of the images that were requested, without repetitions' numbers."""
     corrupt: Tensor
     """int64 [k]: the indices, each once, of images that cannot be read; others are shown instead."""
 
@@ -54,6 +57,9 @@ class ImageSource(Protocol):
 # Slurm delivers a step's signals to all its processes. A worker that died of one would take the rank down with it
 # before the rank has saved (KempnerInstitute/KempnerForge#177).
 _IGNORED_BY_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+# A worker that is stuck in storage outlives its rank, even killed. While it has these open, the driver keeps the rank's
+# GPU memory, and the next attempt has too little (NVIDIA/Megatron-LM#3684). Workers use no GPU.
+_GPU_FILES = "/dev/nvidia"
 
 
 @contextmanager
@@ -73,9 +79,7 @@ def load_batches(
         # A forked worker need not import torch again, which takes seconds.
         multiprocessing_context="fork" if workers else None,
         pin_memory=pin_memory,
-        # torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets
-        # open, the other ranks wait for it.
-        worker_init_fn=lambda _: die_with_parent(_IGNORED_BY_WORKERS),
+        worker_init_fn=_start_worker,
         # Without one of its own a loader draws from the global generator, and resumed runs would drift.
         generator=torch.Generator(),
     )
@@ -89,6 +93,23 @@ def load_batches(
     if workers:
         # The iterator's destructor calls the same, but at no certain time.
         batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way
+
+
+def _start_worker(_number: int) -> None:
+    """In a new worker: let go of what the rank's death or restart must not wait for."""
+    # torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets open,
+    # the other ranks wait for it.
+    die_with_parent(_IGNORED_BY_WORKERS)
+    close_files(_GPU_FILES)
+
+
+def close_files(beginning: str) -> None:
+    """Close all descriptors of this process whose files have paths that begin so."""
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
+        # The descriptor of the listing itself is closed by now.
+        with suppress(FileNotFoundError):
+            if str(descriptor.readlink()).startswith(beginning):
+                os.close(int(descriptor.name))
 
 
 @contextmanager
@@ -111,12 +132,18 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all loaders: the memory of batches belongs to their stream, and only that one reuses it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+
+
 def prefetch_to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The same batches, each copied to the GPU while the step before it computes.
 
     Copies, and what a data set does on the GPU, run in a side stream. So each batch is requested a step early.
     """
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = _side_stream(device)
     # A data set on the GPU may still be on its way there.
     side.wait_stream(torch.cuda.current_stream(device))
     ready = _begin_copy(batches, device, side)

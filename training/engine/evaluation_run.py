@@ -53,7 +53,6 @@ class EvaluationRun:
             model=self._model.model,
             preprocess=self._model.preprocess,
             group=group,
-            classes=len(self._model.card.classes),
             workers=0 if data.in_memory else loader_workers(context.config, data, group),
         )
         self._stop_consensus = StopConsensus(group.control)
@@ -168,7 +167,7 @@ def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedMod
         raise UserError(f"--data has {has}, and the model takes images of {wanted} (channels x height x width)")
     labels = labels_of_model(source.labels, data.classes, card.classes)
     if isinstance(source, ImageDataset):
-        return replace(source, labels=labels, crop_pct=card.crop_pct)
+        return replace(source, labels=labels, crop_pct=card.crop_pct, interpolation=card.interpolation)
     return replace(source, labels=labels)
 
 

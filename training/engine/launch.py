@@ -1,7 +1,7 @@
 """Connects the ranks, opens the data, builds the model and trains, or evaluates. Runs on every rank; imports torch."""
 
 import gc
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -13,8 +13,8 @@ from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index
 from training.engine.trainer import Trainer
-from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size
-from training.models.parallel import convert_sync_batch_norm
+from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size, normalization
+from training.models.sync_batch_norm import convert_sync_batch_norm
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.repeatability import configure, configure_attention
 from training.runtime.run_context import RankInfo, RunContext
@@ -67,6 +67,8 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     with group.raise_on_all_ranks():
         side = input_size(config, None)
         data = load_data(config, layout, side, file_index) if layout else synthetic_data(config, side)
+        if layout and not data.in_memory and (statistics := normalization(config.model)):
+            data = replace(data, mean=statistics[0], std=statistics[1])
         size = input_size(config, data.size if data.in_memory else None)
         channels = input_channels(config, data.channels)
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
@@ -74,12 +76,18 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         data = move_to_device(config, data, group.device)
     context.heartbeat.beat("start")
     if config.sync_bn:
-        model = convert_sync_batch_norm(model, group.device)
+        model = convert_sync_batch_norm(model)
     check_same(data, group)
     with group.raise_on_all_ranks():
         check_world(config, group.world_size, len(data.train))
         check_validation(config, validates=data.val is not None)
     mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (data.mean, data.std))
-    memory_format = FORMATS[config.memory_format]
-    preprocess = Preprocess(mean=mean, std=std, channels=channels, size=size, memory_format=memory_format)
+    preprocess = Preprocess(
+        mean=mean,
+        std=std,
+        channels=channels,
+        size=size,
+        interpolation=config.interpolation,
+        memory_format=FORMATS[config.memory_format],
+    )
     return Trainer(context, group, data, model, preprocess, loader_workers(config, data, group))

@@ -1,14 +1,20 @@
-"""Loss, accuracy, images and time since the last line of metrics. Runs on every rank; sums stay on the device."""
+"""Loss, accuracy, images and time since the last line of metrics. Runs on every rank.
+
+Sums stay on the device. The host reads those of a logged step once the device has gone on to the next one: it never
+waits for a device that then has nothing to do.
+"""
 
 import math
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpc.core.causes import EXIT_DIVERGED
 from training.runtime.process_group import ProcessGroup, SharedError
+from training.runtime.rank_device import HostValues
 
 
 class DivergedError(SharedError):
@@ -19,6 +25,49 @@ class DivergedError(SharedError):
     def __init__(self, loss: float, step: int) -> None:
         super().__init__(f"the loss is {loss} since step {step}: the training has diverged, use a smaller --lr")
         self.loss, self.step = loss, step
+
+
+class Means(NamedTuple):
+    """Means over the images or ranks since the last line of metrics."""
+
+    loss: float
+    accuracy: float
+    """The share of all ranks' images that were predicted correctly."""
+    data_wait_share: float
+    """The share of the time that ranks waited for data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """The sums of all ranks as of a step, on their way to the host."""
+
+    step: int
+    values: HostValues
+    """Sum of losses, correct predictions, shares of the ranks' time that they waited for data."""
+    images: int
+    steps: int
+    finite_steps: Tensor
+    """int64: steps of this rank with a finite sum of losses."""
+    group: ProcessGroup
+
+    def means(self) -> Means | None:
+        """Wait for the device, and return the means; None: the loss is not finite. Any thread may call this."""
+        loss, correct, waited = self.values.read()
+        if not math.isfinite(loss):
+            return None
+        images = max(self.images, 1)
+        return Means(loss / images, correct / images, waited / self.group.world_size)
+
+    def check(self) -> None:
+        """Wait for the device. All ranks must call this.
+
+        Raises:
+            DivergedError: the loss is not finite.
+        """
+        loss = self.values.read()[0]
+        if not math.isfinite(loss):
+            finite_steps = min(self.group.all_gather_json(int(self.finite_steps)))
+            raise DivergedError(loss, self.step - self.steps + finite_steps + 1)
 
 
 class LossMeter:
@@ -40,10 +89,6 @@ class LossMeter:
         self._timed_images = 0
         self._started: float | None = None
         self._waited = 0.0
-        self.data_wait_share = 0.0
-        """The share of the time that ranks waited for data, the mean of all ranks, as of the last `total_loss`."""
-        self.accuracy = 0.0
-        """The share of all ranks' images that were predicted correctly, as of the last `total_loss`."""
         self._earlier_seconds = 0.0
 
     def begin_step(self) -> None:
@@ -68,22 +113,19 @@ class LossMeter:
         self._steps += 1
         self._finite_steps += torch.isfinite(self.loss)
 
-    def total_loss(self, step: int) -> float:
-        """The sum of the losses of all ranks' images after step `step`. All ranks must call this.
-
-        Raises:
-            DivergedError: the sum is not finite.
-        """
-        share = self._waited / max(self._seconds, 1e-9)
+    def totals(self, step: int) -> Totals:
+        """The sums of all ranks' images after step `step`. All ranks must call this; no host waits for a device."""
+        waited = torch.full_like(self.loss, self._waited / max(self._seconds, 1e-9))
         # One all-reduce for all: each one waits for all ranks.
-        shares = torch.tensor([share], dtype=torch.float64)
-        sums = self._group.all_reduce(torch.cat([torch.stack([self.loss, self.correct]).to("cpu"), shares]))
-        total, correct, waited = map(float, sums)
-        self.data_wait_share, self.accuracy = waited / self._group.world_size, correct / max(self.images, 1)
-        if not math.isfinite(total):
-            finite_steps = min(self._group.all_gather_json(int(self._finite_steps)))
-            raise DivergedError(total, step - self._steps + finite_steps + 1)
-        return total
+        sums = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct, waited]))
+        return Totals(
+            step=step,
+            values=HostValues(sums),
+            images=self.images,
+            steps=self._steps,
+            finite_steps=self._finite_steps.clone(),
+            group=self._group,
+        )
 
     @property
     def _seconds(self) -> float:
@@ -108,7 +150,8 @@ class LossMeter:
         """Reset the sums, after a line of metrics."""
         self._earlier_seconds = self.train_seconds
         self._started, self._waited = time.monotonic(), 0.0
-        self.loss.zero_()
+        # Zero, unless it is not finite: then it stays so, and no state from here on is saved.
+        self.loss.mul_(0)
         self.correct.zero_()
         self.images = self._timed_images = self._steps = 0
         self._finite_steps.zero_()

@@ -12,38 +12,89 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from training.config.rules import parse_step_epochs
 from training.config.train_config import TrainConfig, highest_learning_rate
+from training.models.blocks import depths
 from training.runtime.train_progress import Progress
 
 Groups = list[dict[str, Any]]
 
+# SwinV2 computes the biases of its attention with it.
+_POSITION_MLP = "cpb_mlp"
 
-def _sgd(groups: Groups, config: TrainConfig) -> Optimizer:
+
+def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
     # torch refuses Nesterov momentum without momentum.
     nesterov = config.nesterov and config.momentum > 0
-    return SGD(groups, lr=highest_learning_rate(config), momentum=config.momentum, nesterov=nesterov)
+    return SGD(groups, momentum=config.momentum, nesterov=nesterov, **settings)
+
+
+def _adam(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
+    return Adam(groups, betas=(config.momentum, config.adam_beta2), **settings)
+
+
+def _adamw(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
+    return AdamW(groups, betas=(config.momentum, config.adam_beta2), **settings)
 
 
 # By the names of `training.config.train_config.Optimizer`.
-OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]] = {
     "sgd": _sgd,
-    "adamw": lambda groups, config: AdamW(groups, lr=highest_learning_rate(config), betas=(config.momentum, 0.999)),
-    "adam": lambda groups, config: Adam(groups, lr=highest_learning_rate(config), betas=(config.momentum, 0.999)),
+    "adamw": _adamw,
+    "adam": _adam,
 }
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """An optimizer of the parameters that require gradients.
+    """An optimizer of the parameters that require gradients, on CUDA a fused one: one kernel instead of many.
 
-    Biases and norms (what has one dimension) are always a group of their own, so --decay-norm-and-bias may change
-    during a run.
+    What does not decay is always a group of its own, so --decay-norm-and-bias may change during a run. A group's
+    `lr_scale` is its share of the learning rate (`set_learning_rate`); that of the first group is 1.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decay_of_others = config.weight_decay if config.decay_norm_and_bias else 0.0
-    groups: Groups = [
-        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": decay_of_others},
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    decayed, scales = decayed_names(model), layer_scales(model, config.layer_decay)
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        groups.setdefault((scales[name], name in decayed), []).append(parameter)
+    decays = {True: config.weight_decay, False: config.weight_decay if config.decay_norm_and_bias else 0.0}
+    ordered: Groups = [
+        {"params": groups[scale, decay], "weight_decay": decays[decay], "lr_scale": scale}
+        for scale, decay in sorted(groups, reverse=True)
     ]
-    return OPTIMIZERS[config.optimizer]([group for group in groups if group["params"]], config)
+    settings: dict[str, Any] = {"lr": highest_learning_rate(config)}
+    if all(parameter.device.type == "cuda" for parameter in trained.values()):
+        settings["fused"] = True
+    return OPTIMIZERS[config.optimizer](ordered, config, settings)
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """The names of the parameters with weight decay: the weights of linear layers, convolutions and attention.
+
+    Not biases and norms; nor embeddings, tokens, scales and biases of positions, whatever their shape.
+    """
+    spared = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    # timm's models say what else.
+    spared |= set(getattr(model, "no_weight_decay", tuple)())
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and name.endswith("weight") and name not in spared and _POSITION_MLP not in name
+    }
+
+
+def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    """By the names of the parameters, their share of the learning rate: times `decay` for each block after them.
+
+    Clark et al., "ELECTRA" (2020); Bao et al., "BEiT" (2021), with these layers for vision transformers: the
+    embeddings, the blocks, the head.
+    """
+    found = depths(model)
+    deepest = max(found.values())
+    return {name: decay ** (deepest - depth) for name, depth in found.items()}
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
 
 
 # --- schedules ---
@@ -91,7 +142,7 @@ def _one_cycle(_config: TrainConfig, position: LrPosition) -> float:
 # The share of the highest learning rate, by the names of `training.config.train_config.LrScheduler`.
 # Cosine: Loshchilov and Hutter, "SGDR" (2017), without restarts.
 SCHEDULES: dict[str, Callable[[TrainConfig, LrPosition], float]] = {
-    "cosine": lambda _, position: _cosine(1.0, 0.0, position.share),
+    "cosine": lambda config, position: _cosine(1.0, config.min_lr / highest_learning_rate(config), position.share),
     "step": _step,
     "one-cycle": _one_cycle,
     # Progress.lr_factor lowers it.

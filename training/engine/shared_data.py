@@ -30,7 +30,7 @@ def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
         return 0
     if config.num_workers is not None:
         return config.num_workers
-    return 0 if data.cheap else min(8, len(os.sched_getaffinity(0)) // group.rank_info.local_world_size)
+    return 0 if data.cheap else len(os.sched_getaffinity(0)) // group.rank_info.local_world_size
 
 
 def check_same(data: Data, group: ProcessGroup) -> None:

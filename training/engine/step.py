@@ -4,22 +4,22 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from training.checkpoint.state import TrainState
-from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
+from training.engine.loss import Loss
 from training.engine.loss_meter import LossMeter
-from training.engine.optim import learning_rate
+from training.engine.optim import learning_rate, set_learning_rate
 from training.models.factory import Preprocess, autocast, set_train_mode
 from training.models.parallel import compiler_error, wrap_for_training
 from training.runtime.counter_rng import Purpose, derive_key
-from training.runtime.fault_injection import Fault
 from training.runtime.process_group import ProcessGroup, SharedError
+from training.runtime.rank_device import seed_generators
 from training.runtime.repeatability import operation_without_kernel, watch_operations
+from training.runtime.run_context import RunContext
 
 
 class Stepper:
@@ -27,16 +27,16 @@ class Stepper:
 
     def __init__(
         self,
-        config: TrainConfig,
+        context: RunContext,
         schedule: BatchSchedule,
         group: ProcessGroup,
         state: TrainState,
         preprocess: Preprocess,
-        fault: Fault,
+        loss: Loss,
     ) -> None:
-        self.config, self.schedule, self.group, self.state = config, schedule, group, state
-        self.preprocess, self.fault = preprocess, fault
-        self.wrapped = wrap_for_training(state.model, config, group)
+        self.config, self.schedule, self.group, self.state = context.config, schedule, group, state
+        self.preprocess, self.loss, self.fault = preprocess, loss, context.fault
+        self.wrapped = wrap_for_training(state.model, self.config, group)
         self.unrepeatable: list[str] = []
         """The operations of the model without a deterministic kernel on this device, as of the warm-up."""
 
@@ -90,11 +90,11 @@ class Stepper:
         config, state, progress = self.config, self.state, self.state.progress
         optimizer, scaler = state.optimizer, state.scaler
         loss_meter.begin_step()
-        torch.manual_seed(derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
-        set_train_mode(state.model)
-        lr = learning_rate(config, progress, self.schedule.steps_per_epoch)
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = lr
+        seed_generators(self.group.device, derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
+        # After an evaluation; going through all modules takes half a millisecond.
+        if not state.model.training:
+            set_train_mode(state.model)
+        set_learning_rate(optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
         mix = draw_mix(config, progress.step, self.preprocess.size)
         micro_batches = config.grad_accum_steps
         for index in range(micro_batches):
@@ -116,7 +116,7 @@ class Stepper:
         loss_meter.add_images(self.schedule.batch_size)
         progress.advance(self.schedule.batch_size, self.schedule.samples_per_epoch)
         if state.ema:
-            state.ema.update(state.model, progress.step)
+            state.ema.update(progress.step)
 
     def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> tuple[Tensor, Tensor]:
         """Of a micro-batch: the sum of the losses, and how many images were predicted correctly.
@@ -129,7 +129,5 @@ class Stepper:
         targets = labels.to(self.group.device, non_blocking=True)
         if mix:
             targets = mix_labels(mix, targets, logits.shape[1])
-        smoothing = self.config.label_smoothing
-        loss = functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
         expected = targets.argmax(1) if mix else targets
-        return loss, (logits.detach().argmax(1) == expected).sum()
+        return self.loss(logits.float(), targets), (logits.detach().argmax(1) == expected).sum()

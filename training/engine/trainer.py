@@ -7,6 +7,8 @@ is repeated, and costs nothing else.
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -22,7 +24,8 @@ from training.data.dataset import Data
 from training.data.loader import load_device_batches
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
-from training.engine.loss_meter import DivergedError, LossMeter
+from training.engine.loss import Loss
+from training.engine.loss_meter import DivergedError, LossMeter, Totals
 from training.engine.optim import follow_plateau, make_optimizer
 from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
@@ -55,7 +58,12 @@ class Trainer:
         config = context.config
         self.config, self.context, self.group, self.data, self.workers = config, context, group, data, workers
         self.schedule = make_schedule(
-            len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config)
+            len(data.train),
+            config.batch_size,
+            config.epochs,
+            config.seed,
+            samples_per_group(config),
+            config.repeated_augmentation,
         )
         model = place_model(model, config, group)
         self.heartbeat, self.console = context.heartbeat, Console(enabled=group.is_rank_zero)
@@ -77,22 +85,26 @@ class Trainer:
         self.numerics = self.state.register("numerics", Numerics(config, group))
         corrupt_images = CorruptImages(data.train, config.max_corrupt_images, group, self.logger)
         self.corrupt_images = self.state.register("corrupt_images", corrupt_images)
-        self.stepper = Stepper(config, self.schedule, group, self.state, preprocess, context.fault)
+        loss = Loss(config, data.train.labels, len(data.classes), group.device)
+        self.stepper = Stepper(context, self.schedule, group, self.state, preprocess, loss)
+        self.totals: Totals | None = None
+        """Of the last logged step, if the loss has not been checked since."""
         self.ended: str | None = None
         """Why the training has ended before the last epoch's end; None: it has not."""
         self.step_timer = StepTimer(context, group, model)
-        self.stop_consensus = StopConsensus(group.control)
         checkpoints = CheckpointDestination(context, group, self.logger, sharded=self.state.sharded)
         self.checkpoint_writer = StateWriter(checkpoints, self.state, group)
         self.snapshots = SnapshotDestination(context, group, self.logger, sharded=self.state.sharded)
         self.snapshot_writer = StateWriter(self.snapshots, self.state, group)
+        # Snapshots of an interval in steps come late by a quarter of it at most.
+        steps = self.snapshots.interval.steps
+        self.stop_consensus = StopConsensus(group.control, steps // 4 if steps else None)
         evaluated = replace(preprocess, size=config.eval_image_size or preprocess.size)
         evaluator = Evaluator(
             config=config,
             model=self.state.ema.model if self.state.ema else model,
             preprocess=evaluated,
             group=group,
-            classes=len(data.classes),
             # Images in memory are not augmented in an evaluation: indexing them is faster than starting workers.
             workers=0 if data.in_memory else workers,
         )
@@ -198,12 +210,13 @@ class Trainer:
         first = progress.step + 1
         with load_device_batches(group.device, self.data.train, requests, self.workers) as batches:
             for batch in self.step_timer.batches(batches, progress):
-                agreed = self.agree()
+                agreed = self.agree() if self.stop_consensus.is_due() else StepFlags()
                 if agreed.save:
                     self.save()
                 if agreed.snapshot:
                     self.snapshot_writer.save()
                 if agreed.end or out_of_patience(self.config, progress):
+                    self.check_loss(now=True)
                     self.save()
                     self.ended = MAX_HOURS if agreed.end else PATIENCE
                     return
@@ -213,6 +226,8 @@ class Trainer:
                 self.loss_meter.add_wait(self.step_timer.loading_seconds)
                 self.corrupt_images.add(batch.corrupt.tolist())
                 self.stepper.step(batch, self.loss_meter)
+                # Of an earlier step, while the device computes this one.
+                self.check_loss()
                 self.step_timer.step_done()
                 if progress.step == first:
                     group.wait_for_device()
@@ -220,13 +235,15 @@ class Trainer:
                 self.console.step(progress.step)
                 self.log_if_due()
                 epoch_ended = progress.samples_seen == 0
+                if epoch_ended:
+                    self.check_loss()
                 if epoch_ended or self.checkpoint_writer.due_by_step():
                     self.save()
                 self.validate_if_due()
                 yield
 
     def agree(self) -> StepFlags:
-        """Exchange flags with the other ranks, and return those that were agreed on at the boundary before.
+        """Exchange flags with the other ranks, and return those that were agreed on at the exchange before.
 
         Raises:
             StopRequested: some rank was sent a signal.
@@ -234,7 +251,9 @@ class Trainer:
         is_rank_zero = self.group.is_rank_zero
         # No snapshot while the logger is still writing the best model: restore rejects a snapshot whose best model is
         # missing.
-        snapshot_due = is_rank_zero and not self.logger.busy and self.snapshot_writer.due_after_next_step()
+        snapshot_due = (
+            is_rank_zero and not self.logger.busy and self.snapshot_writer.due_within(self.stop_consensus.interval)
+        )
         agreed = self.stop_consensus.exchange(
             StepFlags(
                 signal=signals.received(),
@@ -249,18 +268,25 @@ class Trainer:
         return agreed
 
     def save(self) -> None:
-        """Start to write a checkpoint, unless there is one of this step.
-
-        Raises:
-            DivergedError: the loss is not finite. Such a state must not replace a good one.
-        """
+        """Start to write a checkpoint, unless there is one of this step, or the loss is not finite."""
         if self.checkpoint_writer.is_saved:
             return
         self.heartbeat.beat("save", self.state.progress.step)
-        self.loss_meter.total_loss(self.state.progress.step)
         # Waiting for a slow disk counts as training time, copying does not.
         self.loss_meter.leave_out(self.checkpoint_writer.save())
         self.heartbeat.beat("step")
+
+    def check_loss(self, *, now: bool = False) -> None:
+        """Check the loss as of the last logged step or, with `now`, of this one, for which the host waits.
+
+        Raises:
+            DivergedError: it is not finite.
+        """
+        if totals := self.totals:
+            self.totals = None
+            totals.check()
+        if now:
+            self.loss_meter.totals(self.state.progress.step).check()
 
     def validate_if_due(self) -> None:
         """After an epoch, validate; that time is not training time, waiting for a slow disk is."""
@@ -279,9 +305,11 @@ class Trainer:
     def save_and_stop(self, request: StopRequested) -> None:
         """Save, and record how long that took since the signal arrived: the grace period must be longer."""
         requested_at = signals.received_at() or time.monotonic()
+        self.check_loss(now=True)
         self.save()
         self.heartbeat.beat("end")
         self.checkpoint_writer.finish()
+        self.logger.wait_for_metrics()
         self.logger.wait()
         step, seconds = self.state.progress.step, round(time.monotonic() - requested_at, 3)
         self.logger.event("train_stopped", step=step, signal=request.name, seconds=seconds)
@@ -293,32 +321,37 @@ class Trainer:
         if step % self.config.log_every and self.state.progress.samples_seen:
             return
         speed = meter.images_per_second()
-        loss = meter.total_loss(step) / meter.images
-        epoch, lr = (step - 1) // self.schedule.steps_per_epoch + 1, float(self.state.optimizer.param_groups[0]["lr"])
-        data_wait_share, memory_bytes = meter.data_wait_share, self.group.used_memory
+        self.totals = meter.totals(step)
         self.state.progress.logged_step = step
-        self.logger.log_metrics(
-            {
-                "step": step,
-                "epoch": epoch,
-                "loss": round(loss, 6),
-                "accuracy": round(meter.accuracy, 6),
-                "lr": lr,
-                "images_per_second": round(speed, 1),
-                "world_size": self.group.world_size,
-                "train_seconds": round(meter.train_seconds, 3),
-                "data_wait_share": round(data_wait_share, 4),
-                "memory_bytes": memory_bytes,
-                **self.allreduce(self.schedule.batch_size / speed),
-            }
-        )
-        seconds_left = round((self.schedule.total_steps - step) * self.schedule.batch_size / speed)
-        self.console.metrics(
-            f"epoch {epoch}/{self.config.epochs} step {step}/{self.schedule.total_steps}",
-            f"loss {loss:.3f} lr {lr:.4f} {speed:.0f} img/s, {data_wait_share:.0%} waiting for data, "
-            f"{memory_bytes / 2**30:.2f} GiB, eta {seconds_left // 60}:{seconds_left % 60:02d}",
-        )
+        known = {
+            "lr": float(self.state.optimizer.param_groups[0]["lr"]),
+            "images_per_second": round(speed, 1),
+            "world_size": self.group.world_size,
+            "train_seconds": round(meter.train_seconds, 3),
+            "memory_bytes": self.group.used_memory,
+            **self.allreduce(self.schedule.batch_size / speed),
+        }
+        self.logger.log_later(partial(self.log, self.totals, known))
         meter.restart()
+
+    def log(self, totals: Totals, known: dict[str, Any]) -> None:
+        """Log the metrics of a step, once the device has them. Runs in the logger's thread."""
+        if (means := totals.means()) is None:
+            return
+        step, total_steps, speed = totals.step, self.schedule.total_steps, known["images_per_second"]
+        epoch = (step - 1) // self.schedule.steps_per_epoch + 1
+        measured = {
+            "loss": round(means.loss, 6),
+            "accuracy": round(means.accuracy, 6),
+            "data_wait_share": round(means.data_wait_share, 4),
+        }
+        self.logger.log_metrics({"step": step, "epoch": epoch, **measured, **known})
+        seconds_left = round((total_steps - step) * self.schedule.batch_size / max(speed, 0.1))
+        self.console.metrics(
+            f"epoch {epoch}/{self.config.epochs} step {step}/{total_steps}",
+            f"loss {means.loss:.3f} lr {known['lr']:.4f} {speed:.0f} img/s, {means.data_wait_share:.0%} waiting for "
+            f"data, {known['memory_bytes'] / 2**30:.2f} GiB, eta {seconds_left // 60}:{seconds_left % 60:02d}",
+        )
 
     def allreduce(self, step_seconds: float) -> dict[str, float]:
         """What rank 0 knows of the all-reduce of the gradients, for the log; nothing with one rank, or FSDP."""

@@ -75,7 +75,12 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
             raise UserError(f"the weights in {directory} are not those of {card.model}: {first_line(error)}") from error
     mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (card.mean, card.std))
     preprocess = Preprocess(
-        mean=mean, std=std, channels=card.channels, size=card.size, memory_format=FORMATS[built.memory_format]
+        mean=mean,
+        std=std,
+        channels=card.channels,
+        size=card.size,
+        interpolation=card.interpolation,
+        memory_format=FORMATS[built.memory_format],
     )
     return EvaluatedModel(card=card, config=built, model=model, preprocess=preprocess, takes_any_size=True)
 

@@ -14,12 +14,12 @@ from torch.nn import functional
 
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import evaluation_requests
-from training.data.loader import Batch, ImageSource, load_device_batches
+from training.data.loader import ImageSource, load_device_batches
 from training.models.factory import autocast
 from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 
-_BATCH = 256
+_MAX_BATCH = 256
 _TOP_K = 5
 
 
@@ -28,8 +28,8 @@ class Evaluation:
     """The result of an evaluation, the same on every rank."""
 
     loss: float
-    confusion: Tensor
-    """int64 [classes, classes]: images by true class (row) and predicted class (column)."""
+    labels: Tensor
+    """int64 [n]: true class of each image that was shown."""
     corrupt: tuple[int, ...]
     """Indices of images that cannot be read; other images replaced them."""
     predicted: Tensor
@@ -42,12 +42,12 @@ class Evaluation:
     @property
     def correct(self) -> int:
         """Number of images predicted correctly."""
-        return int(self.confusion.trace())
+        return int((self.predicted == self.labels).sum())
 
     @property
     def total(self) -> int:
         """Number of images."""
-        return int(self.confusion.sum())
+        return len(self.labels)
 
     @property
     def accuracy(self) -> float:
@@ -69,7 +69,6 @@ class Evaluator:
     preprocess: Callable[[Tensor], Tensor]
     """Turns the images of a batch (uint8 [n, c, h, w]) into what the model takes."""
     group: ProcessGroup
-    classes: int
     workers: int
 
     def evaluate(self, source: ImageSource, before_batch: Callable[[], object]) -> Evaluation:
@@ -79,20 +78,28 @@ class Evaluator:
             torch.distributed.broadcast(buffer, 0)
         self.model.eval()
         rank, world_size, device = self.group.rank, self.group.world_size, self.group.device
-        losses = torch.zeros(-(-len(source) // _BATCH), dtype=torch.float64, device=device)
-        confusion = torch.zeros(self.classes**2, dtype=torch.int64, device=device)
+        # Not by the number of ranks, on which the loss would then depend.
+        batch_size = min(_MAX_BATCH, self.config.batch_size)
+        losses = torch.zeros(-(-len(source) // batch_size), dtype=torch.float64, device=device)
+        times_evaluated = torch.zeros(len(source), dtype=torch.int64, device=device)
+        shown = torch.zeros(len(source), dtype=torch.int64, device=device)
         predicted = torch.zeros(len(source), dtype=torch.int64, device=device)
         probability = torch.zeros(len(source), dtype=torch.float32, device=device)
         top5_correct = torch.zeros((), dtype=torch.int64, device=device)
         corrupt: set[int] = set()
-        requests = evaluation_requests(len(source), _BATCH, rank, world_size)
-        with load_device_batches(device, source, requests, self.workers) as batches:
+        requests = evaluation_requests(len(source), batch_size, rank, world_size)
+        # A worker makes a batch at a time, and starts for this evaluation alone.
+        workers = min(self.workers, -(-len(source) // (batch_size * world_size)))
+        with load_device_batches(device, source, requests, workers) as batches:
             for number, batch in enumerate(batches):
                 before_batch()
                 if len(batch.labels):
                     indices = batch.indices.to(device, non_blocking=True)
-                    results = self._evaluate_batch(batch, confusion, top5_correct)
+                    labels = batch.labels.to(device, non_blocking=True)
+                    results = self._evaluate_batch(batch.images, labels, top5_correct)
                     losses[number * world_size + rank], predicted[indices], probability[indices] = results
+                    shown[indices] = labels
+                    times_evaluated[indices] += 1
                     corrupt.update(batch.corrupt.tolist())
                 elif self.config.strategy == "fsdp":
                     # Other ranks need this rank's shard of the model for their forward pass.
@@ -100,7 +107,7 @@ class Evaluator:
                         self.model(self.preprocess(batch.images.new_zeros(1, *batch.images.shape[1:])))
         all_reduce = self.group.all_reduce
         result = Evaluation(
-            confusion=all_reduce(confusion).reshape(self.classes, self.classes),
+            labels=all_reduce(shown),
             # Of each batch's loss and each image's prediction one rank has the value and the others zero: no rounding.
             loss=math.fsum(all_reduce(losses).tolist()) / len(source),
             corrupt=tuple(sorted(set().union(*self.group.all_gather_json(list(corrupt))))),
@@ -108,8 +115,8 @@ class Evaluator:
             probability=all_reduce(probability),
             top5_correct=int(all_reduce(top5_correct)),
         )
-        if result.total != len(source):
-            raise AssertionError(f"{result.total} of {len(source)} samples were counted")
+        if wrong := int((all_reduce(times_evaluated) != 1).sum()):
+            raise AssertionError(f"{wrong} of {len(source)} images were not evaluated once")
         return result
 
     def evaluate_weights(
@@ -124,13 +131,10 @@ class Evaluator:
             load_full_state_dict(self.model, own.items(), sharded=False)
 
     @torch.inference_mode()
-    def _evaluate_batch(self, batch: Batch, confusion: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a batch to the counts, and return its loss, the predicted classes and their probabilities."""
-        labels = batch.labels.to(self.group.device, non_blocking=True)
+    def _evaluate_batch(self, images: Tensor, labels: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a batch to the count, and return its loss, the predicted classes and their probabilities."""
         with autocast(self.config, self.group.device):
-            logits = self.model(self.preprocess(batch.images)).float()
-        predicted = logits.argmax(1)
-        confusion += torch.bincount(labels * self.classes + predicted, minlength=self.classes**2)
+            logits = self.model(self.preprocess(images)).float()
         more_likely = (logits > logits.gather(1, labels[:, None])).sum(1)
         top5_correct += (more_likely < _TOP_K).sum()
-        return functional.cross_entropy(logits, labels, reduction="sum"), predicted, logits.softmax(1).amax(1)
+        return functional.cross_entropy(logits, labels, reduction="sum"), logits.argmax(1), logits.softmax(1).amax(1)

@@ -4,9 +4,11 @@ import base64
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -27,25 +29,37 @@ _SAMPLES = 12
 _MAX_SIDE = 96
 
 
-def confusion_csv(confusion: Tensor, classes: tuple[str, ...]) -> str:
-    """The confusion matrix (int64 [classes, classes]): a row for each true class, a column for each predicted one."""
-    rows = ([name, *row] for name, row in zip(classes, confusion.tolist(), strict=True))
+def confusion_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> str:
+    """The confusion matrix: a row for each true class, a column for each predicted one; both int64 [n], by image."""
+    count = len(classes)
+    matrix = torch.bincount(labels * count + predicted, minlength=count**2).view(count, count)
+    rows = ([name, *row] for name, row in zip(classes, matrix.tolist(), strict=True))
     return _csv(["true class", *classes], rows)
 
 
-def classes_csv(confusion: Tensor, classes: tuple[str, ...]) -> str:
+def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> str:
     """A row for each class: counts, accuracy (recall), precision, F1, and the class that it is most confused with.
 
-    A share without a denominator is empty.
+    A share without a denominator is empty. The labels and predictions are int64 [n], by image.
     """
-    predictions = confusion.sum(0).tolist()
+    right = labels == predicted
+    images, predictions, correct = (
+        torch.bincount(values, minlength=len(classes)).tolist() for values in (labels, predicted, labels[right])
+    )
+    # By class, the class that most of its images were taken for, and how many: no matrix of all pairs of classes.
+    confused: dict[int, tuple[str, int]] = {}
+    wrong = Counter(zip(labels[~right].tolist(), predicted[~right].tolist(), strict=True))
+    for (true, other), times in sorted(wrong.items()):
+        if times > confused.get(true, ("", 0))[1]:
+            confused[true] = (classes[other], times)
     rows = []
-    for index, (name, row) in enumerate(zip(classes, confusion.tolist(), strict=True)):
-        images, correct, predicted = sum(row), row[index], predictions[index]
-        wrong = [0 if column == index else count for column, count in enumerate(row)]
-        times = max(wrong)
-        shares = _share(correct, images), _share(correct, predicted), _share(2 * correct, images + predicted)
-        rows.append([name, images, correct, *shares, classes[wrong.index(times)] if times else "", times])
+    for index, name in enumerate(classes):
+        shares = (
+            _share(correct[index], images[index]),
+            _share(correct[index], predictions[index]),
+            _share(2 * correct[index], images[index] + predictions[index]),
+        )
+        rows.append([name, images[index], correct[index], *shares, *confused.get(index, ("", 0))])
     return _csv(_CLASS_COLUMNS, rows)
 
 

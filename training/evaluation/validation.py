@@ -30,6 +30,8 @@ from training.runtime.run_context import RunContext
 
 # Of the best model, in the result of the final one.
 _BEST_FIELDS = ("step", "epoch", "val_accuracy", "val_loss")
+# The matrix of more classes has millions of cells, nearly all of them zero; classes.csv has those that matter.
+_MAX_CONFUSION_CLASSES = 2000
 _TEST_FIELDS = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 
 
@@ -150,6 +152,7 @@ class Validator:
         if not self.evaluator.group.is_rank_zero:
             return {}
         run, classes = self.context.run_dir, self.data.classes
+        self.logger.wait_for_metrics()
         texts = {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics)))}
         if test and self.data.test is not None:
             texts |= tables_of(self.data.test, test, classes, self.logger)
@@ -175,27 +178,32 @@ def evaluate_and_log(
         check_corrupt_limit(source, result.corrupt, evaluator.config.max_corrupt_images)
         names = ", ".join(map(source.name, result.corrupt))
         console.warn(f"{split}: other images replace {len(result.corrupt)} that cannot be read: {names}")
-    logger.log_metrics(
-        {
-            "step": step,
-            "epoch": epoch,
-            "split": split,
-            "loss": round(result.loss, 6),
-            "accuracy": result.accuracy,
-            "top5_accuracy": result.top5_accuracy,
-            "correct": result.correct,
-            "total": result.total,
-            "corrupt": len(result.corrupt),
-            "seconds": round(time.monotonic() - began, 3),
-        }
-    )
-    console.print(f"epoch {epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
+    record = {
+        "step": step,
+        "epoch": epoch,
+        "split": split,
+        "loss": round(result.loss, 6),
+        "accuracy": result.accuracy,
+        "top5_accuracy": result.top5_accuracy,
+        "correct": result.correct,
+        "total": result.total,
+        "corrupt": len(result.corrupt),
+        "seconds": round(time.monotonic() - began, 3),
+    }
+
+    def log() -> None:
+        logger.log_metrics(record)
+        console.print(f"epoch {epoch} {split} accuracy {result.accuracy:.2%} loss {result.loss:.4f}")
+
+    logger.log_later(log)
     return result
 
 
 def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], logger: RunLogger) -> dict[str, str]:
     """The tables and samples of an evaluation, by the names of their files in `final/`."""
-    texts = {CONFUSION: confusion_csv(test.confusion, classes), CLASSES: classes_csv(test.confusion, classes)}
+    texts = {CLASSES: classes_csv(test.labels, test.predicted, classes)}
+    if len(classes) <= _MAX_CONFUSION_CLASSES:
+        texts[CONFUSION] = confusion_csv(test.labels, test.predicted, classes)
     try:
         texts[SAMPLES] = samples_json(source, test, classes)
     except UserError as error:
@@ -206,7 +214,7 @@ def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], l
 
 def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluation) -> str | None:
     """A sentence with what to try, if always predicting the most frequent class of the test is as accurate; or None."""
-    images, number = (int(value) for value in test.confusion.sum(1).max(0))
+    images, number = (int(value) for value in test.labels.bincount().max(0))
     share = images / test.total
     # Two standard errors: a model that has diverged may hit some more images by chance. Of a single class there is
     # nothing to learn.

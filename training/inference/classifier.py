@@ -32,7 +32,10 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Probabilities (float32 [n, classes]) of images (uint8 [n, *card.image_shape])."""
-        preprocess = Preprocess(mean=self.mean, std=self.std, channels=self.card.channels, size=self.card.size)
+        card = self.card
+        preprocess = Preprocess(
+            mean=self.mean, std=self.std, channels=card.channels, size=card.size, interpolation=card.interpolation
+        )
         return self.model(preprocess(images)).float().softmax(1)  # type: ignore[no-any-return]
 
     @torch.inference_mode()

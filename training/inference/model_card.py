@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from hpc.core.errors import UserError
-from training.config.train_config import TrainConfig
+from training.config.rules import parse_eval_crop
+from training.config.train_config import Interpolation, TrainConfig
 from training.data.dataset import Data
-from training.data.transforms.crop import EVALUATION_CROP
 from training.models.factory import Preprocess
 
 FORMAT = 1
@@ -44,6 +44,8 @@ class ModelCard:
     """Precision of the test."""
     made_from: Mapping[str, Any]
     """Flags, data and versions: `training.evaluation.provenance`."""
+    interpolation: Interpolation = "bilinear"
+    """How images are scaled. Cards of earlier versions lack it: they were bilinear."""
 
     def to_json(self) -> str:
         """The content of `model.json`."""
@@ -54,11 +56,15 @@ class ModelCard:
         """The preparation of an image step by step, for people who implement it elsewhere."""
         channels, height, width = self.image_shape
         side = self.size
-        scaled = [f"scale to {side} x {side} pixels (bilinear, antialiased)"] if (height, width) != (side, side) else []
+        scaled = (
+            [f"scale to {side} x {side} pixels ({self.interpolation}, antialiased)"]
+            if (height, width) != (side, side)
+            else []
+        )
         return [
             f"decode to {'RGB' if channels == 3 else 'gray'} of 8 bits, without EXIF rotation",
             f"crop the centre square with a side of {self.crop_pct:g} of the shorter side",
-            f"scale it to {height} x {width} pixels (bilinear, antialiased)",
+            f"scale it to {height} x {width} pixels ({self.interpolation}, antialiased)",
             "divide by 255, subtract the mean and divide by the standard deviation of each channel",
             *scaled,
             *([f"repeat the channel {self.channels} times"] if self.channels != channels else []),
@@ -78,7 +84,8 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
         head_hidden=config.head_hidden,
         transform_input=config.weights is not None and config.model in {"googlenet", "inception_v3"},
         classes=data.classes,
-        crop_pct=1.0 if data.in_memory else EVALUATION_CROP,
+        crop_pct=1.0 if data.in_memory else float(parse_eval_crop(config.eval_crop)),
+        interpolation=config.interpolation,
         image_shape=(data.channels, height, width),
         channels=preprocess.channels,
         size=preprocess.size,
@@ -97,7 +104,7 @@ def read_card(text: str, source: str) -> ModelCard:
     """
     try:
         content = json.loads(text)
-        values = {field.name: content[field.name] for field in fields(ModelCard)}
+        values = {field.name: content[field.name] for field in fields(ModelCard) if field.name in content}
         tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return ModelCard(**(values | tuples))
     except (ValueError, KeyError, TypeError) as error:

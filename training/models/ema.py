@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Ema:
@@ -16,17 +16,20 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
         self._decay = decay
+        # Parameters, and the batch statistics that belong to them; collected once, since that takes a millisecond.
+        averages, values = ([*whose.parameters(), *whose.buffers()] for whose in (self.model, model))
+        pairs = list(zip(averages, (value.detach() for value in values), strict=True))
+        self._averaged = [pair for pair in pairs if pair[0].is_floating_point()]
+        self._copied = [pair for pair in pairs if not pair[0].is_floating_point()]
 
-    def update(self, model: nn.Module, step: int) -> None:
+    def update(self, step: int) -> None:
         """Add the model after `step` steps to the average; with more weight at first, to forget the random weights."""
         weight = 1 - min(self._decay, (1 + step) / (10 + step))
-        # Parameters, and the batch statistics that belong to them.
-        ours, theirs = ([*whose.parameters(), *whose.buffers()] for whose in (self.model, model))
-        pairs = list(zip(ours, theirs, strict=True))
-        averages = [average for average, _ in pairs if average.is_floating_point()]
-        values = [value for average, value in pairs if average.is_floating_point()]
         with torch.no_grad():
-            torch._foreach_lerp_(averages, values, weight)
-            for average, value in pairs:
-                if not average.is_floating_point():
-                    average.copy_(value)
+            torch._foreach_lerp_(*_unzip(self._averaged), weight)
+            if self._copied:
+                torch._foreach_copy_(*_unzip(self._copied))
+
+
+def _unzip(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [one for one, _ in pairs], [other for _, other in pairs]

@@ -15,8 +15,8 @@ from torch.amp import GradScaler
 from torch.nn import functional
 
 from hpc.core.errors import UserError
-from training.config.model_names import OWN_MODELS, SMALL_CNN
-from training.config.train_config import TrainConfig
+from training.config.model_names import OWN_MODELS, SMALL_CNN, TIMM
+from training.config.train_config import Interpolation, TrainConfig
 from training.models.small_models import SmallResNet, small_cnn
 from training.runtime.counter_rng import Purpose, derive_key
 
@@ -33,12 +33,26 @@ def input_size(config: TrainConfig, native: int | None) -> int:
         return config.image_size
     if config.model in OWN_MODELS:
         return native or (64 if config.model == SMALL_CNN else 32)
+    if config.model.startswith(TIMM):
+        from training.models.timm_models import timm_settings  # noqa: PLC0415  # takes seconds
+
+        return int(timm_settings(config.model).input_size[-1])
     return 299 if config.model == "inception_v3" else 224
 
 
 def input_channels(config: TrainConfig, native: int) -> int:
-    """Channels of the model's inputs: three for torchvision's models."""
+    """Channels of the model's inputs: three for torchvision's and timm's models."""
     return native if config.model in OWN_MODELS else 3
+
+
+def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Mean and standard deviation of the images that a model of timm was made for; None: those of the data."""
+    if not model.startswith(TIMM):
+        return None
+    from training.models.timm_models import timm_settings  # noqa: PLC0415  # takes seconds
+
+    settings = timm_settings(model)
+    return tuple(settings.mean), tuple(settings.std)
 
 
 def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) -> nn.Module:
@@ -49,7 +63,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     """
     torch.manual_seed(derive_key(config.seed, Purpose.WEIGHTS))
     try:
-        model = _construct(config.model, classes, channels, size)
+        model = _construct(config, classes, channels, size)
         if config.image_size is not None:
             _try_forward(model, channels, size)
     except _SIZE_ERRORS as error:
@@ -64,6 +78,8 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
                 f"--eval-image-size is {config.eval_image_size}, which {config.model} for {size} pixels does not take "
                 f"({first_line(error)}): leave it out"
             ) from error
+    if config.drop_path is not None and not config.model.startswith(TIMM):
+        set_drop_path(model, config.drop_path, config.model)
     if config.head_hidden:
         add_hidden_layer(model, config.head_hidden)
     if config.freeze_backbone:
@@ -75,7 +91,12 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     return model.to(memory_format=FORMATS[config.memory_format])
 
 
-def _construct(name: str, classes: int, channels: int, size: int) -> nn.Module:
+def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> nn.Module:
+    name = config.model
+    if name.startswith(TIMM):
+        from training.models.timm_models import build_timm_model  # noqa: PLC0415  # takes seconds
+
+        return build_timm_model(name, classes, size, config.drop_path)
     if name == SMALL_CNN:
         return small_cnn(classes, channels, size)
     if name in OWN_MODELS:
@@ -107,6 +128,11 @@ def first_line(error: Exception) -> str:
 
 def last_layer_name(model: nn.Module) -> str:
     """The name of the layer whose outputs are the classes."""
+    # timm's models say it.
+    named = getattr(model, "pretrained_cfg", {}).get("classifier")
+    if isinstance(named, str):
+        part = model.get_submodule(named)
+        return f"{named}.{len(part) - 1}" if isinstance(part, nn.Sequential) else named
     # SqueezeNet ends with a convolution.
     kinds = (nn.Linear, nn.Conv2d)
     found = [[name for name, module in model.named_modules() if isinstance(module, kind)] for kind in kinds]
@@ -132,6 +158,27 @@ def add_hidden_layer(model: nn.Module, width: int) -> None:
     model.set_submodule(name, nn.Sequential(first, nn.ReLU(), second))
 
 
+def no_stochastic_depth(rate: float | None, model: str) -> UserError:
+    """The error for --drop-path with a model that has none."""
+    return UserError(f"--drop-path is {rate}, but {model} has no stochastic depth: leave it out")
+
+
+def set_drop_path(model: nn.Module, rate: float, name: str) -> None:
+    """Set the rate of stochastic depth of the last block; those before it change in proportion.
+
+    Huang, Sun, Liu, Sedra and Weinberger, "Deep networks with stochastic depth" (2016).
+
+    Raises:
+        UserError: the model has none.
+    """
+    parts: list[Any] = [module for module in model.modules() if type(module).__name__ == "StochasticDepth"]
+    if not parts:
+        raise no_stochastic_depth(rate, name)
+    highest = max(part.p for part in parts)
+    for part in parts:
+        part.p = part.p / highest * rate
+
+
 def set_train_mode(model: nn.Module) -> None:
     """`model.train()`, except for frozen parts: their batch statistics do not change."""
     model.train()
@@ -150,13 +197,14 @@ class Preprocess:
     std: Tensor
     channels: int
     size: int
+    interpolation: Interpolation = "bilinear"
     memory_format: torch.memory_format = torch.channels_last
 
     def __call__(self, images: Tensor) -> Tensor:
         """Uint8 [n, c, h, w] to float [n, channels, size, size]; a single channel is repeated."""
         values = (images.to(self.mean.device, non_blocking=True).float() / 255 - self.mean) / self.std
         if values.shape[2:] != (self.size, self.size):
-            values = functional.interpolate(values, (self.size, self.size), mode="bilinear", antialias=True)
+            values = functional.interpolate(values, (self.size, self.size), mode=self.interpolation, antialias=True)
         values = values.expand(-1, self.channels, -1, -1)
         return values.contiguous(memory_format=self.memory_format)
 

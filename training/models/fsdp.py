@@ -9,13 +9,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from training.config.train_config import TrainConfig
-from training.runtime.process_group import ProcessGroup
+from training.models.blocks import is_row, row_members
+from training.runtime.process_group import ProcessGroup, SharedError
 
 # A block with fewer weights is gathered with its surroundings: a message of its own would not pay.
 _MIN_WEIGHTS = 2**15
@@ -25,10 +26,13 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
     """Shard the model in place: of every parameter this rank keeps its rows, on its device.
 
     Blocks are moved to the device and sharded one at a time, so that it never holds the whole model.
+
+    Raises:
+        SharedError: --fsdp-mesh node, and the nodes have different numbers of ranks.
     """
     # FSDP shards rows, and takes no other memory format.
     model.to(memory_format=torch.contiguous_format)
-    mesh = init_device_mesh(group.device.type, (group.world_size,))
+    mesh = _mesh(config, group)
     policy = MixedPrecisionPolicy()
     if config.amp == "bf16":
         # autocast would keep its copies of the weights, those of the whole model, until the backward pass.
@@ -43,28 +47,28 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
     return model
 
 
+def _mesh(config: TrainConfig, group: ProcessGroup) -> DeviceMesh:
+    """All ranks in a row, or with --fsdp-mesh node a row of ranks for each of several nodes."""
+    per_node = group.rank_info.local_world_size
+    if config.fsdp_mesh == "node":
+        sizes = group.all_gather_json(per_node)
+        if len(set(sizes)) > 1:
+            raise SharedError(f"--fsdp-mesh is node, but the nodes have {set(sizes)} ranks: use flat")
+        if per_node < group.world_size:
+            shape = (group.world_size // per_node, per_node)
+            return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(group.device.type, (group.world_size,))
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks to gather one at a time, inner ones first; the rest is gathered with the model itself.
 
     Blocks are the members of Sequentials and lists, and the model's children. What is inside a block is not sharded
     apart, because some blocks, such as attention, use their children's weights without calling them.
     """
-    found = [*_row_members(model), *(child for child in model.children() if not _is_row(child))]
+    found = [*row_members(model), *(child for child in model.children() if not is_row(child))]
     large = [part for part in dict.fromkeys(found) if sum(map(torch.numel, part.parameters())) >= _MIN_WEIGHTS]
     return [part for part in large if not isinstance(part, FSDPModule)]
-
-
-def _row_members(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if _is_row(module) and not _is_row(child):
-            yield child
-        else:
-            yield from _row_members(child)
-
-
-def _is_row(module: nn.Module) -> bool:
-    """Whether the module is a Sequential or a list, which has no forward of its own."""
-    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
 class FsdpModel:

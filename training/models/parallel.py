@@ -1,20 +1,19 @@
-"""Prepares a model for training: DDP and the compiler, or FSDP; batch normalization over all ranks. Runs on every rank.
+"""Prepares a model for training: DDP and the compiler, or FSDP. Runs on every rank.
 
 None of them changes the names of the model's tensors, nor its evaluation.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config.train_config import TrainConfig
-from training.runtime.process_group import ProcessGroup
+from training.models.activations import checkpoint_activations
+from training.runtime.process_group import ProcessGroup, SharedError
 
 if TYPE_CHECKING:
     from training.models.fsdp import FsdpModel
@@ -39,7 +38,12 @@ def wrap_for_training(
 
     Before the first forward pass of a step, rank 0 broadcasts its batch statistics, because those are saved. Gradients
     are views of DDP's buckets, which saves a copy of all of them.
+
+    Raises:
+        SharedError: --checkpoint-activations, and the model has no blocks.
     """
+    if config.checkpoint_activations and not checkpoint_activations(model):
+        raise SharedError(f"--checkpoint-activations has no blocks to compute again in {config.model}: leave it out")
     if config.strategy == "fsdp":
         from training.models.fsdp import FsdpModel  # noqa: PLC0415  # as above
 
@@ -136,62 +140,3 @@ def compiler_error(error: RuntimeError) -> str:
     if not isinstance(error, BackendCompilerFailed):
         return ""
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))
-
-
-def convert_sync_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace the model's batch normalization by one over the global batch; torch's own refuses tensors on a CPU."""
-    if device.type != "cpu":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return converted
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            # The same parameters, buffers and settings, with another forward.
-            module.__class__ = CpuSyncBatchNorm
-    return model
-
-
-class CpuSyncBatchNorm(_BatchNorm):
-    """Ioffe and Szegedy, "Batch normalization" (2015), with mean and variance over all ranks' images.
-
-    Ranks may have different numbers of images. Gradients flow through the sums over ranks.
-    """
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Normalize [n, C, ...] per channel: by the global batch in training, else by the running statistics."""
-        if not self.training:
-            return functional.batch_norm(
-                images, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
-            )
-        values = images.float()
-        dims = [dim for dim in range(values.dim()) if dim != 1]
-        count = _all_reduce_sum(values.new_tensor(values.numel() // values.shape[1]))
-        mean = _all_reduce_sum(values.sum(dims, keepdim=True)) / count
-        variance = _all_reduce_sum((values - mean).square().sum(dims, keepdim=True)) / count
-        batches = cast("Tensor", self.num_batches_tracked)
-        batches.add_(1)
-        momentum = self.momentum if self.momentum is not None else 1 / float(batches)
-        cast("Tensor", self.running_mean).lerp_(mean.detach().flatten(), momentum)
-        unbiased = variance.detach().flatten() * (count / (count - 1))
-        cast("Tensor", self.running_var).lerp_(unbiased, momentum)
-        normal = (values - mean) * torch.rsqrt(variance + self.eps)
-        shape = [-1 if dim == 1 else 1 for dim in range(values.dim())]
-        scaled: Tensor = normal * self.weight.view(shape) + self.bias.view(shape)
-        return scaled.to(images.dtype)
-
-
-class _AllReduceSum(torch.autograd.Function):
-    """The sum over all ranks. Its gradient is the sum of all ranks' gradients, because every rank uses it."""
-
-    @staticmethod
-    def forward(_context: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        distributed.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return _AllReduceSum.forward(context, gradient)
-
-
-def _all_reduce_sum(values: Tensor) -> Tensor:
-    return cast("Tensor", _AllReduceSum.apply(values))

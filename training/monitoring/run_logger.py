@@ -87,7 +87,7 @@ class RunLogger:
     def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
         self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
         self.console = console
-        self._best = BackgroundWriter()
+        self._best, self._metrics = BackgroundWriter(), BackgroundWriter()
         self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
         self._ledger = EventWriter(run_dir.events / f"{attempt_prefix(attempt)}trainer.jsonl")
         self._train = JsonLines(run_dir.train_metrics, console)
@@ -125,10 +125,20 @@ class RunLogger:
         except OSError as error:
             self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {name!r} is lost")
 
+    def log_later(self, log: Callable[[], None]) -> None:
+        """Call `log_metrics` and what belongs to it in the background, in the order of these calls.
+
+        `log` may wait for the device, and for a slow disk.
+        """
+        if self._writes:
+            self._metrics.enqueue(log)
+
+    def wait_for_metrics(self) -> None:
+        """Wait until all metrics are written. Any thread may call this."""
+        self._metrics.wait()
+
     def log_metrics(self, record: Record) -> None:
-        """Write the metrics of a logged step, or of an evaluation, which names its split."""
-        if not self._writes:
-            return
+        """Write the metrics of a logged step, or of an evaluation, which name their split. In `log_later` alone."""
         lines, scalars = self._train, ["loss", "accuracy", "lr", "images_per_second"]
         if "split" in record:
             lines, scalars = self._evaluations, ["loss", "accuracy"]
@@ -239,6 +249,7 @@ class RunLogger:
 
     def close(self) -> None:
         """Finish all writing."""
+        self.wait_for_metrics()
         self.wait()
         if self._unpublished:
             self._publish_best(*self._unpublished)

@@ -5,16 +5,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class BackgroundWriter:
-    """Runs one write at a time in a thread. Submitting blocks until the previous write is done."""
+    """Runs one write at a time in a thread, in their order."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
         self._pending: Future[None] | None = None
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Start a write. Raises what the previous write raised."""
+        """Start a write, once the previous one is done. Raises what that raised."""
         self.wait()
         self._pending = self._thread.submit(write)
+
+    def enqueue(self, write: Callable[[], None]) -> None:
+        """Start a write after the previous one, without waiting for that. If that fails, this one fails too."""
+        previous = self._pending
+
+        def run() -> None:
+            if previous:
+                previous.result()
+            write()
+
+        self._pending = self._thread.submit(run)
 
     @property
     def busy(self) -> bool:
@@ -22,7 +33,6 @@ class BackgroundWriter:
         return self._pending is not None and not self._pending.done()
 
     def wait(self) -> None:
-        """Wait for the write that is running. Raises what it raised."""
-        pending, self._pending = self._pending, None
-        if pending:
+        """Wait for all writes. Raises what the last one raised. Any thread may call this."""
+        if pending := self._pending:
             pending.result()

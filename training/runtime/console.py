@@ -29,8 +29,9 @@ class Console:
 
     def metrics(self, heading: str, values: str) -> None:
         """Show the metrics beside the bar, or as a line."""
-        if self._bar:
-            self._bar.update(self._bar.task_ids[0], description=values)
+        # Another thread may stop the bar meanwhile.
+        if bar := self._bar:
+            bar.update(bar.task_ids[0], description=values)
         else:
             self.print(f"{heading} {values}")
 

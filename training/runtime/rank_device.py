@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from hpc.core.causes import is_device_failure
@@ -41,6 +42,64 @@ def device_of_the_node() -> Iterator[None]:
 def device_name(device: torch.device) -> str:
     """The model of a GPU, such as `NVIDIA H200`, or `CPU`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+class HostValues:
+    """The values of a tensor, float [n], on their way from the device to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.current_stream(values.device).record_event()
+
+    def read(self) -> list[float]:
+        """Wait until they are there, and no longer. Any thread may call this."""
+        if self._copied:
+            self._copied.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
+
+
+class DeviceCopy:
+    """A copy from a GPU that is under way in a stream, and how long the GPU's own work has to wait for it."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._copied = stream.record_event()
+        self._waited: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def make_device_wait(self) -> None:
+        """Let the GPU begin what comes next when the copy is complete. The host does not wait."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream()
+        began.record(current)
+        current.wait_event(self._copied)
+        ended.record(current)
+        self._waited = began, ended
+
+    def wait(self) -> None:
+        """Let the host wait for the copy. Any thread may call this."""
+        self._copied.synchronize()
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the GPU has waited; 0 as long as it has not gone on."""
+        if self._waited is None:
+            return 0.0
+        began, ended = self._waited
+        milliseconds: float = began.elapsed_time(ended) if ended.query() else 0.0  # type: ignore[no-untyped-call]
+        return milliseconds / 1000
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed what draws random numbers on a rank: the CPU's generator, and its device's.
+
+    As `torch.manual_seed`, which on a CPU takes a millisecond to remember itself for the devices that are not in use.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 def find_device(rank_info: RankInfo, store: Store) -> torch.device:

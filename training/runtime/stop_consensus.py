@@ -3,11 +3,17 @@
 `training.runtime.signals` receives the signal, `Trainer.save_and_stop` saves the step that the ranks agreed on.
 """
 
+import time
 from signal import Signals
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
+
+# The ranks exchange their flags about this often, but at least every so many boundaries: a single long step must not
+# become many before a signal takes effect. An exchange is a ring in which each rank waits for the ranks before it.
+_EXCHANGE_SECONDS = 0.05
+_MAX_INTERVAL = 10
 
 
 class StopRequested(Exception):  # noqa: N818  # no error: a request that all ranks agreed on
@@ -26,33 +32,58 @@ class StepFlags(NamedTuple):
     snapshot: int = 0  # 1: a snapshot is due
     corrupt_images: int = 0  # 1: this rank found corrupt images that other ranks do not know of
     end: int = 0  # 1: no further step
+    interval: int = 0  # boundaries from one exchange to the next; rank 0 sets it
 
 
 class StopConsensus:
-    """Exchanges the flags at every step boundary without delaying the training.
+    """Exchanges the flags at step boundaries without delaying the training.
 
-    At each boundary the ranks start an all-reduce (maximum) of their flags on the CPU, and wait for the one of the
-    previous boundary, which had a whole step to finish. So a request takes effect one step later.
+    About every 50 ms, at the same boundaries on all ranks, they start an all-reduce (maximum) of their flags on the
+    CPU, and wait for the previous one, which had at least a whole step to finish. So a request takes effect within two
+    intervals; an interval is one boundary where steps take 50 ms or more.
     """
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
+    def __init__(self, group: distributed.ProcessGroup, max_interval: int | None = None) -> None:
         self._group = group
+        self._max_interval = max(1, min(_MAX_INTERVAL if max_interval is None else max_interval, _MAX_INTERVAL))
+        self._is_rank_zero = distributed.get_rank() == 0
         self._pending: tuple[Tensor, distributed.Work] | None = None
+        self._began = time.monotonic()
+        self._boundaries = 0
+        """Since the last exchange."""
+        self.interval = 1
+        """Boundaries from the last exchange to the next; the same on every rank."""
+
+    def is_due(self) -> bool:
+        """Count a step boundary, and say whether the ranks exchange flags at it. Every rank must call this."""
+        self._boundaries += 1
+        return self._boundaries >= self.interval
 
     def exchange(self, flags: StepFlags) -> StepFlags:
-        """Send this rank's flags, and return those agreed on at the previous boundary: the same on every rank.
+        """Send this rank's flags, and return those agreed on at the previous exchange: the same on every rank.
+
+        Every rank must call this: at a step boundary when `is_due`, in an evaluation before each batch.
 
         Raises:
             StopRequested: some rank received a signal.
         """
         agreed = self.wait()
+        self.interval = agreed.interval or 1
         # What was agreed on happens now. A rank that still requests it means the same: it must not happen twice.
-        maximum = torch.tensor([0 if done else wanted for done, wanted in zip(agreed, flags, strict=True)])
+        wanted = StepFlags(*(0 if done else flag for done, flag in zip(agreed, flags, strict=True)))
+        maximum = torch.tensor(wanted._replace(interval=self._proposed_interval()))
         work = distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (maximum, work)
         if agreed.signal:
             raise StopRequested(agreed.signal)
         return agreed
+
+    def _proposed_interval(self) -> int:
+        """How many boundaries fit into the time between two exchanges, as of the last; 0 on ranks other than 0."""
+        now, boundaries = time.monotonic(), self._boundaries
+        fitting = int(_EXCHANGE_SECONDS * boundaries / max(now - self._began, 1e-9))
+        self._began, self._boundaries = now, 0
+        return max(1, min(self._max_interval, fitting)) if self._is_rank_zero else 0
 
     def wait(self) -> StepFlags:
         """Wait for the pending all-reduce, and return its flags."""

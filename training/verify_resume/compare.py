@@ -58,6 +58,7 @@ def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
         "batch statistics": lambda key: key.startswith("model/") and key.endswith(_STATISTICS),
         "moving average": lambda key: key.startswith("ema/"),
         "optimizer": lambda key: key.startswith("optimizer/"),
+        "loss scale": lambda key: key.startswith("scaler/"),
     }
     for name, belongs in parts.items():
         chosen = [{key: value for key, value in full.items() if belongs(key)} for full in tensors]
@@ -68,7 +69,6 @@ def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
         part["loss_meter"] = _timeless(part["loss_meter"]) | sums
     for name, key in (
         ("learning rates", "optimizer"),
-        ("loss scale", "scaler"),
         ("progress", "progress"),
         ("loss meter", "loss_meter"),
         ("corrupt images", "corrupt_images"),

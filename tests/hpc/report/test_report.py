@@ -88,7 +88,11 @@ def test_page_says_on_which_gpus_the_run_trains(gpus: str, words: str, tmp_path:
 def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> None:
     names = ("=1+1", "-2", "@SUM(A1)")
     run = completed_run(tmp_path / "r")
-    run.confusion.write_text(confusion_csv(torch.tensor([[3, 1, 0], [0, 4, 0], [2, 0, 5]]), names))
+    labels, predicted = (
+        torch.tensor([0] * 4 + [1] * 4 + [2] * 7),
+        torch.tensor([0, 0, 0, 1] + [1] * 4 + [0, 0] + [2] * 5),
+    )
+    run.confusion.write_text(confusion_csv(labels, predicted, names))
     interruption = next(event for event in EVENTS if event["event"] == "interruption")
     append_json_line(
         run.events / "z.jsonl", {**interruption, "time": BEGAN + 132, "detail": "=cmd()", "cause": "+hang"}

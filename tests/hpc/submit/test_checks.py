@@ -168,9 +168,11 @@ def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos:
         {"image_size": 176},
         {"image_size": 176, "eval_image_size": 224},
         {"image_size": 224, "eval_image_size": 176},
+        {"image_size": 176, "eval_image_size": 224, "eval_crop": "224/232"},
+        {"image_size": 176, "eval_image_size": 224, "eval_crop": "0.5"},
     )
     packed = [pack_size("on", None, TrainConfig(data=str(photos), **each)) for each in sizes]
-    assert packed == [208, 256, 256]
+    assert packed == [208, 256, 256, 256, 448]
 
 
 @pytest.mark.parametrize(

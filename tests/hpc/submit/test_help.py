@@ -19,7 +19,7 @@ def printed(flag: str, verb: str = "submit") -> str:
 
 
 def flags_in(text: str) -> set[str]:
-    return set(re.findall(r"^│ (?:-\w [\w:]+, )?--([a-z][a-z-]*)", text, re.MULTILINE))
+    return set(re.findall(r"^│ (?:-\w [\w:]+, )?--([a-z][a-z0-9-]*)", text, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from hpc.submit.__main__ import main as submit
 from training.checkpoint.initial_weights import read_weights
 from training.checkpoint.storage import list_checkpoints
 from training.config import model_names
-from training.config.model_names import cache_directory, resolve_weights, torchvision_models, torchvision_weights
+from training.config.model_names import cache_directory, models_of, resolve_weights, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.models.factory import add_hidden_layer, build_model, head_name, last_layer_name
 
@@ -135,7 +135,7 @@ def test_an_unsuitable_file_is_refused_in_one_line(
 def test_names_and_urls_are_those_of_torchvision() -> None:
     from torchvision import models
 
-    for name in torchvision_models():
+    for name in models_of("torchvision"):
         members = models.get_model_weights(name).__members__
         assert torchvision_weights(name) == {key: member.value.url for key, member in members.items()}
 

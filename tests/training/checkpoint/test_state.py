@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from trainer_rig import Starter, trainer_with
 
 from hpc.core.rundir import RunDir
+from training.checkpoint import writer
 from training.checkpoint.restore import Restorer
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
@@ -35,17 +36,18 @@ NOT_STATE = {
     "logger._first_step",  # of this process, for TensorBoard
     "logger._tensorboard",  # an open file
     "logger._best",  # a thread
+    "logger._metrics",  # a thread, idle
+    "totals",  # of the last line of metrics
     "state._parts[loss_meter]._started",  # a clock
     "state._parts[loss_meter]._steps",  # the saved steps were finite
     "state._parts[loss_meter]._finite_steps",
     "state._parts[loss_meter]._timed_images",  # for the speed alone
-    "state._parts[loss_meter].accuracy",  # of the last line of metrics
     "state._parts[loss_meter]._earlier_seconds",  # saved, but the clock goes on
     "state._parts[early_stopping]",  # a clock; saved, but it goes on
     "early_stopping",
     "stepper.wrapped",  # torch's, around the model; its buckets are the same from the first step on (Stepper.warm_up)
     "step_timer",  # clocks
-    "stop_consensus._pending",  # the flags of the boundary before: each rank sets them again
+    "stop_consensus",  # clocks; the flags of the boundary before: each rank sets them again
     "checkpoint_writer._saved_at",  # a clock
     "checkpoint_writer._stall_seconds",
     "checkpoint_writer._thread_seconds",
@@ -200,3 +202,23 @@ def test_a_new_attribute_that_is_not_saved_is_found(
         object.__setattr__(target, "momentum_of_the_loss", value)
     [found] = differing(saved, restored)
     assert found.endswith("momentum_of_the_loss")
+
+
+def test_memory_of_the_host_is_in_blocks_that_fit_all_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_BLOCK_BYTES", 1024)
+    tensors = {
+        "bytes": torch.arange(3, dtype=torch.uint8),
+        "number": torch.tensor(7.0, dtype=torch.float64),
+        "large": torch.arange(2000, dtype=torch.float32).view(2, 1000),
+        "empty": torch.zeros(0, 3, dtype=torch.int64),
+        "half": torch.full((5,), 0.5, dtype=torch.bfloat16),
+        "image": torch.rand(1, 3, 4, 4).to(memory_format=torch.channels_last),
+    }
+    memory = writer.host_memory(tensors)
+    for name, value in tensors.items():
+        memory[name].copy_(value)
+    assert list(memory) == list(tensors)
+    assert all(torch.equal(memory[name], value) for name, value in tensors.items())
+    assert all(memory[name].is_contiguous() for name in tensors)
+    assert len({value.untyped_storage().data_ptr() for value in memory.values()}) == 3
+    assert writer.host_memory({}) == {}

@@ -18,7 +18,7 @@ NOT_OURS = {"nproc-per-node"}  # torchrun's
 
 @pytest.mark.parametrize("name", ADVICE)
 def test_every_answer_names_flags_that_exist(name: str) -> None:
-    named = re.findall(r"--([a-z][a-z-]*)", ADVICE[name])
+    named = re.findall(r"--([a-z][a-z0-9-]*)", ADVICE[name])
     assert named
     assert set(named) <= {*TRAINING, *NOT_OURS}
     assert name not in TRAINING
@@ -33,6 +33,8 @@ def test_every_answer_names_flags_that_exist(name: str) -> None:
         ("--precision", "--amp"), ("--max-epochs", "--epochs"), ("--clip-grad", "--clip-grad-norm"),
         ("--sched", "--lr-scheduler"), ("--opt", "--optimizer"), ("--model-ema", "--ema-decay"),
         ("--reprob", "--random-erasing"), ("--aa", "--auto-augment"), ("--val-fraction", "--val-split"),
+        ("--scale", "--crop-scale"), ("--ratio", "--crop-ratio"), ("--crop-pct", "--eval-crop"),
+        ("--train-interpolation", "--interpolation"),
         ("--policy", "--auto-augment"), ("--batch", "--batch-size"), ("--devices", "--gpus-per-node"),
         ("--num-nodes", "--nodes"), ("--gpus", "--gpus-per-node"), ("--learning_rate=0.1", "--lr"),
         ("-j", "--num-workers"),

@@ -15,7 +15,7 @@ from trainer_rig import make_folder, make_idx
 from hpc.core.errors import UserError
 from hpc.core.files import write_json
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.model_names import check_model, torchvision_models
+from training.config.model_names import check_model, models_of
 from training.config.rules import Interval, flag, parse_interval, without_effect
 from training.config.train_config import (
     LrScaling,
@@ -56,6 +56,21 @@ from training.config.train_config import (
         ("image_size", 4, "--image-size is 4: use 8 or more pixels, or leave it out"),
         ("eval_image_size", 0, "--eval-image-size is 0: use 8 or more pixels, or leave it out"),
         ("data_on_device", "gpu", "--data-on-device is 'gpu': use one of auto, on, off"),
+        (
+            "crop_scale",
+            "0,1",
+            "--crop-scale is '0,1': use two numbers above 0 and up to 1, the smaller one first, such as 0.08,1",
+        ),
+        (
+            "crop_scale",
+            "1",
+            "--crop-scale is '1': use two numbers above 0 and up to 1, the smaller one first, such as 0.08,1",
+        ),
+        ("crop_ratio", "2,1", "--crop-ratio is '2,1': use two numbers above 0, the smaller one first, such as 3/4,4/3"),
+        ("eval_crop", "232", "--eval-crop is '232': use a number above 0 and up to 1, such as 224/256 or 0.875"),
+        ("randaugment_magnitude", 31, "--randaugment-magnitude is 31: use a whole number from 0 to 30"),
+        ("color_jitter", -0.1, "--color-jitter is -0.1: use 0 or more, such as 0.4"),
+        ("repeated_augmentation", 0, "--repeated-augmentation is 0: use 1 or more"),
         ("val_split", 1.0, "--val-split is 1.0: use 0 or more and less than 1"),
         ("num_workers", -1, "--num-workers is -1: use 0 or more, or leave it out"),
         ("log_every", 0, "--log-every is 0: use 1 or more steps"),
@@ -65,6 +80,8 @@ from training.config.train_config import (
             10,
             "--snapshot-every is 10: use 'auto', 'off', steps such as '50', or a duration such as '2s'",
         ),
+        ("adam_beta2", 1, "--adam-beta2 is 1: use 0 or more and less than 1"),
+        ("layer_decay", 0, "--layer-decay is 0: use more than 0, and at most 1"),
         ("keep_checkpoints", 0, "--keep-checkpoints is 0: use 1 or more"),
         ("epochs", "five", "--epochs is 'five': use 1 or more"),
     ],
@@ -82,6 +99,8 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
     [
         ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden cannot be combined with SqueezeNets"),
         ({"freeze_backbone": True}, "--freeze-backbone needs pretrained weights: give --weights"),
+        ({"data_on_device": "on", "color_jitter": 0.4}, "--data-on-device on cannot be combined with --color-jitter"),
+        ({"loss": "bce", "class_weights": "balanced"}, "--loss bce cannot be combined with --class-weights"),
         ({"compile": True, "sync_bn": True}, "--compile cannot be combined with --sync-bn"),
     ],
 )
@@ -107,6 +126,17 @@ def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], mes
             {"decay_norm_and_bias": True, "weight_decay": 0.0},
             "--decay-norm-and-bias has no effect: --weight-decay is 0",
         ),
+        ({"crop_scale": "0.08,1", "crop": "none"}, "--crop-scale 0.08,1 has no effect: it applies to --crop resized"),
+        (
+            {"randaugment_magnitude": 5, "auto_augment": "trivialaugment"},
+            "--randaugment-magnitude 5 has no effect: it applies to --auto-augment randaugment",
+        ),
+        ({"adam_beta2": 0.9}, "--adam-beta2 0.9 has no effect: it applies to --optimizer adam and --optimizer adamw"),
+        (
+            {"min_lr": 0.01, "lr_scheduler": "constant"},
+            "--min-lr 0.01 has no effect: it applies to --lr-scheduler cosine",
+        ),
+        ({"fsdp_mesh": "node"}, "--fsdp-mesh node has no effect: it applies to --strategy fsdp"),
         ({"sync_bn": True}, "--sync-bn has no effect: small-cnn has no batch normalization"),
         ({"warmup_epochs": 9.5}, "--warmup-epochs 9.5 is more than --epochs: --lr is never reached"),
     ],
@@ -215,7 +245,7 @@ def test_a_rank_that_an_agent_starts_imports_no_parser(tmp_path: Path) -> None:
 def test_the_names_of_models_are_those_that_torchvision_itself_lists() -> None:
     from torchvision import models
 
-    assert list(torchvision_models()) == sorted(models.list_models(module=models))
+    assert list(models_of("torchvision")) == sorted(models.list_models(module=models))
 
 
 def test_the_help_has_a_line_for_every_name_of_an_optimizer_and_a_schedule() -> None:

@@ -18,6 +18,7 @@ from trainer_rig import load
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import Kind
+from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import MemoryImages
@@ -36,6 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"auto_augment": "randaugment", "crop": "none"},
     {"auto_augment": "trivialaugment", "flip": "off"},
     {"random_erasing": 0.7},
+    {"color_jitter": 0.4},
     {"crop": "resized", "flip": "on", "auto_augment": "randaugment", "random_erasing": 0.5},
 ]
 NOTHING: dict[str, Any] = {"crop": "none", "flip": "off"}
@@ -89,6 +91,17 @@ def test_a_sample_looks_different_in_each_epoch_and_with_each_seed_and_as_it_is_
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
+def test_a_repetition_is_the_same_image_augmented_otherwise(path: Path, options: dict[str, Any]) -> None:
+    source = load(path, val_split=0.0, **options).train
+    first, again = (
+        source[BatchRequest(indices=tuple(range(start, start + 8)), epoch=1)] for start in (0, 2 * len(source))
+    )
+    assert torch.equal(first.indices, again.indices)
+    assert torch.equal(first.labels, again.labels)
+    assert not torch.equal(first.images, again.images)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=name)
 def test_torchs_own_generator_is_neither_moved_nor_asked(path: Path, options: dict[str, Any]) -> None:
     source = load(path, val_split=0.0, **options).train
     seen = []
@@ -124,6 +137,7 @@ def test_loader_workers_pay_for_scaling_and_policies(idx_data: Path, folder_data
     for data, options in (
         (idx_data, {"auto_augment": "randaugment"}),
         (idx_data, {"crop": "resized"}),
+        (idx_data, {"color_jitter": 0.4}),
         (folder_data, {}),
     ):
         assert not load(data, **options).cheap
@@ -200,6 +214,16 @@ def noise(count: int, channels: int = 3, size: int = 32) -> Tensor:
         ({"auto_augment": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
         ({"auto_augment": "randaugment"}, v2.RandAugment()),
         ({"auto_augment": "trivialaugment"}, v2.TrivialAugmentWide()),
+        (
+            {"auto_augment": "trivialaugment", "auto_augment_interpolation": "bilinear"},
+            v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR),
+        ),
+        ({"auto_augment": "randaugment", "randaugment_magnitude": 27}, v2.RandAugment(magnitude=27)),
+        ({"color_jitter": 0.4}, v2.ColorJitter(0.4, 0.4, 0.4)),
+        (
+            {"color_jitter": 0.2, "auto_augment": "randaugment"},
+            v2.Compose([v2.ColorJitter(0.2, 0.2, 0.2), v2.RandAugment()]),
+        ),
     ],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
@@ -219,6 +243,16 @@ def test_images_in_memory_become_what_torchvision_makes_of_them(
         ({"auto_augment": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET)),
         ({"auto_augment": "randaugment"}, v2.RandAugment()),
         ({"auto_augment": "trivialaugment"}, v2.TrivialAugmentWide()),
+        (
+            {"auto_augment": "trivialaugment", "auto_augment_interpolation": "bilinear"},
+            v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR),
+        ),
+        ({"auto_augment": "randaugment", "randaugment_magnitude": 27}, v2.RandAugment(magnitude=27)),
+        ({"color_jitter": 0.4}, v2.ColorJitter(0.4, 0.4, 0.4)),
+        (
+            {"color_jitter": 0.2, "auto_augment": "randaugment"},
+            v2.Compose([v2.ColorJitter(0.2, 0.2, 0.2), v2.RandAugment()]),
+        ),
     ],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
@@ -268,6 +302,8 @@ def test_a_random_crop_of_images_in_memory_is_that_of_files_of_their_shape(chann
 
 @pytest.mark.parametrize("channels", [2, 4])
 def test_a_policy_for_images_that_torchvision_cannot_change_is_refused(channels: int) -> None:
-    message = f"--auto-augment is randaugment, but the images have {channels} channels: use --auto-augment none"
-    with pytest.raises(UserError, match=re.escape(message)):
-        in_memory(noise(1, channels), auto_augment="randaugment")
+    for name, value, nothing in (("auto_augment", "randaugment", "none"), ("color_jitter", 0.4, "0")):
+        typed = flag(name)
+        message = f"{typed} is {value}, but the images have {channels} channels: use {typed} {nothing}"
+        with pytest.raises(UserError, match=re.escape(message)):
+            in_memory(noise(1, channels), **{name: value})

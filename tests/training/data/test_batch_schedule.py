@@ -61,6 +61,34 @@ def test_an_epoch_uses_no_image_twice_and_leaves_out_less_than_a_batch() -> None
     assert set(first) != set(second)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_repetitions_of_an_image_are_other_samples_in_the_same_batch_at_any_number_of_ranks(world_size: int) -> None:
+    schedule = make_schedule(samples=101, batch_size=20, epochs=3, seed=4, samples_per_group=2, repetitions=4)
+    assert (schedule.steps_per_epoch, schedule.total_steps) == (5, 15)
+    shares = zip(*(schedule.requests(0, 0, rank, world_size) for rank in range(world_size)), strict=True)
+    batches = [sum((request.indices for request in share), ()) for share in shares]
+    seen = []
+    for step, batch in enumerate(batches, start=1):
+        images = [sample % 101 for sample in batch]
+        assert schedule.batch(step) == images
+        assert sorted(batch) == sorted(image + 101 * repetition for image in set(images) for repetition in range(4))
+        assert all(one != other for one, other in zip(images[::2], images[1::2], strict=True)), "mixed with itself"
+        seen.append(set(images))
+    for epoch in range(3):
+        assert len(set().union(*seen[5 * epoch : 5 * epoch + 5])) == 25
+        rest = list(schedule.requests(epoch, 40, 0, world_size))
+        assert rest == list(schedule.requests(0, 0, 0, world_size))[5 * epoch + 2 :]
+    assert seen[0] != seen[5]
+
+
+def test_repetitions_that_do_not_divide_the_batch_go_on_in_the_next() -> None:
+    schedule = make_schedule(samples=50, batch_size=10, epochs=1, seed=4, repetitions=4)
+    samples = [sample for request in schedule.requests(0, 0, 0, 1) for sample in request.indices]
+    assert len(set(samples)) == 50
+    images = [sample % 50 for sample in samples]
+    assert sorted(images.count(image) for image in set(images)) == [2, *[4] * 12]
+
+
 def test_a_training_set_smaller_than_the_batch_is_the_batch() -> None:
     schedule = make_schedule(samples=10, batch_size=512, epochs=3, seed=0)
     assert [sorted(request.indices) for request in schedule.requests(0, 0, 0, 1)] == [list(range(10))] * 3

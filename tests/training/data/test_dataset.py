@@ -3,6 +3,8 @@
 import gzip
 import os
 import signal
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from trainer_rig import children, load, make_folder, make_idx, write_idx
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import resolve_data
+from training.data import loader
 from training.data.batch_schedule import BatchRequest
 from training.data.in_memory import class_names, read_idx, read_idx_pair
 from training.data.loader import load_batches
@@ -96,6 +99,30 @@ def test_gray_and_transparent_images_have_three_channels(tmp_path: Path) -> None
     for mode, name in (("L", "0.jpg"), ("RGBA", "1.png")):
         Image.new(mode, (30, 20)).save(data / "train" / "blue sky" / name)
     assert load(data).train[BatchRequest(indices=(0, 1), epoch=0)].images.shape == (2, 3, 16, 16)
+
+
+def test_loader_workers_do_not_keep_the_gpus_of_their_rank(
+    folder_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_GPU_FILES", str(tmp_path / "nvidia"))
+    source, before = load(folder_data).train, set(children(os.getpid()))
+    requests = [BatchRequest(indices=(index,), epoch=0) for index in range(20)]
+    with ExitStack() as files:
+        for name in ("nvidia0", "nvidiactl", "other"):
+            files.enter_context((tmp_path / name).open("w"))
+        with load_batches(source, requests, workers=2, pin_memory=False) as batches:
+            assert len(list(islice(batches, 2))) == 2, "one of each worker"
+            workers = set(children(os.getpid())) - before
+            assert len(workers) == 2
+            for worker in workers:
+                assert open_in(worker, tmp_path) == {"other"}
+        assert open_in(os.getpid(), tmp_path) == {"nvidia0", "nvidiactl", "other"}
+
+
+def open_in(process: int, directory: Path) -> set[str]:
+    """The names of a directory's files that a process has open."""
+    paths = [Path(link).resolve() for link in Path(f"/proc/{process}/fd").iterdir()]
+    return {path.name for path in paths if path.parent == directory}
 
 
 def test_loader_workers_survive_the_signals_that_stop_a_rank(folder_data: Path) -> None:

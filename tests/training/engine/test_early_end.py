@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_rig import Starter, events, lines, make_folder
+from trainer_rig import Starter, agree_at_each_step, events, lines, make_folder
 
 from hpc.core.causes import EXIT_DIVERGED
 from hpc.submit.__main__ import main as submit
@@ -124,6 +124,7 @@ def spend(seconds: float) -> None:
             return spent[0]
 
     Stepper.step = timed_step  # type: ignore[method-assign]
+    agree_at_each_step()
     early_stopping.time = Clock  # type: ignore[assignment]
 
 
@@ -172,7 +173,8 @@ def test_no_step_follows_when_max_hours_are_over(start: Starter) -> None:
 
 def test_a_stop_in_the_last_step_of_an_epoch_starts_no_other_epoch_and_no_other_save(start: Starter) -> None:
     """The signal comes --stop-lead before the limit, which must suffice for one step and one save."""
-    training = start("--epochs=3", "--batch-size=20", "--fault=stop@9:0", world_size=2)
+    flags = ("--epochs=3", "--batch-size=20", "--fault=stop@9:0")
+    training = start(*flags, world_size=2, prepare=agree_at_each_step)
     assert training.wait() == [0, 0], training.output()
     assert events(training.run_dir, "train_stopped")[0]["step"] == 9
     assert len(events(training.run_dir, "checkpoint_saved")) == 1, "the epoch's checkpoint is that of the stop"
@@ -216,7 +218,7 @@ def test_the_first_step_with_a_nan_loss_and_its_images_are_recorded(start: Start
 
 def test_the_step_with_a_nan_loss_is_right_in_a_resumed_attempt(start: Starter) -> None:
     flags = ("--epochs=3", "--batch-size=20", "--log-every=20")
-    assert start(*flags, "--fault=stop@10:0").wait() == [0]
+    assert start(*flags, "--fault=stop@10:0", prepare=agree_at_each_step).wait() == [0]
     training = start(*flags, prepare=partial(spoil, 13, 0))
     assert training.wait() == [EXIT_DIVERGED]
     assert "the loss is nan since step 13" in training.output()

@@ -9,13 +9,24 @@ from typing import get_args
 import pytest
 import torch
 from torch import nn, optim
+from torch._subclasses import FakeTensorMode
 from torch.optim import lr_scheduler
+from torchvision import models
 from trainer_rig import Starter, lines
 
 from hpc.core.errors import UserError
 from training.config.rules import parse_step_epochs
 from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig, highest_learning_rate
-from training.engine.optim import OPTIMIZERS, SCHEDULES, follow_plateau, learning_rate, make_optimizer
+from training.engine.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    decayed_names,
+    follow_plateau,
+    layer_scales,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
 from training.runtime.train_progress import Progress
 
 EPOCH = 10
@@ -48,6 +59,7 @@ def test_every_name_has_an_implementation() -> None:
     ("settings", "make"),
     [
         ({"lr_scheduler": "cosine"}, partial(lr_scheduler.CosineAnnealingLR, T_max=100)),
+        ({"lr_scheduler": "cosine", "min_lr": 0.1}, partial(lr_scheduler.CosineAnnealingLR, T_max=100, eta_min=0.1)),
         ({"lr_scheduler": "constant"}, partial(lr_scheduler.ConstantLR, factor=1)),
         ({"lr_scheduler": "step", "lr_step_epochs": "3"}, partial(lr_scheduler.StepLR, step_size=30)),
         (
@@ -180,12 +192,12 @@ def take_steps(optimizer: optim.Optimizer, model: nn.Module) -> None:
     ("name", "reference"),
     [
         ("sgd", partial(optim.SGD, momentum=0.8)),
-        ("adamw", partial(optim.AdamW, betas=(0.8, 0.999))),
-        ("adam", partial(optim.Adam, betas=(0.8, 0.999))),
+        ("adamw", partial(optim.AdamW, betas=(0.8, 0.95))),
+        ("adam", partial(optim.Adam, betas=(0.8, 0.95))),
     ],
 )
 def test_an_optimizer_is_that_of_torch(name: str, reference: Callable[..., optim.Optimizer]) -> None:
-    after, model = updated(name, momentum=0.8, weight_decay=0.02, decay_norm_and_bias=True)
+    after, model = updated(name, momentum=0.8, adam_beta2=0.95, weight_decay=0.02, decay_norm_and_bias=True)
     take_steps(reference(model.parameters(), lr=0.1, weight_decay=0.02), model)
     assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
 
@@ -217,6 +229,90 @@ def test_the_decay_of_norms_may_change_in_the_course_of_a_run(start: Starter) ->
     stopped = start("--epochs=2", "--batch-size=20", "--fault=stop@4:0")
     assert stopped.wait() == [0], stopped.output()
     start.complete("--epochs=2", "--batch-size=20", "--decay-norm-and-bias")
+
+
+def torchvision_model(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return models.get_model(name)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "spared"),
+    [
+        ("resnet18", set()),
+        ("vit_b_16", {"class_token", "pos_embedding"}),
+        ("swin_t", {"relative_position_bias_table"}),
+        ("swin_v2_t", {"logit_scale", "cpb_mlp.0.weight", "cpb_mlp.2.weight"}),
+        ("convnext_tiny", {"layer_scale"}),
+    ],
+)
+def test_embeddings_and_scales_do_not_decay_whatever_their_shape(name: str, spared: set[str]) -> None:
+    model = torchvision_model(name)
+    decayed = decayed_names(model)
+    kept = {key for key, value in model.named_parameters() if value.dim() > 1} - decayed
+    assert {end for end in spared for key in kept if key.endswith(end)} == spared
+    assert not [key for key in kept if not key.endswith(tuple(spared))]
+    modules = dict(model.named_modules())
+    linear = {f"{key}.weight" for key, module in modules.items() if isinstance(module, nn.Linear | nn.Conv2d)}
+    assert {key for key in linear if "cpb_mlp" not in key} <= decayed
+
+
+def test_no_embedding_decays() -> None:
+    assert decayed_names(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))) == {"1.weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "powers"),
+    [
+        (
+            "vit_b_16",
+            14,
+            {
+                "class_token": 13,
+                "encoder.pos_embedding": 13,
+                "conv_proj.weight": 13,
+                "heads.head.bias": 0,
+                "encoder.layers.encoder_layer_0.ln_1.weight": 12,
+                "encoder.ln.weight": 1,
+            },
+        ),
+        ("resnet18", 10, {"conv1.weight": 9, "bn1.bias": 9, "layer1.0.conv1.weight": 8, "layer4.1.bn2.bias": 1}),
+        ("convnext_tiny", 23, {"features.0.0.weight": 22, "features.1.0.layer_scale": 21, "features.2.1.weight": 18}),
+        ("swin_t", 17, {"features.0.0.weight": 16, "features.2.reduction.weight": 13, "norm.bias": 1}),
+    ],
+)
+def test_the_rate_of_a_layer_decays_with_the_blocks_after_it(name: str, layers: int, powers: dict[str, int]) -> None:
+    found = layer_scales(torchvision_model(name), 0.5)
+    assert sorted(set(found.values())) == [0.5**power for power in reversed(range(layers))]
+    assert {key: found[key] for key in powers} == {key: 0.5**power for key, power in powers.items()}
+
+
+def test_layers_are_trained_at_their_rates_and_the_head_at_that_of_the_schedule() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = make_optimizer(TrainConfig(data="x", layer_decay=0.5, momentum=0, weight_decay=0), model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    set_learning_rate(optimizer, 0.25)
+    take_steps(optimizer, model)
+    moved = {name: round(float((before[name] - value).mean()), 4) for name, value in model.state_dict().items()}
+    assert moved == {
+        f"{layer}.{kind}": 3 * 0.25 * 0.5 ** (2 - layer) for layer in range(3) for kind in ("weight", "bias")
+    }
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("name", get_args(Optimizer))
+def test_an_optimizer_of_parameters_on_cuda_is_fused(name: str) -> None:
+    config = TrainConfig(data="x", optimizer=name)
+    # Tensors without memory, which say that they are on a GPU.
+    with FakeTensorMode():
+        on_gpu = make_optimizer(config, nn.Linear(2, 2, device="cuda"))
+    assert on_gpu.defaults["fused"] is True
+    assert not make_optimizer(config, nn.Linear(2, 2)).defaults["fused"]
+
+
+def test_a_floor_above_the_learning_rate_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--min-lr is 0.5, more than the highest learning rate: use 0.4 or less"):
+        TrainConfig(data="x", lr=0.4, min_lr=0.5)
 
 
 @pytest.mark.parametrize("text", ["", "0", "5,5", "9,3", "-1", "1.5", "3,", "every"])

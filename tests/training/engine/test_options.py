@@ -57,7 +57,7 @@ def test_the_moving_average_equals_that_of_torch() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
-        ema.update(model, step)
+        ema.update(step)
         reference.update_parameters(model)
     expected = reference.module.state_dict()
     floating = [name for name, value in expected.items() if value.is_floating_point()]
@@ -72,7 +72,7 @@ def test_the_moving_average_forgets_the_first_weights_quickly() -> None:
     nn.init.constant_(model.weight, 1.0)
     nn.init.constant_(ema.model.weight, 0.0)
     for step in range(1, 101):
-        ema.update(model, step)
+        ema.update(step)
     assert float(ema.model.weight) > 0.99
 
 

@@ -1,19 +1,25 @@
 """How flags change a step and an evaluation, seen from inside the model."""
 
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from trainer_rig import Starter, trainer_with
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_rig import Starter, children, load, trainer_with
 
 from training.checkpoint.storage import list_checkpoints
+from training.config.train_config import TrainConfig
 from training.data.loader import Batch
 from training.data.transforms.mixup import draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
+from training.engine.shared_data import loader_workers
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup
 
@@ -31,7 +37,9 @@ def make_step(trainer: Trainer, group: ProcessGroup) -> tuple[Batch, float, floa
     """A step: its batch, its loss and its accuracy."""
     batch, loss_meter = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))], LossMeter(group)
     trainer.stepper.step(batch, loss_meter)
-    return batch, loss_meter.total_loss(1) / loss_meter.images, loss_meter.accuracy
+    means = loss_meter.totals(1).means()
+    assert means is not None
+    return batch, means.loss, means.accuracy
 
 
 @pytest.mark.parametrize(
@@ -118,7 +126,86 @@ def test_a_rank_has_num_workers_loader_workers(
     assert trainer_with(group, idx_data, tmp_path / "idx").workers == 0, "they cost nothing to make"
 
 
+def test_an_evaluation_starts_no_more_workers_than_it_has_batches(
+    group: ProcessGroup, folder_data: Path, tmp_path: Path
+) -> None:
+    trainer, before, started = trainer_with(group, folder_data, tmp_path, num_workers=3), children(os.getpid()), []
+    assert trainer.data.val is not None
+    evaluator = trainer.validator.evaluator
+    evaluator.evaluate(trainer.data.val, lambda: started.append(len(children(os.getpid())) - len(before)))
+    assert started == [2, 2], "27 images are two batches of up to 20"
+
+
+def test_ranks_of_a_node_share_its_cores(
+    group: ProcessGroup, folder_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100)))
+    data, config = load(folder_data), TrainConfig(data=str(folder_data))
+    for ranks, workers in ((1, 100), (8, 12)):
+        shared = replace(group, rank_info=replace(group.rank_info, local_world_size=ranks))
+        assert loader_workers(config, data, shared) == workers
+
+
 def test_keep_checkpoints_checkpoints_are_kept(start: Starter) -> None:
     flags = ("--epochs=4", "--batch-size=20", "--checkpoint-every=4", "--snapshot-every=off")
     run = start.complete(*flags, "--keep-checkpoints=3").run_dir
     assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["36", "32", "28"]
+
+
+# What on a GPU makes the host wait for it: numbers and shapes that only the device knows.
+WAITING = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "_unique2",
+    "unique_dim",
+    "equal",
+}
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that torch calls, and where it calls those that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.waits: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.names.add(name)
+        if name in WAITING:
+            self.waits.add(
+                name + " in " + " < ".join(frame.name for frame in reversed(traceback.extract_stack()[-9:-1]))
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"ema_decay": 0.9, "clip_grad_norm": 1.0, "mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1},
+        {"grad_accum_steps": 3, "amp": "bf16", "model": "resnet18", "image_size": 32},
+        {"sync_bn": True, "model": "resnet18", "image_size": 32},
+    ],
+)
+def test_no_step_waits_for_its_device(
+    group: ProcessGroup, idx_data: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    trainer = trainer_with(group, idx_data, tmp_path, **settings)
+    requests = trainer.schedule.requests(0, 0, 0, 1)
+    batches = [trainer.data.train[next(requests)] for _ in range(3)]
+    with Operations() as operations:
+        for batch in batches:
+            trainer.stepper.step(batch, trainer.loss_meter)
+            totals = trainer.loss_meter.totals(trainer.state.progress.step)
+            trainer.loss_meter.restart()
+        # What a snapshot takes from the device.
+        for part in ("model", "optimizer", "scaler", "loss_meter"):
+            trainer.state._parts[part].state_dict()  # noqa: SLF001
+    assert {"convolution_backward", "mul_"} <= operations.names, "it sees what a step does"
+    assert not operations.waits
+    assert totals.means() is not None

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_rig import Starter, events, lines
+from trainer_rig import Starter, agree_at_each_step, events, lines
 
 from hpc.core.causes import EXIT_NO_SPACE
 
@@ -65,7 +65,7 @@ def evaluate_slowly() -> None:
             time.sleep(0.1)
             yield request
 
-    evaluator._BATCH = 1  # noqa: SLF001
+    evaluator._MAX_BATCH = 1  # noqa: SLF001
     evaluator.evaluation_requests = slow_requests
 
 
@@ -160,6 +160,7 @@ def slow_down() -> None:
         step(stepper, *arguments)
 
     Stepper.step = slow_step  # type: ignore[method-assign]
+    agree_at_each_step()
 
 
 def test_one_request_makes_one_checkpoint(start: Starter) -> None:

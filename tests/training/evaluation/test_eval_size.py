@@ -3,22 +3,34 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchvision.transforms import v2
 from trainer_rig import Starter, load
 
 from hpc.core.errors import UserError
+from hpc.core.rundir import RunDir
 from training.config.dataset_layout import check_data
-from training.config.train_config import TrainConfig
+from training.config.evaluation_task import EvaluationTask
+from training.config.train_config import Interpolation, TrainConfig
 from training.data.batch_schedule import BatchRequest
+from training.data.dataset import ImageDataset
 from training.data.loader import ImageSource
+from training.engine.evaluation_run import fitting, open_data
+from training.evaluation.evaluated_model import EvaluatedModel
+from training.inference.model_card import ModelCard, read_card
 from training.models.factory import build_model
 from training.predict import PredictOptions, predict
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
 
 SMALL = ("--model=resnet20", "--image-size=16", "--eval-image-size=24", "--epochs=3", "--batch-size=9", "--lr=0.02")
+CROP = ("--eval-crop=24/28", "--interpolation=bicubic")
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +62,55 @@ def test_photos_are_larger_in_evaluations_alone(kind: str, request: pytest.Fixtu
 
 def test_a_trained_model_is_tested_and_used_with_the_size_of_its_evaluation(start: Starter, folder_data: Path) -> None:
     start.data = folder_data
-    run = start.complete(*SMALL).run_dir
+    run = start.complete(*SMALL, *CROP).run_dir
     result = json.loads((run / "final" / "result.json").read_text())
     card = json.loads((run / "final" / "model.json").read_text())
     assert result["input"]["size"] == card["size"] == 24
     assert card["image_shape"] == [3, 24, 24]
+    assert (card["crop_pct"], card["interpolation"]) == (24 / 28, "bicubic")
     predictions = predict(PredictOptions(model=str(run), images=(folder_data / "test",)))
     assert sum(each.top[0][0] == each.path.parent.name for each in predictions) == result["test_correct"]
+
+
+@pytest.mark.parametrize("interpolation", get_args(Interpolation))
+def test_an_evaluation_crops_and_resizes_as_torchvision_does(folder_data: Path, interpolation: Interpolation) -> None:
+    data = load(folder_data, image_size=16, eval_image_size=24, eval_crop="24/28", interpolation=interpolation)
+    assert isinstance(data.test, ImageDataset)
+    photo = data.test.store.read(0)
+    assert photo is not None
+    # 24/28 of 40 rows are 34.
+    mode = v2.InterpolationMode(interpolation)
+    expected = v2.functional.resized_crop(photo.permute(2, 0, 1), 3, 8, 34, 34, [24, 24], mode, antialias=True)
+    assert torch.equal(look(data.test, None)[0], expected)
+
+
+def test_another_evaluation_prepares_images_as_the_model_card_says(folder_data: Path, group: ProcessGroup) -> None:
+    trained = load(folder_data, image_size=16, eval_image_size=24, eval_crop="24/28", interpolation="bicubic")
+    card = ModelCard(
+        model="resnet20",
+        head_hidden=0,
+        transform_input=False,
+        classes=trained.classes,
+        crop_pct=24 / 28,
+        interpolation="bicubic",
+        image_shape=(3, 24, 24),
+        channels=3,
+        size=24,
+        mean=trained.mean,
+        std=trained.std,
+        amp="none",
+        made_from={},
+    )
+    assert read_card(card.to_json(), "model.json") == card
+    older = {name: value for name, value in json.loads(card.to_json()).items() if name != "interpolation"}
+    assert read_card(json.dumps(older), "model.json") == replace(card, interpolation="bilinear")
+    context = RunContext(config=TrainConfig(data=str(folder_data)), run_dir=RunDir(folder_data), attempt=1, started=0.0)
+    _, data = open_data(context, group, EvaluationTask(source="run"), card)
+    assert data.test is not None
+    model = EvaluatedModel(
+        card=card, config=context.config, model=nn.Identity(), preprocess=nn.Identity(), takes_any_size=True
+    )
+    assert torch.equal(look(fitting(data.test, data, model), None), look(trained.test, None))
 
 
 def test_images_in_memory_are_scaled_for_evaluations(start: Starter) -> None:

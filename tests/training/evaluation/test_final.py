@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_rig import Starter, events, lines
+from trainer_rig import Starter, events, lines, load
 
 from hpc.core.git import git_revision
 from hpc.core.rundir import RunDir
@@ -27,10 +27,12 @@ from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
 from training.engine.loss_meter import LossMeter
 from training.evaluation.evaluator import Evaluation
-from training.evaluation.final_files import classes_csv, history_csv
-from training.evaluation.validation import learned_nothing
+from training.evaluation.final_files import classes_csv, confusion_csv, history_csv
+from training.evaluation.validation import learned_nothing, tables_of
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
+from training.monitoring.run_logger import RunLogger
+from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.train_progress import Progress
 from training.verify_resume.compare import compare_runs
@@ -87,9 +89,42 @@ def test_an_epoch_is_added_up_from_lines_of_different_length() -> None:
     assert row["val_accuracy"] == ""
 
 
+def images_of(confusion: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The labels and predictions of the images that a confusion matrix counts."""
+    counts = torch.tensor(confusion)
+    pairs = torch.cartesian_prod(torch.arange(len(counts)), torch.arange(len(counts)))
+    labels, predicted = pairs.repeat_interleave(counts.flatten(), dim=0).T
+    return labels, predicted
+
+
+def test_the_confusion_matrix_counts_images() -> None:
+    counts = [[3, 1, 0], [0, 4, 0], [2, 0, 5]]
+    rows = list(csv.reader(io.StringIO(confusion_csv(*images_of(counts), ("cat", "dog", "emu")))))
+    assert rows[0] == ["true class", "cat", "dog", "emu"]
+    assert [[int(cell) for cell in row[1:]] for row in rows[1:]] == counts
+
+
+def test_of_many_classes_there_is_no_matrix_of_all_pairs(start: Starter) -> None:
+    data = load(start.data)
+    assert data.test is not None
+    logger = RunLogger(RunDir(start.directory), 1, Console(enabled=False), writes=False)
+    classes = tuple(map(str, range(30_000)))
+    test = Evaluation(
+        loss=0.0,
+        labels=data.test.labels,
+        corrupt=(),
+        predicted=torch.zeros_like(data.test.labels),
+        probability=torch.zeros(len(data.test)),
+        top5_correct=0,
+    )
+    tables = tables_of(data.test, test, classes, logger)
+    assert sorted(tables) == ["classes.csv", "samples.json"]
+    assert len(tables["classes.csv"].splitlines()) == 30_001
+
+
 def test_classes_have_recall_precision_and_f1() -> None:
-    confusion = torch.tensor([[6, 2, 0], [1, 3, 0], [0, 0, 0]])
-    rows = list(csv.DictReader(io.StringIO(classes_csv(confusion, ("cat", "dog", "emu")))))
+    labels, predicted = images_of([[6, 2, 0], [1, 3, 0], [0, 0, 0]])
+    rows = list(csv.DictReader(io.StringIO(classes_csv(labels, predicted, ("cat", "dog", "emu")))))
     assert [float(rows[0][name]) for name in ("accuracy", "precision", "f1")] == pytest.approx([6 / 8, 6 / 7, 0.8])
     assert (rows[0]["most confused with"], rows[0]["times"]) == ("dog", "2")
     assert [rows[2][name] for name in ("images", "accuracy", "precision", "f1", "most confused with")] == ["0"] + 4 * [
@@ -128,25 +163,27 @@ def test_model_no_better_than_the_most_frequent_class_has_learned_nothing(start:
     ids=["one answer", "worse", "better by chance", "better", "nothing to learn"],
 )
 def test_the_most_frequent_class_is_the_bar(confusion: list[list[int]], nothing: bool) -> None:
-    empty = torch.zeros(0)
+    labels, predicted = images_of(confusion)
     test = Evaluation(
-        loss=0.0, confusion=torch.tensor(confusion), corrupt=(), predicted=empty, probability=empty, top5_correct=0
+        loss=0.0, labels=labels, corrupt=(), predicted=predicted, probability=torch.zeros(0), top5_correct=0
     )
     assert (learned_nothing(TrainConfig(data="x"), ("cat", "dog"), test) is not None) is nothing
 
 
 def test_waiting_for_data_is_counted_once_the_clock_runs(group: ProcessGroup) -> None:
     loss_meter = LossMeter(group)
+
+    def data_wait_share() -> float:
+        means = loss_meter.totals(0).means()
+        return means.data_wait_share if means else -1.0
+
     loss_meter.add_wait(1.0)
     loss_meter.begin_step()
-    loss_meter.total_loss(0)
-    assert loss_meter.data_wait_share == 0, "the first batch is a part of getting ready"
+    assert data_wait_share() == 0, "the first batch is a part of getting ready"
     loss_meter.add_wait(1e-6)
-    loss_meter.total_loss(0)
-    assert loss_meter.data_wait_share > 0
+    assert data_wait_share() > 0
     loss_meter.restart()
-    loss_meter.total_loss(0)
-    assert loss_meter.data_wait_share == 0
+    assert data_wait_share() == 0
 
 
 def test_a_recipe_that_a_file_names_is_known(tmp_path: Path) -> None:
@@ -245,7 +282,7 @@ def evaluate_in_small_batches() -> None:
     from training.evaluation import evaluator
 
     unlearn_in_the_last_epoch()
-    evaluator._BATCH = 8  # noqa: SLF001
+    evaluator._MAX_BATCH = 8  # noqa: SLF001
 
 
 def stop_in_the_test_of_the_best() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -267,6 +268,53 @@ def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(start:
     again = start.complete(*LONGER, f"--node-dir={node.path}", world_size=2)
     assert newest_before(again, 1) == checkpoint
     assert events(again.run_dir, "train_started")[1]["source"] == "checkpoint"
+
+
+# --- several nodes ---
+
+
+CLIPPED = ("--optimizer=adamw", "--lr=0.002", "--clip-grad-norm=0.5")
+
+
+def two_nodes() -> None:
+    """Let the ranks 0 and 1 be one node, 2 and 3 another."""
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(int(os.environ["RANK"]) % 2)}
+
+
+@pytest.fixture(scope="module")
+def on_nodes(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training on two nodes."""
+    start = Starter(idx_data, tmp_path_factory.mktemp("nodes"))
+    return start.complete(*FSDP, *CLIPPED, "--fsdp-mesh=node", world_size=4, prepare=two_nodes).run_dir
+
+
+def uneven_nodes() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if int(os.environ["RANK"]) < 2 else "1"
+
+
+def test_shards_within_nodes_train_as_shards_over_all_of_them(start: Starter, on_nodes: Path) -> None:
+    assert losses(start.complete(*FSDP, *CLIPPED, world_size=4).run_dir) == pytest.approx(losses(on_nodes), rel=2e-5)
+    # The second node's ranks hold the same shards, and write none.
+    files = [set(load_file(newest(on_nodes) / f"state-{rank:05d}-of-00004.safetensors")) for rank in range(4)]
+    assert files[0] > files[1] > set()
+    assert files[2] == files[3] == set()
+
+
+def test_they_go_on_exactly_and_with_fewer_ranks_in_a_row(start: Starter, on_nodes: Path) -> None:
+    nodes = (*FSDP, *CLIPPED, "--fsdp-mesh=node")
+    cut = start(*nodes, "--fault=stop@5:3", run="cut", world_size=4, prepare=two_nodes)
+    assert cut.wait() == [0] * 4, cut.output()
+    shutil.copytree(cut.run_dir, start.directory / "row")
+    start.complete(*nodes, run="cut", world_size=4, prepare=two_nodes)
+    assert same(final(cut.run_dir), final(on_nodes))
+    row = start.complete(*FSDP, *CLIPPED, run="row", world_size=3).run_dir
+    assert losses(row) == pytest.approx(losses(on_nodes), rel=2e-5)
+
+
+def test_nodes_of_different_sizes_are_refused(start: Starter) -> None:
+    training = start(*FSDP, "--fsdp-mesh=node", world_size=3, prepare=uneven_nodes)
+    assert training.wait() == [2, 2, 2], training.output()
+    assert "--fsdp-mesh is node, but the nodes have {1, 2} ranks: use flat" in training.output()
 
 
 # --- what it does not do ---

@@ -152,7 +152,7 @@ def test_a_rank_that_hangs_shows_where_it_is_and_dies_of_an_abort_with_its_stack
     output = training.output()
     assert output.count("Fatal Python error: Aborted") == 2
     assert "in _hang" in output
-    assert output.count("in fit") == 2
+    assert output.count("in steps") == 2
 
 
 def test_a_real_process_that_is_aborted_in_its_imports_prints_its_stacks(idx_data: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_rig import Starter, events
+from trainer_rig import Starter, agree_at_each_step, events
 
 from hpc.core.rundir import RunDir
 from training.verify_resume.compare import compare_runs
@@ -65,6 +65,12 @@ def send_at(place: str, numbers: tuple[int, ...], ranks: tuple[int, ...]) -> Non
     setattr(owner, name, signalled)
 
 
+def send_early(place: str) -> None:
+    """In a rank: receive a SIGUSR2 at a place; requests take effect as early as they can."""
+    agree_at_each_step()
+    send_at(place, (signal.SIGUSR2,), (0,))
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     start = Starter(idx_data, tmp_path_factory.mktemp("uninterrupted"))
@@ -100,7 +106,7 @@ def test_a_request_to_stop_costs_nothing(
 def test_a_stop_comes_about_a_step_after_the_boundary_that_it_is_heard_at(
     start: Starter, moment: str, step: int | None
 ) -> None:
-    training = start(*FLAGS, prepare=partial(send_at, MOMENTS[moment], (signal.SIGUSR2,), (0,)))
+    training = start(*FLAGS, prepare=partial(send_early, MOMENTS[moment]))
     assert training.wait() == [0], training.output()
     assert [event["step"] for event in events(training.run_dir, "train_stopped")] == ([step] if step else [])
 

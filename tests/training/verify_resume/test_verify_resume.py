@@ -33,16 +33,18 @@ SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {"amp": "fp16", "clip_grad_norm": 1.0, "ema_decay": 0.9, "mixup": 0.2}),
+        (1, {"amp": "fp16", "clip_grad_norm": 1.0, "ema_decay": 0.9, "mixup": 0.2, "loss": "bce"}),
         (2, {"amp": "fp16", "grad_accum_steps": 3, "clip_grad_norm": 0.5, "log_samples": True, **SNAPSHOTS}),
-        (2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9}),
+        (2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9,
+             "adam_beta2": 0.95, "layer_decay": 0.75, "min_lr": 0.0001}),
         (2, {**SMALL_NORM, "sync_bn": True, "ema_decay": 0.99, "batch_size": 20, **SNAPSHOTS}),
         (2, {"lr_scheduler": "plateau", "plateau_patience": 0, "lr_gamma": 0.5, "optimizer": "adam", "lr": 0.002,
-             "static_graph": True, "grad_accum_steps": 2, "epochs": 3, "early_stopping_patience": 3}),
+             "static_graph": True, "grad_accum_steps": 2, "epochs": 3, "early_stopping_patience": 3,
+             "class_weights": "balanced"}),
         (2, {"lr_scheduler": "one-cycle", "optimizer": "sgd", "decay_norm_and_bias": True, "lr_scaling": "sqrt",
              "lr": 0.1, "compress_gradients": "bf16", "memory_format": "contiguous", "max_hours": 1.0, **SNAPSHOTS}),
         (3, {"strategy": "fsdp", "amp": "bf16", "grad_accum_steps": 2, "clip_grad_norm": 0.5, "optimizer": "adamw",
-             "lr": 0.002, **SNAPSHOTS}),
+             "lr": 0.002, "layer_decay": 0.75, **SNAPSHOTS}),
         (4, {"grad_accum_steps": 2, "ema_decay": 0.99, "label_smoothing": 0.1, "num_workers": 1,
              "repeatability": "strict"}),
     ],
@@ -80,7 +82,7 @@ def test_a_frozen_pretrained_model_is_bit_identical_too(
     "options",
     [
         {"crop": "resized", "flip": "on", "random_erasing": 0.5, "num_workers": 0},
-        {"auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2},
+        {"auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2, "repeated_augmentation": 4},
         {"auto_augment": "trivialaugment", "num_workers": 1, "crop": "padded", "model": "mobilenet_v3_small"},
     ],
 )

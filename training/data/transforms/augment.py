@@ -1,9 +1,9 @@
-"""Augmentation: random crop, mirroring, a policy of torchvision, random erasing. Runs on ranks and loader workers.
+"""Augmentation: random crop, mirroring, color jitter, a policy, random erasing. Runs on ranks and loader workers.
 
-What becomes of an image is a function of (seed, epoch, index of the image): it does not depend on the rank, the worker
+What becomes of an image is a function of (seed, epoch, index of the sample): it does not depend on the rank, the worker
 or the batch. Crops, mirroring and erasing take numbered draws from the epoch's random stream (`counter_rng`), on the
-CPU, without torchvision. A policy is torchvision's and draws from torch's default generator: `_seeded` seeds that for
-each image and restores it afterwards.
+CPU, without torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded`
+seeds that for each image and restores it afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import Kind
-from training.config.train_config import TrainConfig
+from training.config.rules import parse_range
+from training.config.train_config import Interpolation, TrainConfig
 from training.data.loader import to_device
 from training.data.transforms.crop import center_box, crop_and_resize, random_box
 from training.data.transforms.random_erasing import RandomErasing
@@ -26,10 +27,6 @@ from training.runtime.counter_rng import Purpose, derive_key, rand_float, rand_i
 # The draws that belong to one image in the random stream of an epoch, and what each is for.
 _DRAWS = 32
 _ROW, _COLUMN, _FLIP, _BOX = 0, 1, 2, 3
-
-# Random resized crops: Szegedy et al., "Going deeper with convolutions" (2015), with a larger least area, which short
-# trainings do better with.
-_AREA = (0.25, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +59,11 @@ class Augmentation:
     seed: int
     resizes: bool
     """Whether images are cropped and resized one by one; always for those of a folder, which differ in size."""
-    random_box: bool = False
-    """Crop a random box of the image; otherwise the square in the middle."""
+    area: tuple[float, float] | None = None
+    """Crop a random box with at least and at most this part of the image's area; None: the square in the middle."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Least and greatest width by height of a random box."""
+    interpolation: Interpolation = "bilinear"
     padding: int = 0
     """Shift images by at most this number of pixels, in a frame of zeros; 0: do not shift."""
     flip: bool = False
@@ -78,18 +78,24 @@ class Augmentation:
         return self.resizes or self.policy is not None
 
     def crop_one(self, epoch: int, index: int, image: Tensor, size: tuple[int, int]) -> Tensor:
-        """Crop, resize and perhaps mirror an image (uint8 [h, w, c]): uint8 [c, *size]."""
+        """Crop, resize and perhaps mirror an image (uint8 [h, w, c]): uint8 [c, *size].
+
+        `index` is the sample's, as `BatchRequest` numbers them.
+        """
         key, (height, width) = derive_key(self.seed, Purpose.AUGMENTATION, epoch), image.shape[:2]
-        if self.random_box:
+        if self.area:
             draws = (rand_float(key, index * _DRAWS + draw) for draw in range(_BOX, _DRAWS))
-            box = random_box(draws, height, width, _AREA)
+            box = random_box(draws, height, width, self.area, self.ratio)
         else:
             box = center_box(height, width)
-        resized = crop_and_resize(image, box, size)
+        resized = crop_and_resize(image, box, size, self.interpolation)
         return resized.flip(2) if self.flip and rand_float(key, index * _DRAWS + _FLIP) < 1 / 2 else resized
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-        """Augment, and perhaps overwrite, images of one size (uint8 [n, C, H, W]); indices (int64 [n]) on the CPU."""
+        """Augment, and perhaps overwrite, images of one size (uint8 [n, C, H, W]).
+
+        `indices` (int64 [n], on the CPU) are those of the samples, as `BatchRequest` numbers them.
+        """
         key = derive_key(self.seed, Purpose.AUGMENTATION, epoch)
         if self.padding:
             images = _shift(images, self.padding, key, indices)
@@ -144,10 +150,13 @@ def make_augmentation(
     Raises:
         UserError: the policy does not take images with this number of channels.
     """
-    if config.auto_augment != "none" and shape[0] not in {1, 3}:
-        raise UserError(
-            f"--auto-augment is {config.auto_augment}, but the images have {shape[0]} channels: use --auto-augment none"
-        )
+    if shape[0] not in {1, 3}:
+        for name, value, nothing in (
+            ("auto-augment", config.auto_augment, "none"),
+            ("color-jitter", config.color_jitter, 0),
+        ):
+            if value != nothing:
+                raise UserError(f"--{name} is {value}, but the images have {shape[0]} channels: use --{name} {nothing}")
     defaults, in_memory = _DEFAULTS[kind], _DEFAULTS[kind] is not _IMAGES
     crop = defaults.crop if config.crop == "auto" else config.crop
     # The mean color is zero for the model.
@@ -156,7 +165,9 @@ def make_augmentation(
     return Augmentation(
         seed=config.seed,
         resizes=crop == "resized" or not in_memory,
-        random_box=crop == "resized",
+        area=parse_range("crop_scale", config.crop_scale) if crop == "resized" else None,
+        ratio=parse_range("crop_ratio", config.crop_ratio),
+        interpolation=config.interpolation,
         padding=max(1, round(min(shape[1:]) * defaults.padding)) if crop == "padded" else 0,
         flip=defaults.flip if config.flip == "auto" else config.flip == "on",
         policy=_make_policy(config, defaults.autoaugment, through_pillow=not in_memory),
@@ -165,21 +176,24 @@ def make_augmentation(
 
 
 def _make_policy(config: TrainConfig, found_on: str, *, through_pillow: bool) -> Callable[[Any], Tensor] | None:
-    """Torchvision's policy with its own settings.
+    """Torchvision's color jitter, and then its policy; None: the flags ask for neither.
 
     AutoAugment: Cubuk et al. (2018). RandAugment: Cubuk et al. (2019). TrivialAugment: Müller and Hutter (2021).
     Pillow takes a third less time than tensors for RandAugment of large images.
     """
-    if config.auto_augment == "none":
+    if config.auto_augment == "none" and not config.color_jitter:
         return None
     from torchvision.transforms import v2  # noqa: PLC0415  # takes two seconds
 
+    mode, jitter = v2.InterpolationMode(config.auto_augment_interpolation), config.color_jitter
     makers: dict[str, Callable[[], Any]] = {
-        "autoaugment": lambda: v2.AutoAugment(v2.AutoAugmentPolicy[found_on]),
-        "randaugment": v2.RandAugment,
-        "trivialaugment": v2.TrivialAugmentWide,
+        "none": v2.Identity,
+        "autoaugment": lambda: v2.AutoAugment(v2.AutoAugmentPolicy[found_on], interpolation=mode),
+        "randaugment": lambda: v2.RandAugment(magnitude=config.randaugment_magnitude, interpolation=mode),
+        "trivialaugment": lambda: v2.TrivialAugmentWide(interpolation=mode),
     }
-    policy = makers[config.auto_augment]()
+    changes = [v2.ColorJitter(jitter, jitter, jitter)] if jitter else []
+    changes.append(makers[config.auto_augment]())
     composed: Callable[[Any], Tensor]
-    composed = v2.Compose([v2.ToPILImage(), policy, v2.PILToTensor()] if through_pillow else [policy])
+    composed = v2.Compose([v2.ToPILImage(), *changes, v2.PILToTensor()] if through_pillow else changes)
     return composed

@@ -7,17 +7,14 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from training.config.train_config import Interpolation
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 CropBox = tuple[int, int, int, int]
 """Top, left, height and width, in pixels."""
 
-# Side of the square that evaluations crop, as a part of an image's shorter side: the usual 224 of 256 pixels.
-EVALUATION_CROP = 224 / 256
-
-# Szegedy et al., "Going deeper with convolutions" (2015): width by height.
-_RATIOS = 3 / 4, 4 / 3
 _TRIES = 10
 RANDOM_NUMBERS = 2 + 2 * _TRIES
 """Random numbers that a random box takes at most."""
@@ -29,27 +26,31 @@ def center_box(height: int, width: int, crop_pct: float = 1.0) -> CropBox:
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def random_box(numbers: Iterator[float], height: int, width: int, area: tuple[float, float]) -> CropBox:
+def random_box(
+    numbers: Iterator[float], height: int, width: int, area: tuple[float, float], ratio: tuple[float, float]
+) -> CropBox:
     """A box of random place, area and shape, as torchvision's RandomResizedCrop draws it.
 
     It takes at most RANDOM_NUMBERS of the numbers, which are from [0, 1). `area` has the least and the greatest area of
-    the box, as parts of the image's.
+    the box, as parts of the image's; `ratio` the least and the greatest width by height.
     """
     down, across = next(numbers), next(numbers)
-    shortest, longest = map(math.log, _RATIOS)
+    shortest, longest = map(math.log, ratio)
     for _ in range(_TRIES):
         pixels = height * width * (area[0] + next(numbers) * (area[1] - area[0]))
-        ratio = math.exp(shortest + next(numbers) * (longest - shortest))
-        high, wide = round(math.sqrt(pixels / ratio)), round(math.sqrt(pixels * ratio))
+        shape = math.exp(shortest + next(numbers) * (longest - shortest))
+        high, wide = round(math.sqrt(pixels / shape)), round(math.sqrt(pixels * shape))
         if 0 < high <= height and 0 < wide <= width:
             break
     else:
-        high, wide = min(height, round(width / _RATIOS[0])), min(width, round(height * _RATIOS[1]))
+        high, wide = (max(1, round(side)) for side in (min(height, width / ratio[0]), min(width, height * ratio[1])))
         down = across = 1 / 2
     return int(down * (height - high + 1)), int(across * (width - wide + 1)), high, wide
 
 
-def crop_and_resize(image: "Tensor", box: CropBox, size: tuple[int, int]) -> "Tensor":
+def crop_and_resize(
+    image: "Tensor", box: CropBox, size: tuple[int, int], interpolation: Interpolation = "bilinear"
+) -> "Tensor":
     """The box of an image (uint8 [h, w, c]), resized to uint8 [c, *size].
 
     Interleaved channels, [h, w, c], take two thirds of the time of separate planes.
@@ -60,9 +61,9 @@ def crop_and_resize(image: "Tensor", box: CropBox, size: tuple[int, int]) -> "Te
     part = image[top : top + height, left : left + width].permute(2, 0, 1)
     if (height, width) == size:
         return part
-    return functional.interpolate(part[None], size, mode="bilinear", antialias=True)[0]
+    return functional.interpolate(part[None], size, mode=interpolation, antialias=True)[0]
 
 
-def center_crop(image: "Tensor", size: tuple[int, int], crop_pct: float = EVALUATION_CROP) -> "Tensor":
+def center_crop(image: "Tensor", size: tuple[int, int], crop_pct: float, interpolation: Interpolation) -> "Tensor":
     """The middle of an image (uint8 [h, w, c]), `crop_pct` of its shorter side, resized to uint8 [c, *size]."""
-    return crop_and_resize(image, center_box(image.shape[0], image.shape[1], crop_pct), size)
+    return crop_and_resize(image, center_box(image.shape[0], image.shape[1], crop_pct), size, interpolation)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from training.config.train_config import TrainConfig
 from training.runtime.counter_rng import Purpose, derive_key
@@ -59,7 +58,7 @@ def mix_images(mix: Mixup, images: Tensor) -> Tensor:
 
 def mix_labels(mix: Mixup, labels: Tensor, classes: int) -> Tensor:
     """The targets of mixed images: int64 [n] to float [n, classes], whose rows add up to 1."""
-    targets = functional.one_hot(labels, classes).float()
+    targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
     return targets * mix.lam + _partners(targets) * (1 - mix.lam)
 
 

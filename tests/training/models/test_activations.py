@@ -1,0 +1,121 @@
+"""Blocks that are computed twice give the same bits, and keep less memory; stochastic depth has the rate asked for."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torchvision.models import convnext, swin_transformer, vision_transformer
+from torchvision.ops import StochasticDepth
+from trainer_rig import Starter
+
+from hpc.core.errors import UserError
+from training.config.train_config import TrainConfig
+from training.models.activations import checkpoint_activations
+from training.models.factory import build_model, set_drop_path
+from training.models.small_models import SmallResNet
+
+
+def vit() -> nn.Module:
+    return vision_transformer.VisionTransformer(16, 8, 2, 2, 8, 16, dropout=0.2, num_classes=3)
+
+
+def swin() -> nn.Module:
+    sizes = {"patch_size": [2, 2], "window_size": [2, 2], "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2]}
+    return swin_transformer.SwinTransformer(**sizes, stochastic_depth_prob=0.5, num_classes=3)
+
+
+def convnext_of_two_stages() -> nn.Module:
+    stages = [convnext.CNBlockConfig(8, 16, 2), convnext.CNBlockConfig(16, None, 1)]
+    return convnext.ConvNeXt(stages, stochastic_depth_prob=0.5, num_classes=3)
+
+
+MODELS = [vit, swin, convnext_of_two_stages, lambda: SmallResNet(8, 3, 3)]
+
+
+def step(model: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], int]:
+    """The gradients, batch statistics and next random number after a step, and the bytes kept outside of blocks."""
+    kept = 0
+
+    def keep(value: Tensor) -> Tensor:
+        nonlocal kept
+        kept += value.nbytes
+        return value
+
+    torch.manual_seed(3)
+    images = torch.rand(4, 3, 16, 16)
+    with saved_tensors_hooks(keep, lambda value: value), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        loss = model(images).float().square().sum()
+    loss.backward()
+    found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return found | dict(model.named_buffers()) | {"random": torch.rand(1)}, kept
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_bits_are_the_same_and_less_is_kept(make: Callable[[], nn.Module], dtype: torch.dtype | None) -> None:
+    plain = make().train()
+    model = copy.deepcopy(plain)
+    assert checkpoint_activations(model) >= 2
+    for _ in range(2):
+        (one, all_of_it), (other, rest) = step(plain, dtype), step(model, dtype)
+        assert one.keys() == other.keys()
+        assert not [name for name, value in one.items() if not torch.equal(value, other[name])]
+        assert rest < all_of_it / 2
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_each_block_is_computed_again_only_in_training() -> None:
+    model, calls = SmallResNet(8, 3, 3), list[str]()
+    checkpoint_activations(model)
+    for name, module in model.named_modules():
+        if name.endswith("conv1"):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    step(model.train(), None)
+    assert len(calls) == 2 * len(set(calls)) == 6
+    calls.clear()
+    with torch.no_grad():
+        model.eval()(torch.rand(2, 3, 16, 16))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_training_may_compute_again_from_its_middle_on(start: Starter, strategy: str) -> None:
+    flags = ("--model=resnet20", "--epochs=1", "--batch-size=90", f"--strategy={strategy}")
+    whole = start.complete(*flags, run="whole", world_size=2).run_dir
+    cut = start(*flags, "--fault=stop@1:0", run="cut", world_size=2)
+    assert cut.wait() == [0, 0], cut.output()
+    start.complete(*flags, "--checkpoint-activations", run="cut", world_size=2)
+    assert same_weights(whole, cut.run_dir)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = (load_file(run / "final" / "model.safetensors") for run in (one, other))
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_model_without_blocks_is_refused(start: Starter) -> None:
+    training = start("--checkpoint-activations")
+    assert training.wait() == [2]
+    assert "has no blocks to compute again in small-cnn: leave it out" in training.output()
+
+
+# --- stochastic depth ---
+
+
+def test_the_last_block_gets_the_rate_and_the_others_their_part_of_it() -> None:
+    model = swin()
+    set_drop_path(model, 0.2, "swin")
+    assert [part.p for part in model.modules() if isinstance(part, StochasticDepth)] == pytest.approx([0, 0.1, 0.2])
+
+
+def test_a_model_without_stochastic_depth_is_refused() -> None:
+    config = TrainConfig(data="x", model="resnet20", drop_path=0.1)
+    with pytest.raises(UserError, match=r"--drop-path is 0.1, but resnet20 has no stochastic depth: leave it out"):
+        build_model(config, classes=3, channels=3, size=32)

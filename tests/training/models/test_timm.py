@@ -1,0 +1,121 @@
+"""Models of timm train, resume, export and say what they were made for."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from trainer_rig import Ask, Starter
+
+from hpc.core.errors import UserError
+from training import export
+from training.config.model_names import check_model, models_of, resolve_weights
+from training.config.train_config import TrainConfig
+from training.engine.optim import decayed_names, layer_scales
+from training.models.factory import build_model, head_name, input_size, last_layer_name
+
+timm_only = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed here")
+FLAGS = ("--model=timm:test_vit", "--image-size=32", "--epochs=1", "--batch-size=9", "--num-workers=0", "--log-every=1")
+
+
+def build(name: str, size: int = 160, **settings: object) -> nn.Module:
+    config = TrainConfig(data="x", model=f"timm:{name}", **settings)  # type: ignore[arg-type]  # any of its fields
+    return build_model(config, classes=5, channels=3, size=size)
+
+
+def test_without_timm_the_answer_is_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(
+        UserError, match=r"--model timm:test_vit needs the package timm, .* install 'torchrelay\[timm\]'"
+    ):
+        check_model("timm:test_vit")
+
+
+def test_weights_by_a_name_are_refused() -> None:
+    with pytest.raises(UserError, match=r"--weights is 'in1k': for timm:test_vit give a file"):
+        resolve_weights("timm:test_vit", "in1k")
+
+
+def test_synchronised_normalization_is_refused() -> None:
+    with pytest.raises(UserError, match="--sync-bn cannot be combined with timm's models"):
+        TrainConfig(data="x", model="timm:test_resnet", sync_bn=True)
+
+
+@timm_only
+def test_names_are_those_that_timm_itself_lists() -> None:
+    import timm
+
+    assert list(models_of("timm")) == sorted(timm.list_models())
+    check_model("timm:test_vit")
+    check_model("timm:test_vit.r160_in1k")
+    with pytest.raises(UserError, match=r"did you mean .*timm:test_vit"):
+        check_model("timm:test_vitt")
+    with pytest.raises(UserError, match=r"--model is 'timm:test_vit.no', which timm does not have"):
+        build("test_vit.no")
+
+
+@timm_only
+@pytest.mark.parametrize(
+    ("name", "head"), [("test_vit", "head"), ("test_resnet", "fc"), ("test_convnext", "head.fc"), ("vgg11", "head.fc")]
+)
+def test_the_head_has_the_classes_and_may_have_a_hidden_layer(name: str, head: str) -> None:
+    with torch.device("meta"):
+        model = build(name)
+        assert (last_layer_name(model), head_name(model)) == (head, head.partition(".")[0])
+        assert model.get_submodule(head).out_features == 5  # type: ignore[union-attr]
+        assert last_layer_name(build(name, head_hidden=7)) == f"{head}.2"
+
+
+@timm_only
+def test_the_size_is_the_models_own_or_as_asked_for_if_it_takes_it() -> None:
+    assert input_size(TrainConfig(data="x", model="timm:test_vit"), 28) == 160
+    for name in ("test_vit", "test_resnet"):
+        model = build(name, size=64, image_size=64).eval()
+        assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 5)
+    with pytest.raises(UserError, match=r"--image-size is 50, which timm:test_vit does not take"):
+        build("test_vit", size=50, image_size=50)
+
+
+@timm_only
+def test_stochastic_depth_is_set_where_there_is_any() -> None:
+    rates = [part.drop_prob for part in build("test_vit", drop_path=0.3).modules() if hasattr(part, "drop_prob")]
+    assert max(rates) == pytest.approx(0.3)
+    with pytest.raises(UserError, match=r"--drop-path is 0.3, but timm:vgg11 has no stochastic depth: leave it out"):
+        build("vgg11", drop_path=0.3)
+
+
+@timm_only
+def test_layers_and_decay_are_those_of_timm() -> None:
+    from timm.optim import param_groups_weight_decay
+
+    for name in ("test_vit", "test_resnet", "test_convnext"):
+        model = build(name)
+        spared = getattr(model, "no_weight_decay", set)()
+        without = {
+            id(value) for value in param_groups_weight_decay(model, 0.1, no_weight_decay_list=spared)[0]["params"]
+        }
+        decayed = decayed_names(model)
+        assert {key for key, value in model.named_parameters() if id(value) not in without} == decayed
+    # Embeddings, six blocks, the head.
+    assert len(set(layer_scales(build("test_vit"), 0.5).values())) == 2 + len(build("test_vit").blocks)  # type: ignore[arg-type]
+
+
+@timm_only
+def test_a_training_resumes_exactly_and_its_model_is_exported(
+    start: Starter, folder_data: Path, tmp_path: Path, ask: Ask
+) -> None:
+    start.data = folder_data
+    whole = start.complete(*FLAGS, run="whole").run_dir
+    cut = start(*FLAGS, "--fault=stop@2:0", run="cut")
+    assert cut.wait() == [0], cut.output()
+    start.complete(*FLAGS, "--checkpoint-activations", run="cut")
+    one, other = (load_file(run / "final" / "model.safetensors") for run in (whole, cut.run_dir))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    card = json.loads((whole / "final" / "model.json").read_text())
+    # timm's small ViT was made for these, other than the data's.
+    assert (card["model"], card["mean"], card["std"]) == ("timm:test_vit", [0.5] * 3, [0.5] * 3)
+    code, printed, errors = ask(whole, "--format=torch", f"--output={tmp_path / 'model.pt2'}", program=export.main)
+    assert (code, errors) == (0, ""), printed + errors

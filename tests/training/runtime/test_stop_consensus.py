@@ -1,0 +1,71 @@
+"""How often the ranks exchange flags, and when what one of them requests takes effect."""
+
+import signal
+from itertools import pairwise
+
+import pytest
+
+from training.runtime import stop_consensus
+from training.runtime.process_group import ProcessGroup
+from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
+
+
+class Clock:
+    """A clock that a test moves on."""
+
+    seconds = 0.0
+
+    @classmethod
+    def monotonic(cls) -> float:
+        return cls.seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_consensus, "time", Clock)
+
+
+def exchanges(consensus: StopConsensus, step_seconds: float, steps: int, flags: StepFlags) -> list[tuple[int, bool]]:
+    """The steps at whose boundary flags are exchanged, and whether a save was agreed on."""
+    found = []
+    Clock.seconds += step_seconds
+    for step in range(steps):
+        if consensus.is_due():
+            found.append((step, bool(consensus.exchange(flags).save)))
+        Clock.seconds += step_seconds
+    return found
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "most", "every"), [(100, 10, 1), (30, 10, 1), (10, 10, 5), (1, 10, 10), (1, 3, 3), (1, 0, 1)]
+)
+def test_flags_are_exchanged_about_every_50_ms(group: ProcessGroup, step_ms: int, most: int, every: int) -> None:
+    found = exchanges(StopConsensus(group.control, most), step_ms / 1000, 40, StepFlags())
+    steps = [step for step, _ in found]
+    assert steps[:2] == [0, 1], "what the first one agrees on is known at the second"
+    assert {later - earlier for earlier, later in pairwise(steps[1:])} == {every}
+
+
+def test_a_request_takes_effect_once_at_the_next_exchange(group: ProcessGroup) -> None:
+    consensus = StopConsensus(group.control)
+    exchanges(consensus, 0.01, 20, StepFlags())
+    found = exchanges(consensus, 0.01, 20, StepFlags(save=1))
+    # The request is repeated until it has taken effect, and means the same until then.
+    assert [saved for _, saved in found] == [False, True, False, True]
+
+
+def test_a_signal_ends_the_training_at_the_next_exchange(group: ProcessGroup) -> None:
+    consensus = StopConsensus(group.control)
+    assert consensus.exchange(StepFlags(signal=signal.SIGUSR2)) == StepFlags()
+    with pytest.raises(StopRequested) as raised:
+        consensus.exchange(StepFlags())
+    assert raised.value.name == "SIGUSR2"
+    consensus.wait()
+
+
+def test_where_steps_become_slow_flags_are_exchanged_at_each_again(group: ProcessGroup) -> None:
+    consensus = StopConsensus(group.control)
+    exchanges(consensus, 0.001, 30, StepFlags())
+    steps = [step for step, _ in exchanges(consensus, 1.0, 40, StepFlags())]
+    assert steps[-5:] == [35, 36, 37, 38, 39]
+    assert steps[2] < 30, "within two intervals"

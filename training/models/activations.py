@@ -1,0 +1,60 @@
+"""Activation checkpointing: the backward pass computes each block again instead of keeping what it computed.
+
+Runs on every rank. Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost" (2016).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from training.models.blocks import blocks_in_order
+
+
+def checkpoint_activations(model: nn.Module) -> int:
+    """Keep of each block only the input until the backward pass; it computes the same, with the same dropout.
+
+    The names of the model's tensors stay the same, and evaluations as they are. Returns the number of such blocks: not
+    single layers, which would save nothing, because their input is kept anyway.
+    """
+    blocks = [block for block in blocks_in_order(model) if _is_worth_it(block)]
+    for block in blocks:
+        # A copy of the model would have this block's: the moving average is copied before.
+        block.forward = _recomputed(block)
+    return len(blocks)
+
+
+def _is_worth_it(block: nn.Module) -> bool:
+    return any(True for _ in block.children()) and any(True for _ in block.parameters())
+
+
+def _recomputed(block: nn.Module) -> Callable[..., Any]:
+    forward = block.forward
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _keep_statistics(block)
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return forward(*inputs, **named)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+
+    return call
+
+
+@contextmanager
+def _keep_statistics(block: nn.Module) -> Iterator[None]:
+    """Let the second forward pass change copies of the batch statistics."""
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
+    for norm, name, buffer in kept:
+        setattr(norm, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for norm, name, buffer in kept:
+            setattr(norm, name, buffer)

@@ -1,0 +1,51 @@
+"""The blocks of a model: each is sharded, computed again, or trained at a rate of its own. Runs on every rank."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from training.models.factory import last_layer_name
+
+
+def is_row(module: nn.Module) -> bool:
+    """Whether the module is a Sequential or a list, which has no forward of its own."""
+    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
+
+
+def row_members(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost Sequentials and lists inside a module."""
+    for child in module.children():
+        if is_row(module) and not is_row(child):
+            yield child
+        else:
+            yield from row_members(child)
+
+
+def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of Sequentials and lists, and the layers beside them, in the order of the model's code."""
+    for child in module.children():
+        is_member = is_row(module) and not is_row(child)
+        # timm's stages are modules with a row of this name.
+        is_stage = isinstance(getattr(child, "blocks", None), nn.Sequential | nn.ModuleList)
+        if (is_member and not is_stage) or not any(is_row(part) for part in child.modules()):
+            yield child
+        else:
+            yield from blocks_in_order(child)
+
+
+def depths(model: nn.Module) -> dict[str, int]:
+    """By the names of the parameters, how many blocks come before them, in the order of the model's code.
+
+    Norms and embeddings belong to the block before them, or to the first one. The last layer is a block of its own.
+    """
+    block_of: dict[nn.Parameter, nn.Module] = {}
+    for block in (*blocks_in_order(model), model.get_submodule(last_layer_name(model))):
+        if any(parameter.dim() > 1 for parameter in block.parameters()):
+            block_of.update(dict.fromkeys(block.parameters(), block))
+    found: dict[str, int] = {}
+    begun: list[nn.Module] = []
+    for name, parameter in model.named_parameters():
+        if parameter in block_of and block_of[parameter] not in begun[-1:]:
+            begun.append(block_of[parameter])
+        found[name] = max(len(begun) - 1, 0)
+    return found

@@ -1,0 +1,51 @@
+"""Models of the package timm (`--model timm:NAME`). Runs on every rank; imported only for these: it takes seconds."""
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+from hpc.core.errors import UserError, need_package
+from training.config.model_names import TIMM
+from training.models.factory import no_stochastic_depth
+
+
+def timm_settings(model: str) -> Any:
+    """What a model was made for: timm's PretrainedCfg of `timm:NAME` or `timm:NAME.TAG`.
+
+    Raises:
+        UserError: timm is not installed, or has no such model.
+    """
+    need_package("timm", "timm", f"--model {model}")
+    timm = importlib.import_module("timm")
+    name = model.removeprefix(TIMM)
+    try:
+        found = timm.get_pretrained_cfg(name)
+    except RuntimeError as error:
+        raise UserError(f"--model is {model!r}, which timm does not have ({error}): use another") from error
+    if found is None:
+        raise UserError(f"--model is {model!r}, of which timm knows no settings: use another")
+    return found
+
+
+def build_timm_model(model: str, classes: int, size: int, drop_path: float | None) -> nn.Module:
+    """A model with random weights, for images of `size` pixels.
+
+    Raises:
+        ValueError: it does not take images of this size.
+        UserError: it has no stochastic depth.
+    """
+    settings, arguments = timm_settings(model), dict[str, Any]()
+    native = settings.input_size[-1]
+    if settings.fixed_input_size and size != native:
+        arguments["img_size"] = size
+    if drop_path is not None:
+        arguments["drop_path_rate"] = drop_path
+    timm = importlib.import_module("timm")
+    try:
+        made: nn.Module = timm.create_model(model.removeprefix(TIMM), num_classes=classes, **arguments)
+    except TypeError as error:
+        if "drop_path_rate" in str(error):
+            raise no_stochastic_depth(drop_path, model) from error
+        raise ValueError(f"it takes {native} pixels") from error
+    return made
