@@ -50,6 +50,7 @@ PARTS = (
     Part(name="resnet18", script="throughput.py", seconds=45, arguments=("--case=resnet18-32px",)),
     Part(name="vit", script="throughput.py", seconds=50, arguments=("--case=vit-b-16",)),
     Part(name="repeatability", script="repeatability.py", seconds=150),
+    Part(name="stalls", script="stalls.py", seconds=60),
     Part(name="accuracy", script="accuracy.py", seconds=90),
 )
 

@@ -1,0 +1,146 @@
+"""What holds a training up: operations for which the host waits for the GPU, snapshots and checkpoints.
+
+Waits are counted in steps that also log metrics (torch.cuda.set_sync_debug_mode). A save is measured by windows of
+steps that begin with one, against windows beside them that do not; and as the trainer measures it, which
+`--snapshot-every auto` goes by.
+"""
+
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from loops import Case, our_trainer
+from part import Goal, PartOptions, Row, finish, goal, on_gpu, synchronize
+
+from hpc.core.nodedir import NodeDir
+from training.checkpoint.writer import StateWriter
+from training.config.rules import INTERVAL_WORDS
+from training.config.train_config import TrainConfig
+from training.engine.trainer import Trainer
+from training.runtime.process_group import connect, disconnect
+from training.runtime.repeatability import configure
+from training.runtime.run_context import rank_info_from
+
+_AUTO = INTERVAL_WORDS["snapshot_every"]["auto"]
+# Saves are called here.
+_BY_HAND: dict[str, Any] = {"snapshot_every": "off", "checkpoint_every": "1000000", "log_every": 5}
+_CHECKPOINT_MS, _SNAPSHOT_SHARE = 20, 0.01
+CASES: tuple[tuple[Case, dict[str, Any]], ...] = (
+    (Case(model="resnet50", image_size=224, batch_size=256), {}),
+    (
+        Case(model="vit_b_16", image_size=224, batch_size=128, optimizer="adamw"),
+        {"ema_decay": 0.999, "clip_grad_norm": 1.0, "mixup": 0.2},
+    ),
+    (Case(model="resnet18", image_size=32, batch_size=512), {"sync_bn": True}),
+)
+SMALL = ((Case(model="resnet20", image_size=32, batch_size=8, amp="none"), {"sync_bn": True}),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(PartOptions):
+    """What to measure."""
+
+    seconds: float = 1.0
+    """Of each window."""
+    rounds: int = 5
+    """Windows of each kind, the median of which counts."""
+
+
+def measure(options: Options, trainer: Trainer) -> Row:
+    """One model's waits and saves."""
+    trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
+    trainer.resume()
+    steps = trainer.steps()
+    advance(steps, 6)
+    waits = count_waits(steps, 2 * trainer.config.log_every)
+    window = max(4, int(options.seconds / (advance(steps, 4) / 4)))
+    saves: dict[str, tuple[StateWriter, Callable[[], object]]] = {
+        "snapshot": (trainer.snapshot_writer, trainer.snapshot_writer.save),
+        "checkpoint": (trainer.checkpoint_writer, trainer.save),
+    }
+    row: Row = {"model": trainer.config.model, "step_ms": 0.0, "waits": len(waits), "where": ", ".join(sorted(waits))}
+    for name, (writer, save) in saves.items():
+        plain, saving = [], []
+        # The first one allocates memory.
+        for number in range(options.rounds + 1):
+            plain.append(advance(steps, window))
+            saving.append(advance(steps, window, save))
+            writer.wait()
+            if number == 0:
+                plain, saving = [], []
+        row["step_ms"] = round(statistics.median(plain) / window * 1000, 2)
+        lost = statistics.median(one - other for one, other in zip(saving, plain, strict=True))
+        row |= {f"{name}_ms": round(lost * 1000, 1), f"{name}_measured_ms": round(writer.cost_seconds * 1000, 1)}
+    return row
+
+
+def advance(steps: Iterator[None], count: int, save: Callable[[], object] | None = None) -> float:
+    """Make some steps, after a save if there is one, and return the seconds."""
+    began = synchronize()
+    if save:
+        save()
+    for _ in islice(steps, count):
+        pass
+    return synchronize() - began
+
+
+def count_waits(steps: Iterator[None], count: int) -> set[str]:
+    """The lines of code at which the host waits for the GPU in these steps."""
+    if not on_gpu():
+        advance(steps, count)
+        return set()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for _ in islice(steps, count):
+            pass
+        torch.cuda.set_sync_debug_mode("default")
+    return {
+        f"{Path(warning.filename).name}:{warning.lineno}"
+        for warning in caught
+        if "synchronizing" in str(warning.message)
+    }
+
+
+def goals(row: Row) -> list[Goal]:
+    """Of one model."""
+    interval = max(_AUTO.seconds or 0.0, row["snapshot_measured_ms"] / 1000 / (_AUTO.max_overhead or 1.0))
+    share = round(max(0.0, row["snapshot_ms"]) / 1000 / interval, 4)
+    checkpoint, name = row["checkpoint_ms"], row["model"]
+    return [
+        goal(f"{name}: waits for the GPU", row["waits"], "0", met=row["waits"] == 0),
+        goal(f"{name}: a checkpoint", checkpoint, f"<= {_CHECKPOINT_MS} ms", met=checkpoint <= _CHECKPOINT_MS),
+        goal(f"{name}: snapshots, auto", share, f"<= {_SNAPSHOT_SHARE}", met=share <= _SNAPSHOT_SHARE),
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    options = tyro.cli(Options)
+    if options.small:
+        options = replace(options, seconds=0.1, rounds=1)
+    configure(TrainConfig(synthetic=True))
+    group = connect(rank_info_from(os.environ))
+    rows = []
+    for case, flags in SMALL if options.small else CASES:
+        # Snapshots in memory, as in a run; a checkpoint's stall does not depend on the disk.
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:  # a new directory in it
+            node = NodeDir(Path(directory) / "node")
+            node.path.mkdir(mode=0o700)
+            trainer = our_trainer(case, group, Path(directory) / "run", node, **_BY_HAND, **flags)
+            rows.append(measure(options, trainer))
+            trainer.finish_writing()
+    finish(options, rows, [each for row in rows for each in goals(row)])
+    disconnect()
+
+
+if __name__ == "__main__":
+    main()
