@@ -9,14 +9,19 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_every_part_of_make_gpu_measures_something(tmp_path: Path) -> None:
+# Every script; `files` does what the other measurements of throughput do, too.
+PARTS = ("two-ranks", "exactness", "files", "repeatability", "stalls", "accuracy")
+
+
+def test_every_script_of_make_gpu_measures_something(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu", "--small", f"--output={output}"],
+        [sys.executable, "benchmarks/gpu", "--small", f"--output={output}", *PARTS],
         cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads(output.read_text())["parts"]
+    assert [part["part"] for part in parts] == list(PARTS)
     assert all(part["rows"] and part["goals"] for part in parts), parts
     # On a CPU speeds say nothing; that bits are the same must hold here too.
     bits = {goal["name"]: goal["value"] for part in parts for goal in part["goals"] if goal["goal"] == "the same bits"}
