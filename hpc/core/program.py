@@ -154,8 +154,12 @@ def _default_hint(default: str) -> str:
 
 
 def without_texts(options: type[Any]) -> type[Any]:
-    """The dataclass without the help of its flags: tyro's scripts would offer the second line of a text as a word."""
-    return _annotated(options, lambda _: tyro.conf.arg(help="")) if dataclasses.is_dataclass(options) else options
+    """The dataclass without the help of its flags: tyro's scripts would offer the second line of a text as a word.
+
+    Without defaults too: fish passes all flags of all verbs to Python in one argument, which Linux limits to 128 KiB.
+    """
+    nothing = tyro.conf.arg(help="", help_behavior_hint="")
+    return _annotated(options, lambda _: nothing) if dataclasses.is_dataclass(options) else options
 
 
 def print_completion(options: Any, prog: str, shell: str) -> None:

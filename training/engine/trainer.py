@@ -4,6 +4,7 @@ All ranks do the same. The checkpoint at the end of an epoch precedes the valida
 is repeated, and costs nothing else.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -96,9 +97,7 @@ class Trainer:
         self.checkpoint_writer = StateWriter(checkpoints, self.state, group)
         self.snapshots = SnapshotDestination(context, group, self.logger, sharded=self.state.sharded)
         self.snapshot_writer = StateWriter(self.snapshots, self.state, group)
-        # Snapshots of an interval in steps come late by a quarter of it at most.
-        steps = self.snapshots.interval.steps
-        self.stop_consensus = StopConsensus(group.control, steps // 4 if steps else None)
+        self.stop_consensus = StopConsensus(group.control)
         evaluated = replace(preprocess, size=config.eval_image_size or preprocess.size)
         evaluator = Evaluator(
             config=config,
@@ -248,7 +247,7 @@ class Trainer:
         Raises:
             StopRequested: some rank was sent a signal.
         """
-        is_rank_zero = self.group.is_rank_zero
+        is_rank_zero, steps_left = self.group.is_rank_zero, self.schedule.total_steps - self.state.progress.step
         # No snapshot while the logger is still writing the best model: restore rejects a snapshot whose best model is
         # missing.
         snapshot_due = (
@@ -261,7 +260,9 @@ class Trainer:
                 snapshot=int(snapshot_due),
                 corrupt_images=int(self.corrupt_images.has_unshared),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
-            )
+            ),
+            # A snapshot of an interval in steps is late by a quarter of it at most, and a stop is heard near the end.
+            max_interval=min(self.snapshots.interval.steps or math.inf, steps_left) / 4,
         )
         if agreed.corrupt_images:
             self.corrupt_images.share()

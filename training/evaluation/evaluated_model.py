@@ -65,7 +65,13 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
         card = read_card((directory / MODEL_CARD).read_text(encoding="utf-8"), str(directory / MODEL_CARD))
         weights = _read_weights(directory)
         made = card.config()
-        built = replace(config, model=made.model, head_hidden=made.head_hidden, weights=made.weights, amp=made.amp)
+        built = replace(
+            _as_trained(config, card),
+            model=made.model,
+            head_hidden=made.head_hidden,
+            weights=made.weights,
+            amp=made.amp,
+        )
         model = build_model(built, classes=len(card.classes), channels=card.channels, size=card.size)
     model = place_model(model, built, group)
     with group.raise_on_all_ranks():
@@ -85,10 +91,15 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
     return EvaluatedModel(card=card, config=built, model=model, preprocess=preprocess, takes_any_size=True)
 
 
+def _as_trained(config: TrainConfig, card: ModelCard) -> TrainConfig:
+    """With the batch size of the training, which limits that of its evaluations: last bits depend on it."""
+    return replace(config, batch_size=card.made_from.get("config", {}).get("batch_size", config.batch_size))
+
+
 def _exported(card: ModelCard, model: ExportedClassifier, config: TrainConfig) -> EvaluatedModel:
     return EvaluatedModel(
         card=card,
-        config=replace(config, amp="none", strategy="ddp"),
+        config=replace(_as_trained(config, card), amp="none", strategy="ddp"),
         model=model,
         preprocess=lambda images: images,
         takes_any_size=False,

@@ -229,6 +229,8 @@ class RunLogger:
         """
         if not self._writes:
             return
+        # A complete run has all its metrics.
+        self.wait_for_metrics()
         self.wait()
         try:
             publish_directory(self._run_dir.final, partial(_write_model, weights, result, files))

@@ -3,6 +3,7 @@
 `training.runtime.signals` receives the signal, `Trainer.save_and_stop` saves the step that the ranks agreed on.
 """
 
+import math
 import time
 from signal import Signals
 from typing import NamedTuple
@@ -43,9 +44,8 @@ class StopConsensus:
     intervals; an interval is one boundary where steps take 50 ms or more.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, max_interval: int | None = None) -> None:
+    def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
-        self._max_interval = max(1, min(_MAX_INTERVAL if max_interval is None else max_interval, _MAX_INTERVAL))
         self._is_rank_zero = distributed.get_rank() == 0
         self._pending: tuple[Tensor, distributed.Work] | None = None
         self._began = time.monotonic()
@@ -59,10 +59,11 @@ class StopConsensus:
         self._boundaries += 1
         return self._boundaries >= self.interval
 
-    def exchange(self, flags: StepFlags) -> StepFlags:
+    def exchange(self, flags: StepFlags, max_interval: float = math.inf) -> StepFlags:
         """Send this rank's flags, and return those agreed on at the previous exchange: the same on every rank.
 
-        Every rank must call this: at a step boundary when `is_due`, in an evaluation before each batch.
+        Every rank must call this: at a step boundary when `is_due`, in an evaluation before each batch. Rank 0's
+        `max_interval` limits the boundaries from the next exchange to the one after it.
 
         Raises:
             StopRequested: some rank received a signal.
@@ -71,19 +72,19 @@ class StopConsensus:
         self.interval = agreed.interval or 1
         # What was agreed on happens now. A rank that still requests it means the same: it must not happen twice.
         wanted = StepFlags(*(0 if done else flag for done, flag in zip(agreed, flags, strict=True)))
-        maximum = torch.tensor(wanted._replace(interval=self._proposed_interval()))
+        maximum = torch.tensor(wanted._replace(interval=self._proposed_interval(max_interval)))
         work = distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (maximum, work)
         if agreed.signal:
             raise StopRequested(agreed.signal)
         return agreed
 
-    def _proposed_interval(self) -> int:
+    def _proposed_interval(self, max_interval: float) -> int:
         """How many boundaries fit into the time between two exchanges, as of the last; 0 on ranks other than 0."""
         now, boundaries = time.monotonic(), self._boundaries
         fitting = int(_EXCHANGE_SECONDS * boundaries / max(now - self._began, 1e-9))
         self._began, self._boundaries = now, 0
-        return max(1, min(self._max_interval, fitting)) if self._is_rank_zero else 0
+        return max(1, int(min(max_interval, _MAX_INTERVAL, fitting))) if self._is_rank_zero else 0
 
     def wait(self) -> StepFlags:
         """Wait for the pending all-reduce, and return its flags."""

@@ -1,5 +1,6 @@
 """How often the ranks exchange flags, and when what one of them requests takes effect."""
 
+import math
 import signal
 from itertools import pairwise
 
@@ -25,13 +26,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_consensus, "time", Clock)
 
 
-def exchanges(consensus: StopConsensus, step_seconds: float, steps: int, flags: StepFlags) -> list[tuple[int, bool]]:
+def exchanges(
+    consensus: StopConsensus, step_seconds: float, steps: int, flags: StepFlags, most: float = math.inf
+) -> list[tuple[int, bool]]:
     """The steps at whose boundary flags are exchanged, and whether a save was agreed on."""
     found = []
     Clock.seconds += step_seconds
     for step in range(steps):
         if consensus.is_due():
-            found.append((step, bool(consensus.exchange(flags).save)))
+            found.append((step, bool(consensus.exchange(flags, most).save)))
         Clock.seconds += step_seconds
     return found
 
@@ -40,7 +43,7 @@ def exchanges(consensus: StopConsensus, step_seconds: float, steps: int, flags: 
     ("step_ms", "most", "every"), [(100, 10, 1), (30, 10, 1), (10, 10, 5), (1, 10, 10), (1, 3, 3), (1, 0, 1)]
 )
 def test_flags_are_exchanged_about_every_50_ms(group: ProcessGroup, step_ms: int, most: int, every: int) -> None:
-    found = exchanges(StopConsensus(group.control, most), step_ms / 1000, 40, StepFlags())
+    found = exchanges(StopConsensus(group.control), step_ms / 1000, 40, StepFlags(), most)
     steps = [step for step, _ in found]
     assert steps[:2] == [0, 1], "what the first one agrees on is known at the second"
     assert {later - earlier for earlier, later in pairwise(steps[1:])} == {every}
