@@ -207,23 +207,29 @@ def noise(count: int, channels: int = 3, size: int = 32) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
+# Flags, and what torchvision has for them, whatever the images were found on.
+TRANSFORMS: list[tuple[dict[str, Any], Callable[[Any], Any]]] = [
+    ({"auto_augment": "randaugment"}, v2.RandAugment()),
+    ({"auto_augment": "trivialaugment"}, v2.TrivialAugmentWide()),
+    (
+        {"auto_augment": "trivialaugment", "auto_augment_interpolation": "bilinear"},
+        v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR),
+    ),
+    ({"auto_augment": "randaugment", "randaugment_magnitude": 27}, v2.RandAugment(magnitude=27)),
+    ({"color_jitter": 0.4}, v2.ColorJitter(0.4, 0.4, 0.4)),
+    (
+        {"color_jitter": 0.2, "auto_augment": "randaugment"},
+        v2.Compose([v2.ColorJitter(0.2, 0.2, 0.2), v2.RandAugment()]),
+    ),
+]
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
     ("options", "transform"),
     [
         ({"auto_augment": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
-        ({"auto_augment": "randaugment"}, v2.RandAugment()),
-        ({"auto_augment": "trivialaugment"}, v2.TrivialAugmentWide()),
-        (
-            {"auto_augment": "trivialaugment", "auto_augment_interpolation": "bilinear"},
-            v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR),
-        ),
-        ({"auto_augment": "randaugment", "randaugment_magnitude": 27}, v2.RandAugment(magnitude=27)),
-        ({"color_jitter": 0.4}, v2.ColorJitter(0.4, 0.4, 0.4)),
-        (
-            {"color_jitter": 0.2, "auto_augment": "randaugment"},
-            v2.Compose([v2.ColorJitter(0.2, 0.2, 0.2), v2.RandAugment()]),
-        ),
+        *TRANSFORMS,
     ],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
@@ -241,18 +247,7 @@ def test_images_in_memory_become_what_torchvision_makes_of_them(
     [
         ({}, v2.Identity()),
         ({"auto_augment": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET)),
-        ({"auto_augment": "randaugment"}, v2.RandAugment()),
-        ({"auto_augment": "trivialaugment"}, v2.TrivialAugmentWide()),
-        (
-            {"auto_augment": "trivialaugment", "auto_augment_interpolation": "bilinear"},
-            v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR),
-        ),
-        ({"auto_augment": "randaugment", "randaugment_magnitude": 27}, v2.RandAugment(magnitude=27)),
-        ({"color_jitter": 0.4}, v2.ColorJitter(0.4, 0.4, 0.4)),
-        (
-            {"color_jitter": 0.2, "auto_augment": "randaugment"},
-            v2.Compose([v2.ColorJitter(0.2, 0.2, 0.2), v2.RandAugment()]),
-        ),
+        *TRANSFORMS,
     ],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
