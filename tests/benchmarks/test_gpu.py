@@ -16,8 +16,8 @@ PARTS = ("two-ranks", "exactness", "files", "repeatability", "stalls", "accuracy
 def test_every_script_of_make_gpu_measures_something(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu", "--small", f"--output={output}", *PARTS],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=600,
+        [sys.executable, "benchmarks/gpu", "--small", "--minutes=15", f"--output={output}", *PARTS],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=1000,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads(output.read_text())["parts"]
