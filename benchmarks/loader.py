@@ -13,7 +13,6 @@ down does so for all of them. Prints a table, and writes `benchmarks/results/loa
 import io
 import itertools
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -28,23 +27,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL
+import record
 import torch
-import torchvision
 import tyro
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
-from torchvision import transforms
+from torchvision import datasets, transforms
 
-from hpc.core.files import write_json
 from training.config.dataset_layout import check_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import make_schedule
 from training.data.build import load_data
 from training.data.loader import load_batches
 
-RESULTS = Path(__file__).parent / "results" / "loader.json"
 SIZE, HEIGHT, WIDTH, QUALITY = 224, 375, 500, 92
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 CLASSES = 10
@@ -97,9 +93,7 @@ def make_folder(root: Path, images: int) -> float:
 def tutorial(folder: Path, options: Options, workers: int) -> Iterator[int]:
     """The sizes of batches as they come, from the loader of the tutorials."""
     steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
-    dataset = torchvision.datasets.ImageFolder(
-        str(folder), transforms.Compose([*steps, transforms.Normalize(mean=MEAN, std=STD)])
-    )
+    dataset = datasets.ImageFolder(str(folder), transforms.Compose([*steps, transforms.Normalize(mean=MEAN, std=STD)]))
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
         dataset, batch_size=options.batch_size, shuffle=True, num_workers=workers
     )
@@ -165,22 +159,6 @@ def measure(root: Path, options: Options) -> dict[str, dict[int, list[Speed]]]:
     return found
 
 
-def hardware() -> dict[str, Any]:
-    """What it was measured on."""
-    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()]
-    names = [line.partition(":")[0].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()]
-    processor = models[names.index("model name")] if "model name" in names else platform.machine()
-    versions = {"torch": torch.__version__, "torchvision": torchvision.__version__, "pillow": PIL.__version__}
-    load = round(os.getloadavg()[0], 1)
-    return {
-        "processor": processor,
-        "load_average": load,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **versions,
-    }
-
-
 def report(found: dict[str, dict[int, list[Speed]]]) -> list[dict[str, Any]]:
     """A row for each setting and number of processes, with medians."""
     rows: list[dict[str, Any]] = []
@@ -213,7 +191,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Make, pack, measure, print."""
     options = tyro.cli(Options)
-    machine = hardware()
+    measured_on = record.machine(("torch", "torchvision", "pillow"))
     with tempfile.TemporaryDirectory() as directory, on_two_cores() as cores:
         root = Path(directory)
         mean_bytes = make_folder(root / "jpeg", options.images)
@@ -227,9 +205,8 @@ def main() -> None:
     show(rows)
     packed = {"seconds": round(pack_seconds, 1), "images_per_second": round(options.images / pack_seconds)}
     if options.write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        result = {"options": asdict(options), "images": data, "cores_used": cores, "packing": packed, "loaders": rows}
-        write_json(RESULTS, {"hardware": machine, **result})
+        settings = {"options": asdict(options), "images": data, "cores_used": cores, "packing": packed}
+        record.write("loader", measured_on, rows, **settings)
 
 
 if __name__ == "__main__":

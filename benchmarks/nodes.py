@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 
+import record
+
 from hpc.core import ledger
-from hpc.core.files import write_json
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 
 SIZES, TURNS = (1, 2, 4, 8, 16, 32), 3
 FILES, FILE_BYTES = 64, 2**18
-RESULT = Path(__file__).parent / "results" / "nodes.json"
 SCRIPT = "import time\nprint('started', time.time())\n"
 
 
@@ -78,6 +78,7 @@ def seconds_of(run: RunDir, events: list[Event]) -> Seconds:
 
 def main(sizes: list[int]) -> None:
     """Measure each size, print a table, write the result."""
+    measured_on = record.machine()
     names = [field.name for field in fields(Seconds)]
     print(f"| nodes | {' | '.join(f'{name}, s' for name in names)} |\n|--:|{'--:|' * len(names)}", flush=True)
     rows = []
@@ -92,7 +93,7 @@ def main(sizes: list[int]) -> None:
             row = {name: round(median(one[name] for one in found), 1) for name in names}
             rows.append({"nodes": nodes, **row, "runs": found})
             print(f"| {nodes} | {' | '.join(str(row[name]) for name in names)} |", flush=True)
-    write_json(RESULT, {"cores": os.cpu_count(), "load": os.getloadavg()[2], "rows": rows})
+    record.write("nodes", measured_on, rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ one is the node that falls silent (it is stopped). Prints a table and writes ben
 """
 
 import json
-import os
 import resource
 import secrets
 import signal
@@ -23,9 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import record
+
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of
-from hpc.core.files import write_json
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.core.transport import Connection, Limits, connect
@@ -41,7 +41,6 @@ SIZES = 16, 128, 512, 1024, 2048
 _POLL_SECONDS, _WARM_UP_SECONDS, _MEASURED_SECONDS, _PATIENCE_SECONDS = 0.1, 5.0, 15.0, 300.0
 # Each node's status comes as often as an agent's, spread over the time between.
 _SEND_SECONDS, _SLOTS, _JOIN_AT_ONCE = 0.5, 10, 32
-RESULT = Path(__file__).parent / "results" / "scale.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +210,9 @@ def measure(nodes: int) -> Row:
     )  # fmt: skip
 
 
-def processor() -> str:
-    """The name of the processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main(sizes: list[int]) -> None:
     """Measure each size in a process of its own, print a table in Markdown, write the result."""
+    measured_on = record.machine()
     print("| nodes | ranks | joined, s | cores | reports/s | look, ms | memory, MB | loss noticed, s | read, ms |")
     print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     rows = []
@@ -232,8 +226,7 @@ def main(sizes: list[int]) -> None:
             f"| {row.read_ms} |",
             flush=True,
         )
-    hardware = {"processor": processor(), "cores": os.cpu_count(), "python": sys.version.split()[0]}
-    write_json(RESULT, {"hardware": hardware, "rows": [asdict(row) for row in rows]})
+    record.write("scale", measured_on, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -21,19 +21,18 @@ share this machine's cores here, and have their own in a cluster.
 import io
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import record
 import tyro
 from PIL import Image
 from rich.console import Console
@@ -242,12 +241,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def hardware(options: Options) -> dict[str, Any]:
     """Where it was measured."""
     versions = {name: _first_line([name, "--version"]) for name in ("cp", "tar", "rsync") if shutil.which(name)}
-    return {
-        "processor": _proc("cpuinfo", "model name") or platform.machine(),
-        "cores": os.cpu_count(), "kernel": platform.release(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "python": platform.python_version(), **versions, "source": str(options.source), "disks": str(options.disks),
-    }  # fmt: skip
+    return {**record.machine(()), **versions, "source": str(options.source), "disks": str(options.disks)}
 
 
 def _first_line(command: list[str]) -> str:
@@ -282,9 +276,8 @@ def main(options: Options) -> None:
     rows = summary(found)
     settings = {key: value for key, value in asdict(options).items() if not isinstance(value, Path)}
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     measured = {"throttle_mb_per_second": throttle, "tar_bytes": size, "summary": rows, "measurements": found}
-    write_json(options.results, {"when": when, "hardware": hardware(options), "options": settings, **measured})
+    write_json(options.results, {"machine": hardware(options), "options": settings, **measured})
     print(f"{options.files} files, {size / 1e9:.2f} GB; the throttle gives {throttle} MB/s to so many readers\n")
     Console().print(table(rows))
 

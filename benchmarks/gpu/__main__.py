@@ -7,8 +7,8 @@
 Needs torch, torchvision, timm and what the trainer imports, and Fashion-MNIST. Each part is a process of its own, which
 is killed when its time is over. Prints each part's table and at last that of all goals; writes
 `benchmarks/results/gpu.json` (`--output`). `--small` runs on a CPU within a minute or two and says nothing of a GPU: it
-shows that the scripts work, however slowly: only --minutes ends it. Exit code: 0 if every part has measured, whatever it
-found.
+shows that the scripts work, on a busy machine too: only --minutes ends it. Exit code: 0 if every part has measured,
+whatever it found.
 """
 
 import importlib.util
@@ -21,7 +21,6 @@ import tempfile
 import time
 from argparse import ArgumentParser
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -142,21 +141,13 @@ def show(found: list[dict[str, Any]]) -> None:
 
 def _machine() -> dict[str, Any]:
     """What it ran on."""
+    import record  # noqa: PLC0415  # once the packages are found
     import torch  # noqa: PLC0415  # takes seconds
-    import torchvision  # noqa: PLC0415
 
     on_gpu = torch.cuda.is_available()
-    commit = subprocess.run(
-        ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip() or None,
+        **record.machine(("torch", "torchvision", "timm")),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "cores": len(os.sched_getaffinity(0)),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
         "cuda": torch.version.cuda if on_gpu else None,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,  # type: ignore[no-untyped-call]  # torch's own
     }
