@@ -1,0 +1,258 @@
+"""What the measured recoveries mean for long trainings on 8 to 16,384 GPUs: a simulation, no measurement.
+
+    .venv/bin/python benchmarks/recovery.py      # writes benchmarks/results/recovery.json
+    .venv/bin/python benchmarks/projection.py
+
+Reads the seconds from each kind of failure to the first new step, as benchmarks/recovery.py measured them for us and
+for the rivals, and simulates a training of 30 productive days with published failure rates (`failure_model.py`).
+Prints the goodput by size, and how it changes with the assumptions: the mix of failures, what starting takes at scale,
+the size of the state. Writes benchmarks/results/projection.json.
+
+From publications:
+  - mean times to failure: 47.7 days at 8 GPUs, 7.9 h at 1,024, and 1.8 h at 16,384, which is itself a projection
+    (Kokolis et al., arXiv 2410.21680). At 128 GPUs: the time to failure of a node, interpolated between 8 and 1,024;
+  - the mix of failures: the 419 unexpected interruptions of 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783,
+    table 5).
+Measured, but on 2 cores and small models: the seconds of recovery. What is added for large jobs are the flags below.
+Assumed:
+  - data parallel training, so each node has the whole state in memory; a node dies with its snapshots;
+  - a failure of a GPU, a host or its network card costs the node; software and dependency bugs cost a process; what a
+    switch, a cable or a watchdog of NCCL reports is a hang;
+  - the lost node's place is free at once, for all contenders: no wait in the queue;
+  - nobody notices a failure from which a contender did not recover by itself before `--person-hours`.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import record
+import tyro
+from failure_model import FailureKind, Job, Outcome, Restart, train, young_interval
+
+OURS = "ours"
+_NODE_GPUS, _HOUR, _DAY = 8, 3600.0, 86_400.0
+_SECONDS_BETWEEN_OUR_CHECKPOINTS = 600.0  # the default of --checkpoint-every
+_SNAPSHOT_SHARE = 0.005  # of the time: the limit of --snapshot-every auto
+# Kokolis et al. (see above).
+_MTTF_HOURS = {8: 47.7 * 24, 1024: 7.9, 16_384: 1.8}
+SIZES = (8, 128, 1024, 16_384)
+
+# Shares of lost nodes, crashed processes and hangs. Of the 419: GPUs 148 + 72 + 19 + 17 + 6 + 6, hosts 7 + 3 + 3 + 2 +
+# 2 + 2 + 2, maintenance 32; bugs 54 + 2; network 35 and watchdog 7.
+_LLAMA = "Llama 3: 77 % nodes, 13 % processes, 10 % hangs"
+MIXES = {
+    _LLAMA: (321 / 419, 56 / 419, 42 / 419),
+    "nodes only": (1.0, 0.0, 0.0),
+    "processes: 20 % nodes, 70 %, 10 %": (0.2, 0.7, 0.1),
+    "hangs: 30 % nodes, 30 %, 40 %": (0.3, 0.3, 0.4),
+}
+# What benchmarks/recovery.py calls them.
+WORKER, NODE, HEAD, HUNG = "worker killed", "node killed", "head node killed", "hung"
+Seconds = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Project goodput to many GPUs."""
+
+    recovery: Path = record.RESULTS / "recovery.json"
+    """The measured recoveries."""
+    days: float = 30.0
+    """Productive days of the training."""
+    state_gb: float = 4.0
+    """Weights and optimizer: ViT-L with AdamW has 3.65 GB."""
+    storage_gb_per_second: float = 1.0
+    """What one node writes to and reads from shared storage, and checksums into its memory."""
+    copy_gb_per_second: float = 25.0
+    """From a GPU to its host, while our training waits (PCIe 4.0; rivals wait for the storage instead)."""
+    startup_seconds_per_1000_gpus: float = 3.0
+    """Added to each restart, of all contenders: process groups. 3 s: the 30 s on 10,000 GPUs of arXiv 2402.15627."""
+    person_hours: float = 1.0
+    """Until a person restarts what did not recover."""
+    half_width: float = 0.001
+    """Of the confidence interval of 95 % of each goodput."""
+    seed: int = 19
+    """Of the failures."""
+    small: bool = False
+    """3 days and wide intervals, to try the script."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A way to train, with its checkpoints."""
+
+    name: str
+    seconds: Seconds
+    """Of each kind of failure, as measured; None: it did not recover by itself."""
+    snapshots: bool = False
+    background: bool = False
+    """Whether the training goes on while a checkpoint is written."""
+    spares: int = 0
+    every: float | None = None
+    """Seconds between checkpoints; None: what Young found best, but not before the one before is written."""
+
+
+def mttf_seconds(gpus: int) -> float:
+    """Mean time to failure of a job; between published sizes a node's, interpolated by the logarithm of the size."""
+    if gpus in _MTTF_HOURS:
+        return _MTTF_HOURS[gpus] * _HOUR
+    below, above = (max(n for n in _MTTF_HOURS if n < gpus), min(n for n in _MTTF_HOURS if n > gpus))
+    at = math.log(gpus / below) / math.log(above / below)
+    of_node = [math.log(_MTTF_HOURS[n] * n) for n in (below, above)]
+    return math.exp(of_node[0] + at * (of_node[1] - of_node[0])) / gpus * _HOUR
+
+
+def read_recoveries(path: Path) -> dict[str, Seconds]:
+    """Median seconds from a failure to the first new step: of each contender, by kind of failure."""
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: type .venv/bin/python benchmarks/recovery.py, which writes it")
+    found = dict[str, dict[str, float | None]]()
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        found.setdefault(row["contender"], {})[row["failure"]] = row["median_seconds"]
+    needed = {WORKER, NODE, HEAD, HUNG}
+    whole: dict[str, Seconds] = {name: seconds for name, seconds in found.items() if needed <= seconds.keys()}
+    for name in found.keys() - whole.keys():
+        missing = ", ".join(sorted(needed - found[name].keys()))
+        print(f"{name} is left out: {path} does not say how it recovers from {missing}", file=sys.stderr)
+    if OURS not in whole:
+        raise SystemExit(f"{path} has no rows of {OURS!r} for all of {', '.join(sorted(needed))}: measure again")
+    return whole
+
+
+def contenders(recoveries: Mapping[str, Seconds]) -> Iterator[Contender]:
+    """Ours with the defaults of --checkpoint-every and others, each rival with the best interval and a usual one."""
+    ours = recoveries[OURS]
+    # Without a spare each lost node takes a new job, as that of the head node does.
+    alone = {**ours, NODE: ours[HEAD]}
+    every = _SECONDS_BETWEEN_OUR_CHECKPOINTS
+    snapshots = Contender(name="ours", seconds=alone, snapshots=True, background=True, every=every)
+    yield replace(snapshots, name="ours, with a spare node", seconds=ours, spares=1)
+    yield snapshots
+    yield replace(snapshots, name="ours without snapshots", snapshots=False)
+    yield replace(snapshots, name="ours without snapshots, best interval", snapshots=False, every=None)
+    for name, seconds in recoveries.items():
+        if name != OURS:
+            yield Contender(name=f"{name}, best interval", seconds=seconds)
+            yield Contender(name=f"{name}, every hour", seconds=seconds, every=_HOUR)
+
+
+def job_of(contender: Contender, gpus: int, mix: Sequence[float], options: Options) -> Job:
+    """One contender's training on this many GPUs."""
+    nodes, mttf = max(1, gpus // _NODE_GPUS), mttf_seconds(gpus)
+    written = options.state_gb / options.storage_gb_per_second
+    copied = options.state_gb / options.copy_gb_per_second
+    stall = copied if contender.background else written
+    background = written if contender.background else 0.0
+    added = written + options.startup_seconds_per_1000_gpus * gpus / 1000
+
+    def after(failure: str, saving: float = 0.0) -> float:
+        seconds = contender.seconds[failure]
+        return (options.person_hours * _HOUR if seconds is None else seconds) + added + saving
+
+    # A new job's first state is that of a surviving node's memory, which writes it to the storage first.
+    saving = written if contender.snapshots and nodes > 1 else 0.0
+    node, process, hang = mix
+    head = 1 / nodes
+    kinds = (
+        FailureKind(
+            name=NODE, share=node * (1 - head), seconds=after(NODE, 0.0 if contender.spares else saving),
+            restart=Restart.SPARE if contender.spares else Restart.NEW_JOB, keeps_snapshots=True,
+        ),
+        FailureKind(
+            name=HEAD, share=node * head, seconds=after(HEAD, saving), restart=Restart.NEW_JOB,
+            keeps_snapshots=nodes > 1,
+        ),
+        FailureKind(
+            name=WORKER, share=process, seconds=after(WORKER), restart=Restart.IN_PLACE, keeps_snapshots=True
+        ),
+        FailureKind(name=HUNG, share=hang, seconds=after(HUNG), restart=Restart.IN_PLACE, keeps_snapshots=True),
+    )  # fmt: skip
+    return Job(
+        mttf=mttf, kinds=kinds, stall=stall, background=background,
+        interval=contender.every or max(young_interval(stall, mttf), background),
+        # As --snapshot-every auto: a second, or longer where copies would take too much of the time; one at a time.
+        snapshot_interval=max(1.0, copied / _SNAPSHOT_SHARE, written) if contender.snapshots else None,
+        snapshot_stall=copied, snapshot_background=written,
+        spares=contender.spares, new_job=after(HEAD, saving),
+    )  # fmt: skip
+
+
+def simulate(contender: Contender, gpus: int, mix: str, options: Options) -> tuple[Job, Outcome]:
+    """The mean of many trainings. The seed depends on the size alone: contenders meet failures of the same times."""
+    job = job_of(contender, gpus, MIXES[mix], options)
+    return job, train(job, options.days * _DAY, (options.seed, gpus), half_width=options.half_width)
+
+
+def row_of(contender: Contender, gpus: int, mix: str, options: Options) -> dict[str, Any]:
+    """A line of the result."""
+    job, outcome = simulate(contender, gpus, mix, options)
+    nodes = max(1, gpus // _NODE_GPUS)
+    print(f"{gpus} GPUs, {contender.name}, {mix}: {outcome.goodput:.3f}", file=sys.stderr)
+    return {
+        "contender": contender.name, "gpus": gpus, "mttf_hours": round(job.mttf / _HOUR, 1),
+        "checkpoint_every_minutes": round(job.interval / 60, 1), "goodput": round(outcome.goodput, 4),
+        "half_width": round(outcome.half_width, 4),
+        "goodput_of_allocated_nodes": round(outcome.goodput * nodes / (nodes + job.spares), 4),
+        "recovering": round(outcome.down_share, 4), "computed_twice": round(outcome.lost_share, 4),
+        "saving": round(outcome.saving_share, 4),
+        "stored_gb_per_hour": round(options.state_gb * _HOUR / job.interval, 1), "failures": round(outcome.failures, 1),
+        "trainings": outcome.trainings,
+    }  # fmt: skip
+
+
+def by_size(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The goodput with its interval, a column for each size."""
+    found = dict[str, dict[str, str]]()
+    for row in rows:
+        line = found.setdefault(row["contender"], {"contender": row["contender"]})
+        line[f"{row['gpus']:,} GPUs"] = f"{row['goodput']:.3f} ± {row['half_width']:.3f}"
+    return list(found.values())
+
+
+def sensitivity(all_contenders: Sequence[Contender], gpus: int, options: Options) -> list[dict[str, Any]]:
+    """The goodput on this many GPUs under other assumptions, one changed at a time."""
+    cases = [(f"mix: {mix}", mix, options) for mix in MIXES]
+    cases += [
+        (
+            "restarts of large jobs: 10 times the seconds",
+            _LLAMA,
+            replace(options, startup_seconds_per_1000_gpus=10 * options.startup_seconds_per_1000_gpus),
+        ),
+        ("state: 10 times as large", _LLAMA, replace(options, state_gb=10 * options.state_gb)),
+        ("a person comes within 10 minutes", _LLAMA, replace(options, person_hours=1 / 6)),
+    ]
+    return [
+        {"gpus": gpus, "assumption": name}
+        | {one.name: round(simulate(one, gpus, mix, changed)[1].goodput, 3) for one in all_contenders}
+        for name, mix, changed in cases
+    ]
+
+
+def main() -> None:
+    """Simulate, print, write."""
+    options = tyro.cli(Options, description=__doc__)
+    if options.small:
+        options = replace(options, days=3.0, half_width=0.02)
+    measured_on = record.machine(("numpy",))
+    recoveries = read_recoveries(options.recovery)
+    all_contenders = list(contenders(recoveries))
+    rows = [row_of(one, gpus, _LLAMA, options) for gpus in SIZES for one in all_contenders]
+    print(f"Goodput of {options.days:g} productive days, failures as in {_LLAMA}:\n")
+    print(record.table(by_size(rows)))
+    print("\nThe same, with what it consists of:\n")
+    print(record.table(rows))
+    rough = replace(options, half_width=max(options.half_width, 0.003))
+    changed = [row for gpus in SIZES[-2:] for row in sensitivity(all_contenders, gpus, rough)]
+    print("\nOther assumptions:\n")
+    print(record.table(changed))
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    record.write("projection", measured_on, rows, options=given, recoveries=recoveries, sensitivity=changed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The projection: its simulation against the closed form; its table from recoveries like those of docs/recovery.md."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.append(str(REPOSITORY / "benchmarks"))
+
+import failure_model  # noqa: E402 - a script's module, which is beside the script
+import projection  # noqa: E402
+from failure_model import FailureKind, Job, Restart  # noqa: E402
+
+DAY = 86_400.0
+# Ours: docs/recovery.md. The other's are Slurm's default waits: 300 s until a node counts as dead, 120 s per requeue.
+RECOVERIES: Mapping[str, projection.Seconds] = {
+    "ours": {"worker killed": 1.6, "node killed": 10.6, "head node killed": 23.1, "hung": 13.3},
+    "tutorial": {"worker killed": 130.0, "node killed": 430.0, "head node killed": 430.0, "hung": None},
+}
+
+
+def job(*, mttf: float = 6480.0, seconds: float = 300.0, **changes: object) -> Job:
+    kind = FailureKind(name="any", share=1.0, seconds=seconds, restart=Restart.IN_PLACE, keeps_snapshots=True)
+    values = {"mttf": mttf, "kinds": (kind,), "interval": 228.0, "stall": 4.0} | changes
+    return Job(**values)  # type: ignore[arg-type]  # by name
+
+
+@pytest.mark.parametrize(
+    ("mttf", "interval", "stall", "restart"),
+    [(6480.0, 228.0, 4.0, 300.0), (28_440.0, 3600.0, 60.0, 400.0), (1000.0, 300.0, 30.0, 200.0)],
+)
+def test_goodput_is_that_of_the_closed_form(mttf: float, interval: float, stall: float, restart: float) -> None:
+    simulated = failure_model.train(
+        job(mttf=mttf, interval=interval, stall=stall, seconds=restart), 1e3 * mttf, (1,), half_width=0.001, most=1000
+    )
+    exact = failure_model.daly_efficiency(mttf=mttf, interval=interval, stall=stall, restart=restart)
+    assert simulated.half_width < 0.003
+    assert simulated.goodput == pytest.approx(exact, abs=2 * simulated.half_width)
+    parts = simulated.down_share + simulated.lost_share + simulated.saving_share
+    assert simulated.goodput + parts == pytest.approx(1.0)
+
+
+def test_youngs_interval_is_about_the_best() -> None:
+    best = failure_model.young_interval(4.0, 6480.0)
+
+    def at(interval: float) -> float:
+        return failure_model.daly_efficiency(mttf=6480.0, interval=interval, stall=4.0, restart=0.0)
+
+    assert at(best) > max(at(0.7 * best), at(1.4 * best))
+
+
+def test_without_failures_only_saving_takes_time() -> None:
+    outcome = failure_model.train(job(mttf=1e15), 2280.0, (1,), half_width=1.0)
+    # Ten intervals; the last one needs no checkpoint.
+    assert outcome.goodput == pytest.approx(2280 / (2280 + 9 * 4))
+    assert outcome.failures == outcome.lost_share == 0
+
+
+def test_snapshots_lose_less_unless_they_die_with_their_node() -> None:
+    def lost(*, keeps_snapshots: bool, **changes: float) -> float:
+        kind = FailureKind(
+            name="any", share=1.0, seconds=10.0, restart=Restart.IN_PLACE, keeps_snapshots=keeps_snapshots
+        )
+        return failure_model.train(
+            job(kinds=(kind,), **changes), 10 * DAY, (1,), half_width=0.001
+        ).lost_share  # fmt: skip
+
+    without = lost(keeps_snapshots=True)
+    assert lost(keeps_snapshots=True, snapshot_interval=10.0) < without / 5
+    assert lost(keeps_snapshots=False, snapshot_interval=10.0) == pytest.approx(without, rel=0.1)
+
+
+def test_a_checkpoint_counts_once_it_is_written() -> None:
+    slow = job(background=100.0)
+    assert slow.saved_after(228 + 4 + 99) == 0
+    assert slow.saved_after(228 + 4 + 101) == 228
+    assert slow.work_after(228 + 4 + 10) == 238
+
+
+def test_each_second_lost_node_finds_no_spare() -> None:
+    kind = FailureKind(name="node", share=1.0, seconds=0.0, restart=Restart.SPARE, keeps_snapshots=True)
+    one = failure_model.train(job(kinds=(kind,), spares=1, new_job=100.0), 30 * DAY, (1,), half_width=0.0005)
+    none = failure_model.train(job(kinds=(kind,), spares=0, new_job=100.0), 30 * DAY, (1,), half_width=0.0005)
+    assert one.down_share == pytest.approx(none.down_share / 2, rel=0.1)
+
+
+def test_time_to_failure_between_the_published_sizes() -> None:
+    assert projection.mttf_seconds(8) == 47.7 * DAY
+    assert 7.9 * 3600 < projection.mttf_seconds(128) < 47.7 * DAY
+    # About as many failures per node and day as at the sizes around it.
+    assert projection.mttf_seconds(128) * 16 == pytest.approx(45 * DAY, rel=0.1)
+
+
+def test_the_script_projects_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = [
+        {"contender": contender, "failure": failure, "median_seconds": seconds}
+        for contender, found in RECOVERIES.items()
+        for failure, seconds in found.items()
+    ]
+    (tmp_path / "recovery.json").write_text(json.dumps({"rows": measured}))
+    monkeypatch.setattr(projection.record, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["projection.py", "--small", f"--recovery={tmp_path / 'recovery.json'}"])
+    projection.main()
+    rows = json.loads((tmp_path / "projection.json").read_text())["rows"]
+    goodput = {(row["contender"], row["gpus"]): row["goodput"] for row in rows}
+    assert {gpus for _, gpus in goodput} == set(projection.SIZES)
+    assert (
+        goodput["ours", 16_384] > goodput["tutorial, best interval", 16_384] > goodput["tutorial, every hour", 16_384]
+    )
+
+
+def test_without_measurements_it_says_what_to_type(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/projection.py", f"--recovery={tmp_path / 'none.json'}"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "type .venv/bin/python benchmarks/recovery.py" in done.stderr
