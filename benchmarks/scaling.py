@@ -1,0 +1,371 @@
+"""Images per second on 1, 2 and 4 nodes of the testbed, against what their cores and links can do at most. As root.
+
+    .venv/bin/python benchmarks/scaling.py
+    .venv/bin/python benchmarks/scaling.py --small
+
+ResNet-18 at 32 px on generated images, one rank per node: ours with default flags, with bf16 compression, and with
+accumulation; a hand-written loop with DistributedDataParallel, with and without compression. Links carry what the
+machine can, 1 Gbit/s, or 200 Mbit/s. Each node has the same share of a core, however many there are (`node_limits.py`).
+
+All trainings of a number of nodes start once. Then they take turns, one at a time, while Slurm suspends the others:
+window by window, each with each link, so that a machine which slows down does so for all. A window counts whole steps.
+
+The bound of a step is what it would take if communication cost no CPU time:
+  - compute: the step of nodes that train alone, as many of them at the same time. Accumulation multiplies it;
+  - wire: a ring sends 2 (n - 1) / n times the gradients of each node, at the rate of its link less the headers;
+  - perfect overlap: the longer of the two. No overlap: their sum.
+Here the all-reduce (copies, sums, TCP) and the training share the core; on GPUs it would take none of it. Prints the
+table, writes benchmarks/results/scaling.json.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import record
+import tyro
+from node_limits import CpuQuotas, shape_links
+
+from hpc.core import ledger
+from hpc.core.files import read_json_lines
+from hpc.core.rundir import RunDir
+from hpc.testbed import lifecycle
+from hpc.testbed.layout import TestbedNode, TestbedShape
+
+ROOT = Path(__file__).parents[1]
+LOOP = Path(__file__).parent / "rivals" / "ddp_loop.py"
+_PATIENCE_SECONDS = 300.0
+# Of an Ethernet frame, 1448 of 1514 bytes are payload; tbf counts all of them.
+_PAYLOAD = 1448 / 1514
+RATES = {"none": None, "1gbit": 1e9, "200mbit": 200e6, "100mbit": 100e6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure scaling."""
+
+    nodes: tuple[int, ...] = (1, 2, 4)
+    """Sizes."""
+    links: tuple[str, ...] = ("none", "1gbit", "200mbit")
+    """Rates of the links; none: not shaped."""
+    share: float = 0.4
+    """Of a core for each node; 0: no quota."""
+    batch_size: int = 64
+    """Images per rank, and of each part of an accumulated step."""
+    accumulate: int = 4
+    """Parts of an accumulated step."""
+    repeats: int = 3
+    """Windows of each training with each link."""
+    seconds: float = 3.0
+    """The shortest window."""
+    steps: int = 2
+    """The fewest steps of a window."""
+    small: bool = False
+    """1 and 2 nodes, 200mbit, one window, two trainings: to try the script."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to train."""
+
+    name: str
+    ours: bool = True
+    bf16: bool = False
+    accumulate: int = 1
+
+
+def variants(options: Options, nodes: int) -> list[Variant]:
+    """Those to compare; on one node nothing is sent, so compression changes nothing."""
+    found = [
+        Variant(name="ours"),
+        Variant(name="hand-written loop", ours=False),
+        Variant(name="ours, --compress-gradients bf16", bf16=True),
+        Variant(name="hand-written loop, bf16", ours=False, bf16=True),
+        Variant(name=f"ours, --grad-accum-steps {options.accumulate}", accumulate=options.accumulate),
+    ]
+    return found[:2] if options.small or nodes == 1 else found
+
+
+# --- jobs ---
+
+
+@dataclass(kw_only=True)
+class Training:
+    """A job that trains; `log` has a line with the time of each step."""
+
+    job: str
+    log: Path
+    run: Path | None
+    """None: not of ours."""
+    images: int
+    """Per step, of all ranks."""
+    times: list[float] = field(default_factory=list)
+
+    def steps_since(self, began: float) -> list[float]:
+        """When steps ended since then."""
+        lines = list(read_json_lines(self.log)) if self.log.exists() else []
+        return [line["time"] for line in lines if line["time"] > began]
+
+    def output(self) -> str:
+        """The end of what it has printed, and what squeue says of it."""
+        logs = [Path(f"{self.log}.out")] if self.run is None else sorted((self.run / "logs").rglob("*"))
+        texts = [f"{log}:\n{log.read_text()[-2000:]}" for log in logs if log.is_file()]
+        queue = subprocess.run(["squeue", f"--jobs={self.job}"], capture_output=True, text=True, check=False)
+        return "\n".join([*texts, queue.stdout + queue.stderr])
+
+    def control(self, verb: str) -> None:
+        """Suspend or resume."""
+        subprocess.run(["scontrol", verb, self.job], check=True)
+
+    def cancel(self) -> "subprocess.Popen[bytes]":
+        """End it for good."""
+        command = ["scancel", self.job] if self.run is None else _hpc("cancel", str(self.run))
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def _hpc(*words: str) -> list[str]:
+    return [sys.executable, "-m", "hpc", *words]
+
+
+def submit(variant: Variant, nodes: Sequence[str], directory: Path, options: Options) -> Training:
+    """Submit a training on these nodes."""
+    name = f"{variant.name.translate(str.maketrans(' ,', '--'))}-{'-'.join(nodes)}"
+    images = options.batch_size * variant.accumulate * len(nodes)
+    if not variant.ours:
+        log = directory / f"{name}.jsonl"
+        return Training(job=_submit_loop(variant, nodes, log, options), log=log, run=None, images=images)
+    command = _hpc(
+        "submit", "--json", f"--name={name}", f"--runs-dir={directory}", f"--nodes={len(nodes)}",
+        "--gpus-per-node=1", "--cpus-per-gpu=1", "--mem=2G", "--time=2h", f"--sbatch=nodelist={','.join(nodes)}",
+        "--synthetic", "--model=resnet18", "--image-size=32", f"--batch-size={images}", "--epochs=100000",
+        "--lr=0.01", "--lr-scheduler=constant", "--num-workers=0", "--log-every=1",
+        # Of the scaling alone: `recovery.py` and `snapshots.py` are about the rest. A step takes longer on a slow
+        # link than the steps before, which is no hang.
+        "--checkpoint-every=2h", "--snapshot-every=off", "--hang-timeout=1h",
+        f"--grad-accum-steps={variant.accumulate}", f"--compress-gradients={'bf16' if variant.bf16 else 'none'}",
+    )  # fmt: skip
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    run = directory / name
+    [job] = [event["job_id"] for event in ledger.read(RunDir(run).events) if event["event"] == "submitted"]
+    return Training(job=job, log=RunDir(run).train_metrics, run=run, images=images)
+
+
+def _submit_loop(variant: Variant, nodes: Sequence[str], log: Path, options: Options) -> str:
+    torchrun = (
+        f"{Path(sys.executable).parent}/torchrun --nnodes={len(nodes)} --nproc-per-node=1 --node-rank=$SLURM_NODEID "
+        f"--master-addr={nodes[0]} --master-port={29_500 + variant.bf16} {LOOP} --batch-size={options.batch_size} "
+        f"--image-size=32 --steps-file={log} {'--bf16' if variant.bf16 else ''}"
+    )
+    done = subprocess.run(
+        ["sbatch", "--parsable", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=1",
+         "--gpus-per-node=1", "--cpus-per-task=1", "--mem=2G", "--time=2:00:00", f"--output={log}.out",
+         f"--wrap=srun --cpus-per-task=1 bash -c 'OMP_NUM_THREADS=1 {torchrun}'"],
+        check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def wait_for_steps(trainings: Sequence[Training], began: float, are_enough: Callable[[list[float]], bool]) -> None:
+    """Until each training has made enough steps since then."""
+    while not all(are_enough(training.steps_since(began)) for training in trainings):
+        if time.time() - began > _PATIENCE_SECONDS:
+            raise TimeoutError(
+                f"no steps in {_PATIENCE_SECONDS:.0f} s:\n" + "\n".join(one.output() for one in trainings)
+            )
+        time.sleep(0.1)
+
+
+@contextmanager
+def started(trainings: Sequence[Training]) -> Iterator[None]:
+    """Suspend each training once it trains; cancel all of them at the end."""
+    began = time.time()
+    for training in trainings:
+        wait_for_steps([training], began, lambda times: len(times) >= 2)
+        training.control("suspend")
+    print(f"{len(trainings)} trainings started in {time.time() - began:.0f} s", file=sys.stderr)
+    yield
+    for training in trainings:
+        training.control("resume")
+    for ending in [training.cancel() for training in trainings]:
+        ending.wait()
+
+
+def window(trainings: Sequence[Training], options: Options) -> list[float]:
+    """Let these train at the same time for a while, and nothing else; the seconds of a step of each."""
+    began = time.time()
+    for training in trainings:
+        training.control("resume")
+    # A step that was suspended does not count: time runs from its end.
+    wait_for_steps(
+        trainings, began,
+        lambda times: len(times) > options.steps and times[-1] - times[0] >= options.seconds,
+    )  # fmt: skip
+    for training in trainings:
+        training.control("suspend")
+    found = [training.steps_since(began) for training in trainings]
+    return [(times[-1] - times[0]) / (len(times) - 1) for times in found]
+
+
+# --- what is measured, and the bound ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One training with one link: medians of its windows."""
+
+    nodes: int
+    link: str
+    training: str
+    images_per_second: float
+    spread: str
+    """The slowest and the fastest window."""
+    step_seconds: float
+    compute_seconds: float
+    wire_seconds: float
+    of_perfect_overlap: float
+    """The bound over the measured step."""
+    of_no_overlap: float
+    efficiency: float
+    """Images per second of a node over those of our training on one node."""
+
+
+def wire_seconds(nodes: int, gradient_bytes: int, bits_per_second: float | None) -> float:
+    """How long a ring all-reduce takes on links of this rate, at least; 0 if they are not limited.
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+    """
+    if bits_per_second is None:
+        return 0.0
+    return 2 * (nodes - 1) / nodes * gradient_bytes * 8 / (bits_per_second * _PAYLOAD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What limits a step on so many nodes."""
+
+    nodes: int
+    compute: float
+    """Seconds of a step that is not accumulated, without communication."""
+    gradient_bytes: int
+    one_node: float
+    """Images per second of our training on one node."""
+
+    def row(self, link: str, variant: Variant, images: int, steps: Sequence[float]) -> Row:
+        """What the windows of a training say."""
+        step, computing = median(steps), self.compute * variant.accumulate
+        wire = wire_seconds(self.nodes, self.gradient_bytes // (1 + variant.bf16), RATES[link])
+        speeds = sorted(images / seconds for seconds in steps)
+        return Row(
+            nodes=self.nodes, link=link, training=variant.name, images_per_second=round(images / step, 1),
+            spread=f"{speeds[0]:.1f} to {speeds[-1]:.1f}", step_seconds=round(step, 3),
+            compute_seconds=round(computing, 3), wire_seconds=round(wire, 3),
+            of_perfect_overlap=round(max(computing, wire) / step, 3), of_no_overlap=round((computing + wire) / step, 3),
+            efficiency=round(images / step / self.nodes / self.one_node, 3),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """The testbed's nodes, and the trainings that have a node for themselves."""
+
+    options: Options
+    nodes: Sequence[TestbedNode]
+    quotas: CpuQuotas | None
+    alone: Sequence[Training]
+    gradient_bytes: int
+    directory: Path
+
+    def limit(self, share: float) -> None:
+        """Set all nodes' shares of a core; 0: no limit."""
+        if self.quotas is not None:
+            self.quotas.set(share or None)
+
+    def compute_seconds(self, nodes: int) -> float:
+        """A step without communication, of so many nodes at the same time."""
+        return median(window(self.alone[:nodes], self.options))
+
+    def rows(self, count: int, one_node: float | None) -> list[Row]:
+        """All trainings on so many nodes, with all links. `one_node`: as of `Bound`; None: measured now."""
+        options, names = self.options, [node.name for node in self.nodes[:count]]
+        # Processes start without limits: imports are not what is measured.
+        self.limit(0)
+        shape_links(self.nodes, None)
+        wanted = variants(options, count)
+        trainings = {variant: submit(variant, names, self.directory, options) for variant in wanted}
+        links = options.links if count > 1 else ("none",)
+        computes, steps = list[float](), dict[tuple[str, Variant], list[float]]()
+        with started(list(trainings.values())):
+            self.limit(options.share)
+            for turn in range(options.repeats):
+                computes.append(self.compute_seconds(count))
+                for link in links:
+                    shape_links(self.nodes, None if link == "none" else link)
+                    for variant, training in trainings.items():
+                        steps.setdefault((link, variant), []).extend(window([training], options))
+                print(f"{count} nodes: turn {turn + 1} of {options.repeats}", file=sys.stderr)
+            self.limit(0)
+            shape_links(self.nodes, None)
+        first = trainings[wanted[0]].images / median(steps[links[0], wanted[0]]) / count
+        bound = Bound(
+            nodes=count, compute=median(computes), gradient_bytes=self.gradient_bytes, one_node=one_node or first
+        )
+        return [bound.row(link, variant, trainings[variant].images, found) for (link, variant), found in steps.items()]
+
+
+def measure(options: Options, directory: Path) -> tuple[list[Row], int]:
+    """All sizes, on a new testbed. Also returns the bytes of the gradients."""
+    most = max(options.nodes)
+    lifecycle.up(TestbedShape(nodes=most, gpus_per_node=8, cpus_per_node=16))
+    os.environ["SLURM_CONF"] = str(lifecycle.PATHS.slurm_conf)
+    nodes = lifecycle.status().nodes
+    quotas = None
+    try:
+        quotas = CpuQuotas(nodes) if options.share else None
+        alone = [submit(Variant(name="alone"), [node.name], directory, options) for node in nodes]
+        with started(alone):
+            run = alone[0].run
+            assert run is not None  # noqa: S101 - ours
+            [size] = [event["gradient_bytes"] for event in ledger.read(RunDir(run).events)
+                      if event["event"] == "train_started"]  # fmt: skip
+            bench = Bench(options=options, nodes=nodes, quotas=quotas, alone=alone, gradient_bytes=size,
+                          directory=directory)  # fmt: skip
+            rows, one_node = list[Row](), None
+            for count in sorted(options.nodes):
+                rows += bench.rows(count, one_node)
+                one_node = one_node or rows[0].images_per_second
+    finally:
+        lifecycle.down()
+        if quotas is not None:
+            quotas.remove()
+    return rows, size
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = tyro.cli(Options, description=__doc__)
+    if options.small:
+        options = replace(options, nodes=(1, 2), links=("200mbit",), repeats=1)
+    if unknown := set(options.links) - RATES.keys():
+        raise SystemExit(f"--links {' '.join(sorted(unknown))}: use {' '.join(RATES)}")
+    if options.share * max(options.nodes) > len(os.sched_getaffinity(0)):
+        raise SystemExit(f"--share {options.share}: {max(options.nodes)} nodes want more cores than there are")
+    measured_on, began = record.machine(), time.monotonic()
+    # Not in /tmp, which each node has for itself.
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-scaling-") as directory:
+        rows, size = measure(options, Path(directory))
+    print(record.table([asdict(row) for row in rows]))
+    print(f"{size / 1e6:.1f} MB of gradients; {time.monotonic() - began:.0f} s", file=sys.stderr)
+    given: dict[str, Any] = asdict(options)
+    record.write("scaling", measured_on, [asdict(row) for row in rows], options=given, gradient_bytes=size)
+
+
+if __name__ == "__main__":
+    main()
