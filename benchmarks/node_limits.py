@@ -38,14 +38,26 @@ class CpuQuotas:
                 (group / "cgroup.procs").write_text(str(pid))
 
     def set(self, share: float | None) -> None:
-        """Give each node this many cores; None: as many as it likes."""
+        """Give each node this many cores; None: as many as it gets.
+
+        With a quota the nodes come before everything else on the machine, or they would get less than their quota while
+        something else runs. Without one they compete like everybody.
+        """
         quota = -1 if share is None else round(share * _PERIOD_MICROSECONDS)
         for group in self._groups:
+            values: dict[str, int | str]
             if self._is_v1:
-                (group / "cpu.cfs_period_us").write_text(str(_PERIOD_MICROSECONDS))
-                (group / "cpu.cfs_quota_us").write_text(str(quota))
+                values = {
+                    "cpu.shares": 1024 if share is None else 32 * 1024, "cpu.cfs_period_us": _PERIOD_MICROSECONDS,
+                    "cpu.cfs_quota_us": quota,
+                }  # fmt: skip
             else:
-                (group / "cpu.max").write_text(f"{'max' if share is None else quota} {_PERIOD_MICROSECONDS}")
+                values = {
+                    "cpu.weight": 100 if share is None else 3200,
+                    "cpu.max": f"{'max' if share is None else quota} {_PERIOD_MICROSECONDS}",
+                }
+            for name, value in values.items():
+                (group / name).write_text(str(value))
 
     def remove(self) -> None:
         """Remove the cgroups. Their processes must have been killed."""

@@ -7,8 +7,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-import scaling  # noqa: E402 - a script, which is no package
-from scaling import Bound, Options, Variant  # noqa: E402
+import scaling
+from scaling import Bound, Options, Variant
 
 
 def test_a_ring_sends_its_share_of_the_gradients_at_the_rate_of_the_link() -> None:
