@@ -175,8 +175,9 @@ def _submit_loop(variant: Variant, nodes: Sequence[str], log: Path, options: Opt
 
 def wait_for_steps(trainings: Sequence[Training], began: float, are_enough: Callable[[list[float]], bool]) -> None:
     """Until each training has made enough steps since then."""
+    end = time.monotonic() + _PATIENCE_SECONDS
     while not all(are_enough(training.steps_since(began)) for training in trainings):
-        if time.time() - began > _PATIENCE_SECONDS:
+        if time.monotonic() > end:
             raise TimeoutError(
                 f"no steps in {_PATIENCE_SECONDS:.0f} s:\n" + "\n".join(one.output() for one in trainings)
             )
@@ -340,6 +341,7 @@ def measure(options: Options, directory: Path) -> tuple[list[Row], int]:
             rows, one_node = list[Row](), None
             for count in sorted(options.nodes):
                 rows += bench.rows(count, one_node)
+                print(record.table([asdict(row) for row in rows]), file=sys.stderr, flush=True)
                 one_node = one_node or rows[0].images_per_second
     finally:
         lifecycle.down()
