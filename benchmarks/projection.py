@@ -17,6 +17,7 @@ Measured, but on 2 cores, on 2 nodes, with a small model, and --hang-timeout 10s
 jobs take longer for is added by the flags.
 Assumed:
   - data parallel training, so each node has the whole state in memory; a node dies with its snapshots;
+  - the training waits for the copy of a state to the host's memory, none of which computation hides;
   - a failure of a GPU, a host or its network card costs the node; software and dependency bugs cost a process; what a
     switch, a cable or a watchdog of NCCL reports is a hang;
   - the lost node's place is free at once, for all contenders: no wait in the queue;
