@@ -7,8 +7,9 @@ ResNet-18 at 32 px on generated images, one rank per node: ours with default fla
 accumulation; a hand-written loop with DistributedDataParallel, with and without compression. Links carry what the
 machine can, 1 Gbit/s, or 200 Mbit/s. Each node has the same share of a core, however many there are (`node_limits.py`).
 
-All trainings of a number of nodes start once. Then they take turns, one at a time, while Slurm suspends the others:
+All trainings of a number of nodes start once. Then they take turns, one at a time, while the others are stopped:
 window by window, each with each link, so that a machine which slows down does so for all. A window counts whole steps.
+(Signals stop them, and not `scontrol suspend`: with proctrack/linuxproc, as in the testbed, our ranks trained on.)
 
 The bound of a step is what it would take if communication cost no CPU time:
   - compute: the step of nodes that train alone, as many of them at the same time. Accumulation multiplies it;
@@ -19,13 +20,14 @@ table, writes benchmarks/results/scaling.json.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,6 +41,7 @@ from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
 from hpc.testbed import lifecycle
 from hpc.testbed.layout import TestbedNode, TestbedShape
+from hpc.testbed.nodes import processes
 
 ROOT = Path(__file__).parents[1]
 LOOP = Path(__file__).parent / "rivals" / "ddp_loop.py"
@@ -102,12 +105,12 @@ class Training:
     """A job that trains; `log` has a line with the time of each step."""
 
     job: str
+    nodes: Sequence[str]
     log: Path
     run: Path | None
     """None: not of ours."""
     images: int
     """Per step, of all ranks."""
-    times: list[float] = field(default_factory=list)
 
     def steps_since(self, began: float) -> list[float]:
         """When steps ended since then."""
@@ -121,9 +124,15 @@ class Training:
         queue = subprocess.run(["squeue", f"--jobs={self.job}"], capture_output=True, text=True, check=False)
         return "\n".join([*texts, queue.stdout + queue.stderr])
 
-    def control(self, verb: str) -> None:
-        """Suspend or resume."""
-        subprocess.run(["scontrol", verb, self.job], check=True)
+    def signal(self, number: signal.Signals) -> None:
+        """Stop or continue all of its processes, on all nodes."""
+        mark = f"SLURM_JOB_ID={self.job}".encode()
+        for node in self.nodes:
+            for pid in processes(lifecycle.PATHS.node_net(node)):
+                # One may end meanwhile.
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                        os.kill(pid, number)
 
     def cancel(self) -> "subprocess.Popen[bytes]":
         """End it for good."""
@@ -141,7 +150,7 @@ def submit(variant: Variant, nodes: Sequence[str], directory: Path, options: Opt
     images = options.batch_size * variant.accumulate * len(nodes)
     if not variant.ours:
         log = directory / f"{name}.jsonl"
-        return Training(job=_submit_loop(variant, nodes, log, options), log=log, run=None, images=images)
+        return Training(job=_submit_loop(variant, nodes, log, options), nodes=nodes, log=log, run=None, images=images)
     command = _hpc(
         "submit", "--json", f"--name={name}", f"--runs-dir={directory}", f"--nodes={len(nodes)}",
         "--gpus-per-node=1", "--cpus-per-gpu=1", "--mem=2G", "--time=2h", f"--sbatch=nodelist={','.join(nodes)}",
@@ -155,7 +164,7 @@ def submit(variant: Variant, nodes: Sequence[str], directory: Path, options: Opt
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     run = directory / name
     [job] = [event["job_id"] for event in ledger.read(RunDir(run).events) if event["event"] == "submitted"]
-    return Training(job=job, log=RunDir(run).train_metrics, run=run, images=images)
+    return Training(job=job, nodes=nodes, log=RunDir(run).train_metrics, run=run, images=images)
 
 
 def _submit_loop(variant: Variant, nodes: Sequence[str], log: Path, options: Options) -> str:
@@ -190,11 +199,11 @@ def started(trainings: Sequence[Training]) -> Iterator[None]:
     began = time.time()
     for training in trainings:
         wait_for_steps([training], began, lambda times: len(times) >= 2)
-        training.control("suspend")
+        training.signal(signal.SIGSTOP)
     print(f"{len(trainings)} trainings started in {time.time() - began:.0f} s", file=sys.stderr)
     yield
     for training in trainings:
-        training.control("resume")
+        training.signal(signal.SIGCONT)
     for ending in [training.cancel() for training in trainings]:
         ending.wait()
 
@@ -203,14 +212,14 @@ def window(trainings: Sequence[Training], options: Options) -> list[float]:
     """Let these train at the same time for a while, and nothing else; the seconds of a step of each."""
     began = time.time()
     for training in trainings:
-        training.control("resume")
+        training.signal(signal.SIGCONT)
     # A step that was suspended does not count: time runs from its end.
     wait_for_steps(
         trainings, began,
         lambda times: len(times) > options.steps and times[-1] - times[0] >= options.seconds,
     )  # fmt: skip
     for training in trainings:
-        training.control("suspend")
+        training.signal(signal.SIGSTOP)
     found = [training.steps_since(began) for training in trainings]
     return [(times[-1] - times[0]) / (len(times) - 1) for times in found]
 
