@@ -9,7 +9,6 @@ machine can, 1 Gbit/s, or 200 Mbit/s. Each node has the same share of a core, ho
 
 All trainings of a number of nodes start once. Then they take turns, one at a time, while the others are stopped:
 window by window, each with each link, so that a machine which slows down does so for all. A window counts whole steps.
-(Signals stop them, and not `scontrol suspend`: with proctrack/linuxproc, as in the testbed, our ranks trained on.)
 
 The bound of a step is what it would take if communication cost no CPU time:
   - compute: the step of nodes that train alone, as many of them at the same time. Accumulation multiplies it;
