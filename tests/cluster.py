@@ -378,7 +378,7 @@ def ranks_of(run: Run) -> dict[int, int]:
     option, found = f"--run-dir={run.directory.path}".encode(), {}
     for process in [process for process, words in commands() if option in words]:
         with suppress(FileNotFoundError, ProcessLookupError):
-            kind, _, rank = (process / "comm").read_text().partition(" ")
+            kind, _, rank = (process / "comm").read_text().partition("-")
             if kind == "rank":
                 found[int(process.name)] = int(rank)
     return found

@@ -131,8 +131,10 @@ def _become(program: tuple[str, ...]) -> None:
         if descriptor > sys.stderr.fileno():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+    # What `top` shows. Without a space: Slurm's proctrack/linuxproc cannot read a line of /proc whose name has one, and
+    # would neither suspend nor kill this process (seen with 22.05.8).
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
-        name.write(f"rank {os.environ['RANK']}")  # what `top` shows
+        name.write(f"rank-{os.environ['RANK']}")
     sys.argv = list(program[1:])
     runpy.run_module(program[1], run_name="__main__", alter_sys=True)
 

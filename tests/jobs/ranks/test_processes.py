@@ -184,7 +184,7 @@ print(json.dumps(record), flush=True)
     assert fork(tmp_path, code + "os._exit(0)").wait() == 0
     assert ranks.new_failures() == []
     # The fourth of the descriptors lists them.
-    expected = {"argv": ["--flag"], "name": "__main__", "open": 4, "leader": True, "comm": "rank 5\n"}
+    expected = {"argv": ["--flag"], "name": "__main__", "open": 4, "leader": True, "comm": "rank-5\n"}
     assert json.loads((tmp_path / "rank-05.log").read_text()) == expected
     assert fork(tmp_path, "raise ValueError('no luck')").wait() == 1
     assert fork(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)").wait() == 128 + signal.SIGKILL
