@@ -7,7 +7,7 @@ ResNet-18 at 32 px on generated images, one rank per node: ours with default fla
 accumulation; a hand-written loop with DistributedDataParallel, with and without compression. Links carry what the
 machine can, 1 Gbit/s, or 200 Mbit/s. Each node has the same share of a core, however many there are (`node_limits.py`).
 
-All trainings of a number of nodes start once. Then they take turns, one at a time, while the others are stopped:
+Trainings start once, as many as the memory holds. Then they take turns, one at a time, while the others are stopped:
 window by window, each with each link, so that a machine which slows down does so for all. A window counts whole steps.
 
 The bound of a step is what it would take if communication cost no CPU time:
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,6 +45,8 @@ from hpc.testbed.nodes import processes
 ROOT = Path(__file__).parents[1]
 LOOP = Path(__file__).parent / "rivals" / "ddp_loop.py"
 _PATIENCE_SECONDS = 300.0
+# Of trainings that take turns: each, with its torchrun, needs about 0.8 GB.
+_MOST_RANKS = 12
 # Of an Ethernet frame, 1448 of 1514 bytes are payload; tbf counts all of them.
 _PAYLOAD = 1448 / 1514
 RATES = {"none": None, "1gbit": 1e9, "200mbit": 200e6, "100mbit": 100e6}
@@ -193,14 +195,15 @@ def wait_for_steps(trainings: Sequence[Training], began: float, are_enough: Call
 
 
 @contextmanager
-def started(trainings: Sequence[Training]) -> Iterator[None]:
-    """Suspend each training once it trains; cancel all of them at the end."""
-    began = time.time()
-    for training in trainings:
-        wait_for_steps([training], began, lambda times: len(times) >= 2)
+def started(submitted: Iterable[Training]) -> Iterator[list[Training]]:
+    """Wait until a training trains and stop it, one after the other as they are submitted; cancel them at the end."""
+    began, trainings = time.time(), list[Training]()
+    for training in submitted:
+        wait_for_steps([training], time.time(), lambda times: len(times) >= 2)
         training.signal(signal.SIGSTOP)
+        trainings.append(training)
     print(f"{len(trainings)} trainings started in {time.time() - began:.0f} s", file=sys.stderr)
-    yield
+    yield trainings
     for training in trainings:
         training.signal(signal.SIGCONT)
     for ending in [training.cancel() for training in trainings]:
@@ -303,30 +306,44 @@ class Bench:
 
     def rows(self, count: int, one_node: float | None) -> list[Row]:
         """All trainings on so many nodes, with all links. `one_node`: as of `Bound`; None: measured now."""
+        wanted = variants(self.options, count)
+        computes, steps = list[float](), dict[tuple[str, Variant], list[float]]()
+        most = max(1, _MOST_RANKS // count)
+        for begin in range(0, len(wanted), most):
+            self._take_turns(wanted[begin : begin + most], count, computes, steps)
+        first = self.images(wanted[0], count) / median(next(iter(steps.values()))) / count
+        bound = Bound(
+            nodes=count, compute=median(computes), gradient_bytes=self.gradient_bytes, one_node=one_node or first
+        )
+        return [
+            bound.row(link, variant, self.images(variant, count), steps[link, variant])
+            for link in dict.fromkeys(link for link, _ in steps)
+            for variant in wanted
+        ]
+
+    def images(self, variant: Variant, nodes: int) -> int:
+        """Per step of all ranks."""
+        return self.options.batch_size * variant.accumulate * nodes
+
+    def _take_turns(
+        self, group: Sequence[Variant], count: int, computes: list[float], steps: dict[tuple[str, Variant], list[float]]
+    ) -> None:
+        """Start these trainings, and add what their windows say."""
         options, names = self.options, [node.name for node in self.nodes[:count]]
         # Processes start without limits: imports are not what is measured.
         self.limit(0)
         shape_links(self.nodes, None)
-        wanted = variants(options, count)
-        trainings = {variant: submit(variant, names, self.directory, options) for variant in wanted}
-        links = options.links if count > 1 else ("none",)
-        computes, steps = list[float](), dict[tuple[str, Variant], list[float]]()
-        with started(list(trainings.values())):
+        with started(submit(variant, names, self.directory, options) for variant in group) as trainings:
             self.limit(options.share)
             for turn in range(options.repeats):
                 computes.append(self.compute_seconds(count))
-                for link in links:
+                for link in options.links if count > 1 else ("none",):
                     shape_links(self.nodes, None if link == "none" else link)
-                    for variant, training in trainings.items():
+                    for variant, training in zip(group, trainings, strict=True):
                         steps.setdefault((link, variant), []).extend(window([training], options))
                 print(f"{count} nodes: turn {turn + 1} of {options.repeats}", file=sys.stderr)
             self.limit(0)
             shape_links(self.nodes, None)
-        first = trainings[wanted[0]].images / median(steps[links[0], wanted[0]]) / count
-        bound = Bound(
-            nodes=count, compute=median(computes), gradient_bytes=self.gradient_bytes, one_node=one_node or first
-        )
-        return [bound.row(link, variant, trainings[variant].images, found) for (link, variant), found in steps.items()]
 
 
 def measure(options: Options, directory: Path) -> tuple[list[Row], int]:
@@ -338,8 +355,8 @@ def measure(options: Options, directory: Path) -> tuple[list[Row], int]:
     quotas = None
     try:
         quotas = CpuQuotas(nodes) if options.share else None
-        alone = [submit(Variant(name="alone"), [node.name], directory, options) for node in nodes]
-        with started(alone):
+        lone = Variant(name="alone")
+        with started(submit(lone, [node.name], directory, options) for node in nodes) as alone:
             run = alone[0].run
             assert run is not None  # noqa: S101 - ours
             [size] = [event["gradient_bytes"] for event in ledger.read(RunDir(run).events)
