@@ -1,6 +1,5 @@
 """What the ranks agree on before they read the data: the list of files, and that all have the same. Every rank."""
 
-import os
 import time
 
 from training.config.dataset_layout import DataLayout
@@ -30,7 +29,7 @@ def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
         return 0
     if config.num_workers is not None:
         return config.num_workers
-    return 0 if data.cheap else len(os.sched_getaffinity(0)) // group.rank_info.local_world_size
+    return 0 if data.cheap else group.cores
 
 
 def check_same(data: Data, group: ProcessGroup) -> None:
