@@ -139,6 +139,7 @@ def test_an_evaluation_starts_no_more_workers_than_it_has_batches(
 def test_a_rank_has_a_loader_worker_for_each_of_its_cores(group: ProcessGroup, folder_data: Path) -> None:
     data, config = load(folder_data), TrainConfig(data=str(folder_data))
     assert loader_workers(config, data, replace(group, cores=12)) == 12
+    assert loader_workers(config, data, replace(group, cores=128)) == 32, "more take memory, and no GPU needs them"
 
 
 def test_keep_checkpoints_checkpoints_are_kept(start: Starter) -> None:
