@@ -13,6 +13,7 @@ flags exchanged with the other rank. The rivals do nothing of that; Lightning lo
 
 - images/s: of both ranks, the median over the rounds. Batches that were made before a turn are trained on before its
   clock starts.
+- CPU ms: processor time for an image, of ranks and workers together: what other programs disturb least.
 - waiting: the share of the time in the loader.
 - MiB: the highest memory of a rank and its worker while they train, anonymous and shared memory without libraries' code.
 - first step: seconds from the start of the rank's process to the end of its first step, of the slower rank. What
@@ -92,6 +93,11 @@ class Contender:
         return [RANKS * self.case.batch_size * turn.steps / turn.seconds for turn in self.turns]
 
     @property
+    def cpu_ms(self) -> list[float]:
+        """Milliseconds of processor time for an image, by turn."""
+        return [1000 * turn.cpu_seconds / (RANKS * self.case.batch_size * turn.steps) for turn in self.turns]
+
+    @property
     def lead(self) -> int:
         """Steps on batches that its worker has made in advance: two in the queue, one in its hands, one fetched."""
         return 2 * self.case.workers + 2 if self.case.workers else 1
@@ -161,6 +167,7 @@ def rows(measured: Sequence[Contender]) -> list[dict[str, Any]]:
                 "by_hand_written": round(statistics.median(ratios), 3) if by_hand else None,
                 "least_ratio": round(min(ratios), 3) if by_hand else None,
                 "most_ratio": round(max(ratios), 3) if by_hand else None,
+                "cpu_ms_per_image": round(statistics.median(each.cpu_ms), 3),
                 "waiting": round(statistics.median(turn.wait_share for turn in each.turns), 3),
                 "mib": round(each.peak_bytes / 2**20),
                 "first_step_seconds": round(statistics.median(each.first_steps), 2),

@@ -46,7 +46,7 @@ class Pacer:
         # What libraries print goes to the log.
         self._reports = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
-        self._began, self._waited_before = spawned, 0.0
+        self._began, self._waited_before, self._cpu_before = spawned, 0.0, 0.0
         self._left = self._timed = 1
         self.waited = 0.0
         """Seconds in the loader."""
@@ -59,7 +59,8 @@ class Pacer:
         if self._left:
             return
         seconds = time.monotonic() - self._began
-        self.report(seconds=seconds, waited=self.waited - self._waited_before)
+        cpu = cpu_seconds() - self._cpu_before
+        self.report(seconds=seconds, cpu=cpu, waited=self.waited - self._waited_before)
         order = sys.stdin.readline()
         if not order:
             leave()
@@ -73,7 +74,19 @@ class Pacer:
         self._reports.write(json.dumps(values) + "\n")
 
     def _start_clock(self) -> None:
-        self._began, self._waited_before = time.monotonic(), self.waited
+        self._cpu_before, self._waited_before = cpu_seconds(), self.waited
+        self._began = time.monotonic()
+
+
+def cpu_seconds() -> float:
+    """Of this process, and of the children that it has, its loader workers."""
+    ticks = 0
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            # The name, in parentheses, may hold spaces. Then come the 3rd and later fields; the 14th and 15th are times.
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def leave() -> NoReturn:

@@ -30,6 +30,8 @@ class Turn:
     """Of the slowest rank."""
     wait_share: float
     """The part of that time that the ranks were waiting for a batch, their mean."""
+    cpu_seconds: float
+    """Of all ranks and their loader workers."""
 
 
 class Ranks:
@@ -95,7 +97,10 @@ class Ranks:
         reports = self._reports()
         waited = [report["waited"] / report["seconds"] for report in reports]
         return Turn(
-            steps=steps, seconds=max(report["seconds"] for report in reports), wait_share=sum(waited) / len(waited)
+            steps=steps,
+            seconds=max(report["seconds"] for report in reports),
+            wait_share=sum(waited) / len(waited),
+            cpu_seconds=sum(report["cpu"] for report in reports),
         )
 
     def peak_bytes(self, steps: int) -> int:
