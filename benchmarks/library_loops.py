@@ -2,7 +2,7 @@
 
 Both wrap the model in DDP and give each rank its share of the data by themselves. What costs time and is not asked for
 is turned off in Lightning: progress bar, model summary, checkpoints, logger. Runs on every rank, in an environment with
-the dependency group `rivals`.
+the dependency group `rivals`; imports a library where its loop begins, because the other one does without.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def accelerate_style(case: Case, device: torch.device) -> Iterator[None]:
     """One step of Accelerate for each that is asked for."""
-    from accelerate import Accelerator  # noqa: PLC0415  # the other library's loop does without
+    from accelerate import Accelerator  # type: ignore[import-not-found]  # noqa: PLC0415  # see the module
 
     accelerator = Accelerator(cpu=True)
     model = make_model(case, device)
@@ -42,9 +42,13 @@ def _endless(loader: Any) -> Batches:
 
 def fit_with_lightning(case: Case, ranks: int, step_done: Callable[[], None]) -> None:
     """Train with Lightning's Trainer, which calls `step_done` after each step, for ever."""
-    from lightning import Callback, LightningModule, Trainer  # noqa: PLC0415  # see above
+    from lightning import (  # type: ignore[import-not-found]  # noqa: PLC0415  # see the module
+        Callback,
+        LightningModule,
+        Trainer,
+    )
 
-    class Classifier(LightningModule):
+    class Classifier(LightningModule):  # type: ignore[misc]  # Lightning is not in the dev environment
         def __init__(self) -> None:
             super().__init__()
             self.model = make_model(case, CPU)
@@ -58,7 +62,7 @@ def fit_with_lightning(case: Case, ranks: int, step_done: Callable[[], None]) ->
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return make_optimizer(case, self.model)
 
-    class Report(Callback):
+    class Report(Callback):  # type: ignore[misc]  # likewise
         def on_train_batch_end(self, *_: Any) -> None:
             step_done()
 

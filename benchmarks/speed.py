@@ -15,12 +15,15 @@ flags exchanged with the other rank. The rivals do nothing of that; Lightning lo
   clock starts.
 - CPU ms: processor time for an image, of ranks and workers together: what other programs disturb least.
 - waiting: the share of the time in the loader.
-- MiB: the highest memory of a rank and its worker while they train, anonymous and shared memory without libraries' code.
-- first step: seconds from the start of the rank's process to the end of its first step, of the slower rank. What
-  torchrun takes before that is the same for all.
+- MiB: the highest memory of a rank and its worker while they train: anonymous and shared memory, no libraries' code.
+- first step: seconds from the start of the rank's process to the end of its first step, of the slower rank; and the
+  processor time in it. What torchrun takes before that is the same for all.
 
-Prints a table and the goals, and writes `benchmarks/results/speed.json`. Takes about 15 minutes; `--small` seconds, and
-says nothing then.
+In memory, ours turns bytes into normalised floats in each step, as it does for a GPU; the others' batch consists of
+floats. From JPEGs, the others' loader workers make the floats.
+
+Prints a table and the goals, and writes `benchmarks/results/speed.json`. Takes about 15 minutes on two idle
+cores; `--small` a minute, and then its numbers say nothing.
 """
 
 import contextlib
@@ -39,7 +42,7 @@ import tyro
 from loader import CLASSES, make_folder
 from loops import SMALL_CNN, Case
 from speed_rank import LOOPS, OURS, RANKS
-from speed_ranks import Ranks, Turn
+from speed_ranks import FirstStep, Ranks, Turn
 
 _REPOSITORY = Path(__file__).parents[1]
 SYNTHETIC, JPEG, PACKED = "in memory", "JPEG", "packed"
@@ -48,8 +51,9 @@ _LIBRARIES = ("torch", "torchvision", "timm", "lightning", "accelerate", "pillow
 # A ratio this far below 1 is within the noise.
 _NOISE = 0.02
 _JPEG_GOAL = 1.5
-# Names of each image: an epoch of ours, which ends with a checkpoint, must be longer than the measurement.
-_NAMES = 80
+# Names of each JPEG: torch's loader begins anew with each epoch. Ours does not, and packed images have as many bytes as
+# pixels.
+_NAMES, _PACKED_NAMES = 80, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +66,16 @@ class Options:
     images: tuple[str, ...] = (SYNTHETIC, JPEG)
     """Kinds of images: `in memory`, `JPEG`."""
     loops: tuple[str, ...] = LOOPS
-    seconds: float = 3.0
+    seconds: float = 2.5
     """Of each turn."""
     rounds: int = 5
     """Turns of each loop."""
     starts: int = 2
     """Starts of each loop, the last of which trains."""
     photos: int = 500
-    """Different JPEGs, each under 80 names."""
+    """Different JPEGs, each under 80 names; packed, under 4."""
     small: bool = False
-    """A form that ends within a minute: two short turns of three loops."""
+    """Two short turns with small-cnn, and no file of results."""
     write: bool = True
     """Write the JSON file."""
 
@@ -83,7 +87,7 @@ class Contender:
     loop: str
     images: str
     case: Case
-    first_steps: list[float] = field(default_factory=list)
+    first_steps: list[FirstStep] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     peak_bytes: int = 0
 
@@ -137,7 +141,9 @@ def measure(options: Options, todo: Sequence[Contender], directory: Path) -> Non
             each.first_steps.append(ranks.first_step())
             ranks.turn(each.lead, 2)
             started.append((each, ranks, ranks.turn(0, 4)))
-            print(f"  {each.images}, {each.loop}: first step after {each.first_steps[-1]:.1f} s", file=sys.stderr)
+            print(
+                f"  {each.images}, {each.loop}: first step after {each.first_steps[-1].seconds:.1f} s", file=sys.stderr
+            )
         for number in range(options.rounds):
             # A loop does not always follow the same one.
             place = number % len(started)
@@ -170,11 +176,17 @@ def rows(measured: Sequence[Contender]) -> list[dict[str, Any]]:
                 "cpu_ms_per_image": round(statistics.median(each.cpu_ms), 3),
                 "waiting": round(statistics.median(turn.wait_share for turn in each.turns), 3),
                 "mib": round(each.peak_bytes / 2**20),
-                "first_step_seconds": round(statistics.median(each.first_steps), 2),
-                "first_step_most": round(max(each.first_steps), 2),
+                "first_step_seconds": round(statistics.median(start.seconds for start in each.first_steps), 2),
+                "first_step_cpu_seconds": round(statistics.median(start.cpu_seconds for start in each.first_steps), 2),
             }
         )
     return found
+
+
+def details_of(each: Contender) -> dict[str, Any]:
+    """All that was measured of a contender, ready for JSON."""
+    case = asdict(replace(each.case, folder=None, packed=None))
+    return {**asdict(each), "case": case}
 
 
 def goals(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -195,10 +207,11 @@ def goals(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def versions(python: Path) -> dict[str, str | None]:
-    """Of the rivals' environment."""
+    """Of the rivals' environment; None: not installed."""
     script = (
-        "import json, platform, sys; from importlib.metadata import version\n"
-        "print(json.dumps({'python': platform.python_version()} | {name: version(name) for name in sys.argv[1:]}))"
+        "import json, platform, sys\nfrom importlib.metadata import distributions\n"
+        "found = {each.name.lower(): each.version for each in distributions()}\n"
+        "print(json.dumps({'python': platform.python_version()} | {name: found.get(name) for name in sys.argv[1:]}))"
     )
     done = subprocess.run([python, "-c", script, *_LIBRARIES], check=True, capture_output=True, text=True)
     found: dict[str, str | None] = json.loads(done.stdout)
@@ -208,9 +221,12 @@ def versions(python: Path) -> dict[str, str | None]:
 def make_data(options: Options, root: Path) -> None:
     """JPEGs, and the same packed."""
     print("making JPEGs", file=sys.stderr)
-    names = 4 if options.small else _NAMES
-    make_folder(root / "jpeg", options.photos * names, names)
-    pack = [sys.executable, "-m", "training.pack", root / "jpeg", root / "packed"]
+    make_folder(root / "jpeg", options.photos * _NAMES, _NAMES)
+    for link in (root / "jpeg").glob(f"*/*-[0-{_PACKED_NAMES - 1}].jpg"):
+        few = root / "few" / link.relative_to(root / "jpeg")
+        few.parent.mkdir(parents=True, exist_ok=True)
+        few.hardlink_to(link)
+    pack = [sys.executable, "-m", "training.pack", str(root / "few"), str(root / "packed")]
     subprocess.run(pack, check=True, stdout=sys.stderr)
 
 
@@ -218,9 +234,7 @@ def main() -> None:
     """Measure, print and write."""
     options = tyro.cli(Options)
     if options.small:
-        options = replace(
-            options, models=(SMALL_CNN,), loops=(OURS, BY_HAND, "timm"), seconds=0.3, rounds=2, starts=1, photos=40
-        )
+        options = replace(options, models=(SMALL_CNN,), seconds=0.3, rounds=2, starts=1, photos=20)
     measured_on = record.machine(("torch",))
     environment = versions(options.rivals)
     table: list[dict[str, Any]] = []
@@ -235,7 +249,9 @@ def main() -> None:
                 todo = contenders(options, model, images, root)
                 measure(options, todo, root / "runs")
                 table += rows(todo)
-                details += [{**asdict(each), "case": {**asdict(each.case), "folder": None, "packed": None}} for each in todo]
+                details += [
+                    {**asdict(each), "case": {**asdict(each.case), "folder": None, "packed": None}} for each in todo
+                ]
     print("rivals' environment:", ", ".join(f"{name} {version}" for name, version in environment.items()))
     print(record.table(table))
     reached = goals(table)

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 RANKS = 2
 OURS, LIGHTNING, ACCELERATE = "ours", "lightning", "accelerate"
 LOOPS = (OURS, "hand-written", "torchvision", "timm", LIGHTNING, ACCELERATE)
-# An epoch of ours ends with a checkpoint, and no user's has the 100 steps of --synthetic.
-_SYNTHETIC_STEPS = 5000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,7 @@ def cpu_seconds() -> float:
     ticks = 0
     for children in Path("/proc/self/task").glob("*/children"):
         for child in children.read_text().split():
-            # The name, in parentheses, may hold spaces. Then come the 3rd and later fields; the 14th and 15th are times.
+            # The second field, a name in parentheses, may hold spaces; the 14th and 15th are times.
             fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
@@ -102,7 +100,8 @@ def time_loading(pacer: Pacer) -> None:
     """Let torch's loaders, on which all loops are built, count the time in which a loop waits for a batch."""
     from torch.utils.data import dataloader  # noqa: PLC0415  # see the module
 
-    make_next = dataloader._BaseDataLoaderIter.__next__  # noqa: SLF001  # there is no public way
+    iterator: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001  # there is no public way
+    make_next = iterator.__next__
 
     def timed(batches: Any) -> Any:
         began = time.monotonic()
@@ -111,22 +110,23 @@ def time_loading(pacer: Pacer) -> None:
         finally:
             pacer.waited += time.monotonic() - began
 
-    dataloader._BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]  # noqa: SLF001
+    iterator.__next__ = timed
 
 
 def train_ours(case: "Case", work: Work, step_done: Callable[[], None]) -> None:
-    """What `python -m training` does on a rank that a node agent has started, snapshots and heartbeats included."""
+    """What `python -m training` does on a rank that a node agent has started, snapshots and heartbeats included.
+
+    An epoch here is short, and its end would save a checkpoint: that is left out, for no other loop saves.
+    """
     import our_loop  # noqa: PLC0415
 
     from hpc.core.nodedir import NodeDir  # noqa: PLC0415
     from hpc.core.rundir import RunDir  # noqa: PLC0415
-    from training.data import build  # noqa: PLC0415
     from training.engine.launch import launch  # noqa: PLC0415
     from training.engine.trainer import Trainer  # noqa: PLC0415
     from training.runtime.heartbeat import Heartbeat  # noqa: PLC0415
     from training.runtime.run_context import RunContext, rank_info_from  # noqa: PLC0415
 
-    build._SYNTHETIC_STEPS = _SYNTHETIC_STEPS  # type: ignore[misc]  # noqa: SLF001
     make_steps = Trainer.steps
 
     def steps(trainer: Trainer) -> Any:
@@ -134,7 +134,10 @@ def train_ours(case: "Case", work: Work, step_done: Callable[[], None]) -> None:
             step_done()
             yield
 
-    Trainer.steps = steps  # type: ignore[method-assign]
+    def save_nothing(_trainer: Trainer) -> None:
+        pass
+
+    Trainer.steps, Trainer.save = steps, save_nothing  # type: ignore[assignment,method-assign]
     rank, directory = rank_info_from(os.environ), Path(work.directory)
     node_dir = NodeDir(directory / "node")
     launch(
@@ -186,7 +189,7 @@ def main() -> None:
     from loops import Case  # noqa: PLC0415  # imports torch, as every loop does
 
     paths = {name: Path(work.case[name]) for name in ("folder", "packed") if work.case[name]}
-    case = replace(Case(**work.case), **paths)
+    case = Case(**work.case | paths)
     time_loading(pacer)
     if work.loop == OURS:
         train_ours(case, work, pacer.step_done)

@@ -1,4 +1,4 @@
-"""The ranks of one training loop, each on a core of its own, as `benchmarks/speed.py` starts, asks and measures them."""
+"""The ranks of one training loop, each on a core of its own: what `benchmarks/speed.py` starts, asks and measures."""
 
 import contextlib
 import json
@@ -32,6 +32,16 @@ class Turn:
     """The part of that time that the ranks were waiting for a batch, their mean."""
     cpu_seconds: float
     """Of all ranks and their loader workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstStep:
+    """From the start of the processes to the end of their first step."""
+
+    seconds: float
+    """Of the slower rank."""
+    cpu_seconds: float
+    """Of the rank that took more, with its loader worker."""
 
 
 class Ranks:
@@ -87,9 +97,13 @@ class Ranks:
                 process.kill()
                 process.wait()
 
-    def first_step(self) -> float:
-        """Seconds from the start of the processes until the slower one had made its first step."""
-        return max(report["seconds"] for report in self._reports())
+    def first_step(self) -> FirstStep:
+        """Wait for it."""
+        reports = self._reports()
+        return FirstStep(
+            seconds=max(report["seconds"] for report in reports),
+            cpu_seconds=max(report["cpu"] for report in reports),
+        )
 
     def turn(self, lead: int, steps: int) -> Turn:
         """Make `lead` steps and then, with the clock on, others."""
@@ -106,7 +120,7 @@ class Ranks:
     def peak_bytes(self, steps: int) -> int:
         """The highest memory of a rank and its loader workers in so many steps."""
         self._begin(0, steps)
-        peak, streams = 0, [process.stdout for process in self._processes]
+        peak, streams = 0, [process.stdout for process in self._processes if process.stdout]
         while len(select.select(streams, [], [], _PAUSE)[0]) < len(streams):
             peak = max(peak, *(_memory_bytes(process.pid) for process in self._processes))
         self._reports()
