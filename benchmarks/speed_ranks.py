@@ -129,8 +129,10 @@ class Ranks:
     def _begin(self, lead: int, steps: int) -> None:
         for process in self._processes:
             assert process.stdin is not None  # noqa: S101  # it is a pipe
-            process.stdin.write(json.dumps([lead, steps]) + "\n")
-            process.stdin.flush()
+            # Of a rank that has died, `_reports` says why.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps([lead, steps]) + "\n")
+                process.stdin.flush()
 
     def _reports(self) -> list[dict[str, float]]:
         reports = []
@@ -139,7 +141,9 @@ class Ranks:
             ready = select.select([process.stdout], [], [], _TIMEOUT)[0]
             line = process.stdout.readline() if ready else ""
             if not line:
-                what = "has ended" if ready else f"has not answered for {_TIMEOUT:.0f} s"
+                what = f"has not answered for {_TIMEOUT:.0f} s"
+                if ready:
+                    what = f"has ended with code {process.wait()}"
                 raise SystemExit(f"a rank {what}; its log ends with:\n{log.read_text()[-4000:]}")
             reports.append(json.loads(line))
         return reports
