@@ -22,8 +22,8 @@ flags exchanged with the other rank. The rivals do nothing of that; Lightning lo
 In memory, ours turns bytes into normalised floats in each step, as it does for a GPU; the others' batch consists of
 floats. From JPEGs, the others' loader workers make the floats.
 
-Prints a table and the goals, and writes `benchmarks/results/speed.json`. Takes about 15 minutes on two idle
-cores; `--small` a minute, and then its numbers say nothing.
+Prints a table and the goals, and writes `benchmarks/results/speed.json`. Takes 12 GiB of memory, because
+all loops of a case are alive at once; `--small` takes a minute, and then its numbers say nothing.
 """
 
 import contextlib
