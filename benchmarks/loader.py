@@ -76,16 +76,16 @@ def photo(seed: int) -> bytes:
     return buffer.getvalue()
 
 
-def make_folder(root: Path, images: int) -> float:
-    """Class directories of JPEGs, each under four names. Returns the mean size in bytes."""
+def make_folder(root: Path, images: int, names: int = 4) -> float:
+    """Class directories of JPEGs, each under so many names. Returns the mean size in bytes."""
     with ProcessPoolExecutor() as pool:
-        contents = list(pool.map(photo, range(images // 4), chunksize=8))
+        contents = list(pool.map(photo, range(images // names), chunksize=8))
     for number in range(CLASSES):
         (root / f"{number}").mkdir(parents=True)
     for number, content in enumerate(contents):
         first = root / f"{number % CLASSES}" / f"{number}-0.jpg"
         first.write_bytes(content)
-        for name in range(1, 4):
+        for name in range(1, names):
             first.with_name(f"{number}-{name}.jpg").hardlink_to(first)
     return statistics.mean(map(len, contents))
 

@@ -1,38 +1,35 @@
 """Training loops as people write them, to be measured side by side: ours, one by hand, and those of two libraries.
 
 Each is an endless iterator that makes one training step when it is asked for the next, so that loops can take turns.
-All train the same model from torchvision with SGD or AdamW. They differ in what a step does besides:
+All train the same model with SGD or AdamW, in DDP where there are several ranks. They differ in what a step does
+besides:
 
-- `ours`: `training.engine.trainer.Trainer.steps`, with everything: DDP, metrics, requests to stop, heartbeats.
+- ours (`our_loop.py`): `training.engine.trainer.Trainer.steps`, with everything: DDP, metrics, requests to stop,
+  heartbeats.
 - `hand-written`: a forward pass, a backward pass and the optimizer, as fast as plain torch goes. No metrics.
 - `torchvision`: in the style of its references: loss and accuracies are read from the device in every step.
 - `timm`: its own loader, optimizer and schedule; the loss is read from the device every 50 steps.
+
+torchvision is imported where it is needed: a loop is charged for its imports in `benchmarks/speed.py`.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
-from torchvision import datasets, models
-from torchvision.transforms import v2
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
-from training.config.train_config import TrainConfig
-from training.engine.launch import make_trainer
-from training.engine.trainer import Trainer
-from training.runtime.process_group import ProcessGroup
-from training.runtime.run_context import RunContext
-
+SMALL_CNN = "small-cnn"
 Batches = Iterator[tuple[Tensor, Tensor]]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_LR, _MOMENTUM, _WEIGHT_DECAY = 1e-4, 0.9, 5e-4
+LR, WEIGHT_DECAY = 1e-4, 5e-4
+_MOMENTUM = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class Case:
     """What is trained, on which images."""
 
     model: str
-    """Of torchvision."""
+    """Of torchvision, or this trainer's small-cnn."""
     image_size: int
     batch_size: int
     """Of this rank."""
@@ -68,33 +65,10 @@ class Loop:
     """The peak that this loop's tensors took of the GPU."""
 
 
-def ours(case: Case, group: ProcessGroup, run_dir: Path) -> Iterator[None]:
-    """Steps of this trainer, on generated images, JPEGs or packed images."""
-    trainer = our_trainer(case, group, run_dir)
-    trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-    trainer.resume()
-    return trainer.steps()
-
-
-def our_trainer(
-    case: Case, group: ProcessGroup, run_dir: Path, node_dir: NodeDir | None = None, **flags: Any
-) -> Trainer:
-    """This trainer, with other flags if they are given."""
-    source = case.packed or case.folder
-    config = TrainConfig(
-        synthetic=source is None, data=str(source or ""), data_on_device="off" if source else "on",
-        model=case.model, image_size=case.image_size, batch_size=case.batch_size * group.world_size, amp=case.amp,
-        optimizer=case.optimizer, lr=_LR, weight_decay=_WEIGHT_DECAY, epochs=10**6, val_split=0.0,
-        num_workers=case.workers if source else 0, **flags,
-    )  # fmt: skip
-    context = RunContext(config=config, run_dir=RunDir(run_dir), attempt=1, started=time.monotonic(), node_dir=node_dir)
-    return make_trainer(context, group)
-
-
 def hand_written(case: Case, device: torch.device) -> Iterator[None]:
     """The loop of tutorials at its fastest."""
-    model = _model(case, device)
-    optimizer = _optimizer(case, model)
+    model = _in_ddp(make_model(case, device), gradient_as_bucket_view=True)
+    optimizer = make_optimizer(case, model)
     for images, labels in _batches(case, device):
         _step(case, model, optimizer, images, labels)
         yield
@@ -102,8 +76,8 @@ def hand_written(case: Case, device: torch.device) -> Iterator[None]:
 
 def torchvision_style(case: Case, device: torch.device) -> Iterator[None]:
     """The same, with the metrics of torchvision's references."""
-    model = _model(case, device)
-    optimizer = _optimizer(case, model)
+    model = _in_ddp(make_model(case, device))
+    optimizer = make_optimizer(case, model)
     shown: list[tuple[float, float, float]] = []
     for images, labels in _batches(case, device):
         loss, logits = _step(case, model, optimizer, images, labels)
@@ -117,15 +91,17 @@ def timm_style(case: Case, device: torch.device) -> Iterator[None]:
     """Timm's loader, optimizer and schedule, with a loop like its training script's."""
     from timm import data, optim, scheduler  # noqa: PLC0415  # an extra
 
-    model = _model(case, device)
-    optimizer = optim.create_optimizer_v2(model, opt=case.optimizer, lr=_LR, weight_decay=_WEIGHT_DECAY)
+    model = _in_ddp(make_model(case, device))
+    optimizer = optim.create_optimizer_v2(model, opt=case.optimizer, lr=LR, weight_decay=WEIGHT_DECAY)
     schedule = scheduler.CosineLRScheduler(optimizer, t_initial=10**6, t_in_epochs=False)
-    batches = _fixed(case, device)
+    batches = fixed_batches(case, device)
     if case.folder:
+        # No color jitter, which would be timm's default: the others have none.
         dataset = data.create_dataset("", str(case.folder))
         loader = data.create_loader(
             dataset, (3, case.image_size, case.image_size), case.batch_size, is_training=True, device=device,
             num_workers=case.workers, interpolation="bilinear", persistent_workers=case.workers > 0,
+            color_jitter=0.0, distributed=ranks() > 1,
         )  # fmt: skip
         batches = _endless(loader, device)
     shown: list[float] = []
@@ -144,16 +120,34 @@ RIVALS: dict[str, Callable[[Case, torch.device], Iterator[None]]] = {
 }
 
 
-def _model(case: Case, device: torch.device) -> nn.Module:
-    arguments: dict[str, Any] = {"image_size": case.image_size} if case.model.startswith("vit_") else {}
-    model: nn.Module = models.get_model(case.model, weights=None, num_classes=case.classes, **arguments)
+def ranks() -> int:
+    """How many there are."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def make_model(case: Case, device: torch.device) -> nn.Module:
+    """The model, on the device, without DDP."""
+    if case.model == SMALL_CNN:
+        from training.models.small_models import small_cnn  # noqa: PLC0415  # only where it is trained
+
+        model: nn.Module = small_cnn(case.classes, 3, case.image_size)
+    else:
+        from torchvision import models  # noqa: PLC0415  # see above
+
+        arguments: dict[str, Any] = {"image_size": case.image_size} if case.model.startswith("vit_") else {}
+        model = models.get_model(case.model, weights=None, num_classes=case.classes, **arguments)
     return model.to(device, memory_format=torch.channels_last).train()  # type: ignore[call-overload,no-any-return]
 
 
-def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+def _in_ddp(model: nn.Module, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, **options) if ranks() > 1 else model
+
+
+def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """SGD or AdamW for all parameters alike."""
     if case.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=_WEIGHT_DECAY)
-    return torch.optim.SGD(model.parameters(), lr=_LR, momentum=_MOMENTUM, weight_decay=_WEIGHT_DECAY)
+        return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=_MOMENTUM, weight_decay=WEIGHT_DECAY)
 
 
 def _step(
@@ -170,26 +164,48 @@ def _step(
 
 def _batches(case: Case, device: torch.device) -> Batches:
     if case.folder is None:
-        return _fixed(case, device)
-    steps = [v2.RandomResizedCrop(case.image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-    dataset = datasets.ImageFolder(
-        str(case.folder), v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+        return fixed_batches(case, device)
+    dataset = make_dataset(case.folder, case.image_size)
+    return _endless(make_loader(case, dataset, device, _sampler(dataset)), device)
+
+
+def make_dataset(folder: Path, image_size: int) -> Dataset[Any]:
+    """ImageFolder with the augmentation of tutorials, in the second version of torchvision's transforms."""
+    from torchvision import datasets  # noqa: PLC0415  # see above
+    from torchvision.transforms import v2  # noqa: PLC0415  # see above
+
+    steps = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    dataset: Dataset[Any] = datasets.ImageFolder(
+        str(folder), v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
     )
-    loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-        dataset, batch_size=case.batch_size, shuffle=True, drop_last=True, num_workers=case.workers,
-        pin_memory=device.type == "cuda", persistent_workers=case.workers > 0,
+    return dataset
+
+
+def _sampler(dataset: Dataset[Any]) -> DistributedSampler[Any] | None:
+    return DistributedSampler(dataset) if ranks() > 1 else None
+
+
+def make_loader(
+    case: Case, dataset: Dataset[Any], device: torch.device, sampler: DistributedSampler[Any] | None = None
+) -> DataLoader[Any]:
+    """Torch's loader, as tutorials set it up. Without a sampler it shuffles for one rank."""
+    return DataLoader(
+        dataset, batch_size=case.batch_size, shuffle=sampler is None, sampler=sampler, drop_last=True,
+        num_workers=case.workers, pin_memory=device.type == "cuda", persistent_workers=case.workers > 0,
     )  # fmt: skip
-    return _endless(loader, device)
 
 
-def _fixed(case: Case, device: torch.device) -> Batches:
+def fixed_batches(case: Case, device: torch.device) -> Batches:
+    """One batch that lies on the device, again and again."""
     images = torch.randn(case.batch_size, 3, case.image_size, case.image_size, device=device)
     images = images.to(memory_format=torch.channels_last)
     return itertools.repeat((images, torch.randint(0, case.classes, (case.batch_size,), device=device)))
 
 
 def _endless(loader: Any, device: torch.device) -> Batches:
-    while True:
+    for epoch in itertools.count():
+        if isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler):
+            sampler.set_epoch(epoch)
         for images, labels in loader:
             moved = images.to(device, non_blocking=True, memory_format=torch.channels_last)
             yield moved, labels.to(device, non_blocking=True)

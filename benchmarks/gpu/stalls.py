@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import tyro
-from loops import Case, our_trainer
+from loops import Case
+from our_loop import our_trainer
 from part import Goal, PartOptions, Row, finish, goal, on_gpu, synchronize
 
 from hpc.core.nodedir import NodeDir

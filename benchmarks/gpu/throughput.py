@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 import tyro
 from loader import CLASSES, make_folder
-from loops import RIVALS, Case, Loop, ours
+from loops import RIVALS, Case, Loop
+from our_loop import ours
 from part import Goal, PartOptions, Row, finish, goal, on_gpu, synchronize
 
 from training.config.train_config import TrainConfig

@@ -1,0 +1,84 @@
+"""The training loops of Lightning and Accelerate, as their documentation shows them, for `benchmarks/speed.py`.
+
+Both wrap the model in DDP and give each rank its share of the data by themselves. What costs time and is not asked for
+is turned off in Lightning: progress bar, model summary, checkpoints, logger. Runs on every rank, in an environment with
+the dependency group `rivals`; imports a library where its loop begins, because the other one does without.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from loops import Batches, Case, fixed_batches, make_dataset, make_loader, make_model, make_optimizer
+from torch import Tensor
+from torch.nn import functional
+
+CPU = torch.device("cpu")
+
+
+def accelerate_style(case: Case, device: torch.device) -> Iterator[None]:
+    """One step of Accelerate for each that is asked for."""
+    from accelerate import Accelerator  # type: ignore[import-not-found]  # noqa: PLC0415  # see the module
+
+    accelerator = Accelerator(cpu=True)
+    model = make_model(case, device)
+    model, optimizer = accelerator.prepare(model, make_optimizer(case, model))
+    batches = fixed_batches(case, device)
+    if case.folder:
+        loader = make_loader(case, make_dataset(case.folder, case.image_size), device)
+        batches = _endless(accelerator.prepare(loader))
+    for images, labels in batches:
+        optimizer.zero_grad()
+        logits = model(images.to(memory_format=torch.channels_last))
+        accelerator.backward(functional.cross_entropy(logits, labels))
+        optimizer.step()
+        yield
+
+
+def _endless(loader: Any) -> Batches:
+    while True:
+        yield from loader
+
+
+def fit_with_lightning(case: Case, ranks: int, step_done: Callable[[], None]) -> None:
+    """Train with Lightning's Trainer, which calls `step_done` after each step, for ever."""
+    from lightning import (  # type: ignore[import-not-found]  # noqa: PLC0415  # see the module
+        Callback,
+        LightningModule,
+        Trainer,
+    )
+
+    class Classifier(LightningModule):  # type: ignore[misc]  # Lightning is not in the dev environment
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model(case, CPU)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], _index: int) -> Tensor:
+            images, labels = batch
+            loss = functional.cross_entropy(self.model(images.to(memory_format=torch.channels_last)), labels)
+            self.log("train_loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return make_optimizer(case, self.model)
+
+    class Report(Callback):  # type: ignore[misc]  # likewise
+        def on_train_batch_end(self, *_: Any) -> None:
+            step_done()
+
+    trainer = Trainer(
+        accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=-1, callbacks=[Report()],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    batches = make_loader(case, make_dataset(case.folder, case.image_size), CPU) if case.folder else _Fixed(case)
+    trainer.fit(Classifier(), batches)
+
+
+class _Fixed:
+    """One batch in memory, as a loader without a length."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(fixed_batches(self._case, CPU))

@@ -1,0 +1,184 @@
+"""The ranks of one training loop, each on a core of its own: what `benchmarks/speed.py` starts, asks and measures."""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from speed_rank import RANKS, Work
+
+_REPOSITORY = Path(__file__).parents[1]
+_TIMEOUT = 300.0
+# How often memory is looked at.
+_PAUSE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Some steps of all ranks."""
+
+    steps: int
+    seconds: float
+    """Of the slowest rank."""
+    wait_share: float
+    """The part of that time that the ranks were waiting for a batch, their mean."""
+    cpu_seconds: float
+    """Of all ranks and their loader workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstStep:
+    """From the start of the processes to the end of their first step."""
+
+    seconds: float
+    """Of the slower rank."""
+    cpu_seconds: float
+    """Of the rank that took more, with its loader worker."""
+
+
+class Ranks:
+    """Two processes that train together, until the context ends."""
+
+    def __init__(self, python: Path, loop: str, case: dict[str, Any], directory: Path) -> None:
+        """Start them.
+
+        Args:
+            python: of the environment that has all libraries.
+            loop: one of `speed_rank.LOOPS`.
+            case: the fields of `loops.Case`.
+            directory: a new one, for their files.
+        """
+        (directory / "node").mkdir(parents=True, mode=0o700)
+        self._logs = [directory / f"rank-{rank}.log" for rank in range(RANKS)]
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        cores = sorted(os.sched_getaffinity(0))
+        self._processes = []
+        for rank, log in enumerate(self._logs):
+            work = Work(
+                loop=loop,
+                case=case,
+                directory=str(directory),
+                spawned=time.monotonic(),
+                core=cores[rank % len(cores)],
+            )
+            command = [str(python), str(_REPOSITORY / "benchmarks/speed_rank.py"), json.dumps(asdict(work))]
+            with log.open("w") as output:
+                process = subprocess.Popen(
+                    command, env=_environment(rank, port), cwd=directory, text=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+                )  # fmt: skip
+            self._processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        """End them: a rank that waits for its turn ends when stdin does."""
+        for process in self._processes:
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]  # they are pipes
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def first_step(self) -> FirstStep:
+        """Wait for it."""
+        reports = self._reports()
+        return FirstStep(
+            seconds=max(report["seconds"] for report in reports),
+            cpu_seconds=max(report["cpu"] for report in reports),
+        )
+
+    def turn(self, lead: int, steps: int) -> Turn:
+        """Make `lead` steps and then, with the clock on, others."""
+        self._begin(lead, steps)
+        reports = self._reports()
+        waited = [report["waited"] / report["seconds"] for report in reports]
+        return Turn(
+            steps=steps,
+            seconds=max(report["seconds"] for report in reports),
+            wait_share=sum(waited) / len(waited),
+            cpu_seconds=sum(report["cpu"] for report in reports),
+        )
+
+    def peak_bytes(self, steps: int) -> int:
+        """The highest memory of a rank and its loader workers in so many steps."""
+        self._begin(0, steps)
+        peak, streams = 0, [process.stdout for process in self._processes if process.stdout]
+        while len(select.select(streams, [], [], _PAUSE)[0]) < len(streams):
+            peak = max(peak, *(_memory_bytes(process.pid) for process in self._processes))
+        self._reports()
+        return peak
+
+    def _begin(self, lead: int, steps: int) -> None:
+        for process in self._processes:
+            assert process.stdin is not None  # noqa: S101  # it is a pipe
+            # Of a rank that has died, `_reports` says why.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps([lead, steps]) + "\n")
+                process.stdin.flush()
+
+    def _reports(self) -> list[dict[str, float]]:
+        reports = []
+        for process, log in zip(self._processes, self._logs, strict=True):
+            assert process.stdout is not None  # noqa: S101  # it is a pipe
+            ready = select.select([process.stdout], [], [], _TIMEOUT)[0]
+            line = process.stdout.readline() if ready else ""
+            if not line:
+                what = f"has not answered for {_TIMEOUT:.0f} s"
+                if ready:
+                    what = f"has ended with code {process.wait()}"
+                raise SystemExit(f"a rank {what}; its log ends with:\n{log.read_text()[-4000:]}")
+            reports.append(json.loads(line))
+        return reports
+
+
+def _environment(rank: int, port: int) -> dict[str, str]:
+    """What torchrun sets for two ranks on this machine, and CPUs alone."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    return os.environ | {
+        **{name: str(value) for name, value in place.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(_REPOSITORY),
+    }
+
+
+def _memory_bytes(pid: int) -> int:
+    """Of a process and its descendants: anonymous and shared memory, each page counted once.
+
+    Without the code of libraries, which all processes of a machine share.
+    """
+    total = 0
+    for each in _tree(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                    total += int(line.split()[1]) * 1024
+    return total
+
+
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    # A process may end while it is looked at.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                yield from _tree(int(child))
