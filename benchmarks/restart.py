@@ -1,0 +1,234 @@
+"""Where each second goes between a worker's SIGKILL and its next step, with and without warm processes.
+
+    .venv/bin/python benchmarks/restart.py
+    .venv/bin/python benchmarks/restart.py --kills 2 --models small-cnn --ranks 2
+
+Starts a torchrun for each of one or two pretended nodes, one rank each, and kills a rank again and again. Kinds, which
+take turns:
+
+- forked: as Torchrelay runs its trainer: ranks are forks of a torchrun that has imported torch, the nodes' torchruns
+  meet by our rendezvous, the state comes from a snapshot;
+- started: the same, but each rank is a new process that imports torch, as before there were forks;
+- plain: torch's torchrun with its c10d rendezvous and `plain_ddp.py`, which is what submitit's and torchx's users have;
+  it restores a checkpoint.
+
+Without the node agents and Slurm, which a restart in place does not wait for. Each part ends when the last process has
+passed it, so that the parts add up to the total: until the last rank has made a step. Prints the medians as a table in
+Markdown, and writes benchmarks/results/restart.json. On two cores two ranks compete; what one rank takes is listed, too.
+"""
+
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import tyro
+
+import marks
+import record
+from hpc.core.nodedir import NodeDir
+from jobs.ranks.rendezvous import TORCHRUN, Rendezvous, pick_port, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
+from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
+from training.config.train_config import TrainConfig, spec_argv
+
+HERE = Path(__file__).parent
+Kind = Literal["forked", "started", "plain"]
+# A part ends where the last process has passed the mark. `noticed` is passed first by the torchrun of the killed rank.
+PARTS = {
+    "notice": ("noticed",), "end ranks": ("ranks ended",), "meet": ("met",), "fork": ("program",),
+    "import": ("imported",), "process group": ("connected",), "checks": ("checked",),
+    "data, model": ("data", "model"), "DDP, optimizer": ("trainer", "warm"), "restore": ("restored",),
+    "first step": ("stepped",),
+}  # fmt: skip
+MODELS = {"small-cnn": (28, 512), "resnet18": (32, 128)}
+"""Image size and global batch."""
+_START_SECONDS = 300.0
+# Torchrelay waits this long before ranks that have just started are started again.
+_SECONDS_BETWEEN_KILLS = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    """Of small-cnn and resnet18 (32 px)."""
+    kinds: tuple[Kind, ...] = ("forked", "started", "plain")
+    """See above."""
+    ranks: tuple[int, ...] = (1, 2)
+    """One per pretended node."""
+    kills: int = 5
+    """In each turn."""
+    turns: int = 2
+    """Of each kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is started and killed."""
+
+    kind: Kind
+    model: str
+    ranks: int
+
+    def command(self, node: int, meeting: Rendezvous, directory: Path) -> tuple[list[str], dict[str, str]]:
+        """Command line and environment of a node's torchrun."""
+        python, marked = sys.executable, str(HERE / "marked_torchrun.py")
+        environment = os.environ | {
+            "MARKS": str(directory / "marks"), "NODE": str(node), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": f"{HERE}:{HERE.parent}",
+        }  # fmt: skip
+        if self.kind == "plain":
+            size, batch = MODELS[self.model]
+            flags = [f"--image-size={size}", f"--batch-size={batch}", f"--checkpoint={directory / 'checkpoint.pt'}"]
+            argv = [
+                python, marked, f"--nnodes={self.ranks}", "--nproc-per-node=1", "--max-restarts=1000",
+                "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{meeting.port}", "--rdzv-id=r",
+                f"--rdzv-conf=is_host={int(node == 0)}", "--local-addr=127.0.0.1",
+                str(HERE / "plain_ddp.py"), f"--data={directory}", f"--model={self.model}", *flags,
+            ]  # fmt: skip
+            return argv, environment
+        memory = node_directory(directory, node)
+        rank = ["-m", "marked_rank", "training", *spec_argv(directory / "spec.json", directory, 1, memory.path)]
+        wrapped = [str(PROCESS_WRAPPER), "rank", str(directory / "logs"), str(memory.path)]
+        program = [*wrapped, *rank] if self.kind == "forked" else [python, "-S", *wrapped, python, *rank]
+        argv = torchrun_argv(replace(meeting, node=node), 1, "127.0.0.1", python, program)
+        argv[argv.index(str(TORCHRUN)) : argv.index(str(TORCHRUN))] = [marked]
+        argv.remove("-P")  # marks.py is beside the script
+        return argv, torchrun_environment(meeting, environment)
+
+
+def node_directory(directory: Path, node: int) -> NodeDir:
+    """A node's directory, as its agent would make it."""
+    return NodeDir(directory / "memory" / f"node-{node}")
+
+
+@contextmanager
+def prepared(case: Case) -> Iterator[Path]:
+    """A run directory with what a case reads, in memory, as snapshots are."""
+    size, batch = MODELS[case.model]
+    config = TrainConfig(
+        data=str(FASHION_MNIST_DIRECTORY), model=case.model, batch_size=batch, epochs=10_000, lr=0.05,
+        image_size=None if case.model == "small-cnn" else size,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="torchrelay-restart-") as made:
+        directory = Path(made)
+        for node in range(case.ranks):
+            for each in node_directory(directory, node).directories:
+                each.mkdir(parents=True, exist_ok=True)
+        for name in ("marks", "logs", "FashionMNIST"):
+            (directory / name).mkdir()
+        (directory / "FashionMNIST" / "raw").symlink_to(unpacked(directory))
+        (directory / "spec.json").write_text(json.dumps({"train": asdict(config)}))
+        yield directory
+
+
+def unpacked(directory: Path) -> Path:
+    """The files of Fashion-MNIST as torchvision leaves them after its download."""
+    import gzip  # noqa: PLC0415
+
+    raw = directory / "raw"
+    raw.mkdir()
+    for path in FASHION_MNIST_DIRECTORY.glob("*.gz"):
+        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    return raw
+
+
+def wait_for_steps(directory: Path, case: Case, after: float, nodes: list[Torchrun]) -> list[marks.Mark]:
+    """The marks since a time, once every rank has made a step."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        found = marks.read(directory / "marks", after)
+        if len({mark.who for mark in found if mark.name == "stepped"}) == case.ranks:
+            return found
+        if any(node.exit_code is not None for node in nodes):
+            break
+        time.sleep(0.02)
+    logs = "\n".join(path.read_text()[-2000:] for path in (directory / "logs").iterdir())
+    raise SystemExit(f"{case} made no step within {_START_SECONDS:.0f} s, or its torchrun has ended: {logs}")
+
+
+def parts_of(found: list[marks.Mark], killed_at: float, last: int) -> dict[str, float]:
+    """Seconds of each part of a restart, and the total.
+
+    Args:
+        found: the marks since the kill.
+        killed_at: time of the kill.
+        last: the number of ranks, of each of which the last process counts.
+    """
+    parts, before = dict[str, float](), killed_at
+    for part, names in PARTS.items():
+        latest = {(mark.who, mark.name): mark.at for mark in found if mark.name in names}
+        first = part == "notice" and last > 1
+        at = (min if first else max)(latest.values()) if latest else before
+        parts[part], before = max(0.0, at - before), max(at, before)
+    return {**parts, "total": before - killed_at}
+
+
+def measure(case: Case, kills: int) -> list[dict[str, float]]:
+    """The parts of each restart."""
+    results = []
+    with prepared(case) as directory, ExitStack() as stack:
+        meeting = Rendezvous(
+            run="r", attempt=1, secret=secrets.token_hex(16), round=1, num_nodes=case.ranks, host="127.0.0.1",
+            port=pick_port(), node=0,
+        )  # fmt: skip
+        commands = [case.command(node, meeting, directory) for node in range(case.ranks)]
+        output = stack.enter_context(Path(directory, "logs", "torchrun.log").open("w"))
+        saved = os.dup(2)
+        os.dup2(output.fileno(), 2)  # torchrun reports every restart
+        try:
+            nodes = [stack.enter_context(Torchrun(*command, directory)) for command in commands]
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+        killed_at = 0.0
+        for number in range(kills + 1):
+            found = wait_for_steps(directory, case, killed_at, nodes)
+            if number:
+                results.append(parts_of(found, killed_at, case.ranks))
+            time.sleep(_SECONDS_BETWEEN_KILLS)
+            pids = {mark.who: mark.pid for mark in found if mark.name == "stepped"}
+            killed_at = time.time()
+            os.kill(pids[f"rank-{number % case.ranks}"], signal.SIGKILL)
+    return results
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = tyro.cli(Options, description=__doc__)
+    measured_on, rows = record.machine(), []
+    for model in options.models:
+        for ranks in options.ranks:
+            cases = [Case(kind=kind, model=model, ranks=ranks) for kind in options.kinds]
+            found: dict[str, list[dict[str, float]]] = {case.kind: [] for case in cases}
+            for _ in range(options.turns):
+                for case in cases:
+                    began = time.monotonic()
+                    found[case.kind] += measure(case, options.kills)
+                    print(f"{case}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            rows += [row(case, found[case.kind]) for case in cases]
+    print(record.table(rows))
+    record.write("restart", measured_on, rows)
+
+
+def row(case: Case, found: list[dict[str, float]]) -> dict[str, object]:
+    """The medians of a case, and all its restarts."""
+    totals = sorted(each["total"] for each in found)
+    middle = {f"{part}, s": round(median(each[part] for each in found), 2) for part in found[0]}
+    spread = {"least, s": round(totals[0], 2), "most, s": round(totals[-1], 2)}
+    return {"model": case.model, "ranks": case.ranks, "kind": case.kind, **middle, **spread, "restarts": found}
+
+
+if __name__ == "__main__":
+    main()
