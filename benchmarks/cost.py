@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 import cost_commands
 import record
+import tyro
 from cost_start import PARTS, Start, process_rows, start_ours, start_plain, start_rows, testbed
+
 from training.runtime.heartbeat import Heartbeat
 
 Part = Literal["commands", "start", "heartbeat"]

@@ -24,7 +24,8 @@ if os.environ.get("PROBE_PARENT") == str(os.getppid()):
     def _report():
         import json, sys
         status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-        heavy = [name for name in ("torch", "torchvision", "pandas", "numpy", "rich", "submitit") if name in sys.modules]
+        names = "torch", "torchvision", "pandas", "numpy", "rich", "submitit"
+        heavy = [name for name in names if name in sys.modules]
         with open(os.environ["PROBE_OUTPUT"], "w") as file:
             json.dump({"modules": len(sys.modules), "megabytes": int(status["VmHWM"].split()[0]) / 1024,
                        "heavy": heavy}, file)
@@ -99,7 +100,9 @@ def status_commands(root: Path, hpc: Sequence[str]) -> list[Command]:
         name = f"hpc status, {number} run{'s' * (number > 1)}"
         found.append(Command(name=name, argv=argv, directory=made, environment=environment))
         if number == 20:
-            named = Command(name="hpc status NAME", argv=[*argv, "resnet50-0006"], directory=made, environment=environment)
+            named = Command(
+                name="hpc status NAME", argv=[*argv, "resnet50-0006"], directory=made, environment=environment
+            )
             found.append(named)
     return found
 

@@ -19,7 +19,9 @@ from statistics import median
 from typing import Any
 
 import marks
+
 from hpc.core import ledger
+from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 
@@ -102,6 +104,11 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
     return answer
 
 
+def wait_for_no_jobs() -> None:
+    """Until nothing writes into the directories of the jobs, and the next one finds the nodes idle."""
+    wait_for(lambda: not subprocess.check_output(["squeue", "--noheader"], text=True).strip(), "the end of the jobs")
+
+
 def start_ours(directory: Path, name: str, sampled_seconds: float) -> Start:
     """Submit a run; when it has trained for a while, look at its processes, and cancel it."""
     batch = directory / f"{name}.batch"
@@ -124,6 +131,7 @@ def start_ours(directory: Path, name: str, sampled_seconds: float) -> Start:
         after = heartbeat(run)
     finally:
         hpc("cancel", name, directory=directory)
+        wait_for_no_jobs()
     parts = parts_of_run(ledger.read(run.events), float(batch.read_text()))
     return Start(
         parts=parts, processes=processes, beats_per_second=rate(before, after, "count"),
@@ -134,12 +142,11 @@ def start_ours(directory: Path, name: str, sampled_seconds: float) -> Start:
 def heartbeat(run: RunDir) -> dict[str, float]:
     """The heartbeat of a rank: its step, its count of beats, its time. The nodes have a /dev/shm of their own."""
     rank = next(pid for pid in processes_below(run.path) if what_is(pid) == "rank")
-    found = next(
-        line.split("=", 1)[1]
-        for line in Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
-        if line.startswith("TORCHRELAY_HEARTBEAT=")
-    )
-    fields: dict[str, float] = json.loads(Path(f"/proc/{rank}/root{found}").read_text())
+    # A fork of torchrun has its command line, in which the wrapper's arguments are the logs and the node's memory.
+    words = Path(f"/proc/{rank}/cmdline").read_bytes().decode().split("\0")
+    memory = words[words.index("rank") + 2]
+    path = NodeDir(Path(f"/proc/{rank}/root{memory}")).heartbeat(0)
+    fields: dict[str, float] = json.loads(path.read_text())
     return fields
 
 
@@ -198,15 +205,15 @@ def start_plain(directory: Path, sampled_seconds: float) -> Start:
         time.sleep(_SETTLE_SECONDS)
         processes = sample(directory, sampled_seconds)
     finally:
-        job = done.stdout.strip()
-        subprocess.run(["scancel", job], check=True)
-        wait_for(lambda: job not in subprocess.check_output(["squeue", "-h", "-o", "%i"], text=True).split(), "the end")
+        subprocess.run(["scancel", done.stdout.strip()], check=True)
+        wait_for_no_jobs()
     latest = {mark.name: mark.at for mark in found}  # in the order of their times
     batch = float((directory / "batch").read_text())
     # srun's start is not recorded: it is a part of torchrun's.
     ends = {
         "slurm": batch, "agents": batch, "staging": batch, "torchrun": latest["program"], "import": latest["imported"],
-        "process group": latest["connected"], "checks, data, model": latest["restored"], "first step": latest["stepped"],
+        "process group": latest["connected"], "checks, data, model": latest["restored"],
+        "first step": latest["stepped"],
     }  # fmt: skip
     return Start(parts=between(accepted, ends), processes=processes)
 

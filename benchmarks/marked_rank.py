@@ -1,4 +1,4 @@
-"""A rank of our trainer with marks (marks.py): `-m marked_rank training ARGUMENTS` in place of `-m training ARGUMENTS`."""
+"""A rank of our trainer with marks (marks.py): `-m marked_rank training ...` in place of `-m training ...`."""
 
 import gc
 import runpy

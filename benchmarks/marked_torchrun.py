@@ -1,7 +1,4 @@
-"""torchrun with marks (marks.py): a script in place of torch's, or of ours if its path comes first.
-
-    MARKS=DIRECTORY python benchmarks/marked_torchrun.py [training/runtime/torchrun_main.py] ARGUMENTS OF TORCHRUN
-"""
+"""torchrun with marks (marks.py): a script in place of torch's, or of ours if the path of that comes first."""
 
 import gc
 import os
@@ -14,10 +11,9 @@ if __name__ == "__main__":
     if is_ours:
         gc.disable()
 
+from marks import mark, mark_after
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.run import main
-
-from marks import mark, mark_after
 
 
 def add_marks() -> None:

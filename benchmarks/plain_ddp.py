@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/plain_ddp.py --data DIRECTORY --checkpoint FILE
 
-Trains on torchvision's FashionMNIST, or tensors made of it once, and saves model and optimizer on rank 0, which every
+Trains on torchvision's FashionMNIST, made tensors once, and saves model and optimizer on rank 0, which every
 rank loads when it starts again. It imports nothing of Torchrelay's but, with --model small-cnn, the model.
 """
 
@@ -12,7 +12,6 @@ if __name__ == "__main__":
     mark("program")
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -62,7 +61,8 @@ def prepared(images: Tensor, options: argparse.Namespace) -> Tensor:
     """A batch as the model takes it."""
     if options.model == "small-cnn":
         return images
-    return resize(images.expand(-1, 3, -1, -1), [options.image_size] * 2)
+    resized: Tensor = resize(images.expand(-1, 3, -1, -1), [options.image_size] * 2)
+    return resized
 
 
 def main() -> None:
@@ -93,7 +93,8 @@ def main() -> None:
         sampler.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(prepared(images, options)), labels).backward()
+            loss = nn.functional.cross_entropy(model(prepared(images, options)), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             step += 1
             if is_first:
@@ -111,7 +112,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
     """Write the state, whole or not at all."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "epoch": epoch}
     torch.save(state, path.with_suffix(".new"))
-    os.replace(path.with_suffix(".new"), path)
+    path.with_suffix(".new").replace(path)
 
 
 if __name__ == "__main__":

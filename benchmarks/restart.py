@@ -14,30 +14,34 @@ take turns:
 
 Without the node agents and Slurm, which a restart in place does not wait for. Each part ends when the last process has
 passed it, so that the parts add up to the total: until the last rank has made a step. Prints the medians as a table in
-Markdown, and writes benchmarks/results/restart.json. On two cores two ranks compete; what one rank takes is listed, too.
+Markdown, and writes benchmarks/results/restart.json. Two ranks compete on two cores: what one takes is listed, too.
+
+`hung`: restarts after which no step came in two minutes.
 """
 
 import json
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
-import tyro
-
 import marks
 import record
+import tyro
+
+from hpc.core.kernel import children
 from hpc.core.nodedir import NodeDir
 from jobs.ranks.rendezvous import TORCHRUN, Rendezvous, pick_port, torchrun_argv, torchrun_environment
-from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
+from jobs.ranks.torchrun import PROCESS_WRAPPER
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 from training.config.train_config import TrainConfig, spec_argv
 
@@ -52,7 +56,7 @@ PARTS = {
 }  # fmt: skip
 MODELS = {"small-cnn": (28, 512), "resnet18": (32, 128)}
 """Image size and global batch."""
-_START_SECONDS = 300.0
+_START_SECONDS = 120.0
 # Torchrelay waits this long before ranks that have just started are started again.
 _SECONDS_BETWEEN_KILLS = 4.0
 
@@ -99,7 +103,12 @@ class Case:
             ]  # fmt: skip
             return argv, environment
         memory = node_directory(directory, node)
-        rank = ["-m", "marked_rank", "training", *spec_argv(directory / "spec.json", directory, 1, memory.path)]
+        rank = [
+            "-m",
+            "marked_rank",
+            "training",
+            *spec_argv(directory / "spec.json", directory, 1, memory.path, data=FASHION_MNIST_DIRECTORY),
+        ]
         wrapped = [str(PROCESS_WRAPPER), "rank", str(directory / "logs"), str(memory.path)]
         program = [*wrapped, *rank] if self.kind == "forked" else [python, "-S", *wrapped, python, *rank]
         argv = torchrun_argv(replace(meeting, node=node), 1, "127.0.0.1", python, program)
@@ -144,18 +153,47 @@ def unpacked(directory: Path) -> Path:
     return raw
 
 
-def wait_for_steps(directory: Path, case: Case, after: float, nodes: list[Torchrun]) -> list[marks.Mark]:
-    """The marks since a time, once every rank has made a step."""
+@contextmanager
+def torchrun(case: Case, node: int, meeting: Rendezvous, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The torchrun of a node: ours as an agent starts it, with SIGTERM ignored, and torch's as a shell does."""
+    argv, environment = case.command(node, meeting, directory)
+    if case.kind != "plain":
+        argv = [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
+    # torchrun reports every restart.
+    with (directory / "logs" / f"torchrun-{node}.log").open("w") as log:
+        process = subprocess.Popen(argv, env=environment, cwd=directory, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        # While it is stopped it starts no new ranks.
+        process.send_signal(signal.SIGSTOP)
+        for pid in descendants(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and theirs."""
+    own = list(children(pid))
+    return [*own, *(each for child in own for each in descendants(child))]
+
+
+def wait_for_steps(
+    directory: Path, case: Case, after: float, nodes: Sequence[subprocess.Popen[bytes]]
+) -> list[marks.Mark]:
+    """The marks since a time, once every rank has made a step. Raises TimeoutError if it does not come."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         found = marks.read(directory / "marks", after)
         if len({mark.who for mark in found if mark.name == "stepped"}) == case.ranks:
             return found
-        if any(node.exit_code is not None for node in nodes):
-            break
+        if any(node.poll() is not None for node in nodes):
+            logs = "\n".join(path.read_text()[-2000:] for path in (directory / "logs").iterdir())
+            raise SystemExit(f"a torchrun of {case} has ended: {logs}")
         time.sleep(0.02)
-    logs = "\n".join(path.read_text()[-2000:] for path in (directory / "logs").iterdir())
-    raise SystemExit(f"{case} made no step within {_START_SECONDS:.0f} s, or its torchrun has ended: {logs}")
+    raise TimeoutError(f"{case} made no step within {_START_SECONDS:.0f} s")
 
 
 def parts_of(found: list[marks.Mark], killed_at: float, last: int) -> dict[str, float]:
@@ -176,25 +214,21 @@ def parts_of(found: list[marks.Mark], killed_at: float, last: int) -> dict[str, 
 
 
 def measure(case: Case, kills: int) -> list[dict[str, float]]:
-    """The parts of each restart."""
-    results = []
+    """The parts of each restart. Of one after which no step came there is nothing, and nothing is killed after it."""
+    results = list[dict[str, float]]()
     with prepared(case) as directory, ExitStack() as stack:
         meeting = Rendezvous(
             run="r", attempt=1, secret=secrets.token_hex(16), round=1, num_nodes=case.ranks, host="127.0.0.1",
             port=pick_port(), node=0,
         )  # fmt: skip
-        commands = [case.command(node, meeting, directory) for node in range(case.ranks)]
-        output = stack.enter_context(Path(directory, "logs", "torchrun.log").open("w"))
-        saved = os.dup(2)
-        os.dup2(output.fileno(), 2)  # torchrun reports every restart
-        try:
-            nodes = [stack.enter_context(Torchrun(*command, directory)) for command in commands]
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
+        nodes = [stack.enter_context(torchrun(case, node, meeting, directory)) for node in range(case.ranks)]
         killed_at = 0.0
         for number in range(kills + 1):
-            found = wait_for_steps(directory, case, killed_at, nodes)
+            try:
+                found = wait_for_steps(directory, case, killed_at, nodes)
+            except TimeoutError as error:
+                print(f"after {number} kills {error}", file=sys.stderr, flush=True)
+                return [*results, {}]
             if number:
                 results.append(parts_of(found, killed_at, case.ranks))
             time.sleep(_SECONDS_BETWEEN_KILLS)
@@ -222,12 +256,17 @@ def main() -> None:
     record.write("restart", measured_on, rows)
 
 
-def row(case: Case, found: list[dict[str, float]]) -> dict[str, object]:
+def row(case: Case, all_of_them: list[dict[str, float]]) -> dict[str, object]:
     """The medians of a case, and all its restarts."""
+    found = [each for each in all_of_them if each]
+    named = {"model": case.model, "ranks": case.ranks, "kind": case.kind}
+    if not found:
+        return {**named, "hung": len(all_of_them)}
     totals = sorted(each["total"] for each in found)
     middle = {f"{part}, s": round(median(each[part] for each in found), 2) for part in found[0]}
     spread = {"least, s": round(totals[0], 2), "most, s": round(totals[-1], 2)}
-    return {"model": case.model, "ranks": case.ranks, "kind": case.kind, **middle, **spread, "restarts": found}
+    counts = {"restarts": len(found), "hung": len(all_of_them) - len(found)}
+    return {**named, **middle, **spread, **counts, "all": found}
 
 
 if __name__ == "__main__":
