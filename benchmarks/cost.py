@@ -46,7 +46,7 @@ class Options:
     seconds: float = 20.0
     """For which processes are watched."""
     small: bool = False
-    """Two repeats of everything."""
+    """Two repeats of everything, and no file with the result."""
 
 
 def measure_starts(options: Options) -> dict[str, list[Start]]:
@@ -112,7 +112,8 @@ def main() -> None:
     if "start" in options.parts:
         print("\n".join(f"- {part}: {what}" for part, what in PARTS.items()))
     commands = tables.pop("commands", [])
-    record.write("cost", measured_on, commands, parts=PARTS, **tables)
+    if not options.small:
+        record.write("cost", measured_on, commands, parts=PARTS, **tables)
 
 
 if __name__ == "__main__":

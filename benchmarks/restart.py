@@ -11,6 +11,8 @@ take turns:
 - started: the same, but each rank is a new process that imports torch, as before there were forks;
 - plain: torch's torchrun with its c10d rendezvous and `plain_ddp.py`, which is what submitit's and torchx's users have;
   it restores a checkpoint.
+- plain-new-store: the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which hardly anybody knows. By default the ranks
+  of all restarts share a store in the first torchrun, where they may find the addresses of dead ranks.
 
 Without the node agents and Slurm, which a restart in place does not wait for. Each part ends when the last process has
 passed it, so that the parts add up to the total: until the last rank has made a step. Prints the medians as a table in
@@ -46,7 +48,7 @@ from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 from training.config.train_config import TrainConfig, spec_argv
 
 HERE = Path(__file__).parent
-Kind = Literal["forked", "started", "plain"]
+Kind = Literal["forked", "started", "plain", "plain-new-store"]
 # A part ends where the last process has passed the mark. `noticed` is passed first by the torchrun of the killed rank.
 PARTS = {
     "notice": ("noticed",), "end ranks": ("ranks ended",), "meet": ("met",), "fork": ("program",),
@@ -67,7 +69,7 @@ class Options:
 
     models: tuple[str, ...] = tuple(MODELS)
     """Of small-cnn and resnet18 (32 px)."""
-    kinds: tuple[Kind, ...] = ("forked", "started", "plain")
+    kinds: tuple[Kind, ...] = ("forked", "started", "plain", "plain-new-store")
     """See above."""
     ranks: tuple[int, ...] = (1, 2)
     """One per pretended node."""
@@ -75,6 +77,8 @@ class Options:
     """In each turn."""
     turns: int = 2
     """Of each kind."""
+    small: bool = False
+    """One kill each of two ranks with small-cnn, and no file with the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,7 @@ class Case:
             "MARKS": str(directory / "marks"), "NODE": str(node), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": f"{HERE}:{HERE.parent}",
         }  # fmt: skip
-        if self.kind == "plain":
+        if self.kind.startswith("plain"):
             size, batch = MODELS[self.model]
             flags = [f"--image-size={size}", f"--batch-size={batch}", f"--checkpoint={directory / 'checkpoint.pt'}"]
             argv = [
@@ -101,7 +105,8 @@ class Case:
                 f"--rdzv-conf=is_host={int(node == 0)}", "--local-addr=127.0.0.1",
                 str(HERE / "plain_ddp.py"), f"--data={directory}", f"--model={self.model}", *flags,
             ]  # fmt: skip
-            return argv, environment
+            own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.kind == "plain-new-store" else {}
+            return argv, environment | own_store
         memory = node_directory(directory, node)
         rank = [
             "-m",
@@ -157,7 +162,7 @@ def unpacked(directory: Path) -> Path:
 def torchrun(case: Case, node: int, meeting: Rendezvous, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The torchrun of a node: ours as an agent starts it, with SIGTERM ignored, and torch's as a shell does."""
     argv, environment = case.command(node, meeting, directory)
-    if case.kind != "plain":
+    if not case.kind.startswith("plain"):
         argv = [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
     # torchrun reports every restart.
     with (directory / "logs" / f"torchrun-{node}.log").open("w") as log:
@@ -228,6 +233,8 @@ def measure(case: Case, kills: int) -> list[dict[str, float]]:
                 found = wait_for_steps(directory, case, killed_at, nodes)
             except TimeoutError as error:
                 print(f"after {number} kills {error}", file=sys.stderr, flush=True)
+                for mark in marks.read(directory / "marks", killed_at):
+                    print(f"  {mark.at - killed_at:7.2f} s {mark.who} {mark.name}", file=sys.stderr)
                 return [*results, {}]
             if number:
                 results.append(parts_of(found, killed_at, case.ranks))
@@ -241,6 +248,8 @@ def measure(case: Case, kills: int) -> list[dict[str, float]]:
 def main() -> None:
     """Measure, print, write."""
     options = tyro.cli(Options, description=__doc__)
+    if options.small:
+        options = replace(options, models=("small-cnn",), ranks=(2,), kills=1, turns=1)
     measured_on, rows = record.machine(), []
     for model in options.models:
         for ranks in options.ranks:
@@ -253,7 +262,8 @@ def main() -> None:
                     print(f"{case}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             rows += [row(case, found[case.kind]) for case in cases]
     print(record.table(rows))
-    record.write("restart", measured_on, rows)
+    if not options.small:
+        record.write("restart", measured_on, rows)
 
 
 def row(case: Case, all_of_them: list[dict[str, float]]) -> dict[str, object]:
