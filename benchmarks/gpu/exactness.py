@@ -36,6 +36,7 @@ TRAININGS: dict[str, list[str]] = {
     "resnet20": ["--model=resnet20", "--batch-size=512", "--ema-decay=0.99", "--clip-grad-norm=1", "--flip=on"],
     "vit-b-16": ["--model=vit_b_16", "--synthetic", "--batch-size=32", "--optimizer=adamw", *_BF16],
     "resnet18, fp16": ["--model=resnet18", "--synthetic", "--batch-size=64", "--image-size=64", "--amp=fp16"],
+    "resnet20, FSDP": ["--model=resnet20", "--batch-size=512", "--strategy=fsdp", *_BF16],
     "resnet20, compiled": ["--model=resnet20", "--batch-size=512", "--compile", *_BF16],
 }
 SMALL: dict[str, list[str]] = {"small-cnn": ["--model=small-cnn", "--batch-size=64", "--checkpoint-every=4"]}

@@ -76,6 +76,7 @@ def train(rank: int, port: int, config: TrainConfig, run: str, attempt: int, fau
         device=device(),
         control=control,
         connected_at=time.monotonic(),
+        cores=1,
         timeout=_TIMEOUT,
     )
     context = RunContext(

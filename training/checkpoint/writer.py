@@ -51,8 +51,9 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
     """
     tensors, values = state.state_dict()
     models = {"model/": state.model} | ({"ema/": state.ema.model} if state.ema else {})
-    statistics = [prefix + name for prefix, model in models.items() for name, _ in model.named_buffers()]
-    tensors |= group.broadcast_copies({name: tensors[name] for name in statistics})
+    buffers = [prefix + name for prefix, model in models.items() for name, _ in model.named_buffers()]
+    # Those that are not persistent, such as timm's position indices, are constants and not in the state.
+    tensors |= group.broadcast_copies({name: tensors[name] for name in buffers if name in tensors})
     if state.sharded:
         tensors, layout = local_shards(tensors, group)
         return tensors, values, layout

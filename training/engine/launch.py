@@ -20,6 +20,10 @@ from training.runtime.repeatability import configure, configure_attention
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
 
+# What holds DDP lives until the process ends without destructors: DDP's joins a thread of gloo's while it holds the
+# lock of Python, for which that thread may wait. With torch 2.11 a rank that had stopped hung here, once in ten times.
+_ALIVE: list[EvaluationRun | Trainer] = []
+
 
 def launch(context: RunContext, rank_info: RankInfo) -> None:
     """Train or evaluate with all other ranks, from connecting to disconnecting.
@@ -41,6 +45,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         # An evaluation of another run's model, or a training.
         evaluation = context.evaluation
         work = EvaluationRun(context, group, evaluation) if evaluation else make_trainer(context, group)
+        _ALIVE.append(work)
         work.logger.event("preflight", **asdict(report))
         work.logger.event("software", **versions())
         # The objects so far live to the end. Frozen, they cost the garbage collector no time, and its counters do not

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -24,7 +25,13 @@ _POSITION_MLP = "cpb_mlp"
 def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
     # torch refuses Nesterov momentum without momentum.
     nesterov = config.nesterov and config.momentum > 0
-    return SGD(groups, momentum=config.momentum, nesterov=nesterov, **settings)
+    optimizer = SGD(groups, momentum=config.momentum, nesterov=nesterov, **settings)
+    if settings.get("fused") and config.momentum:
+        # torch allocates them in the first step without writing them; if GradScaler has the kernel skip that step
+        # (fp16), what the memory held before would be the momentum.
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def _adam(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
@@ -60,7 +67,9 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
         for scale, decay in sorted(groups, reverse=True)
     ]
     settings: dict[str, Any] = {"lr": highest_learning_rate(config)}
-    if all(parameter.device.type == "cuda" for parameter in trained.values()):
+    # torch 2.15 cannot shard the fused SGD, only Adam and AdamW.
+    fusible = config.optimizer != "sgd" or config.strategy == "ddp"
+    if fusible and all(parameter.device.type == "cuda" for parameter in trained.values()):
         settings["fused"] = True
     return OPTIMIZERS[config.optimizer](ordered, config, settings)
 

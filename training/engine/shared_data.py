@@ -1,6 +1,5 @@
 """What the ranks agree on before they read the data: the list of files, and that all have the same. Every rank."""
 
-import os
 import time
 
 from training.config.dataset_layout import DataLayout
@@ -9,6 +8,9 @@ from training.data.dataset import Data
 from training.data.file_index import load_or_build_index
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
+
+# Two batches of each are in the memory that snapshots need, too, and no GPU trains on what so many decode.
+_MAX_WORKERS = 32
 
 
 def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayout | None) -> bytes:
@@ -30,7 +32,7 @@ def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
         return 0
     if config.num_workers is not None:
         return config.num_workers
-    return 0 if data.cheap else len(os.sched_getaffinity(0)) // group.rank_info.local_world_size
+    return 0 if data.cheap else min(group.cores, _MAX_WORKERS)
 
 
 def check_same(data: Data, group: ProcessGroup) -> None:

@@ -122,11 +122,12 @@ class Trainer:
         self.stepper.warm_up(self.data.channels, self.data.size)
         self.resume()
         try:
-            for _ in self.steps():
-                pass
-            self.complete()
-        except StopRequested as request:
-            self.save_and_stop(request)
+            try:
+                for _ in self.steps():
+                    pass
+                self.complete()
+            except StopRequested as request:
+                self.save_and_stop(request)
         except (TorchrelayError, KeyboardInterrupt) as error:
             if isinstance(error, DivergedError):
                 self.logger.record_divergence(error.step, error.loss, self.schedule.batch(error.step), self.data.train)

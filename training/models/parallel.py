@@ -18,6 +18,8 @@ from training.runtime.process_group import ProcessGroup, SharedError
 if TYPE_CHECKING:
     from training.models.fsdp import FsdpModel
 
+# So often DDP measures a step on GPUs at most.
+_MEASURED_EVERY = 100
 # Shapes differ by number of ranks, by part of a step and in the warm-up: torch's default limit is too low.
 _MAX_SHAPES = 64
 
@@ -51,8 +53,9 @@ def wrap_for_training(
     if config.compile:
         compile_training(model, repeatable=config.repeatability != "off")
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
-    # On a GPU a measured step waits for the one before; so do the lines of the log.
-    ddp._set_ddp_runtime_logging_sample_rate(config.log_every)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    # To measure a step, the host waits for the events of the GPU's step before.
+    rate = config.log_every if group.device.type == "cpu" else max(config.log_every, _MEASURED_EVERY)
+    ddp._set_ddp_runtime_logging_sample_rate(rate)  # type: ignore[no-untyped-call]  # noqa: SLF001
     if config.compress_gradients == "bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp

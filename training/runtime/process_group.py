@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from hpc.core.errors import UserError
 from hpc.core.kernel import resident_memory_bytes
+from training.runtime.cpu_affinity import bind_to_cores
 from training.runtime.rank_device import device_of_the_node, find_device
 from training.runtime.run_context import RankInfo
 
@@ -41,6 +42,8 @@ class ProcessGroup:
     """A gloo group, for exchanges that must not make the device wait."""
     connected_at: float
     """time.monotonic() when all ranks had connected."""
+    cores: int
+    """CPU cores of this rank, its share of the node's."""
     timeout: timedelta = _TIMEOUT
     """Limit of each wait for other ranks."""
 
@@ -195,13 +198,15 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     gpu = device if device.type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)
+    # Before gloo and NCCL start their threads.
+    cores = bind_to_cores(device, rank_info).per_rank
     distributed.init_process_group(
         "nccl" if gpu else "gloo",
         store=store, rank=rank_info.rank, world_size=rank_info.world_size, timeout=timeout, device_id=gpu,
     )  # fmt: skip
     control = _control_group(timeout)
     return ProcessGroup(
-        rank_info=rank_info, device=device, control=control, connected_at=time.monotonic(), timeout=timeout
+        rank_info=rank_info, device=device, control=control, connected_at=time.monotonic(), cores=cores, timeout=timeout
     )
 
 

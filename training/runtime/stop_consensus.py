@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed
 
-# The ranks exchange their flags about this often, but at least every so many boundaries: a single long step must not
-# become many before a signal takes effect. An exchange is a ring in which each rank waits for the ranks before it.
+# The ranks exchange their flags about this often, but at least every so many boundaries: when storage stalls, steps of
+# milliseconds may take seconds, and a signal should still take effect within the grace period of a preemption. An
+# exchange is a ring in which each rank waits for the ranks before it.
 _EXCHANGE_SECONDS = 0.05
-_MAX_INTERVAL = 10
+_MAX_INTERVAL = 5
 
 
 class StopRequested(Exception):  # noqa: N818  # no error: a request that all ranks agreed on

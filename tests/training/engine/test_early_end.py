@@ -198,6 +198,11 @@ def spoil(step: int, rank: int) -> None:
     Stepper._loss = spoilt_loss  # type: ignore[method-assign]  # noqa: SLF001
 
 
+def spoil_and_agree(step: int, rank: int) -> None:
+    spoil(step, rank)
+    agree_at_each_step()
+
+
 @pytest.mark.parametrize(
     "flags", [("--log-every=9",), ("--log-every=50", "--checkpoint-every=8"), ("--grad-accum-steps=2",)]
 )
@@ -214,6 +219,15 @@ def test_the_first_step_with_a_nan_loss_and_its_images_are_recorded(start: Start
     assert outcome["indices"] == used
     assert outcome["images"][0] == f"image {used[0]} of the training set"
     assert events(training.run_dir, "diverged")[0]["step"] == 14
+
+
+def test_a_nan_loss_that_a_stop_comes_upon_is_recorded_too(start: Starter) -> None:
+    flags = ("--epochs=3", "--batch-size=20", "--log-every=50", "--fault=stop@10:0")
+    training = start(*flags, prepare=partial(spoil_and_agree, 11, 0))
+    assert training.wait() == [EXIT_DIVERGED], training.output()
+    assert "the loss is nan since step 11" in training.output()
+    assert json.loads((training.run_dir / "diverged.json").read_text())["step"] == 11
+    assert events(training.run_dir, "diverged")[0]["step"] == 11
 
 
 def test_the_step_with_a_nan_loss_is_right_in_a_resumed_attempt(start: Starter) -> None:

@@ -1,8 +1,9 @@
 """Optimisers, schedules and scalings do what they say: what torch's own do, or the closed form."""
 
 import json
+import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import get_args
 
@@ -306,8 +307,28 @@ def test_an_optimizer_of_parameters_on_cuda_is_fused(name: str) -> None:
     # Tensors without memory, which say that they are on a GPU.
     with FakeTensorMode():
         on_gpu = make_optimizer(config, nn.Linear(2, 2, device="cuda"))
+        sharded = make_optimizer(replace(config, strategy="fsdp"), nn.Linear(2, 2, device="cuda"))
     assert on_gpu.defaults["fused"] is True
     assert not make_optimizer(config, nn.Linear(2, 2)).defaults["fused"]
+    assert bool(sharded.defaults["fused"]) == (name != "sgd"), "torch cannot shard it"
+
+
+def test_momentum_is_zero_after_a_first_step_that_overflowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Otherwise new memory holds anything, zeros too.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        weights = nn.Parameter(torch.ones(3))
+        scaler = torch.amp.GradScaler("cpu")
+        sgd = OPTIMIZERS["sgd"]([{"params": [weights]}], TrainConfig(data="x", momentum=0.5), {"lr": 1, "fused": True})
+        for gradient in (math.inf, 1.0, 1.0):
+            sgd.zero_grad()
+            scaler.scale(gradient * weights.sum()).backward()
+            scaler.step(sgd)
+            scaler.update()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert weights.tolist() == [1 - 1 - 1.5] * 3
 
 
 def test_a_floor_above_the_learning_rate_is_refused() -> None:

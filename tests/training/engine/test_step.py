@@ -136,14 +136,10 @@ def test_an_evaluation_starts_no_more_workers_than_it_has_batches(
     assert started == [2, 2], "27 images are two batches of up to 20"
 
 
-def test_ranks_of_a_node_share_its_cores(
-    group: ProcessGroup, folder_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100)))
+def test_a_rank_has_a_loader_worker_for_each_of_its_cores(group: ProcessGroup, folder_data: Path) -> None:
     data, config = load(folder_data), TrainConfig(data=str(folder_data))
-    for ranks, workers in ((1, 100), (8, 12)):
-        shared = replace(group, rank_info=replace(group.rank_info, local_world_size=ranks))
-        assert loader_workers(config, data, shared) == workers
+    assert loader_workers(config, data, replace(group, cores=12)) == 12
+    assert loader_workers(config, data, replace(group, cores=128)) == 32, "more take memory, and no GPU needs them"
 
 
 def test_keep_checkpoints_checkpoints_are_kept(start: Starter) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -89,6 +90,27 @@ def test_the_next_attempt_repeats_a_test_that_was_stopped(start: Starter) -> Non
     assert not (training.run_dir / "final").exists()
     start.complete(*FLAGS)
     assert_whole_history(training.run_dir)
+
+
+def tell_of_the_end() -> None:
+    """In a rank: print when its trainer is destroyed."""
+    from training.engine import launch
+
+    make = launch.make_trainer
+
+    def make_and_watch(*arguments: Any) -> object:
+        trainer = make(*arguments)
+        weakref.finalize(trainer, print, "the trainer is destroyed")
+        return trainer
+
+    launch.make_trainer = make_and_watch
+
+
+def test_a_rank_ends_without_destroying_what_its_threads_use(start: Starter) -> None:
+    # The destructor of DDP could wait for ever.
+    training = start(*FLAGS, "--fault=stop@2:0", prepare=tell_of_the_end)
+    assert training.wait() == [0], training.output()
+    assert "destroyed" not in training.output() + start.complete(*FLAGS, prepare=tell_of_the_end).output()
 
 
 def test_a_signal_while_torch_is_being_imported_is_remembered(idx_data: Path, tmp_path: Path) -> None:

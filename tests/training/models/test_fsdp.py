@@ -6,11 +6,12 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from trainer_rig import Starter, Training, events, lines
 
 from hpc.core.errors import UserError
@@ -19,10 +20,11 @@ from hpc.core.rundir import RunDir
 from training.checkpoint.sharded import read_full
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 from training.checkpoint.storage import STATE_VALUES, describe_file, list_checkpoints, step_of
-from training.config.train_config import TrainConfig
+from training.config.train_config import Optimizer, TrainConfig
 from training.engine.launch import make_trainer
+from training.engine.optim import OPTIMIZERS
 from training.models.factory import build_model
-from training.models.fsdp import blocks
+from training.models.fsdp import blocks, shard
 from training.profile import main as profile
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
@@ -362,3 +364,20 @@ def test_a_list_of_blocks_is_gathered_block_by_block() -> None:
         model = maxvit_t()
     names = [name for name, module in model.named_modules() if any(module is part for part in blocks(model))]
     assert [name for name in names if name.startswith("blocks")] == [f"blocks.{number}" for number in range(4)]
+
+
+@pytest.mark.parametrize("name", get_args(Optimizer))
+def test_torch_can_shard_the_optimizers_that_are_fused_on_gpus(group: ProcessGroup, name: str) -> None:
+    config, weights = TrainConfig(data="x", strategy="fsdp", optimizer=name), []
+    for fused in (False, True):
+        torch.manual_seed(1)
+        model = shard(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), config, group)
+        optimizer = OPTIMIZERS[name]([{"params": list(model.parameters())}], config, {"lr": 0.1, "fused": fused})
+        model(torch.ones(4, 3)).sum().backward()
+        if fused and name == "sgd":
+            with pytest.raises(NotImplementedError, match="_fused_sgd_"):
+                optimizer.step()
+            return
+        optimizer.step()
+        weights.append([value.full_tensor() for value in model.parameters()])  # type: ignore[attr-defined]  # DTensors
+    assert all(map(torch.equal, *weights))

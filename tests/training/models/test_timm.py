@@ -17,7 +17,7 @@ from training.config.train_config import TrainConfig
 from training.engine.optim import decayed_names, layer_scales
 from training.models.factory import build_model, head_name, input_size, last_layer_name
 
-FLAGS = ("--model=timm:test_vit", "--image-size=32", "--epochs=1", "--batch-size=9", "--num-workers=0", "--log-every=1")
+FLAGS = ("--image-size=32", "--epochs=1", "--batch-size=9", "--num-workers=0", "--log-every=1")
 
 
 def build(name: str, size: int = 160, **settings: object) -> nn.Module:
@@ -97,18 +97,20 @@ def test_layers_and_decay_are_those_of_timm() -> None:
     assert len(set(layer_scales(build("test_vit"), 0.5).values())) == 2 + len(build("test_vit").blocks)  # type: ignore[arg-type]
 
 
+# The second has buffers that are not in its state.
+@pytest.mark.parametrize("name", ["timm:test_vit", "timm:test_vit_relpos"])
 def test_a_training_resumes_exactly_and_its_model_is_exported(
-    start: Starter, folder_data: Path, tmp_path: Path, ask: Ask
+    start: Starter, folder_data: Path, tmp_path: Path, ask: Ask, name: str
 ) -> None:
-    start.data = folder_data
-    whole = start.complete(*FLAGS, run="whole").run_dir
-    cut = start(*FLAGS, "--fault=stop@2:0", run="cut")
+    start.data, flags = folder_data, (f"--model={name}", *FLAGS)
+    whole = start.complete(*flags, run="whole").run_dir
+    cut = start(*flags, "--fault=stop@2:0", run="cut")
     assert cut.wait() == [0], cut.output()
-    start.complete(*FLAGS, "--checkpoint-activations", run="cut")
+    start.complete(*flags, "--checkpoint-activations", run="cut")
     one, other = (load_file(run / "final" / "model.safetensors") for run in (whole, cut.run_dir))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     card = json.loads((whole / "final" / "model.json").read_text())
     # timm's small ViT was made for these, other than the data's.
-    assert (card["model"], card["mean"], card["std"]) == ("timm:test_vit", [0.5] * 3, [0.5] * 3)
+    assert (card["model"], card["mean"], card["std"]) == (name, [0.5] * 3, [0.5] * 3)
     code, printed, errors = ask(whole, "--format=torch", f"--output={tmp_path / 'model.pt2'}", program=export.main)
     assert (code, errors) == (0, ""), printed + errors
