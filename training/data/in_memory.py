@@ -15,12 +15,29 @@ from numpy._core.multiarray import _reconstruct  # pickled arrays refer to it
 from torch import Tensor
 
 from hpc.core.errors import UserError
-from training.config.dataset_layout import CIFAR, IDX_STEMS, Kind, find_idx
+from training.config.dataset_layout import CIFAR, IDX_STEMS, DataLayout, Kind, find_idx
 
+_ROLES = ("images", "labels")
 # Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017. The format has no field for names, so the data set is recognized by the
 # CRC of its training labels.
 _FASHION_MNIST_CRC = 0x2ED6E46A
 _FASHION_MNIST = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+
+_kept = dict[Path, Tensor]()
+
+
+def keep(layout: DataLayout) -> None:
+    """Read IDX files for the forks of this process, so that a rank that replaces another one need not.
+
+    Starts no threads, unlike the rest of `read_idx_pair`, of which this is the slow part.
+
+    Raises:
+        UserError: a file is torn.
+    """
+    if layout.kind == "idx":
+        places = {"train": layout.train, **({"test": layout.test} if layout.test else {})}
+        files = [find_idx(place, IDX_STEMS[f"{part}_{role}"]) for part, place in places.items() for role in _ROLES]
+        _kept.update({path: read_idx(path) for path in files if path})
 
 
 def read_idx(path: Path) -> Tensor:
@@ -32,6 +49,8 @@ def read_idx(path: Path) -> Tensor:
     Raises:
         UserError: the file is torn, or is no IDX file of unsigned bytes.
     """
+    if path in _kept:
+        return _kept[path]
     try:
         raw = path.read_bytes()
         # Writable, because torch warns about tensors on read-only memory.
@@ -55,7 +74,7 @@ def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
         UserError: a file is missing or torn, or the two do not belong together.
     """
     files = []
-    for role in ("images", "labels"):
+    for role in _ROLES:
         stem = IDX_STEMS[f"{part}_{role}"]
         path = find_idx(directory, stem)
         if path is None:

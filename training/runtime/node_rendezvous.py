@@ -40,10 +40,13 @@ BACKEND = "torchrelay"
 # Importing torch from slow storage may take minutes.
 _ARRIVAL_SECONDS = 600.0
 _POLL_SECONDS = 0.2
+# While no ranks run, and all wait for the last member.
+_MEETING_POLL_SECONDS = 0.03
 # Ranks that fail as soon as they start wait for the coordinator, which decides in two seconds whether they start again:
 # without this, a script that cannot start would be started ten times meanwhile.
 _MIN_BETWEEN_STARTS_SECONDS = 3.0
-# In rounds of more than 200 nodes: the first one's torchrun needs a fifth of a core for a thousand answers a second.
+# In rounds of more than 200 nodes, or of 30 while they meet: the first one's torchrun needs a fifth of a core for a
+# thousand answers a second.
 _POLL_SECONDS_PER_NODE = 0.001
 _LIMITS = Limits(timeout_seconds=5.0, max_message_bytes=2**12)
 
@@ -135,7 +138,7 @@ class NodeRendezvous(RendezvousHandler):
                 os.environ[RESTARTS] = str(self._generation - 1)
                 store = cast("Store", _ExitBarrier(self))
                 return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(address, port))
-            time.sleep(self._poll_seconds)
+            time.sleep(max(_MEETING_POLL_SECONDS, _POLL_SECONDS_PER_NODE * self._num_nodes))
         raise RendezvousTimeoutError(f"not all {self._num_nodes} nodes have come within {_ARRIVAL_SECONDS:.0f} s")
 
     def num_nodes_waiting(self) -> int:

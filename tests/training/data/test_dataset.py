@@ -14,8 +14,8 @@ from PIL import Image
 from trainer_rig import children, load, make_folder, make_idx, write_idx
 
 from hpc.core.errors import UserError
-from training.config.dataset_layout import resolve_data
-from training.data import loader
+from training.config.dataset_layout import check_data, resolve_data
+from training.data import in_memory, loader
 from training.data.batch_schedule import BatchRequest
 from training.data.in_memory import class_names, read_idx, read_idx_pair
 from training.data.loader import load_batches
@@ -26,6 +26,19 @@ def test_idx_files_are_read_plain_and_compressed(tmp_path: Path) -> None:
     for name in ("plain", "compressed.gz"):
         write_idx(tmp_path / name, values)
         assert read_idx(tmp_path / name).tolist() == values.tolist()
+
+
+def test_forks_of_a_process_that_has_read_the_data_read_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_idx(tmp_path / "data")
+    before = read_idx_pair(directory, "train")
+    monkeypatch.setattr(in_memory, "_kept", {})
+    in_memory.keep(check_data(directory))
+    for path in directory.iterdir():
+        path.write_bytes(b"")
+    after = read_idx_pair(directory, "train")
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import sys
 import torch
 from cluster import ROOT
 
+from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
+
 # In a process of its own: this one has touched what the test is about.
 IMPORTS = """
 import json, os, sys
@@ -15,21 +17,27 @@ import torch
 looked = []
 for name in ("_cuda_init", "_cuda_getDeviceCount"):
     setattr(torch._C, name, lambda *_: looked.append(1) or 0)
-from training.runtime.torchrun_main import import_trainer
+from training.data import in_memory
+from training.runtime.torchrun_main import import_trainer, keep_data
 from training.runtime.preload import MODULES
 import_trainer()
+keep_data()
 record = {"missing": [name for name in MODULES if name not in sys.modules], "looked": len(looked)}
+record["read"] = sorted(path.name for path in in_memory._kept)
 record["threads"] = len(os.listdir("/proc/self/task"))
 torch.cuda.is_available()
 print(json.dumps([record, len(looked)]))
 """
 
 
-def test_torchrun_imports_all_without_threads_and_without_a_look_at_the_gpus() -> None:
+def test_torchrun_prepares_all_without_threads_and_without_a_look_at_the_gpus() -> None:
     """CUDA cannot be used in a fork of a process that has; and threads do not survive a fork."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # numpy starts threads when it is imported; torch would at the first operation on many elements.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}
     environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
-    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, env=environment, capture_output=True, check=True)
+    command = [sys.executable, "-c", IMPORTS, f"--data={FASHION_MNIST_DIRECTORY}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
     record, looks = json.loads(done.stdout)
-    assert record == {"missing": [], "looked": 0, "threads": 1}
+    read = sorted(path.name for path in FASHION_MNIST_DIRECTORY.iterdir())
+    assert record == {"missing": [], "looked": 0, "threads": 1, "read": read}
     assert looks > 0 or not torch.backends.cuda.is_built(), "a look at the GPUs would have been seen"
