@@ -39,7 +39,7 @@ def main() -> None:
         while True:
             optimizer.zero_grad()
             loss = cross_entropy(model(images), labels)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             optimizer.step()
             step += 1
             if dist.get_rank() == 0:
