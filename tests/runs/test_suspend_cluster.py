@@ -1,13 +1,19 @@
 """Runs on a cluster that suspends the jobs that it preempts, and resumes them later."""
 
 import json
+from pathlib import Path
 
 import pytest
-from cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, assert_survives_a_node
+from cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, assert_survives_a_node, ranks_of
 
 PROFILE = "suspend"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
 HANG = "--hang-timeout=5s"
+
+
+def state_of(process: int) -> str:
+    """As in `ps`: T is stopped."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_preempted_run_stands_still_and_completes(site: Site) -> None:
@@ -16,10 +22,12 @@ def test_preempted_run_stands_still_and_completes(site: Site) -> None:
     # All CPUs, but not --exclusive: a node with a suspended job is none of its own. For longer than a rank or an agent
     # may be silent.
     whole = ("--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=8")
-    site.slurm("sbatch", "--partition=urgent", *whole, "--output=/dev/null", "--wrap=sleep 15")
+    site.slurm("sbatch", "--partition=urgent", *whole, "--output=/dev/null", "--wrap=sleep 20")
     run.wait("the suspension", lambda: run.queue("%T") == "SUSPENDED")
     suspended = run.status()
     assert (suspended["state"], suspended["reason"]) == ("pending", "suspended")
+    assert len(ranks_of(run)) == 2
+    run.wait("that the ranks stand still", lambda: {state_of(rank) for rank in ranks_of(run)} == {"T"}, seconds=10)
     status = run.wait_for_state("completed")
     [attempt] = status["attempts"]
     assert (attempt["job_id"], attempt["cause"], status["interruptions"]) == (run.job_id, "completed", [])
