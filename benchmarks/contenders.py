@@ -1,7 +1,8 @@
 """The contenders of `recovery.py` and `storm.py`: how each submits the training of `rivals/`. Runs on the login node.
 
-Every one trains the same network on the same images with the same global batch, on 2 nodes with a rank each, and every rank
-asks for a GPU, which the testbed only pretends to have: so a job has its nodes for itself.
+Every one trains the same network on the same images with the same global batch, on 2 nodes with a rank each, and every
+rank asks for a GPU, which the testbed only pretends to have: so a job has its nodes for itself. Our own trainer has no
+wait in its steps; its rows stand beside the others.
 """
 
 import json
@@ -10,15 +11,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import step_log
+import testbed_nodes
+
+from hpc.core import ledger
+from hpc.core.files import read_json_lines
+from hpc.core.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(__file__).parent / "rivals"
 NODES = 2
+# Our own trainer has trained for this long before it fails.
+_TRAINED_SECONDS = 12.0
 # A job in one of these can still train.
 ALIVE = frozenset({"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"})
 
@@ -82,20 +90,62 @@ class Training:
         """Its starts and steps."""
         return step_log.read(self.output / "steps.jsonl")
 
+    def last_rank(self) -> step_log.Entry:
+        """Process (`pid`) and node (`host`) of the rank with the highest number."""
+        ranks = step_log.ranks(self.log())
+        return ranks[max(ranks)]
+
+    def is_due(self) -> bool:
+        """Whether this is a time for a failure: the middle of an epoch, but not of the first one."""
+        epoch, step = self.workload.epoch_steps, step_log.newest_step(self.log())
+        return step > epoch and epoch // 2 <= step % epoch < 2 * epoch // 3
+
     def jobs(self) -> list[Job]:
         """Its jobs that squeue still knows, and that can still train."""
-        if self.contender.is_ours:
-            # Jobs of a run change; all of them have its name.
-            selection = [f"--name={self.name}"]
-        else:
-            selection = [f"--jobs={self.job_id}"]
-        return [job for job in squeue(*selection) if job.state in ALIVE]
+        # The jobs of a run of ours change, and all of them have its name.
+        selection = f"--name={self.name}" if self.contender.is_ours else f"--jobs={self.job_id}"
+        return [job for job in squeue(selection) if job.state in ALIVE]
 
     def cancel(self) -> None:
         """As its user would, for good."""
         if self.contender.is_ours:
             hpc("cancel", str(self.directory))
-        subprocess.run(["scancel", *[job.id for job in self.jobs()]], check=False, stderr=subprocess.DEVNULL)
+        elif jobs := self.jobs():
+            subprocess.run(["scancel", *[job.id for job in jobs]], check=True)
+
+
+class OwnTrainer(Training):
+    """A run of our trainer: its step log is made from the run's events and metrics."""
+
+    def log(self) -> list[step_log.Entry]:
+        """Its starts and steps."""
+        run = RunDir(self.directory)
+        events = [event for event in ledger.read(run.events) if event["event"] in {"train_started", "first_step"}]
+        steps = [{**row, "event": "step"} for row in read_json_lines(run.path / "metrics" / "train.jsonl")]
+        found: list[step_log.Entry] = []
+        number = 0
+        for entry in sorted([*events, *steps], key=lambda entry: float(entry["time"])):
+            is_start = entry["event"] == "train_started"
+            number += is_start
+            fields = {"rank": 0, "event": "start"} if is_start else {"event": "step"}
+            found.append({"time": entry["time"], "step": entry["step"], "pid": -number, **fields})
+        return found
+
+    def last_rank(self) -> step_log.Entry:
+        """From the newest heartbeat on the nodes."""
+        beats = []
+        for name in (name for job in self.jobs() for name in job.nodes):
+            for path in testbed_nodes.memory_of(name).glob("torchrelay-*/**/local-*"):
+                beat = json.loads(path.read_text().rstrip("\0 \n") or "{}")
+                if beat.get("rank") == NODES - 1:
+                    beats.append({"time": beat["time"], "pid": beat["pid"], "host": name})
+        return max(beats, key=lambda beat: float(beat["time"]))
+
+    def is_due(self) -> bool:
+        """It saves snapshots, not epochs: when it has trained for a while."""
+        log = self.log()
+        started = max((entry["time"] for entry in log if entry["event"] == "start"), default=None)
+        return started is not None and bool(log) and log[-1]["time"] > started + _TRAINED_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +158,18 @@ class Contender:
     """The distributions whose versions matter."""
     submit: Callable[[Training], str]
     """Submits, and returns the id of the job."""
+    kind: type[Training] = Training
     is_ours: bool = False
-    extra: tuple[str, ...] = field(default=())
+    restarts_in_place: bool = True
+    """Whether a killed rank is replaced without a part of Slurm."""
+    flags: tuple[str, ...] = ()
+    """Of `hpc submit`."""
 
     def start(self, directory: Path, workload: Workload) -> Training:
         """Submit a training whose files are in this directory, which does not exist yet."""
-        training = Training(contender=self, directory=directory, workload=workload)
-        if not self.is_ours:
-            directory.mkdir(parents=True)
+        training = self.kind(contender=self, directory=directory, workload=workload)
+        # The run directory is made by the submission.
+        (directory.parent if self.is_ours else directory).mkdir(parents=True, exist_ok=True)
         training.job_id = self.submit(training)
         return training
 
@@ -154,20 +208,30 @@ def expanded(nodes: str) -> list[str]:
 # --- how each is submitted ---
 
 
-def _submit_ours(training: Training) -> str:
-    work = training.workload
+def _submit_run(training: Training, *flags: str) -> str:
     answer = hpc(
         "submit", f"--nodes={NODES}", "--gpus-per-node=1", "--cpus-per-gpu=1", "--mem=4G", "--time=4h",
-        f"--data={work.data}", "--hang-timeout=10s", *training.contender.extra,
-        f"--runs-dir={training.directory.parent}", f"--name={training.name}",
-        "--", str(SCRIPTS.relative_to(ROOT) / "relay_ddp.py"), *work.flags(training.output, "{data}"),
+        f"--data={training.workload.data}", "--hang-timeout=10s", f"--runs-dir={training.directory.parent}",
+        f"--name={training.name}", *training.contender.flags, *flags,
     )  # fmt: skip
     return str(answer["job_id"])
 
 
+def _submit_ours(training: Training) -> str:
+    script = str((SCRIPTS / "relay_ddp.py").relative_to(ROOT))
+    return _submit_run(training, "--", script, *training.workload.flags(training.output, "{data}"))
+
+
+def _submit_trainer(training: Training) -> str:
+    return _submit_run(
+        training, "--model=small-cnn", f"--batch-size={training.workload.batch_size}", "--epochs=100000", "--lr=0.02",
+        "--lr-scheduler=constant", "--log-every=1",
+    )  # fmt: skip
+
+
 def _submit_submitit(training: Training) -> str:
     script = SCRIPTS / "submitit_launch.py"
-    command = [training.workload.rivals, script, str(NODES), training.directory / "submitit"]
+    command: list[str | Path] = [training.workload.rivals, script, str(NODES), training.directory / "submitit"]
     return _last_word([*command, *training.workload.flags(training.output)])
 
 
@@ -204,19 +268,25 @@ def _sbatch(training: Training, command: str, more: str = "") -> str:
 
 
 def _submit_lightning(training: Training) -> str:
-    words = [training.workload.rivals, SCRIPTS / "lightning_ddp.py", *training.workload.flags(training.output)]
+    words: list[str | Path] = [
+        training.workload.rivals,
+        SCRIPTS / "lightning_ddp.py",
+        *training.workload.flags(training.output),
+    ]
     return _sbatch(training, f"srun --cpus-per-task=1 {' '.join(map(str, words))}", "--signal=SIGUSR1@90")
 
 
 def _submit_ft_launcher(training: Training) -> str:
     launcher = training.workload.rivals.with_name("ft_launcher")
-    words = [
+    words: list[str | Path] = [
         launcher, f"--nnodes={NODES}", "--nproc-per-node=1", "--rdzv-backend=c10d", '--rdzv-endpoint="$head:29500"',
         '--rdzv-id="$SLURM_JOB_ID"', "--max-restarts=100", "--ft-initial-rank-heartbeat-timeout=120",
         "--ft-rank-heartbeat-timeout=10", SCRIPTS / "ft_ddp.py", *training.workload.flags(training.output),
     ]  # fmt: skip
     head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-    return _sbatch(training, f"{head}srun --cpus-per-task=1 {' '.join(map(str, words))}")
+    # NeMo-Run's template for it ends likewise.
+    again = ' || scontrol requeue "$SLURM_JOB_ID"'
+    return _sbatch(training, f"{head}srun --cpus-per-task=1 {' '.join(map(str, words))}{again}")
 
 
 def _last_word(command: Sequence[str | Path]) -> str:
@@ -231,23 +301,29 @@ def _typed(command: Sequence[str | Path], cwd: Path = ROOT, **environment: str) 
     return subprocess.run(command, cwd=cwd, env=merged, capture_output=True, text=True, check=False)
 
 
-_TORCH = ("torch",)
+_OURS = ("torch",)
 CONTENDERS = {
     contender.key: contender
     for contender in (
-        Contender(key="ours", title="ours", packages=_TORCH, submit=_submit_ours, is_ours=True),
+        Contender(key="ours", title="ours", packages=_OURS, submit=_submit_ours, is_ours=True),
         Contender(
-            key="spare", title="ours, with a spare node", packages=_TORCH, submit=_submit_ours, is_ours=True,
-            extra=("--spares=1",),
+            key="spare", title="ours, with a spare node", packages=_OURS, submit=_submit_ours, is_ours=True,
+            flags=("--spares=1",),
         ),
         Contender(
-            key="submitit", title="submitit and torchrun", packages=("submitit", "torch"), submit=_submit_submitit
+            key="trainer", title="ours, our own trainer", packages=_OURS, submit=_submit_trainer, kind=OwnTrainer,
+            is_ours=True,
         ),
-        Contender(key="torchx", title="torchx", packages=("torchx", "torch"), submit=_submit_torchx),
-        Contender(key="lightning", title="Lightning", packages=("lightning", "torch"), submit=_submit_lightning),
+        Contender(key="submitit", title="submitit, torchrun", packages=("submitit",), submit=_submit_submitit),
         Contender(
-            key="ft_launcher", title="ft_launcher", packages=("nvidia-resiliency-ext", "torch"),
-            submit=_submit_ft_launcher,
+            key="ft_launcher", title="ft_launcher", packages=("nvidia-resiliency-ext",), submit=_submit_ft_launcher
+        ),
+        Contender(
+            key="torchx", title="torchx", packages=("torchx",), submit=_submit_torchx, restarts_in_place=False
+        ),
+        Contender(
+            key="lightning", title="Lightning", packages=("lightning",), submit=_submit_lightning,
+            restarts_in_place=False,
         ),
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The failures of `recovery.py` and `storm.py`, and what they leave on the testbed's nodes. Runs as root on its machine.
+"""The failures of `recovery.py` and `storm.py`. Runs as root on the testbed's machine.
 
 A contender has no part in them: a rank is found in the step log, and killed from outside.
 """
@@ -8,20 +8,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import step_log
 from contenders import Training
 
-from hpc.testbed import lifecycle, nodes
+from hpc.testbed import lifecycle
 from hpc.testbed.layout import TestbedShape
 
 # The testbed's commands take turns.
 _testbed = threading.Lock()
-_SLURM = ("slurmd", "slurmstepd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +31,28 @@ class Failure:
     """It is dead until it is revived."""
 
 
-def build_testbed(num_nodes: int, slurmd_timeout: int) -> None:
-    """Start a testbed with a GPU on each node, and use it for all that is typed from here."""
+def build_testbed(num_nodes: int, slurmd_timeout: int, *, user_signal: bool) -> None:
+    """Start a testbed with a GPU on each node, and use it for all that is typed from here.
+
+    Args:
+        num_nodes: nodes.
+        slurmd_timeout: seconds until Slurm marks a dead node down.
+        user_signal: on preemption, send a job the signal that it has asked for, not SIGTERM.
+    """
+    lifecycle.down()
     lifecycle.up(TestbedShape(nodes=num_nodes, gpus_per_node=1, slurmd_timeout=slurmd_timeout))
-    os.environ["SLURM_CONF"] = str(lifecycle.status().slurm_conf)
+    configuration = lifecycle.PATHS.slurm_conf
+    os.environ["SLURM_CONF"] = str(configuration)
+    if user_signal:
+        with configuration.open("a") as file:
+            file.write("SlurmctldParameters=preempt_send_user_signal\n")
+        subprocess.run(["scontrol", "reconfigure"], check=True)
+
+
+def end_testbed() -> None:
+    """Nobody may write into the runs any more when they are removed."""
+    with _testbed:
+        lifecycle.down()
 
 
 def kill_worker(training: Training) -> Failure:
@@ -54,9 +68,10 @@ def hang(training: Training) -> Failure:
 def kill_node(training: Training) -> Failure:
     """Cut the power of the node that has the last rank and is not the head node."""
     head, all_nodes = _nodes(training)
-    ranks = step_log.ranks(training.log())
-    members = [ranks[rank]["host"] for rank in sorted(ranks, reverse=True)]
-    return _power_off(next(name for name in members if name != head), all_nodes)
+    last = training.last_rank()["host"]
+    # torchrun numbers the ranks by itself: the last one may be on the head node.
+    others = [name for name in all_nodes if name not in {head, last}]
+    return _power_off(last if last != head else others[0], all_nodes)
 
 
 def kill_head_node(training: Training) -> Failure:
@@ -93,9 +108,9 @@ def revive(name: str) -> None:
 
 def _signal_last_rank(training: Training, number: signal.Signals) -> Failure:
     _, all_nodes = _nodes(training)
-    ranks = step_log.ranks(training.log())
+    pid = training.last_rank()["pid"]
     at = time.time()
-    os.kill(ranks[max(ranks)]["pid"], number)
+    os.kill(pid, number)
     return Failure(at=at, job_nodes=all_nodes)
 
 
@@ -112,67 +127,3 @@ def _nodes(training: Training) -> tuple[str, tuple[str, ...]]:
     if not jobs:
         raise SystemExit(f"{training.name} has no running job")
     return jobs[0].head, tuple(name for job in jobs for name in job.nodes)
-
-
-# --- what is left behind ---
-
-
-def left_behind(training: Training, failure: Failure) -> str:
-    """What a recovered training no longer uses, and still has: processes, files, nodes."""
-    running = {name for job in training.jobs() if job.state == "RUNNING" for name in job.nodes}
-    found = []
-    current = {entry["pid"] for entry in step_log.ranks(training.log()).values()}
-    old = {entry["pid"] for entry in training.log() if entry["event"] == "start"} - current
-    stale = [pid for pid in old if _is_alive(pid)]
-    abandoned = [name for name in failure.job_nodes if name not in running and name != failure.killed_node]
-    stale += [pid for name in abandoned for pid in _processes(name) if pid not in stale]
-    found += [f"{len(stale)} process{'es' if len(stale) > 1 else ''}"] if stale else []
-    found += [text] if (text := files_on(abandoned)) else []
-    waiting = [job for job in training.jobs() if job.state == "COMPLETING"]
-    found += [f"GPUs of {len(job.nodes)} nodes allocated to an ending job" for job in waiting]
-    return ", ".join(found) or "nothing"
-
-
-def left_at_the_end(names: Iterable[str]) -> str:
-    """What is on nodes when their jobs are gone."""
-    names = list(names)
-    processes = sum(len(_processes(name)) for name in names)
-    found = [f"{processes} processes"] if processes else []
-    found += [text] if (text := files_on(names)) else []
-    return ", ".join(found) or "nothing"
-
-
-def files_on(names: Iterable[str]) -> str:
-    """The files in the nodes' /tmp and /dev/shm."""
-    sizes = [
-        path.stat().st_size
-        for name in names
-        for root in _roots(name)
-        for place in ("tmp", "dev/shm")
-        for path in (root / place).rglob("*")
-        if path.is_file() and not path.is_symlink()
-    ]
-    return f"{len(sizes)} files of {sum(sizes) / 1e6:.1f} MB" if sizes else ""
-
-
-def _processes(name: str) -> list[int]:
-    """Those on a node, without Slurm's own."""
-    return [pid for pid in nodes.processes(lifecycle.PATHS.node_net(name)) if _command(pid) not in (*_SLURM, "")]
-
-
-def _roots(name: str) -> list[Path]:
-    """The node's file system, as its slurmd sees it."""
-    pids = nodes.processes(lifecycle.PATHS.node_net(name))
-    return [Path(f"/proc/{pid}/root") for pid in pids if _command(pid) == "slurmd"][:1]
-
-
-def _command(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
-
-
-def _is_alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False

@@ -1,7 +1,7 @@
 """`torchrun_ddp.py` with the heartbeats of NVIDIA's resiliency extension, for its `ft_launcher`.
 
-As its usage guide has it: each rank connects to its node's monitor, and sends a heartbeat in each step. The monitor ends a
-rank from which it has not heard for `--ft-rank-heartbeat-timeout`, and the launcher restarts the ranks.
+As its usage guide has it: each rank connects to its node's monitor, and sends a heartbeat in each step. The monitor
+ends a rank from which it has not heard for `--ft-rank-heartbeat-timeout`, and the launcher restarts the ranks.
 """
 
 from common import arguments

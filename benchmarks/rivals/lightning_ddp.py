@@ -1,8 +1,8 @@
 """The same training with Lightning: its Slurm environment, which requeues the job, and a checkpoint per epoch.
 
-As "Run on an on-prem cluster (advanced)" of its documentation has it: srun starts each rank, `#SBATCH --signal=SIGUSR1@90`
-asks for the requeue before the time limit. On the signal it saves `hpc_ckpt_N.ckpt`, which the next start prefers to
-`last.ckpt`.
+As "Run on an on-prem cluster (advanced)" of its documentation has it: srun starts each rank, and
+`#SBATCH --signal=SIGUSR1@90` asks for the requeue before the time limit. On the signal it saves `hpc_ckpt_N.ckpt`,
+which the next start prefers to `last.ckpt`.
 """
 
 import argparse

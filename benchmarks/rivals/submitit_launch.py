@@ -1,4 +1,4 @@
-"""Submit `torchrun_ddp.py` with submitit, which starts torchrun on each node. Runs on the login node, and once per node.
+"""Submit `torchrun_ddp.py` with submitit, which starts torchrun. Runs on the login node, and once per node.
 
     rivals/bin/python benchmarks/rivals/submitit_launch.py NODES FOLDER FLAGS...
 

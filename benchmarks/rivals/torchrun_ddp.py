@@ -1,8 +1,8 @@
 """DDP under torchrun with a checkpoint per epoch, as PyTorch's tutorial on fault-tolerant training does it.
 
 "Fault-tolerant Distributed Training with torchrun": rank 0 saves model, optimizer and epoch after each epoch, and every
-rank loads the file, if it is there, when it starts. Here submitit and torchx start it. Saved under a temporary name that is
-renamed: a file that was cut off by the failure would be the rival's end.
+rank loads the file, if it is there, when it starts. Here submitit and torchx start it. Saved under a temporary name
+that is renamed: a file that was cut off by the failure would be the rival's end.
 """
 
 import argparse
