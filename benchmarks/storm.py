@@ -2,14 +2,15 @@
 
     .venv/bin/python benchmarks/storm.py --rivals rivals/bin/python
 
-The training of `rivals/` takes about four minutes without failures, from the submission to the last step. About once a minute
-something fails: a rank is killed or stopped, a node loses its power and is back a while later, or the job is preempted. The
-times count from the submission. A failure that meets no ranks, because the training has not come back yet, is one less for
-it. Goodput is the wall time without failures over that with them; of a training that is not complete after three times its
-failure-free time, an upper bound: the share of its steps that it has, times failure-free time over wall time.
+The training of `rivals/` takes about four minutes without failures, from the submission to the last step. About once a
+minute something fails: a rank is killed or stopped, a node loses its power and is back a while later, or the job is
+preempted. The times count from the submission. A failure that meets no ranks, because the training has not come back
+yet, is one less for it. Goodput is the wall time without failures over that with them; of a training that is not complete
+after three times its failure-free time, an upper bound: the share of its steps that it has, times failure-free time over
+wall time.
 
-First all train without failures, at once. Then ours trains in the storm, supervised (`hpc supervise`), without the others
-on the machine; then the rivals do at the same time, each on nodes of its own. Slurm is set as for `recovery.py`.
+First all train without failures, at once. Then ours trains in the storm, supervised (`hpc supervise`), without the
+others on the machine; then the rivals do at the same time, each on nodes of its own. Slurm is set as for `recovery.py`.
 """
 
 import random
@@ -28,12 +29,14 @@ from typing import Any
 import failures
 import record
 import step_log
+import testbed_nodes
 import tyro
 from contenders import CONTENDERS, NODES, ROOT, Training, Workload, hpc
 from recovery import SLURMD_TIMEOUT, supervised, versions
 
-# Kinds by their share: ranks fail more often than nodes.
-_SHARES = {"worker killed": 4, "hung": 2, "preempted": 2, "node killed": 1, "head node killed": 1}
+# Each five failures in a row are these in some order: ranks fail more often than nodes.
+_MIX = ("worker killed", "worker killed", "hung", "preempted")
+_NODE = ("node killed", "head node killed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +85,15 @@ class Planned:
 
 def sequence(seed: int, mean: float, until: float) -> list[Planned]:
     """The failures of a storm: the same for the same seed and mean, however long it lasts."""
-    generator, at, found = random.Random(seed), 0.0, []  # noqa: S311 - no secret
-    while True:
-        at += generator.expovariate(1 / mean)
-        kind = generator.choices(list(_SHARES), weights=list(_SHARES.values()))[0]
-        if at > until:
-            return found
-        found.append(Planned(at=round(at, 1), kind=kind))
+    generator, at = random.Random(seed), 0.0  # noqa: S311 - no secret
+    found: list[Planned] = []
+    kinds: list[str] = []
+    while (at := at + generator.expovariate(1 / mean)) <= until:
+        if not kinds:
+            kinds = [*_MIX, generator.choice(_NODE)]
+            generator.shuffle(kinds)
+        found.append(Planned(at=round(at, 1), kind=kinds.pop()))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +188,6 @@ def _ended_at(training: Training) -> float | None:
 
 def _has_ranks(training: Training) -> bool:
     """Whether its ranks train: both have started since its job has, and have not ended."""
-    import testbed_nodes
-
     ranks = step_log.ranks(training.log())
     running = {name for job in training.jobs() if job.state == "RUNNING" for name in job.nodes}
     alive = [entry for entry in ranks.values() if testbed_nodes.is_alive(entry["pid"]) and entry["host"] in running]
