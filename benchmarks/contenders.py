@@ -108,9 +108,10 @@ class Training:
 
     def cancel(self) -> None:
         """As its user would, for good."""
-        if self.contender.is_ours:
+        jobs = self.jobs()
+        if jobs and self.contender.is_ours:
             hpc("cancel", str(self.directory))
-        elif jobs := self.jobs():
+        elif jobs:
             subprocess.run(["scancel", *[job.id for job in jobs]], check=True)
 
 

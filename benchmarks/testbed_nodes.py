@@ -1,6 +1,6 @@
 """What is on the testbed's nodes: processes, and files in memory and in /tmp. Runs as root on its machine."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,15 +19,21 @@ def memory_of(name: str) -> Path:
     return _root(name) / "dev" / "shm"
 
 
-def files(names: Iterable[str]) -> str:
+def files(names: Collection[str]) -> str:
     """The files in the nodes' /tmp and /dev/shm, in words; empty if there are none."""
-    found = []
+    sizes: dict[str, list[int]] = {}
     for place in ("tmp", "dev/shm"):
-        paths = [path for name in names for path in (_root(name) / place).rglob("*")]
-        sizes = [path.stat().st_size for path in paths if path.is_file() and not path.is_symlink()]
-        if sizes:
-            found.append(f"{len(sizes)} file{'s' if len(sizes) > 1 else ''} ({sum(sizes) / 1e6:.1f} MB) in /{place}")
-    return ", ".join(found)
+        for root in map(_root, names):
+            for path in (root / place).rglob("*"):
+                if path.is_file() and not path.is_symlink():
+                    # Our copies of data sets stay on purpose: the next run on the node uses them again.
+                    is_data = place == "tmp" and path.relative_to(root / place).parts[0].startswith("torchrelay-")
+                    what = "of staged data" if is_data else f"in /{place}"
+                    sizes.setdefault(what, []).append(path.stat().st_size)
+    return ", ".join(
+        f"{len(each)} file{'s' if len(each) > 1 else ''} {what} ({sum(each) / 1e6:.1f} MB)"
+        for what, each in sizes.items()
+    )
 
 
 def is_alive(pid: int) -> bool:
