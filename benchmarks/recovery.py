@@ -51,7 +51,7 @@ class Options:
     """Which failures."""
     repeats: int = 3
     """Of each failure of ours, and of those of the rivals in which Slurm need not notice a dead node."""
-    cap: float = 540.0
+    cap: float = 600.0
     """Seconds after which a training that has not come back counts as lost."""
     wait: float = 0.2
     """Seconds of each step beside the network."""
