@@ -241,5 +241,6 @@ def _left_behind(training: Training, failure: failures.Failure) -> str:
     stale |= {pid for name in abandoned for pid in testbed_nodes.processes(name)}
     found = [f"{len(stale)} process{'es' if len(stale) > 1 else ''}"] if stale else []
     found += [text] if (text := testbed_nodes.files(abandoned)) else []
-    found += [f"GPUs of {len(job.nodes)} nodes held by an ending job" for job in jobs if job.state == "COMPLETING"]
+    ending = {name for job in jobs if job.state == "COMPLETING" for name in job.nodes} - {failure.killed_node}
+    found += [f"GPUs of {len(ending)} node{'s' if len(ending) > 1 else ''} held by an ending job"] if ending else []
     return ", ".join(found) or "nothing"
