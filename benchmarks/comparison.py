@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import failures
@@ -187,13 +187,14 @@ class Comparison:
             watch.wait(failure.at, patience=self.cap)
         # What is left at once after the recovery may still be about to end.
         time.sleep(5)
+        recovery = watch.recovery and replace(watch.recovery, steps_lost=training.steps_lost(watch.recovery))
         outcome = Outcome(
-            title=lane.title, kind=kind, recovery=watch.recovery, ended=watch.ended, held=round(watch.held),
+            title=lane.title, kind=kind, recovery=recovery, ended=watch.ended, held=round(watch.held),
             job=_fate(training, ids, failure), left=_left_behind(training, failure),
         )  # fmt: skip
         if failure.killed_node:
             failures.revive(failure.killed_node)
-        state = watch.recovery or watch.ended or f"not within {self.cap:.0f} s"
+        state = recovery or watch.ended or f"not within {self.cap:.0f} s"
         self.say(f"{outcome.title}: {kind}: {state}, {outcome.job}, left behind: {outcome.left}")
         return outcome
 

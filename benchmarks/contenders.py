@@ -95,6 +95,10 @@ class Training:
         ranks = step_log.ranks(self.log())
         return ranks[max(ranks)]
 
+    def steps_lost(self, recovery: step_log.Recovery) -> int:
+        """By the last interruption: as the step log has them."""
+        return recovery.steps_lost
+
     def is_due(self) -> bool:
         """Whether this is a time for a failure: the middle of an epoch, but not of the first one."""
         epoch, step = self.workload.epoch_steps, step_log.newest_step(self.log())
@@ -141,6 +145,10 @@ class OwnTrainer(Training):
                 if beat.get("rank") == NODES - 1:
                     beats.append({"time": beat["time"], "pid": beat["pid"], "host": name})
         return max(beats, key=lambda beat: float(beat["time"]))
+
+    def steps_lost(self, _recovery: step_log.Recovery) -> int:
+        """From the run's status: what rank 0 had logged of the last steps may be lost with it."""
+        return int(hpc("status", str(self.directory))[0]["interruptions"][-1]["steps_lost"] or 0)
 
     def is_due(self) -> bool:
         """It saves snapshots, not epochs: when it has trained for a while."""

@@ -1,8 +1,8 @@
 """The same training with Lightning: its Slurm environment, which requeues the job, and a checkpoint per epoch.
 
 As "Run on an on-prem cluster (advanced)" of its documentation has it: srun starts each rank, and
-`#SBATCH --signal=SIGUSR1@90` asks for the requeue before the time limit. On the signal it saves `hpc_ckpt_N.ckpt`,
-which the next start prefers to `last.ckpt`.
+`#SBATCH --signal=SIGUSR1@90` asks for the requeue before the time limit. On the signal it saves `hpc_ckpt_N.ckpt`. By
+itself Lightning continues from that alone; a user who also saves epochs passes the newest of both.
 """
 
 import argparse
@@ -60,7 +60,9 @@ class Steps(Callback):
 
 def main(args: argparse.Namespace) -> None:
     """Train."""
-    last = args.output / "last.ckpt"
+    saved = sorted(
+        [*args.output.glob("hpc_ckpt_*.ckpt"), *args.output.glob("last.ckpt")], key=lambda path: path.stat().st_mtime
+    )
     trainer = lightning.Trainer(
         accelerator="cpu", devices=1, num_nodes=2, strategy="ddp", max_epochs=args.epochs, default_root_dir=args.output,
         logger=False, enable_progress_bar=False, enable_model_summary=False,
@@ -69,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
     )  # fmt: skip
     data = images_of(args.data, args.images)
     loader = DataLoader(data, batch_size=args.batch_size // 2, shuffle=True, drop_last=True)
-    trainer.fit(Classifier(args.wait), loader, ckpt_path=last if last.exists() else None)
+    trainer.fit(Classifier(args.wait), loader, ckpt_path=saved[-1] if saved else None)
 
 
 if __name__ == "__main__":
