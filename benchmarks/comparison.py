@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ class Outcome:
     kind: str
     recovery: step_log.Recovery | None
     ended: str | None
-    """The state in which its job ended, if it did not come back."""
+    """What became of it, if it did not come back."""
     job: str
     """How Slurm saw it: the same job, requeued, or another job."""
     held: float
@@ -114,8 +114,8 @@ class Watch:
 class Comparison:
     """Plays lanes, and collects the outcomes."""
 
-    def __init__(self, workload: Workload, directory: Path, cap: float) -> None:
-        self.workload, self.directory, self.cap = workload, directory, cap
+    def __init__(self, workload: Workload, directory: Path, caps: Mapping[str, float]) -> None:
+        self.workload, self.directory, self.caps = workload, directory, caps
         self.outcomes: list[Outcome] = []
         self.left_at_the_end: dict[str, str] = {}
         self._turn = threading.Lock()
@@ -180,22 +180,22 @@ class Comparison:
         if kind == WORKER_KILLED:
             with self._turn:
                 failure = failures.KINDS[kind](training)
-                watch.wait(failure.at, patience=min(_TURN_SECONDS, self.cap))
+                watch.wait(failure.at, patience=min(_TURN_SECONDS, self.caps[kind]))
         else:
             failure = failures.KINDS[kind](training)
         if watch.recovery is None and watch.ended is None:
-            watch.wait(failure.at, patience=self.cap)
+            watch.wait(failure.at, patience=self.caps[kind])
         # What is left at once after the recovery may still be about to end.
         time.sleep(5)
         recovery = watch.recovery and replace(watch.recovery, steps_lost=training.steps_lost(watch.recovery))
+        ended = watch.ended if recovery or watch.ended else f"not within {self.caps[kind]:.0f} s"
         outcome = Outcome(
-            title=lane.title, kind=kind, recovery=recovery, ended=watch.ended, held=round(watch.held),
+            title=lane.title, kind=kind, recovery=recovery, ended=ended, held=round(watch.held),
             job=_fate(training, ids, failure), left=_left_behind(training, failure),
         )  # fmt: skip
         if failure.killed_node:
             failures.revive(failure.killed_node)
-        state = recovery or watch.ended or f"not within {self.cap:.0f} s"
-        self.say(f"{outcome.title}: {kind}: {state}, {outcome.job}, left behind: {outcome.left}")
+        self.say(f"{lane.title}: {kind}: {recovery or ended}, {outcome.job}, left behind: {outcome.left}")
         return outcome
 
     def _end(self, lane: Lane, training: Training) -> None:
