@@ -31,6 +31,8 @@ class Outcome:
     title: str
     kind: str
     recovery: step_log.Recovery | None
+    work_lost: float
+    """Seconds in which the lost steps were made, and which it takes to make them again."""
     ended: str | None
     """What became of it, if it did not come back."""
     job: str
@@ -189,8 +191,9 @@ class Comparison:
         time.sleep(5)
         recovery = watch.recovery and replace(watch.recovery, steps_lost=training.steps_lost(watch.recovery))
         ended = watch.ended if recovery or watch.ended else f"not within {self.caps[kind]:.0f} s"
+        lost = recovery.steps_lost * step_log.step_seconds(training.log(), failure.at) if recovery else 0.0
         outcome = Outcome(
-            title=lane.title, kind=kind, recovery=recovery, ended=ended, held=round(watch.held),
+            title=lane.title, kind=kind, recovery=recovery, work_lost=round(lost, 1), ended=ended, held=round(watch.held),
             job=_fate(training, ids, failure), left=_left_behind(training, failure),
         )  # fmt: skip
         if failure.killed_node:

@@ -5,7 +5,8 @@
 Each contender (`contenders.py`) trains on 2 nodes with a rank each. A failure comes in the middle of an epoch, after at
 least one whole epoch: a rival that saves once an epoch loses half of one, as it does on average. Measured in the steps
 that rank 0 logs (`step_log.py`): the seconds from the failure to the first step of ranks that were started afterwards,
-and the steps that the restored state does not have.
+and the steps that the restored state does not have. The cost of a failure is these seconds and those in which the lost
+steps are made again.
 
 Several contenders train at once, each on nodes of its own, so that the minutes for which Slurm lets the rivals wait
 overlap. A step is mostly a wait (`rivals/common.py`), so the cores are idle but for starts. Killed workers come first,
@@ -111,6 +112,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         for title in dict.fromkeys(outcome.title for outcome in outcomes if outcome.kind == kind):
             same = [outcome for outcome in outcomes if (outcome.kind, outcome.title) == (kind, title)]
             back = [outcome.recovery for outcome in same if outcome.recovery]
+            costs = [outcome.recovery.seconds + outcome.work_lost for outcome in same if outcome.recovery]
             seconds = sorted(each.seconds for each in back)
             found.append(
                 {
@@ -121,6 +123,10 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                     "from": seconds[0] if back else None,
                     "to": seconds[-1] if back else None,
                     "steps_lost": round(median(each.steps_lost for each in back)) if back else None,
+                    "work_lost_s": round(median(outcome.work_lost for outcome in same if outcome.recovery), 1)
+                    if back
+                    else None,
+                    "cost_s": round(median(costs), 1) if back else None,
                     "starts": round(median(each.starts for each in back)) if back else None,
                     "gpu_seconds": round(median(outcome.held for outcome in same)),
                     "job": same[-1].job,
@@ -132,13 +138,16 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def goals(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many times faster ours is than the best rival."""
+    """How many times faster ours is than the best rival, and how many times cheaper than the cheapest one.
+
+    The cost of a failure is the time until the training makes steps again, and that in which it makes the lost ones again.
+    """
     found = []
     for kind in dict.fromkeys(row["failure"] for row in table):
         same = [row for row in table if row["failure"] == kind and row["seconds"] is not None]
         rivals = [row for row in same if not row["contender"].startswith("ours")]
         best = min(rivals, key=lambda row: float(row["seconds"]), default=None)
-        fewest = min((row["steps_lost"] for row in rivals), default=None)
+        cheapest = min(rivals, key=lambda row: float(row["cost_s"]), default=None)
         found += [
             {
                 "failure": kind,
@@ -147,8 +156,12 @@ def goals(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "best_rival": best["contender"] if best else "none came back",
                 "its_seconds": best["seconds"] if best else None,
                 "times_faster": round(best["seconds"] / mine["seconds"], 1) if best else None,
-                "steps_lost": mine["steps_lost"],
-                "fewest_of_a_rival": fewest,
+                "cost_s": mine["cost_s"],
+                "cheapest_rival": cheapest["contender"] if cheapest else "none came back",
+                "its_cost_s": cheapest["cost_s"] if cheapest else None,
+                "times_cheaper": round(cheapest["cost_s"] / mine["cost_s"], 1) if cheapest else None,
+                "work_lost_s": mine["work_lost_s"],
+                "least_of_a_rival_s": min((row["work_lost_s"] for row in rivals), default=None),
             }
             for mine in same
             if mine["contender"].startswith("ours")

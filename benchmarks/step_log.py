@@ -6,10 +6,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 Entry = dict[str, Any]
+_TYPICAL_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,12 @@ def recovery(log: Sequence[Entry], failed_at: float) -> Recovery | None:
         steps_lost=max((before[-1] if before else 0) - start["step"], 0),
         starts=sum(entry["time"] <= start["time"] for entry in starts),
     )
+
+
+def step_seconds(log: Sequence[Entry], before: float) -> float:
+    """How long a step took before that time: the median of the last ones."""
+    times = [entry["time"] for entry in log if entry["event"] == "step" and entry["time"] <= before]
+    return median(later - earlier for earlier, later in pairwise(times[-_TYPICAL_STEPS:])) if len(times) > 1 else 0.0
 
 
 def useful_steps(log: Sequence[Entry]) -> int:
