@@ -193,8 +193,8 @@ class Comparison:
         ended = watch.ended if recovery or watch.ended else f"not within {self.caps[kind]:.0f} s"
         lost = recovery.steps_lost * step_log.step_seconds(training.log(), failure.at) if recovery else 0.0
         outcome = Outcome(
-            title=lane.title, kind=kind, recovery=recovery, work_lost=round(lost, 1), ended=ended, held=round(watch.held),
-            job=_fate(training, ids, failure), left=_left_behind(training, failure),
+            title=lane.title, kind=kind, recovery=recovery, work_lost=round(lost, 1), ended=ended,
+            held=round(watch.held), job=_fate(training, ids, failure), left=_left_behind(training, failure),
         )  # fmt: skip
         if failure.killed_node:
             failures.revive(failure.killed_node)

@@ -140,7 +140,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 def goals(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """How many times faster ours is than the best rival, and how many times cheaper than the cheapest one.
 
-    The cost of a failure is the time until the training makes steps again, and that in which it makes the lost ones again.
+    The cost of a failure is the time until the training makes steps again, and that in which it makes the lost ones.
     """
     found = []
     for kind in dict.fromkeys(row["failure"] for row in table):
