@@ -30,7 +30,7 @@ endif
 # Every kind of failure on one small run, and what each cost. Ends the testbed that is up: it builds its own.
 drill: $(READY)
 	@$(call INSTALL,$(PACKAGES))
-	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/drill.py
 
 # Each worker has a machine of its own, hence a Slurm. Whole files go to a worker: their tests share data and runs.
 WORKERS := --tx '4*popen//python=tests/own-machine' --dist loadfile --no-loadscope-reorder

@@ -1,0 +1,121 @@
+"""What every kind of failure costs a run, on the real Slurm of the testbed: `make drill`.
+
+    .venv/bin/python benchmarks/drill.py
+
+Plays each drill of `hpc drill` on one small run (Fashion-MNIST, 2 of 6 nodes and a spare, 1 rank each) and prints what
+it cost, as a table in Markdown. Slurm notices a dead node after 300 s here, its default.
+`hpc supervise` ends what a requeued job would wait; nothing supervises the run when its nodes are killed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpc.status.downtime import PARTS
+
+HPC = [sys.executable, "-m", "hpc"]
+RUN = [
+    "--data=fashion-mnist", "--name=drill", "--nodes=2", "--spares=1", "--gpus-per-node=1", "--cpus-per-gpu=1",
+    "--epochs=100000", "--batch-size=512", "--lr=0.05", "--lr-scheduler=constant", "--hang-timeout=10s",
+    "--log-every=5",     "--checkpoint-every=5m",
+]  # fmt: skip
+COLUMNS = (*PARTS, "total")
+
+
+def hpc(*arguments: str) -> Any:
+    """Type `hpc ... --json`, and read the answer."""
+    done = subprocess.run([*HPC, *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def status(run: Path) -> dict[str, Any]:
+    """The run's entry of `hpc status`."""
+    entry: dict[str, Any] = hpc("status", str(run))[0]
+    return entry
+
+
+def wait_for_steps(run: Path, seconds: float = 15.0) -> None:
+    """Until the run has trained for a while, so that one failure is not the last one's."""
+    step = None
+    while (now := status(run))["state"] != "running" or now["step"] is None or now["step"] == step:
+        step = now["step"]
+        time.sleep(1)
+    time.sleep(seconds)
+
+
+@contextmanager
+def supervised(runs_dir: Path) -> Iterator[None]:
+    """Have Slurm's wait of two minutes before a requeued job may start again ended."""
+    flags = ["--interval=1s", f"--runs-dir={runs_dir}"]
+    with subprocess.Popen([*HPC, "supervise", *flags], stdout=subprocess.DEVNULL) as supervisor:
+        try:
+            yield
+        finally:
+            supervisor.terminate()
+
+
+def play(run: Path, kind: str, *flags: str) -> list[dict[str, Any]]:
+    """One drill; the interruptions that it caused."""
+    wait_for_steps(run)
+    began = time.monotonic()
+    found: list[dict[str, Any]] = hpc("drill", str(run), kind, "--yes", *flags)["interruptions"]
+    print(f"{kind}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return found
+
+
+def row(name: str, interruption: dict[str, Any] | None) -> str:
+    """A line of the table."""
+    if interruption is None:
+        return f"| {name} | not interrupted | " + " | ".join("-" for _ in COLUMNS) + " | 0 |"
+    cells = [
+        "-" if interruption["seconds"][part] is None else f"{interruption['seconds'][part]:.1f}" for part in COLUMNS
+    ]
+    return f"| {name} | {interruption['cause']} | {' | '.join(cells)} | {interruption['steps_lost']} |"
+
+
+def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """All drills; what each cost, by its name."""
+    with supervised(run.parent):
+        found = {name: play(run, kind) for name, kind in (
+            ("worker killed", "worker-kill"), ("worker hung (--hang-timeout 10s)", "hang"), ("disk full", "disk-full"),
+            ("bare SIGTERM", "term"), ("preempted", "preempt"),
+        )}  # fmt: skip
+    attempts = len(status(run)["attempts"])
+    found["node killed, a spare takes over"] = play(run, "node-kill")
+    if len(status(run)["attempts"]) != attempts:
+        raise SystemExit("the lost node ended the attempt, in spite of the spare")
+    lost = found["node killed, a spare takes over"][0]["node"]
+    hpc("testbed", "revive-node", lost)
+    head = status(run)["attempts"][-1]["nodes"][0]
+    found["head node killed"] = play(run, "node-kill", f"--node={head}")
+    return found
+
+
+def main() -> None:
+    """Build a testbed, start the run, play, print."""
+    configuration = hpc("testbed", "up", "--nodes=6", "--gpus-per-node=4", "--slurmd-timeout=300")["slurm_conf"]
+    os.environ["SLURM_CONF"] = configuration
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-drill-") as directory:
+        try:
+            run = Path(hpc("submit", *RUN, f"--runs-dir={directory}")["run_dir"])
+            found = drills(run)
+            after = status(run)
+        finally:
+            # Nobody may write into the directory any more when it is removed.
+            subprocess.run([*HPC, "testbed", "down"], check=True, stdout=subprocess.DEVNULL)
+    print(f"| what | cause | {' | '.join(COLUMNS)} | steps lost |\n|---|---|{'--:|' * (len(COLUMNS) + 1)}")
+    for name, interruptions in found.items():
+        for interruption in interruptions or [None]:  # type: ignore[list-item]  # nothing happened
+            print(row(name, interruption))
+    print(f"\n{after['step']} steps, goodput {after['goodput']:.0%}, {len(after['attempts'])} attempts")
+
+
+if __name__ == "__main__":
+    main()

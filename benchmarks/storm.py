@@ -1,0 +1,267 @@
+"""Goodput in a storm: a fixed training, and the same seeded failures at the same times, for ours and for rivals.
+
+    .venv/bin/python benchmarks/storm.py --rivals rivals/bin/python
+
+The training of `rivals/` takes about four minutes without failures, from the submission to the last step. About once a
+minute something fails: a rank is killed or stopped, a node loses its power and is back a while later, or the job is
+preempted. The times count from the submission. A failure that meets no ranks, because the training has not come back
+yet, is one less for it. Goodput is the wall time without failures over that with them. A training that is not complete
+after three times its failure-free time is given up, and its goodput is an upper bound: the failure-free time times the
+share of the steps that it has made, over the wall time.
+
+First all train without failures, at once. Then ours trains in the storm, supervised (`hpc supervise`), without the
+others on the machine; then the rivals do at the same time, each on nodes of its own. Slurm is set as for `recovery.py`.
+"""
+
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import failures
+import record
+import step_log
+import testbed_nodes
+import tyro
+from contenders import CONTENDERS, NODES, ROOT, Training, Workload, hpc
+from recovery import SLURMD_TIMEOUT, supervised, versions
+
+# Each five failures in a row are these in some order: ranks fail more often than nodes.
+_MIX = ("worker killed", "worker killed", "hung", "preempted")
+_NODE = ("node killed", "head node killed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train in a storm of failures."""
+
+    rivals: Path = ROOT / "rivals" / "bin" / "python"
+    """The rivals' Python."""
+    contenders: tuple[str, ...] = ("ours", "ft_launcher", "submitit")
+    """Which ones."""
+    epochs: int = 7
+    """Of the training."""
+    images: int = 20_000
+    """Of an epoch."""
+    wait: float = 0.2
+    """Seconds of each step beside the network."""
+    mean: float = 60.0
+    """Seconds between two failures: of an exponential distribution."""
+    seed: int = 5
+    """Of the sequence of failures."""
+    back_after: float = 60.0
+    """Seconds after which a killed node has its power back."""
+    cap: float = 3.0
+    """A training is given up after so many times its failure-free time."""
+    small: bool = False
+    """One short epoch, ours alone, and a failure after 20 s; nothing is recorded."""
+
+    def resolved(self) -> "Options":
+        """With what `small` means."""
+        if not self.small:
+            return self
+        return Options(
+            rivals=self.rivals, contenders=("ours",), epochs=1, images=10_000, wait=self.wait, mean=20.0, seed=3,
+            cap=8.0, small=True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A failure of the storm."""
+
+    at: float
+    """Seconds after the submission."""
+    kind: str
+
+
+def sequence(seed: int, mean: float, until: float) -> list[Planned]:
+    """The failures of a storm: the same for the same seed and mean, however long it lasts."""
+    generator, at = random.Random(seed), 0.0  # noqa: S311 - no secret
+    found: list[Planned] = []
+    kinds: list[str] = []
+    while (at := at + generator.expovariate(1 / mean)) <= until:
+        if not kinds:
+            kinds = [*_MIX, generator.choice(_NODE)]
+            generator.shuffle(kinds)
+        found.append(Planned(at=round(at, 1), kind=kinds.pop()))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A training in the storm, or without it."""
+
+    title: str
+    complete: bool
+    seconds: float
+    """From the submission to the last step, or until it was given up."""
+    steps: int
+    """Different ones."""
+    recomputed: int
+    hit: dict[str, int]
+    """Failures that met it, by kind."""
+    missed: int
+    """Failures that met no ranks."""
+    interruptions: list[dict[str, Any]]
+    """Of a run of ours, as `hpc status --json` has them."""
+
+
+class Storm:
+    """Trains, lets things fail, and measures."""
+
+    def __init__(self, options: Options, directory: Path) -> None:
+        self.options, self.directory = options, directory
+        self.workload = Workload(rivals=options.rivals, images=options.images, wait=options.wait, epochs=options.epochs)
+        self._began = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Progress."""
+        print(f"{time.monotonic() - self._began:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def train(self, key: str, name: str, planned: Sequence[Planned], cap: float) -> Result:
+        """Submit, let the failures happen at their times, and wait until the training is complete or given up."""
+        began = time.time()
+        training = CONTENDERS[key].start(self.directory / f"{name}-{key}", self.workload)
+        hit: Counter[str] = Counter()
+        reviving: list[threading.Thread] = []
+        left = list(planned)
+        while not (ended_at := _ended_at(training)) and time.time() - began < cap:
+            if left and time.time() - began >= left[0].at:
+                self._strike(training, left.pop(0).kind, hit, reviving)
+            time.sleep(0.2)
+        result = self._result(training, began, ended_at, hit, len(planned) - len(left) - hit.total())
+        self.say(
+            f"{name}: {result.title}: {'complete' if result.complete else 'given up'} after {result.seconds:.0f} s"
+        )
+        if not result.complete:
+            training.cancel()
+        for thread in reviving:
+            thread.join()
+        return result
+
+    def _strike(self, training: Training, kind: str, hit: "Counter[str]", reviving: list[threading.Thread]) -> None:
+        """Let something fail, unless there are no ranks that it could meet."""
+        # A rank may end at any time.
+        with suppress(ProcessLookupError):
+            if _has_ranks(training):
+                failure = failures.KINDS[kind](training)
+                hit[kind] += 1
+                self.say(f"{training.name}: {kind} at step {step_log.newest_step(training.log())}")
+                if failure.killed_node:
+                    thread = threading.Timer(self.options.back_after, failures.revive, [failure.killed_node])
+                    thread.start()
+                    reviving.append(thread)
+                return
+        self.say(f"{training.name}: {kind} meets no ranks")
+
+    @staticmethod
+    def _result(training: Training, began: float, ended_at: float | None, hit: "Counter[str]", missed: int) -> Result:
+        log = training.log()
+        steps = sum(entry["event"] == "step" for entry in log)
+        useful = step_log.useful_steps(log)
+        is_ours = training.contender.is_ours
+        return Result(
+            title=training.contender.title,
+            complete=ended_at is not None,
+            seconds=round((ended_at or time.time()) - began, 1),
+            steps=useful,
+            recomputed=steps - useful,
+            hit=dict(hit),
+            missed=missed,
+            interruptions=hpc("status", str(training.directory))[0]["interruptions"] if is_ours else [],
+        )
+
+
+def _ended_at(training: Training) -> float | None:
+    """When rank 0 had made the last step; None: it has not."""
+    return next((float(entry["time"]) for entry in training.log() if entry["event"] == "end"), None)
+
+
+def _has_ranks(training: Training) -> bool:
+    """Whether its ranks train: both have started since its job has, and have not ended."""
+    ranks = step_log.ranks(training.log())
+    running = {name for job in training.jobs() if job.state == "RUNNING" for name in job.nodes}
+    alive = [entry for entry in ranks.values() if testbed_nodes.is_alive(entry["pid"]) and entry["host"] in running]
+    return len(alive) == NODES
+
+
+def rows(calm: dict[str, Result], storms: dict[str, Result], total_steps: int) -> list[dict[str, Any]]:
+    """A row for each contender."""
+    found = []
+    for key, result in storms.items():
+        goodput = calm[key].seconds / result.seconds * min(result.steps / total_steps, 1)
+        found.append({
+            "contender": result.title,
+            "without_failures_s": calm[key].seconds,
+            "in_the_storm_s": result.seconds,
+            "complete": "yes" if result.complete else "given up",
+            "steps": f"{result.steps} of {total_steps}",
+            "recomputed": result.recomputed,
+            "failures": sum(result.hit.values()),
+            "without_ranks": result.missed,
+            "goodput": f"{'' if result.complete else 'at most '}{goodput:.2f}",
+        })  # fmt: skip
+    return found
+
+
+def main() -> None:
+    """Build a testbed, train without failures and with them, print, record."""
+    options = tyro.cli(Options).resolved()
+    measured_on = {**record.machine(), "rivals": versions(options.rivals, options.contenders)}
+    failures.build_testbed(2 * NODES * len(options.contenders) + 4, SLURMD_TIMEOUT, user_signal=True)
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-storm-") as directory:
+        storm = Storm(options, Path(directory))
+        try:
+            with supervised(Path(directory)):
+                calm, storms, planned = _play(storm)
+        finally:
+            failures.end_testbed()
+    found = rows(calm, storms, options.epochs * storm.workload.epoch_steps)
+    print(f"failures, seconds after the submission: {', '.join(f'{each.at:.0f} {each.kind}' for each in planned)}\n")
+    print(record.table(found))
+    for result in storms.values():
+        print(f"\n{result.title}: {result.hit}")
+        for each in result.interruptions:
+            print(f"  {each['cause']}: {each['seconds']}, {each['steps_lost']} steps lost")
+    if not options.small:
+        details = {key: {"calm": asdict(calm[key]), "storm": asdict(storms[key])} for key in storms}
+        record.write(
+            "storm", measured_on, found, sequence=[asdict(each) for each in planned], details=details,
+            settings={name: str(value) for name, value in asdict(options).items()},
+        )  # fmt: skip
+
+
+def _play(storm: Storm) -> tuple[dict[str, Result], dict[str, Result], list[Planned]]:
+    """All without failures; then ours in the storm, then the rivals."""
+    options = storm.options
+    keys = options.contenders
+    patience = 30 * options.epochs * storm.workload.epoch_steps * options.wait
+    with ThreadPoolExecutor(max_workers=len(keys)) as executor:
+        futures = {}
+        for key in keys:
+            futures[key] = executor.submit(storm.train, key, "calm", (), patience)
+            time.sleep(10)
+        calm = {key: future.result() for key, future in futures.items()}
+    caps = {key: options.cap * result.seconds for key, result in calm.items()}
+    planned = sequence(options.seed, options.mean, max(caps.values()))
+    storm.say(", ".join(f"{each.at:.0f} {each.kind}" for each in planned))
+    found = {key: storm.train(key, "storm", planned, caps[key]) for key in keys if CONTENDERS[key].is_ours}
+    rivals = [key for key in keys if key not in found]
+    if rivals:
+        with ThreadPoolExecutor(max_workers=len(rivals)) as executor:
+            futures = {key: executor.submit(storm.train, key, "storm", planned, caps[key]) for key in rivals}
+            found.update({key: future.result() for key, future in futures.items()})
+    return calm, found, planned
+
+
+if __name__ == "__main__":
+    main()
