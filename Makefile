@@ -15,7 +15,7 @@ ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 HIDDEN := $(if $(ROOT),$(shell setpriv --reuid=65534 --regid=65534 --clear-groups test -r $(CURDIR)/pyproject.toml || echo yes))
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill gpu gpu-bundle test matrix check format lock clean
+.PHONY: demo drill bench gpu gpu-bundle test matrix check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -30,7 +30,20 @@ endif
 # Every kind of failure on one small run, and what each cost. Ends the testbed that is up: it builds its own.
 drill: $(READY)
 	@$(call INSTALL,$(PACKAGES))
-	$(BIN)/python benchmarks/drill.py
+	$(BIN)/python -m benchmarks.drill
+
+# What others do, beside ours: docs/performance.md. An hour on two cores that nobody else uses; ends the testbed that is up.
+BENCHMARKS := cost restart speed recovery projection
+RIVALS := rivals/ready
+
+bench: $(READY) $(RIVALS)
+	@$(call INSTALL,$(TEST_PACKAGES))
+	@set -e; for name in $(BENCHMARKS); do echo "--- $$name ---"; $(BIN)/python -m benchmarks.$$name $(FLAGS); done
+
+$(RIVALS): pyproject.toml
+	$(PYTHON) -m venv rivals
+	$(BIN)/uv pip install --quiet --compile-bytecode --python rivals/bin/python --group rivals .
+	touch $@
 
 # Each worker has a machine of its own, hence a Slurm. Whole files go to a worker: their tests share data and runs.
 WORKERS := --tx '4*popen//python=tests/own-machine' --dist loadfile --no-loadscope-reorder
@@ -61,11 +74,11 @@ export GPU_BUNDLE
 PARTS :=
 
 gpu:
-	$(GPU_PYTHON) benchmarks/gpu $(PARTS) $(FLAGS)
+	$(GPU_PYTHON) -m benchmarks.gpu $(PARTS) $(FLAGS)
 
 gpu-bundle: $(READY)
 	@$(call INSTALL,$(PACKAGES))
-	$(BIN)/python benchmarks/gpu/bundle.py $(or $(GPU_BUNDLE),gpu-bundle)
+	$(BIN)/python -m benchmarks.gpu.bundle $(or $(GPU_BUNDLE),gpu-bundle)
 
 # The tests on the Slurm, on that of other releases of Debian: make matrix SLURM=24.11 TESTS=tests/runs/test_job.py
 SLURM := 22.05 24.11 26.05
@@ -85,7 +98,7 @@ check: $(READY)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -q tests/test_house.py
 	$(BIN)/mypy
-	$(BIN)/mypy benchmarks/*.py benchmarks/gpu/*.py
+	$(BIN)/mypy --explicit-package-bases benchmarks --exclude '^benchmarks/(exactness|recovery/rivals)/'  # not installed here
 
 format: $(READY)
 	$(BIN)/ruff check --fix
@@ -108,4 +121,4 @@ lock: $(READY)
 		--extra export --extra wandb --extra mlflow --extra sweep --extra timm --group dev --output-file requirements.lock pyproject.toml
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv rivals build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """What every kind of failure costs a run, on the real Slurm of the testbed: `make drill`.
 
-    .venv/bin/python benchmarks/drill.py
+    .venv/bin/python -m benchmarks.drill
 
 Plays each drill of `hpc drill` on one small run (Fashion-MNIST, 2 of 6 nodes and a spare, 1 rank each) and prints what
 it cost, as a table in Markdown. Slurm notices a dead node after 300 s here, its default.

@@ -1,6 +1,6 @@
 """How fast images come out of a loader: as tutorials write it, and this trainer's from JPEGs and from packed data.
 
-    .venv/bin/python benchmarks/loader.py
+    .venv/bin/python -m benchmarks.loader
 
 Makes JPEGs like photographs (500 x 375 pixels, quality 92, about 100 KB) in a temporary directory, packs them, and
 measures images per second with one loader process and with two, on two cores. All files are in the page cache, as they
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import record
 import torch
 import tyro
 from PIL import Image
@@ -35,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torchvision import datasets, transforms
 
+from benchmarks import record
 from training.config.dataset_layout import check_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import make_schedule

@@ -1,7 +1,7 @@
 """What a start costs on more and more nodes, of a real Slurm on one machine: agents, staging, rendezvous.
 
     .venv/bin/hpc testbed up --profile ranges
-    .venv/bin/python benchmarks/nodes.py [NODES...]
+    .venv/bin/python -m benchmarks.nodes [NODES...]
 
 Each size is a run of one rank per node, which prints when it starts; its data are 16 MB in 64 files. Prints the median
 of some runs, as a table in Markdown, and writes benchmarks/results/nodes.json. All nodes share the CPUs of the machine:
@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 
-import record
-
+from benchmarks import record
 from hpc.core import ledger
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir

@@ -1,6 +1,6 @@
 """How soon the ranks of all nodes run again after one of them was killed: our rendezvous against torch's.
 
-    .venv/bin/python benchmarks/rendezvous.py
+    .venv/bin/python -m benchmarks.rendezvous
 
 Starts a torchrun for each of two pretended nodes, with ranks that only note when they start, and kills one of them
 again and again: what is measured is torchrun's part of a restart, without the ranks' imports. Backends take turns.

@@ -1,7 +1,7 @@
 """What restoring a checkpoint costs each rank: seconds, and memory of the host.
 
-    torchrun --nproc-per-node 4 benchmarks/restore.py DIRECTORY
-    MODEL=vit_l_16 torchrun --nproc-per-node 2 benchmarks/restore.py DIRECTORY
+    torchrun --nproc-per-node 4 -m benchmarks.restore DIRECTORY
+    MODEL=vit_l_16 torchrun --nproc-per-node 2 -m benchmarks.restore DIRECTORY
 
 Saves the state of a model with AdamW in a new directory; restores it when started again, in processes whose memory
 nothing else has used before, on whatever device there is. Prints a Markdown table of the ranks. Own memory is the peak

@@ -1,6 +1,6 @@
 """What a large job costs the head node's agent, and how soon it notices a lost node.
 
-    .venv/bin/python benchmarks/scale.py [NODES...]
+    .venv/bin/python -m benchmarks.scale [NODES...]
 
 This process is the head's agent: the real control server and coordinator, polled as in a job. A second process has a
 connection for each other node, and sends on it what its agent would: the state of eight ranks, twice a second. A third
@@ -22,8 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import record
-
+from benchmarks import record
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of
 from hpc.core.ledger import EventWriter
@@ -101,7 +100,7 @@ def pretend(port: int, secret: str, first: int, last: int) -> None:
 @contextmanager
 def others(port: int, secret: str, nodes: int) -> Iterator[subprocess.Popen[bytes]]:
     """All nodes but the head; yields the process of the last one."""
-    command = [sys.executable, __file__, "pretend", str(port), secret]
+    command = [sys.executable, "-m", "benchmarks.scale", "pretend", str(port), secret]
     with (
         subprocess.Popen([*command, "1", str(nodes - 1)]) as most,
         subprocess.Popen([*command, str(nodes - 1), str(nodes)]) as last,
@@ -217,7 +216,8 @@ def main(sizes: list[int]) -> None:
     print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     rows = []
     for nodes in sizes:
-        done = subprocess.run([sys.executable, __file__, "one", str(nodes)], stdout=subprocess.PIPE, check=True)
+        command = [sys.executable, "-m", "benchmarks.scale", "one", str(nodes)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         row = Row(**json.loads(done.stdout.splitlines()[-1]))
         rows.append(row)
         print(

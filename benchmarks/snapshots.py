@@ -1,7 +1,7 @@
 """What snapshots cost: images per second of training steps without them, with `auto`, and with one after every step.
 
-    python benchmarks/snapshots.py
-    torchrun --nproc-per-node 2 benchmarks/snapshots.py
+    python -m benchmarks.snapshots
+    torchrun --nproc-per-node 2 -m benchmarks.snapshots
 
 The real trainer's steps on Fashion-MNIST, on all ranks and whatever device there is. The settings take turns, window by
 window, within one training, so that a machine which slows down does so for all of them; each window is compared with

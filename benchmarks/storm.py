@@ -1,6 +1,6 @@
 """Goodput in a storm: a fixed training, and the same seeded failures at the same times, for ours and for rivals.
 
-    .venv/bin/python benchmarks/storm.py --rivals rivals/bin/python
+    .venv/bin/python -m benchmarks.storm --rivals rivals/bin/python
 
 The training of `rivals/` takes about four minutes without failures, from the submission to the last step. About once a
 minute something fails: a rank is killed or stopped, a node loses its power and is back a while later, or the job is
@@ -26,13 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import failures
-import record
-import step_log
-import testbed_nodes
 import tyro
-from contenders import CONTENDERS, NODES, ROOT, Training, Workload, hpc
-from recovery import SLURMD_TIMEOUT, supervised, versions
+
+from benchmarks import record
+from benchmarks.recovery import failures, step_log, testbed_nodes
+from benchmarks.recovery.__main__ import SLURMD_TIMEOUT, supervised, versions
+from benchmarks.recovery.contenders import CONTENDERS, NODES, ROOT, Training, Workload, hpc
 
 # Each five failures in a row are these in some order: ranks fail more often than nodes.
 _MIX = ("worker killed", "worker killed", "hung", "preempted")

@@ -1,6 +1,6 @@
 """What `hpc status` costs with many runs and a full queue: seconds of CPU, and the peak of memory.
 
-    .venv/bin/python benchmarks/views.py --runs 1000 --jobs 10000
+    .venv/bin/python -m benchmarks.views --runs 1000 --jobs 10000
 
 Makes that many run directories in a temporary one: four attempts each, with the events of two nodes and rank 0; every
 tenth run has logged 100,000 steps (one file, by many names: only its tail is read). An executable `squeue` on the PATH

@@ -61,7 +61,7 @@ def start_nodes(
     return [
         subprocess.Popen(
             [
-                sys.executable, "benchmarks/staging_node.py", f"--rank={rank}", f"--nodes={count}", f"--port={port}",
+                sys.executable, "-m", "benchmarks.staging.node", f"--rank={rank}", f"--nodes={count}", f"--port={port}",
                 f"--run={path / job}", f"--source={source}", f"--stage-dir={disk(path, rank)}", *flags,
             ],
             cwd=ROOT, env={**os.environ, **environments.get(rank, {})}, stdout=subprocess.PIPE, text=True,

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
-RESULTS = HERE.parent / "results" / "gpu.json"
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu.json"
 # What the product and these scripts import beside torch, and what the bundle has of it.
 NEEDED = ("numpy", "PIL", "torchvision", "safetensors", "rich", "yaml", "tensorboard")
 BUNDLED = ("tyro", "docstring_parser", "typeguard", "platformdirs")
@@ -34,24 +33,24 @@ BUNDLED = ("tyro", "docstring_parser", "typeguard", "platformdirs")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A script, its arguments, and the seconds that it may take on a GPU."""
+    """A module, its arguments, and the seconds that it may take on a GPU."""
 
     name: str
-    script: str
+    module: str
     seconds: float
     arguments: tuple[str, ...] = ()
 
 
 PARTS = (
-    Part(name="two-ranks", script="two_ranks.py", seconds=80),
-    Part(name="exactness", script="exactness.py", seconds=110),
-    Part(name="resnet50", script="throughput.py", seconds=50, arguments=("--case=resnet50",)),
-    Part(name="files", script="throughput.py", seconds=70, arguments=("--case=resnet50-files",)),
-    Part(name="resnet18", script="throughput.py", seconds=45, arguments=("--case=resnet18-32px",)),
-    Part(name="vit", script="throughput.py", seconds=50, arguments=("--case=vit-b-16",)),
-    Part(name="repeatability", script="repeatability.py", seconds=150),
-    Part(name="stalls", script="stalls.py", seconds=60),
-    Part(name="accuracy", script="accuracy.py", seconds=90),
+    Part(name="two-ranks", module="two_ranks", seconds=80),
+    Part(name="exactness", module="exactness", seconds=110),
+    Part(name="resnet50", module="throughput", seconds=50, arguments=("--case=resnet50",)),
+    Part(name="files", module="throughput", seconds=70, arguments=("--case=resnet50-files",)),
+    Part(name="resnet18", module="throughput", seconds=45, arguments=("--case=resnet18-32px",)),
+    Part(name="vit", module="throughput", seconds=50, arguments=("--case=vit-b-16",)),
+    Part(name="repeatability", module="repeatability", seconds=150),
+    Part(name="stalls", module="stalls", seconds=60),
+    Part(name="accuracy", module="accuracy", seconds=90),
 )
 
 
@@ -87,7 +86,7 @@ def main() -> int:
 def _find_packages() -> None:
     """Take from the bundle what this Python lacks; the parts inherit the path."""
     bundle = os.environ.get("GPU_BUNDLE")
-    paths = [str(REPOSITORY), str(HERE.parent), *([str(Path(bundle).absolute() / "packages")] if bundle else [])]
+    paths = [str(REPOSITORY), *([str(Path(bundle).absolute() / "packages")] if bundle else [])]
     sys.path += paths
     # After Python's own: a newer version that is installed goes before.
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *paths])
@@ -104,7 +103,7 @@ def _run(part: Part, file: Path, seconds: float, *, small: bool) -> dict[str, An
     found: dict[str, Any] = {"part": part.name, "problem": None, "seconds": 0.0, "rows": [], "goals": []}
     if seconds <= 0:
         return found | {"problem": "not run: the time was over"}
-    command = [sys.executable, str(HERE / part.script), f"--output={file}", *part.arguments]
+    command = [sys.executable, "-m", f"benchmarks.gpu.{part.module}", f"--output={file}", *part.arguments]
     began = time.monotonic()
     # Its own session, so that its workers and ranks end with it.
     process = subprocess.Popen([*command, *(["--small"] if small else [])], start_new_session=True)
@@ -141,8 +140,9 @@ def show(found: list[dict[str, Any]]) -> None:
 
 def _machine() -> dict[str, Any]:
     """What it ran on."""
-    import record  # noqa: PLC0415  # once the packages are found
     import torch  # noqa: PLC0415  # takes seconds
+
+    from benchmarks import record  # noqa: PLC0415  # once the packages are found
 
     on_gpu = torch.cuda.is_available()
     return {

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from part import PartOptions, data_directory, finish, goal
+
+from benchmarks.gpu.part import PartOptions, data_directory, finish, goal
 
 FLAGS = [
     "--model=resnet56", "--epochs=40", "--batch-size=512", "--lr=0.4", "--nesterov", "--warmup-epochs=3", "--amp=bf16",

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import tyro
-from part import Goal, PartOptions, Row, data_directory, device, finish, goal
 
+from benchmarks.gpu.part import Goal, PartOptions, Row, data_directory, device, finish, goal
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest

@@ -17,9 +17,9 @@ from typing import Literal
 
 import torch
 import tyro
-from part import Goal, PartOptions, Row, device, finish, goal, synchronize
 from torch.nn import functional
 
+from benchmarks.gpu.part import Goal, PartOptions, Row, device, finish, goal, synchronize
 from training.config.train_config import TrainConfig
 from training.engine.optim import make_optimizer
 from training.models.factory import autocast, build_model
@@ -106,8 +106,10 @@ def compare(options: Options) -> tuple[list[Row], list[Goal]]:
     modes = SMALL_MODES if options.small else MODES
     for _, (name, batch_size, size), mode in product(range(options.rounds), models, modes):
         flags = ["--measure", name, str(batch_size), str(size), mode, f"--seconds={options.seconds}"]
-        command = [sys.executable, __file__, *flags, *(["--small"] if options.small else [])]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        command = [sys.executable, "-m", "benchmarks.gpu.repeatability", *flags]
+        done = subprocess.run(
+            [*command, *(["--small"] if options.small else [])], stdout=subprocess.PIPE, text=True, check=True
+        )
         found[name, mode].append(Measured(**json.loads(done.stdout.splitlines()[-1])))
     rows, goals = [], []
     for (name, mode), measured in found.items():

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import tyro
-from loops import Case
-from our_loop import our_trainer
-from part import Goal, PartOptions, Row, finish, goal, on_gpu, synchronize
 
+from benchmarks.gpu.part import Goal, PartOptions, Row, finish, goal, on_gpu, synchronize
+from benchmarks.speed.loops import Case
+from benchmarks.speed.our_loop import our_trainer
 from hpc.core.nodedir import NodeDir
 from training.checkpoint.writer import StateWriter
 from training.config.rules import INTERVAL_WORDS

@@ -1,4 +1,4 @@
-"""Images per second of our training steps, against a loop by hand, torchvision's style and timm (benchmarks/loops.py).
+"""Images per second of our training steps, against a loop by hand, torchvision's style and timm (../speed/loops.py).
 
 The loops of a case train in turns in this process, so that a machine which slows down does so for all of them. Ours
 runs as a user's would, repeatable by default; the others let cuDNN choose the fastest algorithms. With files the rivals
@@ -19,11 +19,11 @@ from typing import Literal
 
 import torch
 import tyro
-from loader import CLASSES, make_folder
-from loops import RIVALS, Case, Loop
-from our_loop import ours
-from part import Goal, PartOptions, Row, finish, goal, on_gpu, synchronize
 
+from benchmarks.gpu.part import Goal, PartOptions, Row, finish, goal, on_gpu, synchronize
+from benchmarks.loader import CLASSES, make_folder
+from benchmarks.speed.loops import RIVALS, Case, Loop
+from benchmarks.speed.our_loop import ours
 from training.config.train_config import TrainConfig
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.repeatability import configure

@@ -16,7 +16,7 @@ PARTS = ("two-ranks", "exactness", "files", "repeatability", "stalls", "accuracy
 def test_every_script_of_make_gpu_measures_something(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu", "--small", "--minutes=15", f"--output={output}", *PARTS],
+        [sys.executable, "-m", "benchmarks.gpu", "--small", "--minutes=15", f"--output={output}", *PARTS],
         cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=1000,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,7 +30,7 @@ def test_every_script_of_make_gpu_measures_something(tmp_path: Path) -> None:
 
 
 def test_the_bundle_holds_all_that_a_python_without_them_lacks(tmp_path: Path) -> None:
-    bundle = [sys.executable, "benchmarks/gpu/bundle.py", str(tmp_path / "bundle")]
+    bundle = [sys.executable, "-m", "benchmarks.gpu.bundle", str(tmp_path / "bundle")]
     subprocess.run(bundle, cwd=REPOSITORY, check=True, capture_output=True)
     names = "tyro, docstring_parser, typeguard, platformdirs"
     # Without site-packages: what is imported is the bundle's.

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-sys.path.append(str(REPOSITORY / "benchmarks"))
+from benchmarks.projection import __main__ as projection
+from benchmarks.projection import failure_model
+from benchmarks.projection.failure_model import FailureKind, Job, Restart
 
-import failure_model  # noqa: E402 - a script's module, which is beside the script
-import projection  # noqa: E402
-from failure_model import FailureKind, Job, Restart  # noqa: E402
+REPOSITORY = Path(__file__).parents[2]
 
 DAY = 86_400.0
 # Ours: docs/recovery.md. The other's are Slurm's default waits: 300 s until a node counts as dead, 120 s per requeue.
@@ -116,8 +115,8 @@ def test_the_script_projects_what_was_measured(tmp_path: Path, monkeypatch: pyte
 
 def test_without_measurements_it_says_what_to_type(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/projection.py", f"--recovery={tmp_path / 'none.json'}"],
+        [sys.executable, "-m", "benchmarks.projection", f"--recovery={tmp_path / 'none.json'}"],
         cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "type .venv/bin/python benchmarks/recovery.py" in done.stderr
+    assert "type .venv/bin/python -m benchmarks.recovery" in done.stderr

@@ -1,14 +1,9 @@
-"""The bound that `benchmarks/scaling.py` compares with. The measurement itself needs a testbed and minutes."""
-
-import sys
-from pathlib import Path
+"""The bound that `benchmarks/scaling` compares with. The measurement itself needs a testbed and minutes."""
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import scaling
-from scaling import Bound, Options, Variant
+from benchmarks.scaling import __main__ as scaling
+from benchmarks.scaling.__main__ import Bound, Options, Variant
 
 
 def test_a_ring_sends_its_share_of_the_gradients_at_the_rate_of_the_link() -> None:

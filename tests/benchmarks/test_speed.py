@@ -1,4 +1,4 @@
-"""`benchmarks/speed.py` in its small form, with the loops that need no library beyond the dev environment's."""
+"""`benchmarks/speed` in its small form, with the loops that need no library beyond the dev environment's."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parents[2]
 def test_loops_on_two_ranks_take_turns_and_are_compared() -> None:
     done = subprocess.run(
         [
-            sys.executable, "benchmarks/speed.py", "--small", f"--rivals={sys.executable}",
+            sys.executable, "-m", "benchmarks.speed", "--small", f"--rivals={sys.executable}",
             "--images", "JPEG", "--loops", "ours", "hand-written",
         ],
         cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=900,

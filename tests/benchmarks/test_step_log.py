@@ -1,17 +1,7 @@
-"""What `benchmarks/recovery.py` and `storm.py` conclude from a step log, and the failures of a storm."""
+"""What `benchmarks/recovery` and `storm.py` conclude from a step log, and the failures of a storm."""
 
-import sys
 from collections import Counter
 from pathlib import Path
-
-import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
 def start(at: float, pid: int, step: int, rank: int = 0) -> dict[str, object]:
@@ -25,7 +15,7 @@ def steps(begin: float, pid: int, *numbers: int) -> list[dict[str, object]]:
 
 
 def test_a_recovery_is_the_first_step_of_ranks_started_after_the_failure() -> None:
-    import step_log
+    from benchmarks.recovery import step_log
 
     # The old rank makes a step after the failure: it counts as one that may be lost.
     log = [start(0, 1, 0), *steps(1, 1, 1, 2, 3), *steps(5.0, 1, 4), start(9, 2, 2), *steps(10.5, 2, 3, 4)]
@@ -36,7 +26,7 @@ def test_a_recovery_is_the_first_step_of_ranks_started_after_the_failure() -> No
 
 
 def test_a_training_that_only_started_again_has_not_recovered() -> None:
-    import step_log
+    from benchmarks.recovery import step_log
 
     log = [start(0, 1, 0), *steps(1, 1, 1, 2), start(6, 2, 2)]
     assert step_log.recovery(log, failed_at=4) is None
@@ -46,7 +36,7 @@ def test_a_training_that_only_started_again_has_not_recovered() -> None:
 
 
 def test_a_line_in_the_making_is_not_read(tmp_path: Path) -> None:
-    import step_log
+    from benchmarks.recovery import step_log
 
     path = tmp_path / "steps.jsonl"
     assert step_log.read(path) == []
@@ -55,7 +45,7 @@ def test_a_line_in_the_making_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_storm_is_the_same_for_all_and_mixes_its_failures() -> None:
-    import storm
+    from benchmarks import storm
 
     long, short = storm.sequence(5, 60, 3600), storm.sequence(5, 60, 600)
     assert long[: len(short)] == short
@@ -68,7 +58,7 @@ def test_a_storm_is_the_same_for_all_and_mixes_its_failures() -> None:
 
 
 def test_the_names_of_nodes_in_short_form() -> None:
-    import contenders
+    from benchmarks.recovery import contenders
 
     assert contenders.expanded("gpu[01-03,11]") == ["gpu01", "gpu02", "gpu03", "gpu11"]
     assert contenders.expanded("gpu07") == ["gpu07"]

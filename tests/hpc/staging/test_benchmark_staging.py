@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_ours_reads_the_files_once_and_cp_once_per_node(tmp_path: Path) -> None:
     command = [
-        sys.executable, "benchmarks/staging.py", "--files=50", "--repeats=1", "--nodes=2", "--storage=throttled",
+        sys.executable, "-m", "benchmarks.staging", "--files=50", "--repeats=1", "--nodes=2", "--storage=throttled",
         "--rate=50", "--only=cp -r", f"--source={tmp_path}", f"--disks={tmp_path}", f"--results={tmp_path / 'json'}",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""One rank of one training loop: makes steps when `benchmarks/speed.py` asks for them, and reports how long they took.
+"""One rank of one training loop: makes steps when `benchmarks/speed` asks for them, and reports how long they took.
 
 Between two turns the loop waits in the middle of its own code, after a step, for a line on stdin; its ranks have no
 collective in flight then. Imports nothing heavy by itself: each loop is charged for its own imports.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from loops import Case
+    from benchmarks.speed.loops import Case
 
 RANKS = 2
 OURS, LIGHTNING, ACCELERATE = "ours", "lightning", "accelerate"
@@ -118,8 +118,7 @@ def train_ours(case: "Case", work: Work, step_done: Callable[[], None]) -> None:
 
     An epoch here is short, and its end would save a checkpoint: that is left out, for no other loop saves.
     """
-    import our_loop  # noqa: PLC0415
-
+    from benchmarks.speed import our_loop  # noqa: PLC0415
     from hpc.core.nodedir import NodeDir  # noqa: PLC0415
     from hpc.core.rundir import RunDir  # noqa: PLC0415
     from training.engine.launch import launch  # noqa: PLC0415
@@ -159,16 +158,16 @@ def train_rival(case: "Case", loop: str, step_done: Callable[[], None]) -> None:
     from torch import device, distributed  # noqa: PLC0415
 
     if loop == LIGHTNING:
-        from library_loops import fit_with_lightning  # noqa: PLC0415
+        from benchmarks.speed.library_loops import fit_with_lightning  # noqa: PLC0415
 
         fit_with_lightning(case, RANKS, step_done)
         return
     if loop == ACCELERATE:
-        from library_loops import accelerate_style  # noqa: PLC0415
+        from benchmarks.speed.library_loops import accelerate_style  # noqa: PLC0415
 
         steps = accelerate_style(case, device("cpu"))
     else:
-        from loops import RIVALS  # noqa: PLC0415
+        from benchmarks.speed.loops import RIVALS  # noqa: PLC0415
 
         distributed.init_process_group("gloo")
         steps = RIVALS[loop](case, device("cpu"))
@@ -186,7 +185,7 @@ def main() -> None:
 
         signals.install()
         gc.disable()
-    from loops import Case  # noqa: PLC0415  # imports torch, as every loop does
+    from benchmarks.speed.loops import Case  # noqa: PLC0415  # imports torch, as every loop does
 
     paths = {name: Path(work.case[name]) for name in ("folder", "packed") if work.case[name]}
     case = Case(**work.case | paths)

@@ -1,4 +1,4 @@
-"""How data get from shared storage to the disks of several nodes: the ways that benchmarks/staging.py compares.
+"""How data get from shared storage to the disks of several nodes: the ways that benchmarks/staging compares.
 
 A node is a directory; on the testbed's Slurm, for sbcast, it is one of its nodes.
 """
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from throttle import Storage
+from benchmarks.staging.throttle import Storage
 
-NODE = Path(__file__).with_name("staging_node.py")
+NODE = Path(__file__).with_name("node.py")
 # Where sbcast puts it: each of the testbed's nodes has its own /tmp.
 _REMOTE = "/tmp/staging-benchmark"  # noqa: S108 - removed by name afterwards
 

@@ -11,9 +11,10 @@ if __name__ == "__main__":
     if is_ours:
         gc.disable()
 
-from marks import mark, mark_after
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.run import main
+
+from benchmarks.restart.marks import mark, mark_after
 
 
 def add_marks() -> None:

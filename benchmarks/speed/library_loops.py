@@ -1,4 +1,4 @@
-"""The training loops of Lightning and Accelerate, as their documentation shows them, for `benchmarks/speed.py`.
+"""The training loops of Lightning and Accelerate, as their documentation shows them, for `benchmarks/speed`.
 
 Both wrap the model in DDP and give each rank its share of the data by themselves. What costs time and is not asked for
 is turned off in Lightning: progress bar, model summary, checkpoints, logger. Runs on every rank, in an environment with
@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from loops import Batches, Case, fixed_batches, make_dataset, make_loader, make_model, make_optimizer
 from torch import Tensor
 from torch.nn import functional
+
+from benchmarks.speed.loops import Batches, Case, fixed_batches, make_dataset, make_loader, make_model, make_optimizer
 
 CPU = torch.device("cpu")
 

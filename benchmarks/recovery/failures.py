@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from contenders import Training
-
+from benchmarks.recovery.contenders import Training
 from hpc.testbed import lifecycle
 from hpc.testbed.layout import TestbedShape
 

@@ -1,7 +1,7 @@
 """Where each second goes between a worker's SIGKILL and its next step, with and without warm processes.
 
-    .venv/bin/python benchmarks/restart.py
-    .venv/bin/python benchmarks/restart.py --kills 2 --models small-cnn --ranks 2
+    .venv/bin/python -m benchmarks.restart
+    .venv/bin/python -m benchmarks.restart --kills 2 --models small-cnn --ranks 2
 
 Starts a torchrun for each of one or two pretended nodes, one rank each, and kills a rank again and again. Kinds, which
 take turns:
@@ -36,10 +36,10 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-import marks
-import record
 import tyro
 
+from benchmarks import record
+from benchmarks.restart import marks
 from hpc.core.kernel import children
 from hpc.core.nodedir import NodeDir
 from jobs.ranks.rendezvous import TORCHRUN, Rendezvous, pick_port, torchrun_argv, torchrun_environment
@@ -94,7 +94,7 @@ class Case:
         python, marked = sys.executable, str(HERE / "marked_torchrun.py")
         environment = os.environ | {
             "MARKS": str(directory / "marks"), "NODE": str(node), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": f"{HERE}:{HERE.parent}",
+            "PYTHONPATH": str(HERE.parents[1]),
         }  # fmt: skip
         if self.kind.startswith("plain"):
             size, batch = MODELS[self.model]
@@ -110,7 +110,7 @@ class Case:
         memory = node_directory(directory, node)
         rank = [
             "-m",
-            "marked_rank",
+            "benchmarks.restart.marked_rank",
             "training",
             *spec_argv(directory / "spec.json", directory, 1, memory.path, data=FASHION_MNIST_DIRECTORY),
         ]

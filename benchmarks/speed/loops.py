@@ -10,7 +10,7 @@ besides:
 - `torchvision`: in the style of its references: loss and accuracies are read from the device in every step.
 - `timm`: its own loader, optimizer and schedule; the loss is read from the device every 50 steps.
 
-torchvision is imported where it is needed: a loop is charged for its imports in `benchmarks/speed.py`.
+torchvision is imported where it is needed: a loop is charged for its imports in `benchmarks/speed`.
 """
 
 import itertools

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from loops import LR, WEIGHT_DECAY, Case
-
+from benchmarks.speed.loops import LR, WEIGHT_DECAY, Case
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.train_config import TrainConfig

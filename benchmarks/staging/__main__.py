@@ -1,7 +1,7 @@
 """Staging against what people do by hand: wall time to every node's disk, and bytes read from shared storage.
 
-    .venv/bin/python benchmarks/staging.py
-    .venv/bin/python benchmarks/staging.py --sbcast      (as root, with the testbed up: Slurm's own fan-out, too)
+    .venv/bin/python -m benchmarks.staging
+    .venv/bin/python -m benchmarks.staging --sbcast      (as root, with the testbed up: Slurm's own fan-out, too)
 
 Makes 10,000 different JPEG files of about 110 KB, and a tar of them. Then 1, 2 and 4 nodes get them: by ours
 (`torchrelay`: the files; `torchrelay, tar`: the archive, unpacked), and by each node for itself, all at once, with
@@ -32,20 +32,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import record
 import tyro
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from staging_methods import METHODS, OURS, SBCAST, Bench, Method, allocate
-from throttle import MB, Speed, Storage
 
+from benchmarks import record
+from benchmarks.staging.methods import METHODS, OURS, SBCAST, Bench, Method, allocate
+from benchmarks.staging.throttle import MB, Speed, Storage
 from hpc.core.files import write_json
 from hpc.slurm.client import running_slurm_conf
 from hpc.staging.store import is_memory
 
-_RESULTS = Path(__file__).with_name("results") / "staging.json"
+_RESULTS = record.RESULTS / "staging.json"
 _CLASSES, _PICTURES = 100, 16
 # A comment in a JPEG file is at most so long.
 _COMMENT_BYTES = 65_000

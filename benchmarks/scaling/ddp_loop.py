@@ -1,4 +1,4 @@
-"""A training loop as people write it by hand, for `benchmarks/scaling.py`: torchrun starts it, one rank per node.
+"""A training loop as people write it by hand, for `benchmarks/scaling`: torchrun starts it, one rank per node.
 
 DistributedDataParallel with its defaults on ResNet-18 and one batch that stays the same, so it loads nothing. Rank 0
 writes a line of JSON after each step.

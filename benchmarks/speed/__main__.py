@@ -1,6 +1,6 @@
 """Training speed on two CPU ranks: this trainer, a loop by hand, torchvision's style, timm, Lightning and Accelerate.
 
-    .venv/bin/python benchmarks/speed.py
+    .venv/bin/python -m benchmarks.speed
 
 Trains ResNet-18 and small-cnn (the same module in all loops) at 64 pixels on one batch in memory and on JPEG files like
 photographs (500 x 375 pixels, in the page cache). Each loop has two ranks over gloo, a rank and its loader worker share
@@ -37,14 +37,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import record
 import tyro
-from loader import CLASSES, make_folder
-from loops import SMALL_CNN, Case
-from speed_rank import LOOPS, OURS, RANKS
-from speed_ranks import FirstStep, Ranks, Turn
 
-_REPOSITORY = Path(__file__).parents[1]
+from benchmarks import record
+from benchmarks.loader import CLASSES, make_folder
+from benchmarks.speed.loops import SMALL_CNN, Case
+from benchmarks.speed.rank import LOOPS, OURS, RANKS
+from benchmarks.speed.ranks import FirstStep, Ranks, Turn
+
+_REPOSITORY = Path(__file__).parents[2]
 SYNTHETIC, JPEG, PACKED = "in memory", "JPEG", "packed"
 BY_HAND = "hand-written"
 _LIBRARIES = ("torch", "torchvision", "timm", "lightning", "accelerate", "pillow")

@@ -1,4 +1,4 @@
-"""A directory as if it lay on slow storage that all processes share (throttle.c): for benchmarks/staging.py."""
+"""A directory as if it lay on slow storage that all processes share (throttle.c): for benchmarks/staging."""
 
 import mmap
 import os

@@ -1,6 +1,6 @@
 """Recovery against rivals: the same training, the same failures, on the testbed's Slurm.
 
-    .venv/bin/python benchmarks/recovery.py --rivals rivals/bin/python
+    .venv/bin/python -m benchmarks.recovery --rivals rivals/bin/python
 
 Each contender (`contenders.py`) trains on 2 nodes with a rank each. A failure comes in the middle of an epoch, after at
 least one whole epoch: a rival that saves once an epoch loses half of one, as it does on average. Measured in the steps
@@ -28,11 +28,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import failures
-import record
 import tyro
-from comparison import WORKER_KILLED, Comparison, Lane, Outcome
-from contenders import CONTENDERS, NODES, ROOT, Contender, Workload
+
+from benchmarks import record
+from benchmarks.recovery import failures
+from benchmarks.recovery.comparison import WORKER_KILLED, Comparison, Lane, Outcome
+from benchmarks.recovery.contenders import CONTENDERS, NODES, ROOT, Contender, Workload
 
 SLURMD_TIMEOUT = 300
 # More would need more neighbours than the kernel has room for.

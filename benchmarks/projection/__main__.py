@@ -1,9 +1,9 @@
 """What the measured recoveries mean for long trainings on 8 to 16,384 GPUs: a simulation, no measurement.
 
-    .venv/bin/python benchmarks/recovery.py      # writes benchmarks/results/recovery.json
-    .venv/bin/python benchmarks/projection.py
+    .venv/bin/python -m benchmarks.recovery      # writes benchmarks/results/recovery.json
+    .venv/bin/python -m benchmarks.projection
 
-Reads the seconds from each kind of failure to the first new step, as benchmarks/recovery.py measured them for us and
+Reads the seconds from each kind of failure to the first new step, as benchmarks/recovery measured them for us and
 for the rivals, and simulates a training of 30 productive days with published failure rates (`failure_model.py`).
 Prints the goodput by size, and how it changes with the assumptions: the mix of failures, what starting takes at scale,
 the size of the state. Writes benchmarks/results/projection.json.
@@ -32,11 +32,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import record
 import tyro
-from failure_model import FailureKind, Job, Outcome, Restart, train, young_interval
 
-# What benchmarks/recovery.py calls ours: without a spare node, and with one, of which it measures one failure.
+from benchmarks import record
+from benchmarks.projection.failure_model import FailureKind, Job, Outcome, Restart, train, young_interval
+
+# What benchmarks/recovery calls ours: without a spare node, and with one, of which it measures one failure.
 OURS, SPARE = "ours", "ours, with a spare node"
 _NODE_GPUS, _HOUR, _DAY = 8, 3600.0, 86_400.0
 _SECONDS_BETWEEN_OUR_CHECKPOINTS = 600.0  # the default of --checkpoint-every
@@ -54,7 +55,7 @@ MIXES = {
     "processes: 20 % nodes, 70 %, 10 %": (0.2, 0.7, 0.1),
     "hangs: 30 % nodes, 30 %, 40 %": (0.3, 0.3, 0.4),
 }
-# What benchmarks/recovery.py calls them.
+# What benchmarks/recovery calls them.
 WORKER, NODE, HEAD, HUNG = "worker killed", "node killed", "head node killed", "hung"
 Seconds = Mapping[str, float | None]
 
@@ -115,7 +116,7 @@ def mttf_seconds(gpus: int) -> float:
 def read_recoveries(path: Path) -> dict[str, Seconds]:
     """Median seconds from a failure to the first new step: of each contender, by kind of failure."""
     if not path.exists():
-        raise SystemExit(f"{path} is missing: type .venv/bin/python benchmarks/recovery.py, which writes it")
+        raise SystemExit(f"{path} is missing: type .venv/bin/python -m benchmarks.recovery, which writes it")
     found = dict[str, dict[str, float | None]]()
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
         found.setdefault(row["contender"], {})[row["failure"]] = row["seconds"]
@@ -127,7 +128,7 @@ def read_recoveries(path: Path) -> dict[str, Seconds]:
             print(f"{name} is left out: {path} has nothing of {', '.join(sorted(missing))}", file=sys.stderr)
     whole: dict[str, Seconds] = {name: seconds for name, seconds in found.items() if needed <= seconds.keys()}
     if OURS not in whole:
-        raise SystemExit(f"{path} does not have all failures of {OURS!r}: type .venv/bin/python benchmarks/recovery.py")
+        raise SystemExit(f"{path} does not have all failures of {OURS!r}: type .venv/bin/python -m benchmarks.recovery")
     return whole
 
 

@@ -1,12 +1,12 @@
 """A DDP training for torchrun written by hand, as torch's tutorials do it: the rival of restart.py and cost.py.
 
-    torchrun --nproc-per-node 2 benchmarks/plain_ddp.py --data DIRECTORY --checkpoint FILE
+    torchrun --nproc-per-node 2 benchmarks/restart/plain_ddp.py --data DIRECTORY --checkpoint FILE
 
 Trains on torchvision's FashionMNIST, made tensors once, and saves model and optimizer on rank 0, which every
 rank loads when it starts again. It imports nothing of Torchrelay's but, with --model small-cnn, the model.
 """
 
-from marks import mark
+from benchmarks.restart.marks import mark
 
 if __name__ == "__main__":
     mark("program")

@@ -1,4 +1,4 @@
-"""What all contenders of `benchmarks/recovery.py` and `storm.py` train, and the log of their steps. Runs on every rank.
+"""What all contenders of `benchmarks/recovery` and `storm.py` train, and the log of their steps. Runs on every rank.
 
 Needs torch alone: it is imported in the rivals' environment and in ours. A step takes as long as the network needs on a
 CPU, and a fixed wait, which stands for the time that a GPU would compute: so several trainings share two cores without

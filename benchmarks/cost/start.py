@@ -18,14 +18,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import marks
-
+from benchmarks.restart import marks
 from hpc.core import ledger
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 NODES, BATCH = 2, 512
 PARTS = {
     "slurm": "from the accepted job to the first line of its script",
@@ -42,11 +41,12 @@ PLAIN = """#!/bin/bash
 #SBATCH --job-name=plain --nodes={nodes} --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=1 --time=60
 #SBATCH --output={directory}/plain.log
 date +%s.%N > {directory}/batch
-export MARKS={directory}/marks OMP_NUM_THREADS=1 PYTHONPATH={here}:{repository}
+export MARKS={directory}/marks OMP_NUM_THREADS=1 PYTHONPATH={repository}
 head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)
 srun --cpus-per-task=1 {python} -m torch.distributed.run --nnodes={nodes} --nproc-per-node=1 \\
     --rdzv-backend=c10d --rdzv-endpoint=$head:29500 --rdzv-id=$SLURM_JOB_ID \\
-    {here}/plain_ddp.py --data={directory} --checkpoint={directory}/checkpoint.pt --batch-size={batch} --save-every=100
+    {repository}/benchmarks/restart/plain_ddp.py \\
+    --data={directory} --checkpoint={directory}/checkpoint.pt --batch-size={batch} --save-every=100
 """
 
 
@@ -189,9 +189,7 @@ def start_plain(directory: Path, sampled_seconds: float) -> Start:
         (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
     script = directory / "plain.sbatch"
     script.write_text(
-        PLAIN.format(
-            nodes=NODES, directory=directory, here=HERE, repository=HERE.parent, python=sys.executable, batch=BATCH
-        )
+        PLAIN.format(nodes=NODES, directory=directory, repository=ROOT, python=sys.executable, batch=BATCH)
     )
     done = subprocess.run(["sbatch", "--parsable", str(script)], stdout=subprocess.PIPE, text=True, check=True)
     accepted = time.time()

@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import failures
-import step_log
-import testbed_nodes
-from contenders import Contender, Job, Training, Workload, squeue
+from benchmarks.recovery import failures, step_log, testbed_nodes
+from benchmarks.recovery.contenders import Contender, Job, Training, Workload, squeue
 
 WORKER_KILLED = "worker killed"
 # Until a training that was submitted is in the middle of its second epoch, on a busy machine.

@@ -1,4 +1,4 @@
-"""The ranks of one training loop, each on a core of its own: what `benchmarks/speed.py` starts, asks and measures."""
+"""The ranks of one training loop, each on a core of its own: what `benchmarks/speed` starts, asks and measures."""
 
 import contextlib
 import json
@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from speed_rank import RANKS, Work
+from benchmarks.speed.rank import RANKS, Work
 
-_REPOSITORY = Path(__file__).parents[1]
+_REPOSITORY = Path(__file__).parents[2]
 _TIMEOUT = 300.0
 # How often memory is looked at.
 _PAUSE = 0.05
@@ -71,7 +71,7 @@ class Ranks:
                 spawned=time.monotonic(),
                 core=cores[rank % len(cores)],
             )
-            command = [str(python), str(_REPOSITORY / "benchmarks/speed_rank.py"), json.dumps(asdict(work))]
+            command = [str(python), "-m", "benchmarks.speed.rank", json.dumps(asdict(work))]
             with log.open("w") as output:
                 process = subprocess.Popen(
                     command, env=_environment(rank, port), cwd=directory, text=True,

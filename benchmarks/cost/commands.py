@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-import views
+from benchmarks import views
 
 # Python imports a module of this name when it starts. Read at the process's end, because the kernel's own record of a
 # child's peak begins with what its parent had.

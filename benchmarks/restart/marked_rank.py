@@ -1,10 +1,10 @@
-"""A rank of our trainer with marks (marks.py): `-m marked_rank training ...` in place of `-m training ...`."""
+"""A rank of our trainer with marks: `-m benchmarks.restart.marked_rank training ...` in place of `-m training ...`."""
 
 import gc
 import runpy
 import sys
 
-from marks import mark, mark_after
+from benchmarks.restart.marks import mark, mark_after
 
 
 def add_marks() -> None:

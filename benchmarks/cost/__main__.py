@@ -1,12 +1,12 @@
 """What the tool itself costs: its commands, the start of a job, and what runs beside the ranks.
 
-    .venv/bin/python benchmarks/cost.py
-    .venv/bin/python benchmarks/cost.py --small --parts commands
+    .venv/bin/python -m benchmarks.cost
+    .venv/bin/python -m benchmarks.cost --small --parts commands
 
 - commands: time, CPU, memory and imports of `hpc submit --dry-run` and `hpc status`, against submitit and torchx.
 - start: from the accepted job to its first step, by part, against sbatch with `srun torchrun` of a script that is
-  written by hand (plain_ddp.py): 2 nodes with one rank each, small-cnn, Fashion-MNIST. And what the node agents and
-  other processes use while the ranks train.
+  written by hand (restart/plain_ddp.py): 2 nodes with one rank each, small-cnn, Fashion-MNIST. And what the node agents
+  and other processes use while the ranks train.
 - heartbeat: what a rank's sign of life costs.
 
 On a Slurm of its own (`hpc testbed`): needs root. Prints tables in Markdown, writes benchmarks/results/cost.json.
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import cost_commands
-import record
 import tyro
-from cost_start import PARTS, Start, process_rows, start_ours, start_plain, start_rows, testbed
 
+from benchmarks import record
+from benchmarks.cost import commands
+from benchmarks.cost.start import PARTS, Start, process_rows, start_ours, start_plain, start_rows, testbed
 from training.runtime.heartbeat import Heartbeat
 
 Part = Literal["commands", "start", "heartbeat"]
@@ -37,7 +37,7 @@ class Options:
 
     parts: tuple[Part, ...] = ("commands", "start", "heartbeat")
     """See above."""
-    rivals: Path = Path(__file__).parents[1] / "rivals" / "bin" / "python"
+    rivals: Path = Path(__file__).parents[2] / "rivals" / "bin" / "python"
     """The Python that has submitit and torchx; without it they are left out."""
     repeats: int = 15
     """Of each command."""
@@ -101,7 +101,7 @@ def main() -> None:
     if {"commands", "start"} & set(options.parts):
         with testbed():
             if "commands" in options.parts:
-                tables["commands"] = cost_commands.measure(rivals, repeats)
+                tables["commands"] = commands.measure(rivals, repeats)
             if "start" in options.parts:
                 starts = measure_starts(options)
                 tables |= {"start": start_rows(starts), "processes": process_rows(starts)}
@@ -111,9 +111,9 @@ def main() -> None:
         print(record.table(rows), end="\n\n")
     if "start" in options.parts:
         print("\n".join(f"- {part}: {what}" for part, what in PARTS.items()))
-    commands = tables.pop("commands", [])
+    of_commands = tables.pop("commands", [])
     if not options.small:
-        record.write("cost", measured_on, commands, parts=PARTS, **tables)
+        record.write("cost", measured_on, of_commands, parts=PARTS, **tables)
 
 
 if __name__ == "__main__":

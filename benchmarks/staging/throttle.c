@@ -1,5 +1,5 @@
 /* Everything below one directory as if it lay on slow storage that all processes share: LD_PRELOAD for
- * benchmarks/staging.py, which compiles this.
+ * benchmarks/staging, which compiles this.
  *
  * STORAGE_STATE names a file of one `struct storage`, mapped by all processes; STORAGE_PATH the directory. Opening a
  * file below it takes `open_ns` more. Reading takes tokens from the one bucket; a mapped file is read when it is

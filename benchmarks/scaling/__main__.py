@@ -1,7 +1,7 @@
 """Images per second on 1, 2 and 4 nodes of the testbed, against what their cores and links can do at most. As root.
 
-    .venv/bin/python benchmarks/scaling.py
-    .venv/bin/python benchmarks/scaling.py --small
+    .venv/bin/python -m benchmarks.scaling
+    .venv/bin/python -m benchmarks.scaling --small
 
 ResNet-18 at 32 px on generated images, one rank per node: ours with default flags, with bf16 compression, and with
 accumulation; a hand-written loop with DistributedDataParallel, with and without compression. Links carry what the
@@ -31,10 +31,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import record
 import tyro
-from node_limits import CpuQuotas, shape_links
 
+from benchmarks import record
+from benchmarks.scaling.node_limits import CpuQuotas, shape_links
 from hpc.core import ledger
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
@@ -42,8 +42,8 @@ from hpc.testbed import lifecycle
 from hpc.testbed.layout import TestbedNode, TestbedShape
 from hpc.testbed.nodes import processes
 
-ROOT = Path(__file__).parents[1]
-LOOP = Path(__file__).parent / "rivals" / "ddp_loop.py"
+ROOT = Path(__file__).parents[2]
+LOOP = Path(__file__).with_name("ddp_loop.py")
 _PATIENCE_SECONDS = 300.0
 # Of trainings that take turns: each, with its torchrun, needs about 0.8 GB.
 _MOST_RANKS = 12

@@ -1,6 +1,6 @@
-"""One node's staging, as an agent does it, without Slurm: for benchmarks/staging.py and the tests.
+"""One node's staging, as an agent does it, without Slurm: for benchmarks/staging and the tests.
 
-    python benchmarks/staging_node.py --rank 1 --nodes 4 --port 17777 --run DIR --source DIR --stage-dir DIR
+    python -m benchmarks.staging.node --rank 1 --nodes 4 --port 17777 --run DIR --source DIR --stage-dir DIR
 
 The nodes are 127.0.0.1, 127.0.0.2 and so on; node 0 listens on the port. Waits until all nodes are there, stages,
 prints a JSON object, and serves the others until all have what they need.
