@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 PYTHON = os.environ.get("TORCHRELAY_EXAMPLES")
 # By directory: its arguments, and the steps of a whole training.
 OWN = {
-    "ddp": (("--data", "{data}", "--epochs=8", "--batch-size=4"), 2000),
+    "ddp": (("--data", "{data}", "--epochs=32", "--batch-size=16"), 2016),
     "fsdp2": (("--steps=400",), 400),
 }
 OF_LIBRARIES = {
