@@ -114,7 +114,8 @@ class Training:
         if jobs and self.contender.is_ours:
             hpc("cancel", str(self.directory))
         elif jobs:
-            subprocess.run(["scancel", *[job.id for job in jobs]], check=True)
+            # Slurm cancels all components of torchx's heterogeneous jobs, and none alone.
+            subprocess.run(["scancel", *{job.id.partition("+")[0] for job in jobs}], check=True)
 
 
 class OwnTrainer(Training):
