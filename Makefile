@@ -33,7 +33,7 @@ drill: $(READY)
 	$(BIN)/python -m benchmarks.drill
 
 # What others do, beside ours: docs/performance.md. An hour on two cores that nobody else uses; ends the testbed that is up.
-BENCHMARKS := cost restart speed recovery projection
+BENCHMARKS := cost speed recovery projection
 RIVALS := rivals/ready
 
 bench: $(READY) $(RIVALS)
