@@ -235,7 +235,7 @@ def main() -> None:
         details = {key: {"calm": asdict(calm[key]), "storm": asdict(storms[key])} for key in storms}
         record.write(
             "storm", measured_on, found, sequence=[asdict(each) for each in planned], details=details,
-            settings={name: str(value) for name, value in asdict(options).items()},
+            settings={name: str(value) for name, value in asdict(options).items() if name != "rivals"},
         )  # fmt: skip
 
 

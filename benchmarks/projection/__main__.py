@@ -270,7 +270,7 @@ def main() -> None:
     changed = [row for gpus in SIZES[-2:] for row in sensitivity(leaders(all_contenders, rows), gpus, rough)]
     print("\nOther assumptions:\n")
     print(record.table(changed))
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    given = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
     record.write("projection", measured_on, rows, options=given, recoveries=recoveries, sensitivity=changed)
 
 

@@ -258,7 +258,7 @@ def main() -> None:
     reached = goals(table)
     print(record.table(reached))
     if options.write and not options.small:
-        settings = {"options": {**asdict(options), "rivals": str(options.rivals)}, "rivals": environment}
+        settings = {"options": {**asdict(options), "rivals": options.rivals.name}, "rivals": environment}
         record.write("speed", measured_on, table, goals=reached, details=details, **settings)
 
 
