@@ -12,7 +12,10 @@ from typing import Any
 
 from hpc.core.files import write_json
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+RIVALS = ROOT / "rivals" / "bin" / "python"
+"""The rivals' Python, which `make rivals/ready` makes."""
 Row = Mapping[str, Any]
 
 

@@ -31,7 +31,7 @@ import tyro
 from benchmarks import record
 from benchmarks.recovery import failures, step_log, testbed_nodes
 from benchmarks.recovery.__main__ import SLURMD_TIMEOUT, supervised, versions
-from benchmarks.recovery.contenders import CONTENDERS, NODES, ROOT, Training, Workload, hpc
+from benchmarks.recovery.contenders import CONTENDERS, NODES, Training, Workload, hpc
 
 # Each five failures in a row are these in some order: ranks fail more often than nodes.
 _MIX = ("worker killed", "worker killed", "hung", "preempted")
@@ -42,7 +42,7 @@ _NODE = ("node killed", "head node killed")
 class Options:
     """Train in a storm of failures."""
 
-    rivals: Path = ROOT / "rivals" / "bin" / "python"
+    rivals: Path = record.RIVALS
     """The rivals' Python."""
     contenders: tuple[str, ...] = ("ours", "ft_launcher", "submitit")
     """Which ones."""

@@ -37,7 +37,7 @@ class Options:
 
     parts: tuple[Part, ...] = ("commands", "start", "heartbeat")
     """See above."""
-    rivals: Path = Path(__file__).parents[2] / "rivals" / "bin" / "python"
+    rivals: Path = record.RIVALS
     """The Python that has submitit and torchx; without it they are left out."""
     repeats: int = 15
     """Of each command."""

@@ -18,13 +18,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.record import ROOT
 from benchmarks.restart import marks
 from hpc.core import ledger
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 
-ROOT = Path(__file__).parents[2]
 NODES, BATCH = 2, 512
 PARTS = {
     "slurm": "from the accepted job to the first line of its script",

@@ -31,9 +31,10 @@ from typing import Any
 import tyro
 
 from benchmarks import record
+from benchmarks.record import ROOT
 from benchmarks.recovery import failures
 from benchmarks.recovery.comparison import WORKER_KILLED, Comparison, Lane, Outcome
-from benchmarks.recovery.contenders import CONTENDERS, NODES, ROOT, Contender, Workload
+from benchmarks.recovery.contenders import CONTENDERS, NODES, Contender, Workload
 
 SLURMD_TIMEOUT = 300
 # More would need more neighbours than the kernel has room for.
@@ -45,7 +46,7 @@ _ALONE, _WITH_OTHERS, _SLOW = 0, 1, 2
 class Options:
     """Compare the recoveries of ours and of the rivals."""
 
-    rivals: Path = ROOT / "rivals" / "bin" / "python"
+    rivals: Path = record.RIVALS
     """The rivals' Python."""
     contenders: tuple[str, ...] = tuple(CONTENDERS)
     """Which ones."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import ROOT
 from benchmarks.recovery import step_log, testbed_nodes
 from hpc.core import ledger
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "rivals"
 NODES = 2
 # Our own trainer has trained for this long before it fails.

@@ -34,6 +34,7 @@ from typing import Any
 import tyro
 
 from benchmarks import record
+from benchmarks.record import ROOT
 from benchmarks.scaling.node_limits import CpuQuotas, shape_links
 from hpc.core import ledger
 from hpc.core.files import read_json_lines
@@ -42,7 +43,6 @@ from hpc.testbed import lifecycle
 from hpc.testbed.layout import TestbedNode, TestbedShape
 from hpc.testbed.nodes import processes
 
-ROOT = Path(__file__).parents[2]
 LOOP = Path(__file__).with_name("ddp_loop.py")
 _PATIENCE_SECONDS = 300.0
 # Of trainings that take turns: each, with its torchrun, needs about 0.8 GB.

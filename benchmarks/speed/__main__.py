@@ -45,7 +45,6 @@ from benchmarks.speed.loops import SMALL_CNN, Case
 from benchmarks.speed.rank import LOOPS, OURS, RANKS
 from benchmarks.speed.ranks import FirstStep, Ranks, Turn
 
-_REPOSITORY = Path(__file__).parents[2]
 SYNTHETIC, JPEG, PACKED = "in memory", "JPEG", "packed"
 BY_HAND = "hand-written"
 _LIBRARIES = ("torch", "torchvision", "timm", "lightning", "accelerate", "pillow")
@@ -61,7 +60,7 @@ _NAMES, _PACKED_NAMES = 80, 4
 class Options:
     """What to measure."""
 
-    rivals: Path = _REPOSITORY / "rivals/bin/python"
+    rivals: Path = record.RIVALS
     """Python of an environment with the dependency group `rivals`, which runs all loops."""
     models: tuple[str, ...] = (SMALL_CNN, "resnet18")
     images: tuple[str, ...] = (SYNTHETIC, JPEG)

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.record import ROOT
 from benchmarks.speed.rank import RANKS, Work
 
-_REPOSITORY = Path(__file__).parents[2]
 _TIMEOUT = 300.0
 # How often memory is looked at.
 _PAUSE = 0.05
@@ -157,7 +157,7 @@ def _environment(rank: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(_REPOSITORY),
+        "PYTHONPATH": str(ROOT),
     }
 
 
