@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from cluster import Command
@@ -22,36 +24,35 @@ BUSY = "gpu03|gpu*|allocated\\ngpu04|gpu*|idle\\n"
 
 
 @pytest.fixture
-def pair(node: NodeAttempt) -> NodeAttempt:
-    """The part of a node of a run that needs two."""
-    return replace(node, spec=replace(node.spec, resources=Resources(nodes="2")))
+def seconds(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> Callable[[str], float]:
+    """The patience with gpu02, a node of a run that needs two, once Slurm has answered as `script`."""
+
+    def seconds(script: str) -> float:
+        asked = tmp_path / "asked"
+        slurm_command("sinfo", f"until [ -e {asked} ]; do sleep 0.02; done\n{script}")
+        patience = Patience(replace(node, spec=replace(node.spec, resources=Resources(nodes="2"))))
+        assert patience.seconds(["gpu02"]) == LINK_SECONDS, "nobody waits for Slurm"
+        asked.touch()
+        deadline = time.monotonic() + 30
+        while any(thread.name == "patience" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return patience.seconds(["gpu02"])
+
+    return seconds
 
 
-def seconds_once_slurm_has_answered(pair: NodeAttempt) -> float:
-    asked = Patience(pair)
-    assert asked.seconds(["gpu02"]) == LINK_SECONDS, "nobody waits for Slurm"
-    deadline = time.monotonic() + 30
-    while any(thread.name == "patience" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return asked.seconds(["gpu02"])
+def test_node_that_slurm_has_marked_down_is_dead(seconds: Callable[[str], float]) -> None:
+    assert seconds(NODES.format(silent="down*", others=BUSY)) == 0.0
 
 
-def test_node_that_slurm_has_marked_down_is_dead(pair: NodeAttempt, slurm_command: Command) -> None:
-    slurm_command("sinfo", NODES.format(silent="down*", others=BUSY))
-    assert seconds_once_slurm_has_answered(pair) == 0.0
+def test_silent_node_may_have_lost_its_link(seconds: Callable[[str], float]) -> None:
+    assert seconds(NODES.format(silent="mixed*", others=BUSY)) == LINK_SECONDS
 
 
-def test_silent_node_may_have_lost_its_link(pair: NodeAttempt, slurm_command: Command) -> None:
-    slurm_command("sinfo", NODES.format(silent="mixed*", others=BUSY))
-    assert seconds_once_slurm_has_answered(pair) == LINK_SECONDS
+def test_idle_nodes_shorten_the_wait(seconds: Callable[[str], float]) -> None:
+    assert seconds(NODES.format(silent="mixed*", others=IDLE)) == IDLE_SECONDS
 
 
-def test_idle_nodes_shorten_the_wait(pair: NodeAttempt, slurm_command: Command) -> None:
-    slurm_command("sinfo", NODES.format(silent="mixed*", others=IDLE))
-    assert seconds_once_slurm_has_answered(pair) == IDLE_SECONDS
-
-
-def test_controller_that_is_away_changes_nothing(pair: NodeAttempt, slurm_command: Command) -> None:
-    slurm_command("sinfo", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
-    assert seconds_once_slurm_has_answered(pair) == LINK_SECONDS
+def test_controller_that_is_away_changes_nothing(seconds: Callable[[str], float]) -> None:
+    assert seconds("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1") == LINK_SECONDS
