@@ -4,9 +4,10 @@ Runs as a script, without site-packages, so that it starts in milliseconds and a
 
     process_wrapper.py torchrun PROGRAM ARGS...                 becomes the program, which ignores SIGTERM and SIGUSR2
     process_wrapper.py rank LOG_DIR NODE_DIR PROGRAM ARGS...    runs the program as one rank, and records how it failed
-    process_wrapper.py rank LOG_DIR NODE_DIR -m MODULE ARGS...  the same for a Python module, in a fork of this process
+    process_wrapper.py rank LOG_DIR NODE_DIR -m MODULE ARGS...  the same for a module of ours, in a fork of this process
+    process_wrapper.py rank LOG_DIR NODE_DIR script FILE.py ARGS...  and for a user's script, or `-m MODULE ARGS...`
 
-In the last form torchrun has forked this process from its own, which has imported what the module needs (torchrun's
+In the last two forms torchrun has forked this process from its own, which has imported what the ranks need (torchrun's
 `--run-path`, training.runtime.torchrun_main): a rank that is started again imports nothing.
 
 Signals are ignored here because that survives exec, and because the agent, which has threads, must not run code
@@ -29,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from hpc.core.parent_death import set_parent_death_signal
 
+_IN_A_FORK = ("-m", "script")
 _TAIL_BYTES, _LONGEST_DETAIL, _MAX_LINES_AFTER = 65536, 500, 20
 
 
@@ -43,7 +45,7 @@ def become_torchrun(*program: str) -> None:
 def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     """Run one rank, record its failure, and end as it ended: return if that was without one."""
     set_parent_death_signal()
-    if program[0] == "-m":
+    if program[0] in _IN_A_FORK:
         # torchrun makes sessions only for what it executes. The agent kills them: wrapper, rank and loader workers.
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun has its own
@@ -120,7 +122,7 @@ def _run(program: tuple[str, ...], on_sigterm: Callable[..., None]) -> tuple[int
 
 
 def _become(program: tuple[str, ...]) -> None:
-    if program[0] != "-m":
+    if program[0] not in _IN_A_FORK:
         try:
             os.execvp(program[0], program)  # noqa: S606 - a list, no shell
         except OSError as error:
@@ -135,6 +137,10 @@ def _become(program: tuple[str, ...]) -> None:
     # would neither suspend nor kill this process (seen with 22.05.8).
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
         name.write(f"rank-{os.environ['RANK']}")
+    if program[0] == "script":
+        from jobs.ranks.forked_script import run_script  # noqa: PLC0415  # the other forms need nothing of it
+
+        run_script(program[1:])
     sys.argv = list(program[1:])
     runpy.run_module(program[1], run_name="__main__", alter_sys=True)
 

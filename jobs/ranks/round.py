@@ -30,7 +30,7 @@ from jobs.ranks.log_times import noted_log_times
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
-from jobs.ranks.user_script import import_path, script_argv
+from jobs.ranks.user_script import TopLevel, import_path, script_argv
 from jobs.stop_request import StopRequest
 from training.config.dataset_layout import check_data
 from training.config.device_choice import RANK_VARIABLES
@@ -163,7 +163,12 @@ def _command(
         environment["PYTHONPATH"] = ":".join([str(run.packages), *path])
     else:
         variables = _script_variables(node, setup.data, node_dir)
-        program = [python, "-S", *wrapper, python, "-u", *script_argv(spec, code, variables)]
+        argv, top_level = script_argv(spec, code, variables), TopLevel.read(spec, code)
+        if top_level.prepares_imports:
+            program = [python, "-S", *wrapper, python, "-u", *argv]
+        else:
+            program = [*wrapper, "script", *argv]
+            variables["TORCHRELAY_PRELOAD"] = ",".join(top_level.imports)
         environment |= {"PYTHONPATH": ":".join([*import_path(spec, code), *path]), **variables}
         environment = {**rank_variables(run, spec), **environment}
     argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, program)

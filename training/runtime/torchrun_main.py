@@ -1,7 +1,8 @@
 """torchrun with our rendezvous, and a faster start and exit: a script in place of `python -m torch.distributed.run`.
 
-Runs once per node and round. With `--run-path`, the ranks are forks of this process, and find imported what they need,
-and small data sets read: once per node instead of once per rank, and not again by a rank that replaces a failed one.
+Runs once per node and round. With `--run-path`, the ranks are forks of this process, and find imported what they need:
+once per node instead of once per rank, and not again by a rank that replaces a failed one. Those of our trainer find
+small data sets read.
 
 Garbage collection takes a quarter of a second of the imports' 1.5 s and finds nothing. At exit Python would spend half
 a second, of the grace period if there is one, on freeing torch's modules.
@@ -19,6 +20,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import PContext
@@ -29,7 +31,10 @@ from torch.distributed.run import main
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.core.errors import UserError
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
-from training.runtime.preload import MODULES
+from training.runtime.preload import LIBRARIES, MODULES
+
+# A user's script, in a fork, finds its own packages.
+del sys.path[0]
 
 # Where one rank has died, the others hang in a collective and do not end on SIGTERM: torchrun gives them 30 s. Those
 # that can save are asked by the agent.
@@ -42,11 +47,11 @@ def end_ranks(ranks: PContext, death_sig: signal.Signals | None = None, timeout:
     _close(ranks, death_sig, _END_SECONDS)
 
 
-def import_trainer() -> None:
-    """Import what a rank of our trainer needs. Starts no threads and does not touch the GPUs: ranks fork."""
-    for module in MODULES:
-        # A rank that needs what is missing says so.
-        with contextlib.suppress(ImportError):
+def import_all(modules: Iterable[str]) -> None:
+    """Import what a rank needs: modules that start no threads and do not touch the GPUs, because ranks fork."""
+    for module in modules:
+        # A rank that needs what is missing or broken says so.
+        with contextlib.suppress(Exception):
             importlib.import_module(module)
 
 
@@ -63,8 +68,11 @@ def keep_data() -> None:
 
 def run() -> int:
     """Run torchrun, and return its exit code."""
-    if "--run-path" in sys.argv and "training" in sys.argv:
-        import_trainer()
+    named = os.environ.pop("TORCHRELAY_PRELOAD", None)
+    if named is not None:
+        import_all([*LIBRARIES, *filter(None, named.split(","))])
+    elif "--run-path" in sys.argv and "training" in sys.argv:
+        import_all(MODULES)
         keep_data()
     gc.freeze()
     gc.enable()
