@@ -62,14 +62,12 @@ def submit(site: Site, name: str, epochs: int, pause: float, *flags: str) -> Run
 
 
 def rank_pid(run: Run, rank: int) -> int:
-    """The process of a rank, by its environment: nodes share this machine's processes."""
-    beats = Path("/proc").glob("[0-9]*/environ")
-    marks = {f"TORCHRELAY_RUN_DIR={run.directory.path}".encode(), f"RANK={rank}".encode(), b"LOCAL_RANK=0"}
+    """The process of a rank, by its name and environment: nodes share this machine's processes."""
+    mark = f"TORCHRELAY_RUN_DIR={run.directory.path}".encode()
     found = list[int]()
-    for path in beats:
+    for path in Path("/proc").glob("[0-9]*/comm"):
         try:
-            words = (path.parent / "cmdline").read_bytes().split(b"\0")
-            if marks <= set(path.read_bytes().split(b"\0")) and words[1:2] == [b"-u"]:
+            if path.read_text() == f"rank-{rank}\n" and mark in (path.parent / "environ").read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
         except OSError:
             continue
