@@ -15,6 +15,7 @@ from training.engine.shared_data import check_same, loader_workers, shared_file_
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size, normalization
 from training.models.sync_batch_norm import convert_sync_batch_norm
+from training.runtime.freed_memory import keep_freed_memory
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.repeatability import configure, configure_attention
 from training.runtime.run_context import RankInfo, RunContext
@@ -33,6 +34,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         BadNodeError: this rank's node cannot train.
         TorchrelayError: the training failed.
     """
+    keep_freed_memory()
     configure(context.config)
     group = connect(rank_info, watched=context.node_dir is not None)
     context.heartbeat.beat("start")
