@@ -117,7 +117,7 @@ class Ranks:
             seconds=max(report["seconds"] for report in reports),
             wait_share=sum(waited) / len(waited),
             cpu_seconds=sum(report["cpu"] for report in reports),
-            page_faults=sum(report["page_faults"] for report in reports),
+            page_faults=sum(int(report["page_faults"]) for report in reports),
         )
 
     def peak_bytes(self, steps: int) -> int:
