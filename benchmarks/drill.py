@@ -7,32 +7,21 @@ it cost, as a table in Markdown. Slurm notices a dead node after 300 s here, its
 `hpc supervise` ends what a requeued job would wait; nothing supervises the run when its nodes are killed.
 """
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hpc_commands import hpc, supervised, testbed
 from hpc.status.downtime import PARTS
 
-HPC = [sys.executable, "-m", "hpc"]
 RUN = [
     "--data=fashion-mnist", "--name=drill", "--nodes=2", "--spares=1", "--gpus-per-node=1", "--cpus-per-gpu=1",
     "--epochs=100000", "--batch-size=512", "--lr=0.05", "--lr-scheduler=constant", "--hang-timeout=10s",
     "--log-every=5",     "--checkpoint-every=5m",
 ]  # fmt: skip
 COLUMNS = (*PARTS, "total")
-
-
-def hpc(*arguments: str) -> Any:
-    """Type `hpc ... --json`, and read the answer."""
-    done = subprocess.run([*HPC, *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)
 
 
 def status(run: Path) -> dict[str, Any]:
@@ -48,17 +37,6 @@ def wait_for_steps(run: Path, seconds: float = 15.0) -> None:
         step = now["step"]
         time.sleep(1)
     time.sleep(seconds)
-
-
-@contextmanager
-def supervised(runs_dir: Path) -> Iterator[None]:
-    """Have Slurm's wait of two minutes before a requeued job may start again ended."""
-    flags = ["--interval=1s", f"--runs-dir={runs_dir}"]
-    with subprocess.Popen([*HPC, "supervise", *flags], stdout=subprocess.DEVNULL) as supervisor:
-        try:
-            yield
-        finally:
-            supervisor.terminate()
 
 
 def play(run: Path, kind: str, *flags: str) -> list[dict[str, Any]]:
@@ -100,16 +78,14 @@ def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
 
 def main() -> None:
     """Build a testbed, start the run, play, print."""
-    configuration = hpc("testbed", "up", "--nodes=6", "--gpus-per-node=4", "--slurmd-timeout=300")["slurm_conf"]
-    os.environ["SLURM_CONF"] = configuration
-    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-drill-") as directory:
-        try:
-            run = Path(hpc("submit", *RUN, f"--runs-dir={directory}")["run_dir"])
-            found = drills(run)
-            after = status(run)
-        finally:
-            # Nobody may write into the directory any more when it is removed.
-            subprocess.run([*HPC, "testbed", "down"], check=True, stdout=subprocess.DEVNULL)
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-drill-") as directory,
+        # It ends first: then nobody writes into the directory any more when it is removed.
+        testbed("--nodes=6", "--gpus-per-node=4", "--slurmd-timeout=300"),
+    ):
+        run = Path(hpc("submit", *RUN, f"--runs-dir={directory}")["run_dir"])
+        found = drills(run)
+        after = status(run)
     print(f"| what | cause | {' | '.join(COLUMNS)} | steps lost |\n|---|---|{'--:|' * (len(COLUMNS) + 1)}")
     for name, interruptions in found.items():
         for interruption in interruptions or [None]:  # type: ignore[list-item]  # nothing happened

@@ -29,9 +29,10 @@ from typing import Any
 import tyro
 
 from benchmarks import record
+from benchmarks.hpc_commands import hpc, supervised
 from benchmarks.recovery import failures, step_log, testbed_nodes
-from benchmarks.recovery.__main__ import SLURMD_TIMEOUT, supervised, versions
-from benchmarks.recovery.contenders import CONTENDERS, NODES, Training, Workload, hpc
+from benchmarks.recovery.__main__ import SLURMD_TIMEOUT, versions
+from benchmarks.recovery.contenders import CONTENDERS, NODES, Training, Workload
 
 # Each five failures in a row are these in some order: ranks fail more often than nodes.
 _MIX = ("worker killed", "worker killed", "hung", "preempted")

@@ -24,7 +24,8 @@ import tyro
 
 from benchmarks import record
 from benchmarks.cost import commands
-from benchmarks.cost.start import PARTS, Start, process_rows, start_ours, start_plain, start_rows, testbed
+from benchmarks.cost.start import NODES, PARTS, Start, process_rows, start_ours, start_plain, start_rows
+from benchmarks.hpc_commands import testbed
 from training.runtime.heartbeat import Heartbeat
 
 Part = Literal["commands", "start", "heartbeat"]
@@ -99,7 +100,7 @@ def main() -> None:
     tables: dict[str, list[dict[str, object]]] = {}
     starts: dict[str, list[Start]] = {"torchrelay": []}
     if {"commands", "start"} & set(options.parts):
-        with testbed():
+        with testbed(f"--nodes={NODES}", "--gpus-per-node=1"):
             if "commands" in options.parts:
                 tables["commands"] = commands.measure(rivals, repeats)
             if "start" in options.parts:

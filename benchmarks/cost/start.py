@@ -11,13 +11,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.hpc_commands import hpc
 from benchmarks.record import ROOT
 from benchmarks.restart import marks
 from hpc.core import ledger
@@ -72,26 +72,6 @@ class Start:
     """Of a rank's heartbeat file."""
     step_seconds: float | None = None
     samples: list[Any] = field(default_factory=list)
-
-
-def hpc(*arguments: str, directory: Path) -> Any:
-    """Type `hpc ... --json`, and read the answer."""
-    command = [sys.executable, "-m", "hpc", *arguments, "--json"]
-    done = subprocess.run(command, cwd=directory, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)
-
-
-@contextmanager
-def testbed() -> Iterator[None]:
-    """A Slurm of two nodes on this machine, for as long as it is needed."""
-    command = [sys.executable, "-m", "hpc", "testbed"]
-    flags = [f"--nodes={NODES}", "--gpus-per-node=1", "--json"]
-    done = subprocess.run([*command, "up", *flags], stdout=subprocess.PIPE, text=True, check=True)
-    os.environ["SLURM_CONF"] = json.loads(done.stdout)["slurm_conf"]
-    try:
-        yield
-    finally:
-        subprocess.run([*command, "down"], check=True, stdout=subprocess.DEVNULL)
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:

@@ -19,10 +19,8 @@ submitit and Lightning wants it; with `--no-user-signal` it gets SIGTERM, Slurm'
 """
 
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -31,7 +29,7 @@ from typing import Any
 import tyro
 
 from benchmarks import record
-from benchmarks.record import ROOT
+from benchmarks.hpc_commands import supervised
 from benchmarks.recovery import failures
 from benchmarks.recovery.comparison import WORKER_KILLED, Comparison, Lane, Outcome
 from benchmarks.recovery.contenders import CONTENDERS, NODES, Contender, Workload
@@ -169,18 +167,6 @@ def goals(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if mine["contender"].startswith("ours")
         ]
     return found
-
-
-@contextmanager
-def supervised(runs_dir: Path) -> Iterator[None]:
-    """`hpc supervise` for these runs."""
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "hpc", "supervise", "--interval=1s", f"--runs-dir={runs_dir}"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as supervisor:
-        try:
-            yield
-        finally:
-            supervisor.terminate()
 
 
 def versions(python: Path, keys: Sequence[str]) -> dict[str, str]:

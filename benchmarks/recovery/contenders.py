@@ -9,12 +9,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from benchmarks.hpc_commands import hpc
 from benchmarks.record import ROOT
 from benchmarks.recovery import step_log, testbed_nodes
 from hpc.core import ledger
@@ -180,13 +179,6 @@ class Contender:
         (directory.parent if self.is_ours else directory).mkdir(parents=True, exist_ok=True)
         training.job_id = self.submit(training)
         return training
-
-
-def hpc(verb: str, *arguments: str) -> Any:
-    """Type `hpc VERB --json ...`, and read the answer."""
-    command = [sys.executable, "-m", "hpc", verb, "--json", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-    return json.loads(done.stdout)
 
 
 def squeue(*selection: str) -> list[Job]:

@@ -5,7 +5,8 @@
 Trains ResNet-18 and small-cnn (the same module in all loops) at 64 pixels on one batch in memory and on JPEG files like
 photographs (500 x 375 pixels, in the page cache). Each loop has two ranks over gloo, a rank and its loader worker share
 one core. All loops of a case are alive and train in turns, so that a machine which slows down does so for all of them;
-a ratio compares turns of the same round. All run in the rivals' Python, with this working tree's code.
+a ratio compares turns of the same round. Then all are started again, because starts differ. All run in the rivals'
+Python, with this working tree's code.
 
 What they have in common: float32, channels_last, batch size, SGD with momentum, DDP, one thread and one loader worker a
 rank, random resized crops, mirroring and normalisation. Ours runs as in a job: metrics, heartbeats, snapshots, and
@@ -15,6 +16,8 @@ flags exchanged with the other rank. The rivals do nothing of that; Lightning lo
   clock starts.
 - CPU ms: processor time for an image, of ranks and workers together: what other programs disturb least.
 - waiting: the share of the time in the loader.
+- page faults: of a rank in a step, the median over the turns. They explain why starts of a loop differ
+  (`training/runtime/freed_memory.py`).
 - MiB: the highest memory of a rank and its worker while they train: anonymous and shared memory, no libraries' code.
 - first step: seconds from the start of the rank's process to the end of its first step, of the slower rank; and the
   processor time in it. What torchrun takes before that is the same for all.
@@ -66,12 +69,12 @@ class Options:
     images: tuple[str, ...] = (SYNTHETIC, JPEG)
     """Kinds of images: `in memory`, `JPEG`."""
     loops: tuple[str, ...] = LOOPS
-    seconds: float = 2.5
+    seconds: float = 2.0
     """Of each turn."""
-    rounds: int = 5
-    """Turns of each loop."""
-    starts: int = 2
-    """Starts of each loop, the last of which trains."""
+    rounds: int = 2
+    """Turns of each loop after a start."""
+    starts: int = 3
+    """Starts of each loop."""
     photos: int = 500
     """Different JPEGs, each under 80 names; packed, under 4."""
     small: bool = False
@@ -129,31 +132,25 @@ def contenders(options: Options, model: str, images: str, root: Path) -> list[Co
 
 
 def measure(options: Options, todo: Sequence[Contender], directory: Path) -> None:
-    """Start the loops, and let them take turns."""
-    for _ in range(options.starts - 1):
-        for each in todo:
-            with each.start(options.rivals, directory) as ranks:
+    """Start all loops, let them take turns, and begin anew."""
+    for start in range(options.starts):
+        with contextlib.ExitStack() as stack:
+            started = []
+            for each in todo:
+                ranks = stack.enter_context(each.start(options.rivals, directory))
                 each.first_steps.append(ranks.first_step())
-    with contextlib.ExitStack() as stack:
-        started = []
-        for each in todo:
-            ranks = stack.enter_context(each.start(options.rivals, directory))
-            each.first_steps.append(ranks.first_step())
-            ranks.turn(each.lead, 2)
-            started.append((each, ranks, ranks.turn(0, 4)))
-            print(
-                f"  {each.images}, {each.loop}: first step after {each.first_steps[-1].seconds:.1f} s", file=sys.stderr
-            )
-        for number in range(options.rounds):
-            # A loop does not always follow the same one.
-            place = number % len(started)
-            for each, ranks, before in started[place:] + started[:place]:
-                last = each.turns[-1] if each.turns else before
-                steps = max(2, round(options.seconds / (last.seconds / last.steps)))
-                each.turns.append(ranks.turn(each.lead, steps))
-            print(f"  round {number + 1} of {options.rounds}", file=sys.stderr)
-        for each, ranks, _ in started:
-            each.peak_bytes = ranks.peak_bytes(max(2, each.turns[-1].steps // 2))
+                ranks.turn(each.lead, 2)
+                started.append((each, ranks, ranks.turn(0, 4)))
+            for number in range(options.rounds):
+                # A loop does not always follow the same one.
+                place = number % len(started)
+                for each, ranks, before in started[place:] + started[:place]:
+                    last = each.turns[-1] if each.turns else before
+                    steps = max(2, round(options.seconds / (last.seconds / last.steps)))
+                    each.turns.append(ranks.turn(each.lead, steps))
+            for each, ranks, _ in started:
+                each.peak_bytes = max(each.peak_bytes, ranks.peak_bytes(max(2, each.turns[-1].steps // 2)))
+        print(f"  start {start + 1} of {options.starts}", file=sys.stderr)
 
 
 def rows(measured: Sequence[Contender]) -> list[dict[str, Any]]:
@@ -174,6 +171,9 @@ def rows(measured: Sequence[Contender]) -> list[dict[str, Any]]:
                 "least_ratio": round(min(ratios), 3) if by_hand else None,
                 "most_ratio": round(max(ratios), 3) if by_hand else None,
                 "cpu_ms_per_image": round(statistics.median(each.cpu_ms), 3),
+                "page_faults_a_step": round(
+                    statistics.median(turn.page_faults / turn.steps / RANKS for turn in each.turns)
+                ),
                 "waiting": round(statistics.median(turn.wait_share for turn in each.turns), 3),
                 "mib": round(each.peak_bytes / 2**20),
                 "first_step_seconds": round(statistics.median(start.seconds for start in each.first_steps), 2),

@@ -7,6 +7,7 @@ collective in flight then. Imports nothing heavy by itself: each loop is charged
 import gc
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class Pacer:
         # What libraries print goes to the log.
         self._reports = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
-        self._began, self._waited_before, self._cpu_before = spawned, 0.0, 0.0
+        self._began, self._waited_before, self._cpu_before, self._faults_before = spawned, 0.0, 0.0, 0
         self._left = self._timed = 1
         self.waited = 0.0
         """Seconds in the loader."""
@@ -58,7 +59,8 @@ class Pacer:
             return
         seconds = time.monotonic() - self._began
         cpu = cpu_seconds() - self._cpu_before
-        self.report(seconds=seconds, cpu=cpu, waited=self.waited - self._waited_before)
+        faults = page_faults() - self._faults_before
+        self.report(seconds=seconds, cpu=cpu, waited=self.waited - self._waited_before, page_faults=faults)
         order = sys.stdin.readline()
         if not order:
             leave()
@@ -72,7 +74,7 @@ class Pacer:
         self._reports.write(json.dumps(values) + "\n")
 
     def _start_clock(self) -> None:
-        self._cpu_before, self._waited_before = cpu_seconds(), self.waited
+        self._cpu_before, self._waited_before, self._faults_before = cpu_seconds(), self.waited, page_faults()
         self._began = time.monotonic()
 
 
@@ -85,6 +87,11 @@ def cpu_seconds() -> float:
             fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def page_faults() -> int:
+    """Pages that the kernel has given to this process, and cleared."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def leave() -> NoReturn:

@@ -32,6 +32,8 @@ class Turn:
     """The part of that time that the ranks were waiting for a batch, their mean."""
     cpu_seconds: float
     """Of all ranks and their loader workers."""
+    page_faults: int
+    """Of all ranks, without their loader workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,7 @@ class Ranks:
             seconds=max(report["seconds"] for report in reports),
             wait_share=sum(waited) / len(waited),
             cpu_seconds=sum(report["cpu"] for report in reports),
+            page_faults=sum(int(report["page_faults"]) for report in reports),
         )
 
     def peak_bytes(self, steps: int) -> int:
