@@ -4,13 +4,17 @@ Runs on every rank. A data set is indexed with a `BatchRequest`, so that one cal
 the rank or in a loader worker. No data set has random numbers of its own.
 """
 
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
+from itertools import chain, islice
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -60,6 +64,8 @@ _IGNORED_BY_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 # A worker that is stuck in storage outlives its rank, even killed. While it has these open, the driver keeps the rank's
 # GPU memory, and the next attempt has too little (NVIDIA/Megatron-LM#3684). Workers use no GPU.
 _GPU_FILES = "/dev/nvidia"
+_START_SECONDS = 30.0
+_PREFETCHED = 2  # requests that a loader gives to each worker in advance
 
 
 @contextmanager
@@ -71,32 +77,64 @@ def load_batches(
     Workers end with the context; if an exception ends it, with the process, which has no time to wait for them.
     The context has to end them: Python would send them a SIGTERM, which they ignore, and wait for them.
     """
+    # A forked worker need not import torch again, which takes seconds.
+    context = multiprocessing.get_context("fork")
+    started = context.Semaphore(0)
     loader: DataLoader[Any] = DataLoader(
         source,  # type: ignore[arg-type]  # a Dataset in all but its base class
-        sampler=requests,
+        sampler=_Requests(requests, workers * _PREFETCHED),
         batch_size=None,
         num_workers=workers,
-        # A forked worker need not import torch again, which takes seconds.
-        multiprocessing_context="fork" if workers else None,
+        prefetch_factor=_PREFETCHED if workers else None,
+        multiprocessing_context=context if workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=_start_worker,
+        worker_init_fn=partial(_start_worker, started),
         # Without one of its own a loader draws from the global generator, and resumed runs would drift.
         generator=torch.Generator(),
     )
-    # Workers are forked with the signals blocked: otherwise one could die before it ignores them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)
-    try:
-        batches = iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    batches = _fork_workers(loader, started) if workers else iter(loader)
     yield batches
     if workers:
         # The iterator's destructor calls the same, but at no certain time.
         batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way
 
 
-def _start_worker(_number: int) -> None:
+class _Requests:
+    """The requests, which may be begun again as long as no more than the first ones have been taken."""
+
+    def __init__(self, requests: Iterable[BatchRequest], first: int) -> None:
+        self._rest = iter(requests)
+        self._first = list(islice(self._rest, first))
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return chain(self._first, self._rest)
+
+
+def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any]:
+    """The loader's batches, once all of its workers run."""
+    while True:
+        # Workers are forked with the signals blocked: otherwise one could die before it ignores them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)
+        try:
+            batches: Any = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        deadline = time.monotonic() + _START_SECONDS
+        if all(started.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(loader.num_workers)):
+            return cast("Iterator[Any]", batches)
+        # Before Python 3.12 a child can hang in the fork for ever, if another thread, such as one of gloo's, begins to
+        # call Python at that moment (python/cpython#112275; seen with 3.11.2 in a worker of ours and of Lightning's).
+        print(f"loader workers did not start within {_START_SECONDS:.0f} s: starting others", flush=True)
+        batches._shutdown_workers()  # noqa: SLF001  # there is no public way
+        for worker in batches._workers:  # noqa: SLF001
+            worker.kill()
+        while started.acquire(block=False):
+            pass  # those of the killed ones
+
+
+def _start_worker(started: Semaphore, _number: int) -> None:
     """In a new worker: let go of what the rank's death or restart must not wait for."""
+    started.release()
     # torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets open,
     # the other ranks wait for it.
     die_with_parent(_IGNORED_BY_WORKERS)

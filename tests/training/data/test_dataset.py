@@ -3,6 +3,7 @@
 import gzip
 import os
 import signal
+import time
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -136,6 +137,33 @@ def open_in(process: int, directory: Path) -> set[str]:
     """The names of a directory's files that a process has open."""
     paths = [Path(link).resolve() for link in Path(f"/proc/{process}/fd").iterdir()]
     return {path.name for path in paths if path.parent == directory}
+
+
+_hanging: list[bool] = []
+"""Whether each of the next forks hangs, the last one first."""
+
+
+def _fork() -> None:
+    if _hanging and _hanging[-1]:
+        while True:
+            time.sleep(60)
+
+
+os.register_at_fork(after_in_child=_fork, after_in_parent=lambda: _hanging.pop() if _hanging else None)
+
+
+def test_worker_that_hangs_in_its_fork_is_replaced(
+    folder_data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loader, "_START_SECONDS", 2.0)
+    source, before = load(folder_data).train, set(children(os.getpid()))
+    requests = (BatchRequest(indices=(index,), epoch=0) for index in range(20))
+    _hanging[:] = [True, False]
+    with load_batches(source, requests, workers=2, pin_memory=False) as batches:
+        assert not _hanging
+        assert [batch.indices.tolist() for batch in batches] == [[index] for index in range(20)]
+        assert "loader workers did not start within 2 s: starting others" in capfd.readouterr().out
+    assert set(children(os.getpid())) <= before
 
 
 def test_loader_workers_survive_the_signals_that_stop_a_rank(folder_data: Path) -> None:
