@@ -17,7 +17,7 @@ flags exchanged with the other rank. The rivals do nothing of that; Lightning lo
 - CPU ms: processor time for an image, of ranks and workers together: what other programs disturb least.
 - waiting: the share of the time in the loader.
 - page faults: of a rank in a step, the median over the turns. They explain why starts of a loop differ
-  (`training/runtime/freed_memory.py`).
+  (`training/engine/freed_memory.py`).
 - MiB: the highest memory of a rank and its worker while they train: anonymous and shared memory, no libraries' code.
 - first step: seconds from the start of the rank's process to the end of its first step, of the slower rank; and the
   processor time in it. What torchrun takes before that is the same for all.
@@ -46,7 +46,7 @@ from benchmarks import record
 from benchmarks.loader import CLASSES, make_folder
 from benchmarks.speed.loops import SMALL_CNN, Case
 from benchmarks.speed.rank import LOOPS, OURS, RANKS
-from benchmarks.speed.ranks import FirstStep, Ranks, Turn
+from benchmarks.speed.ranks import FirstStep, NoAnswerError, Ranks, Turn
 
 SYNTHETIC, JPEG, PACKED = "in memory", "JPEG", "packed"
 BY_HAND = "hand-written"
@@ -57,6 +57,7 @@ _JPEG_GOAL = 1.5
 # Names of each JPEG: torch's loader begins anew with each epoch. Ours does not, and packed images have as many bytes as
 # pixels.
 _NAMES, _PACKED_NAMES = 80, 4
+_MOST_HUNG_STARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,8 @@ class Contender:
     first_steps: list[FirstStep] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     peak_bytes: int = 0
+    hung_starts: int = 0
+    """Starts without a first step: a loader worker may hang in its fork (python/cpython#112275)."""
 
     @property
     def speeds(self) -> list[float]:
@@ -109,11 +112,24 @@ class Contender:
         """Steps on batches that its worker has made in advance: two in the queue, one in its hands, one fetched."""
         return 2 * self.case.workers + 2 if self.case.workers else 1
 
-    def start(self, python: Path, directory: Path) -> Ranks:
-        """Start its ranks."""
-        name = f"{self.case.model}-{self.images}-{self.loop}-{len(self.first_steps)}".replace(" ", "-")
+    def start(self, python: Path, directory: Path, stack: contextlib.ExitStack) -> Ranks:
+        """Start its ranks, until the stack ends, and wait for their first step. Raises NoAnswerError if all hang."""
+        number = len(self.first_steps) + self.hung_starts
+        name = f"{self.case.model}-{self.images}-{self.loop}-{number}".replace(" ", "-")
         case = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.case).items()}
-        return Ranks(python, self.loop, case, directory / name)
+        with contextlib.ExitStack() as own:
+            ranks = own.enter_context(Ranks(python, self.loop, case, directory / name))
+            try:
+                self.first_steps.append(ranks.first_step())
+            except NoAnswerError as error:
+                print(f"  {self.images}, {self.loop}: {error}", file=sys.stderr)
+                self.hung_starts += 1
+                if self.hung_starts > _MOST_HUNG_STARTS:
+                    raise
+            else:
+                stack.push(own.pop_all())
+                return ranks
+        return self.start(python, directory, stack)
 
 
 def contenders(options: Options, model: str, images: str, root: Path) -> list[Contender]:
@@ -137,8 +153,7 @@ def measure(options: Options, todo: Sequence[Contender], directory: Path) -> Non
         with contextlib.ExitStack() as stack:
             started = []
             for each in todo:
-                ranks = stack.enter_context(each.start(options.rivals, directory))
-                each.first_steps.append(ranks.first_step())
+                ranks = each.start(options.rivals, directory, stack)
                 ranks.turn(each.lead, 2)
                 started.append((each, ranks, ranks.turn(0, 4)))
             for number in range(options.rounds):
@@ -177,6 +192,7 @@ def rows(measured: Sequence[Contender]) -> list[dict[str, Any]]:
                 "waiting": round(statistics.median(turn.wait_share for turn in each.turns), 3),
                 "mib": round(each.peak_bytes / 2**20),
                 "first_step_seconds": round(statistics.median(start.seconds for start in each.first_steps), 2),
+                "hung_starts": each.hung_starts,
                 "first_step_cpu_seconds": round(statistics.median(start.cpu_seconds for start in each.first_steps), 2),
             }
         )

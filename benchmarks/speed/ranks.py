@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import time
@@ -16,7 +17,7 @@ from typing import Any, Self
 from benchmarks.record import ROOT
 from benchmarks.speed.rank import RANKS, Work
 
-_TIMEOUT = 300.0
+_TIMEOUT, _FIRST_STEP_TIMEOUT = 300.0, 90.0
 # How often memory is looked at.
 _PAUSE = 0.05
 
@@ -44,6 +45,10 @@ class FirstStep:
     """Of the slower rank."""
     cpu_seconds: float
     """Of the rank that took more, with its loader worker."""
+
+
+class NoAnswerError(Exception):
+    """A rank hangs."""
 
 
 class Ranks:
@@ -77,7 +82,7 @@ class Ranks:
             with log.open("w") as output:
                 process = subprocess.Popen(
                     command, env=_environment(rank, port), cwd=directory, text=True,
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True,
                 )  # fmt: skip
             self._processes.append(process)
 
@@ -98,10 +103,13 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            # A loader worker that hangs outlives its rank.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def first_step(self) -> FirstStep:
-        """Wait for it."""
-        reports = self._reports()
+        """Wait for it. Raises NoAnswerError if it does not come."""
+        reports = self._reports(_FIRST_STEP_TIMEOUT)
         return FirstStep(
             seconds=max(report["seconds"] for report in reports),
             cpu_seconds=max(report["cpu"] for report in reports),
@@ -137,17 +145,16 @@ class Ranks:
                 process.stdin.write(json.dumps([lead, steps]) + "\n")
                 process.stdin.flush()
 
-    def _reports(self) -> list[dict[str, float]]:
+    def _reports(self, timeout: float = _TIMEOUT) -> list[dict[str, float]]:
         reports = []
         for process, log in zip(self._processes, self._logs, strict=True):
             assert process.stdout is not None  # noqa: S101  # it is a pipe
-            ready = select.select([process.stdout], [], [], _TIMEOUT)[0]
-            line = process.stdout.readline() if ready else ""
+            if not select.select([process.stdout], [], [], timeout)[0]:
+                raise NoAnswerError(f"a rank has not answered for {timeout:.0f} s; its log:\n{log.read_text()[-4000:]}")
+            line = process.stdout.readline()
             if not line:
-                what = f"has not answered for {_TIMEOUT:.0f} s"
-                if ready:
-                    what = f"has ended with code {process.wait()}"
-                raise SystemExit(f"a rank {what}; its log ends with:\n{log.read_text()[-4000:]}")
+                log_end = log.read_text()[-4000:]
+                raise SystemExit(f"a rank has ended with code {process.wait()}; its log ends with:\n{log_end}")
             reports.append(json.loads(line))
         return reports
 

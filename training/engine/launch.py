@@ -10,12 +10,12 @@ from training.config.rules import check_validation
 from training.config.train_config import check_world
 from training.data.build import load_data, move_to_device, synthetic_data
 from training.engine.evaluation_run import EvaluationRun
+from training.engine.freed_memory import keep_freed_memory
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size, normalization
 from training.models.sync_batch_norm import convert_sync_batch_norm
-from training.runtime.freed_memory import keep_freed_memory
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.repeatability import configure, configure_attention
 from training.runtime.run_context import RankInfo, RunContext

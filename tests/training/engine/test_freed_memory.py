@@ -8,7 +8,7 @@ from cluster import ROOT
 # In a process of its own: the C library is set for good.
 STEPS = """
 import resource, sys, torch
-from training.runtime.freed_memory import keep_freed_memory
+from training.engine.freed_memory import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 def step():
