@@ -16,8 +16,11 @@ def test_loops_on_two_ranks_take_turns_and_are_compared() -> None:
         cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| small-cnn |")]
-    assert [line[1:3] for line in lines] == [["JPEG", "ours"], ["JPEG", "hand-written"], ["packed", "ours"]]
-    # images/s and the memory.
-    assert all(float(line[3]) > 0 and int(line[11]) > 0 for line in lines), lines
+    printed = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    names = next(line for line in printed if line[0] == "model")
+    rows = [dict(zip(names, line, strict=True)) for line in printed if line[0] == "small-cnn"]
+    assert [(row["images"], row["loop"]) for row in rows] == [
+        ("JPEG", "ours"), ("JPEG", "hand-written"), ("packed", "ours"),
+    ]  # fmt: skip
+    assert all(float(row["images per second"]) > 0 and int(row["mib"]) > 0 for row in rows), rows
     assert "small-cnn, JPEG: ours by hand-written" in done.stdout
