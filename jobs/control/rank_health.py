@@ -15,7 +15,8 @@ _OTHER_PHASES_SECONDS = 900.0
 _TIMED_PHASES = frozenset({"load", "step", "evaluate"})
 # What a user's script does between two signs of life is not known: it may evaluate, or save.
 _SCRIPT_PHASE = "script"
-_STUCK = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
+_STOPPED = "T"
+_STUCK = {_STOPPED: "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
 # Straggler: twice the usual step time for 10 s on end; a hundredth of a second is noise.
 _SLOW_FACTOR, _SLOW_MIN_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
 
@@ -35,16 +36,24 @@ class Hang:
 def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
     """How long a rank may show no sign of life in its present phase. `setting` is --hang-timeout."""
     given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
-    if heartbeat.phase == _SCRIPT_PHASE:
-        return given or max(_OTHER_PHASES_SECONDS, _HANG_STEPS * (heartbeat.step_seconds or 0.0))
-    if heartbeat.phase not in _TIMED_PHASES or heartbeat.step_seconds is None:
+    steps = _HANG_STEPS * (heartbeat.step_seconds or 0.0)
+    is_stopped = heartbeat.state == _STOPPED
+    if heartbeat.phase == _SCRIPT_PHASE and not is_stopped:
+        return given or max(_OTHER_PHASES_SECONDS, steps)
+    is_timed = heartbeat.phase in _TIMED_PHASES and heartbeat.step_seconds is not None
+    if not is_timed and not is_stopped:
         return max(_OTHER_PHASES_SECONDS, given or 0)
-    return given or max(_HANG_MIN_SECONDS, _HANG_STEPS * heartbeat.step_seconds)
+    return given or max(_HANG_MIN_SECONDS, steps)
 
 
 def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
-    """The hang, if every rank has exceeded its limit: others that wait in a step for one that saves are no hang."""
-    if not heartbeats or any(each.still_seconds <= timeout_seconds(each, setting) for each in heartbeats.values()):
+    """The hang, if every rank has exceeded its limit, or one that is stopped.
+
+    Others that wait in a step for one that saves are no hang. But a stopped process does not save: whatever phase the
+    others wait in, they wait for ever.
+    """
+    late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
+    if not late or len(late) < len(heartbeats) and all(each.state != _STOPPED for each in late):
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")

@@ -47,6 +47,17 @@ def test_ranks_that_wait_for_one_that_saves_do_not_hang() -> None:
     assert find_hang(of(heartbeat(0, still=901, phase="save"), heartbeat(1, still=901)), "30s") is not None
 
 
+def test_stopped_process_hangs_in_every_phase() -> None:
+    """`hpc drill hang` may stop a rank that saves: nobody should wait a quarter of an hour for it."""
+    for phase in ("start", "save", "evaluate", "script"):
+        others = heartbeat(0, still=31, phase=phase)
+        found = find_hang(of(others, heartbeat(1, still=31, phase=phase, state="T")), "30s")
+        assert found is not None
+        assert found.detail == "rank 1 is stopped, and the others wait for it"
+        assert find_hang(of(others, heartbeat(1, still=29, phase=phase, state="T")), "30s") is None
+    assert find_hang(of(heartbeat(0, phase="save"), heartbeat(1, still=61, phase="save", state="T")), "auto") is not None
+
+
 def test_rank_that_stopped_alone_is_named() -> None:
     found = find_hang(
         of(*(heartbeat(rank, still=31) for rank in (0, 1, 3)), heartbeat(2, still=31, phase="load")), "30s"
