@@ -53,7 +53,7 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     others wait in, they wait for ever.
     """
     late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
-    if not late or len(late) < len(heartbeats) and all(each.state != _STOPPED for each in late):
+    if not late or (len(late) < len(heartbeats) and all(each.state != _STOPPED for each in late)):
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")

@@ -55,7 +55,9 @@ def test_stopped_process_hangs_in_every_phase() -> None:
         assert found is not None
         assert found.detail == "rank 1 is stopped, and the others wait for it"
         assert find_hang(of(others, heartbeat(1, still=29, phase=phase, state="T")), "30s") is None
-    assert find_hang(of(heartbeat(0, phase="save"), heartbeat(1, still=61, phase="save", state="T")), "auto") is not None
+    assert (
+        find_hang(of(heartbeat(0, phase="save"), heartbeat(1, still=61, phase="save", state="T")), "auto") is not None
+    )
 
 
 def test_rank_that_stopped_alone_is_named() -> None:
