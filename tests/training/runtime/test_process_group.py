@@ -52,6 +52,16 @@ def ranks(*programs: str) -> list["subprocess.CompletedProcess[str]"]:
     return found
 
 
+def test_rank_that_comes_first_is_not_refused_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    late = CONNECT.replace("group =", "import time; time.sleep(2); group =")
+    zero, one = ranks(late, CONNECT)
+    assert (zero.returncode, one.returncode) == (0, 0), zero.stderr + one.stderr
+    assert "The client socket has connected to" in one.stderr
+    assert "not yet listening" not in one.stderr, "it waits before it tries again"
+
+
 def test_every_rank_has_the_values_of_all() -> None:
     values = [{"accuracy": 0.1 + 0.2, "path": "ä\udcff"}, None, [1, [2, "x" * 1000]]]
     programs = [f"{CONNECT}print(json.dumps(group.all_gather_json({value!r}))); disconnect()" for value in values]
