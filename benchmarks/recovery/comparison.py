@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -170,19 +171,17 @@ class Comparison:
 
     def _fail(self, lane: Lane, kind: str, training: Training) -> Outcome:
         """One failure, and what comes of it."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not training.is_due():
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{training.name} has not trained within {_PATIENCE_SECONDS:.0f} s: {training.jobs()}")
-            time.sleep(0.5)
-        ids = {job.id for job in training.jobs()}
-        watch = Watch(training)
-        if kind == WORKER_KILLED:
-            with self._turn:
-                failure = failures.KINDS[kind](training)
-                watch.wait(failure.at, patience=min(_TURN_SECONDS, self.caps[kind]))
-        else:
-            failure = failures.KINDS[kind](training)
+        ids, watch = set[str](), Watch(training)
+        failure: failures.Failure | None = None
+        while failure is None:
+            self._wait_until_due(training)
+            with self._turn if kind == WORKER_KILLED else nullcontext():
+                # Another training may have had its turn meanwhile.
+                if training.is_due():
+                    ids = {job.id for job in training.jobs()}
+                    failure = failures.KINDS[kind](training)
+                    if kind == WORKER_KILLED:
+                        watch.wait(failure.at, patience=min(_TURN_SECONDS, self.caps[kind]))
         if watch.recovery is None and watch.ended is None:
             watch.wait(failure.at, patience=self.caps[kind])
         # What is left at once after the recovery may still be about to end.
@@ -198,6 +197,13 @@ class Comparison:
             failures.revive(failure.killed_node)
         self.say(f"{lane.title}: {kind}: {recovery or ended}, {outcome.job}, left behind: {outcome.left}")
         return outcome
+
+    def _wait_until_due(self, training: Training) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not training.is_due():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{training.name} has not trained within {_PATIENCE_SECONDS:.0f} s: {training.jobs()}")
+            time.sleep(0.5)
 
     def _end(self, lane: Lane, training: Training) -> None:
         """Cancel it, and look at what remains on its nodes."""
