@@ -9,8 +9,8 @@ a ratio compares turns of the same round. Then all are started again, because st
 Python, with this working tree's code.
 
 What they have in common: float32, channels_last, batch size, SGD with momentum, DDP, one thread and one loader worker a
-rank, random resized crops, mirroring and normalisation. Ours runs as in a job: metrics, heartbeats, snapshots, and
-flags exchanged with the other rank. The rivals do nothing of that; Lightning logs to nothing.
+rank, random resized crops, mirroring and normalisation. Ours runs as in a job: metrics, heartbeats, and flags
+exchanged with the other rank, but without snapshots. The rivals do nothing of that; Lightning logs to nothing.
 
 - images/s: of both ranks, the median over the rounds. Batches that were made before a turn are trained on before its
   clock starts.
