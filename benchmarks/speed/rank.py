@@ -124,8 +124,8 @@ def train_ours(case: "Case", work: Work, step_done: Callable[[], None]) -> None:
     """What `python -m training` does on a rank that a node agent has started, heartbeats included.
 
     It saves nothing, as no other loop does: an epoch here is short, and would end with a checkpoint. Snapshots take 1 %
-    of the time of a training (`benchmarks/snapshots.py`), but between two turns so much time passes that one would
-    come in each: with ResNet-18 they took 16 % of such turns.
+    of the time of a training at most (`benchmarks/snapshots.py`), but between two turns so much time passes that one
+    would come in each: with ResNet-18 they took 16 % of such turns.
     """
     from benchmarks.speed import our_loop  # noqa: PLC0415
     from hpc.core.nodedir import NodeDir  # noqa: PLC0415
