@@ -74,7 +74,7 @@ class Options:
     """Of each turn."""
     rounds: int = 2
     """Turns of each loop after a start."""
-    starts: int = 3
+    starts: int = 2
     """Starts of each loop."""
     photos: int = 500
     """Different JPEGs, each under 80 names; packed, under 4."""
