@@ -5,16 +5,17 @@ import json
 import os
 import pwd
 import re
+import secrets
 import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import jsonschema
@@ -298,10 +299,20 @@ class Run:
         assert steps == list(range(1, len(steps) + 1))
 
 
+def shared_directory() -> Path:
+    """A new directory outside /tmp, of which each node of the testbed has its own.
+
+    Its name has no digit: a number in a path may be a job's id, which says that the directory is the job's own.
+    """
+    path = Path("/var/tmp") / f"torchrelay-test-{''.join(secrets.choice(ascii_lowercase) for _ in range(8))}"
+    path.mkdir(mode=0o700)
+    return path
+
+
 @contextmanager
 def site_without_slurm() -> Iterator[Site]:
     """A site of root's with a few images, for `--cluster local`."""
-    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    path = shared_directory()
     tiny_data(path / "data", train=320, test=100)
     yield Site(path, "/nonexistent")
     shutil.rmtree(path)

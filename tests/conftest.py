@@ -4,7 +4,6 @@ import os
 import pwd
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.register_assert_rewrite("cluster")  # before its import: its assertions, too, say what they found
-from cluster import ROOT, Command, Site, hpc_json, need, tiny_data, what_slurm_holds  # noqa: E402
+from cluster import ROOT, Command, Site, hpc_json, need, shared_directory, tiny_data, what_slurm_holds  # noqa: E402
 
 # Workers of pytest-xdist share the machine's users, though each has a testbed of its own.
 USER = "torchrelay-" + os.environ.get("PYTEST_XDIST_WORKER", "test")
@@ -79,7 +78,7 @@ def profile(testbed: dict[str, Any], request: pytest.FixtureRequest) -> Iterator
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A directory outside /tmp: the nodes of the testbed have a /tmp of their own."""
-    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    path = shared_directory()
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)

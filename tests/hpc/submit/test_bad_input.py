@@ -5,19 +5,18 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import TIMEOUT_SECONDS, Site, mounted_volume, tiny_data
+from cluster import TIMEOUT_SECONDS, Site, mounted_volume, shared_directory, tiny_data
 
 
 @pytest.fixture(scope="module")
 def site(testbed: dict[str, Any]) -> Iterator[Site]:
-    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    path = shared_directory()
     tiny_data(path / "data")
     (path / "empty").mkdir()
     node_local = Path("/tmp/torchrelay-test-data")

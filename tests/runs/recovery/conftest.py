@@ -1,20 +1,19 @@
 """Fixtures of the tests that interrupt one training in different ways, and compare the results."""
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import WHOLE, Site, tiny_data
+from cluster import WHOLE, Site, shared_directory, tiny_data
 
 from hpc.core.rundir import RunDir
 
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/var/tmp"))
+    path = shared_directory()
     path.chmod(0o755)
     tiny_data(path / "data")
     yield path
