@@ -37,13 +37,12 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
     """How long a rank may show no sign of life in its present phase. `setting` is --hang-timeout."""
     given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
     steps = _HANG_STEPS * (heartbeat.step_seconds or 0.0)
-    is_stopped = heartbeat.state == _STOPPED
-    if heartbeat.phase == _SCRIPT_PHASE and not is_stopped:
-        return given or max(_OTHER_PHASES_SECONDS, steps)
     is_timed = heartbeat.phase in _TIMED_PHASES and heartbeat.step_seconds is not None
-    if not is_timed and not is_stopped:
-        return max(_OTHER_PHASES_SECONDS, given or 0)
-    return given or max(_HANG_MIN_SECONDS, steps)
+    if is_timed or heartbeat.state == _STOPPED:
+        return given or max(_HANG_MIN_SECONDS, steps)
+    if heartbeat.phase == _SCRIPT_PHASE:
+        return given or max(_OTHER_PHASES_SECONDS, steps)
+    return max(_OTHER_PHASES_SECONDS, given or 0)
 
 
 def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
@@ -53,7 +52,8 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     others wait in, they wait for ever.
     """
     late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
-    if not late or (len(late) < len(heartbeats) and all(each.state != _STOPPED for each in late)):
+    is_everybody = bool(late) and len(late) == len(heartbeats)
+    if not is_everybody and all(each.state != _STOPPED for each in late):
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")
