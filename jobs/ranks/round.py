@@ -247,9 +247,15 @@ def rank_environment(
 ) -> dict[str, str]:  # fmt: skip
     """The environment of this node's ranks, without torchrun's own variables."""
     # A hung rank gets SIGABRT: Python then prints its stacks.
-    changes = {"OMP_NUM_THREADS": str(threads), "PYTHONFAULTHANDLER": "1"}
-    # gloo publishes the address that this node's own name resolves to, and on many systems that is 127.0.1.1.
-    chosen = {"GLOO_SOCKET_IFNAME": interface or interface_of(address)}
+    changes = {"PYTHONFAULTHANDLER": "1"}
+    chosen = {
+        "OMP_NUM_THREADS": str(threads),
+        # OpenMP's idle threads would spin for milliseconds and slow whatever shares the cores: a second run on this
+        # machine makes both 5 to 20 times slower (docs/performance.md).
+        "OMP_WAIT_POLICY": "passive",
+        # gloo publishes the address that this node's own name resolves to, and on many systems that is 127.0.1.1.
+        "GLOO_SOCKET_IFNAME": interface or interface_of(address),
+    }
     if interface:
         chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"
     changes |= {name: value for name, value in chosen.items() if value and name not in base}

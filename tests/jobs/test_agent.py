@@ -72,6 +72,12 @@ def test_interfaces_that_the_user_chose_win() -> None:
     assert chosen.items() <= rank_environment(chosen, allocation(), 1, "127.0.0.1", 1, "eth1").items()
 
 
+def test_openmp_settings_that_the_user_chose_win() -> None:
+    chosen = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active"}
+    assert chosen.items() <= rank_environment(chosen, allocation(), 1, "127.0.0.1", 3).items()
+    assert rank_environment({}, allocation(), 1, "127.0.0.1", 3)["OMP_WAIT_POLICY"] == "passive"
+
+
 def test_interface_of_the_run_is_that_of_its_ranks() -> None:
     names = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
     assert names.items() <= rank_environment({}, allocation(), 1, "127.0.0.1", 1, "eth1").items()
