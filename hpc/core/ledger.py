@@ -20,6 +20,7 @@ other fields (a failure has those that are known):
 | environment | every agent, with --stage-env | node python seconds fallback (why the shared environment is used) |
 | node_failed | the agent that failed | node cause detail |
 | memory_emptied | an agent whose directory in memory was removed, and made again | node detail |
+| not_forked | an agent whose ranks could not be forks of torchrun, as they could use no GPUs | node detail |
 | rendezvous | head node's agent | round port members (node ranks) |
 | checked | head node's agent: the preflight before a user's script passed | nodes (names) |
 | preflight | rank 0 | world_size device (the GPUs' models, or CPU) allreduce_gb_per_second seconds |

@@ -88,12 +88,14 @@ def measurements_of(run: RunDir) -> RunMeasurements:
     last = [event for event in events if event.get("attempt") == attempt]
     staged = [event.get("in_place") for event in last if event["event"] == "staged"]
     without = [event.get("reason") for event in last if event["event"] == "snapshot_off"]
+    unforked = [event.get("detail") for event in last if event["event"] == "not_forked"]
     return RunMeasurements(
         name=run.name,
         save_seconds=save_seconds(events),
         is_script=RunSpec.load(run).train is None,
         in_place=next(filter(None, staged), None),
         no_snapshots=next(filter(None, without), None),
+        not_forked=next(filter(None, unforked), None),
     )
 
 

@@ -11,6 +11,7 @@ from hpc.core.kernel import NETWORK_BACKED, RAM_BACKED
 from hpc.core.node_info import NodeInfo, TorchBuild
 from hpc.core.nodedir import DEV_SHM
 from hpc.slurm.client import Fields
+from hpc.status.warnings import ASK_NO_GPUS
 from hpc.submit.runs_storage import LOST, Feature
 
 _MIN_STAGE_BYTES = 10 * 10**9
@@ -92,6 +93,8 @@ class RunMeasurements:
     """Why the last attempt did not stage its data."""
     no_snapshots: str | None = None
     """Why the last attempt took no snapshots."""
+    not_forked: str | None = None
+    """Why the last attempt's ranks were no forks of torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +195,13 @@ def _snapshots(run: RunMeasurements) -> Verdict:
     )
 
 
-OF_RUN: Mapping[str, Check[RunMeasurements]] = {"staging": _staging, "snapshots": _snapshots}
+def _start(run: RunMeasurements) -> Verdict:
+    if run.not_forked is None:
+        return ok("ranks start as forks of torchrun")
+    return costs(run.not_forked, "whenever ranks start, each imports torch by itself, which takes seconds", ASK_NO_GPUS)
+
+
+OF_RUN: Mapping[str, Check[RunMeasurements]] = {"staging": _staging, "snapshots": _snapshots, "start": _start}
 
 
 def _gigabytes(size: int) -> str:

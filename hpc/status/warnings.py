@@ -10,6 +10,7 @@ from hpc.notification.notices import unsent_messages
 
 # A save should take at most this share of the time before the job ends: storage may be slower on another day.
 MAX_SHARE = 0.8
+ASK_NO_GPUS = "in a script, import what asks for GPUs inside a function; or install an older torch"
 _ADVICE = {
     Cause.NO_SPACE: "no space left: make room, then continue with hpc resume",
     Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, then continue "
@@ -40,6 +41,10 @@ def warnings_of(events: Sequence[Event], *, completed: bool = False) -> list[str
         found.append(
             f"rank {slow['rank']} on {slow['node']} needs {slow['busy_seconds']:.3g} s per step, the others "
             f"{slow['median_seconds']:.3g} s, and all wait for it: check that node, or --exclude {slow['node']}"
+        )
+    if slow_start := now.get("not_forked"):
+        found.append(
+            f"ranks on {slow_start['node']} start seconds later than need be: {slow_start['detail']}; {ASK_NO_GPUS}"
         )
     if off := now.get("snapshot_off"):
         found.append(f"snapshots are off: {off['reason']}")

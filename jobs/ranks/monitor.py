@@ -169,6 +169,7 @@ class NodeMonitor:
         self.callbacks = list[Callable[[], None]]()
         """Called at every poll, on the head node."""
         self._patience = Patience(node)
+        self._is_not_forked = False
         self.last_step = 0
         """The last step that a rank of this node has done in this attempt."""
         self._next = 0.0
@@ -198,12 +199,21 @@ class NodeMonitor:
             self._node.record_event("memory_emptied", node=self._node.host, detail=detail)
             log(detail)
 
+    def _report_slow_start(self) -> None:
+        """Report once that ranks start without what torchrun has imported for them."""
+        if self._is_not_forked or (reason := _read(self.node_dir.not_forked)) is None:
+            return
+        self._is_not_forked = True
+        self._node.record_event("not_forked", node=self._node.host, **reason)
+        log(f"each rank on {self._node.host} imports torch by itself: {reason['detail']}")
+
     def poll(self) -> None:
         """Look at the ranks and report, a few times a second."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _INTERVAL_SECONDS
         self._restore_node_dir()
+        self._report_slow_start()
         for failure in self.ranks.new_failures(self._channel.clock_skew_seconds):
             self._node.record_event("rank_failed", **asdict(failure))
         heartbeats = self.ranks.heartbeats()

@@ -6,9 +6,11 @@ Runs as a script, without site-packages, so that it starts in milliseconds and a
     process_wrapper.py rank LOG_DIR NODE_DIR PROGRAM ARGS...    runs the program as one rank, and records how it failed
     process_wrapper.py rank LOG_DIR NODE_DIR -m MODULE ARGS...  the same for a module of ours, in a fork of this process
     process_wrapper.py rank LOG_DIR NODE_DIR script FILE.py ARGS...  and for a user's script, or `-m MODULE ARGS...`
+    process_wrapper.py own ...                                  a rank of the last two forms, in a Python of its own
 
-In the last two forms torchrun has forked this process from its own, which has imported what the ranks need (torchrun's
-`--run-path`, training.runtime.torchrun_main): a rank that is started again imports nothing.
+In these two forms torchrun has forked this process from its own, which has imported what the ranks need (torchrun's
+`--run-path`, training.runtime.torchrun_main): a rank that is started again imports nothing. But if that process has
+used the GPU driver, its forks cannot: then each rank executes a Python of its own, which takes longer.
 
 Signals are ignored here because that survives exec, and because the agent, which has threads, must not run code
 between fork and exec. torchrun's own log files are numbered by local rank and restart, and it reports how a rank ended
@@ -25,12 +27,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from hpc.core.parent_death import set_parent_death_signal
 
 _IN_A_FORK = ("-m", "script")
+_GPU_FILES = "/dev/nvidia"
 _TAIL_BYTES, _LONGEST_DETAIL, _MAX_LINES_AFTER = 65536, 500, 20
 
 
@@ -52,19 +56,16 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     # A rank that hangs is aborted: its memory would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    log = os.path.join(log_dir, f"rank-{rank:02d}.log")
-    size_before = 0
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        print(f"{log} cannot be written: {error}", flush=True)  # the output goes to the agent's
-    else:
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        size_before = os.fstat(descriptor).st_size
+    log, exits = os.path.join(log_dir, f"rank-{rank:02d}.log"), os.path.join(node_dir, "exits")
+    size_before = _print_to(log)
+    if program[0] in _IN_A_FORK and (reason := _why_no_gpus()):
+        print(f"this rank imports torch by itself, which takes longer: {reason}", flush=True)
+        with contextlib.suppress(OSError):
+            _write_whole(exits, "not-forked", {"detail": reason})
+        program = (sys.executable, "-P", os.path.abspath(__file__), "own", *program)
     os.environ["TORCHRELAY_HEARTBEAT"] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
     # By the clock that nobody sets, and that all processes of a node share.
-    started, kills, exits = time.monotonic(), _out_of_memory_kills(), os.path.join(node_dir, "exits")
+    started, kills = time.monotonic(), _out_of_memory_kills()
     # If this process is killed, its file is all that tells the agent of the rank.
     running = f"running-{os.getpid()}.json"
     with contextlib.suppress(OSError):
@@ -99,6 +100,18 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
+def _print_to(log: str) -> int:
+    """Send what this process and its rank print to the log, and return the size that it has already."""
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        print(f"{log} cannot be written: {error}", flush=True)  # the output goes to the agent's
+        return 0
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    return os.fstat(descriptor).st_size
+
+
 def _run(program: tuple[str, ...], on_sigterm: Callable[..., None]) -> tuple[int, int]:
     """Run the program to its end and return its pid and wait status. It does not outlive this process."""
     parent = os.getpid()
@@ -119,6 +132,22 @@ def _run(program: tuple[str, ...], on_sigterm: Callable[..., None]) -> tuple[int
         traceback.print_exc()
         os._exit(1)
     os._exit(127)
+
+
+def _why_no_gpus() -> str:
+    """Why this fork of torchrun cannot use GPUs; empty if it can.
+
+    torch's own flag does not know all ways to start the driver, which keeps files open.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():  # noqa: SLF001  # there is no public function
+        return f"torch {torch.__version__} had asked for GPUs before the ranks were forked"
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            file = os.readlink(f"/proc/self/fd/{descriptor}")
+            if file.startswith(_GPU_FILES):
+                return f"{file} was open before the ranks were forked"
+    return ""
 
 
 def _become(program: tuple[str, ...]) -> None:
@@ -225,5 +254,7 @@ def _remove(path: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "torchrun":
         become_torchrun(*sys.argv[2:])
+    elif sys.argv[1] == "own":
+        _become(tuple(sys.argv[2:]))
     else:
         run_rank(*sys.argv[2:])

@@ -24,8 +24,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
-from torch.distributed.run import main
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+from torch.numa.binding import AffinityMode
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -66,6 +69,20 @@ def keep_data() -> None:
             in_memory.keep(layout.check_data(Path(argument.removeprefix("--data="))))
 
 
+@record
+def launch() -> None:
+    """Do what torchrun's `main` does, but leave the GPUs alone: a fork of a process that has asked for them has none.
+
+    torch counts the GPUs to choose a NUMA binding where the launch names none; a binding that is named here, and taken
+    back before anything is bound, keeps it from that.
+    """
+    arguments = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]  # torch's own
+    arguments.numa_binding = AffinityMode.NODE.value
+    config, program, words = config_from_args(arguments)
+    config.numa_options = None
+    elastic_launch(config, program)(*words)
+
+
 def run() -> int:
     """Run torchrun, and return its exit code."""
     named = os.environ.pop("TORCHRELAY_PRELOAD", None)
@@ -85,7 +102,7 @@ def run() -> int:
     rendezvous_handler_registry.register(BACKEND, create)
     PContext.close = end_ranks  # type: ignore[assignment]
     try:
-        main()
+        launch()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001  # the interpreter would print it, too

@@ -192,9 +192,11 @@ def test_one_job_at_a_time_is_a_note(most: float | None, severity: str) -> None:
 
 
 def test_run_that_read_in_place_and_took_no_snapshots() -> None:
-    run = experience(1.0, in_place="/tmp has room for 5 MB", no_snapshots="/dev/shm has 60 MB free")
-    assert [finding.severity for finding in judge(OF_RUN, run, "run r")] == [Severity.COST, Severity.COST]
-    assert [finding.severity for finding in judge(OF_RUN, MEASURED, "run r")] == [Severity.OK, Severity.OK]
+    run = experience(
+        1.0, in_place="/tmp has room for 5 MB", no_snapshots="/dev/shm has 60 MB free", not_forked="torch 9 asked"
+    )
+    assert [finding.severity for finding in judge(OF_RUN, run, "run r")] == [Severity.COST] * 3
+    assert [finding.severity for finding in judge(OF_RUN, MEASURED, "run r")] == [Severity.OK] * 3
 
 
 CUDA = TorchBuild(version="2.15.0+cu132", accelerator="CUDA 13.2")

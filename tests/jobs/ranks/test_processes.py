@@ -193,6 +193,31 @@ print(json.dumps(record), flush=True)
     assert (killed.rank, killed.signal) == (5, "SIGKILL")
 
 
+# A mount namespace of its own, with a GPU's device file.
+GPU = """
+mount -t tmpfs tmpfs /dev && mknod -m 666 /dev/null c 1 3 && mkdir /dev/shm && touch /dev/nvidiactl && exec "$@" 7<$FILE
+"""
+
+
+@pytest.mark.parametrize("file", ["/dev/nvidiactl", "/dev/null"])
+def test_rank_whose_parent_has_opened_a_gpu_starts_by_itself(tmp_path: Path, ranks: LocalRanks, file: str) -> None:
+    """torch's own flag does not tell of each way to use a GPU's driver, but its files are open then."""
+    need("unshare")
+    (tmp_path / "program.py").write_text("import sys\nprint(sys.orig_argv[-3:], sys.argv)\nsys.exit()\n")
+    rank = [str(PROCESS_WRAPPER), "rank", str(tmp_path), str(tmp_path), "-m", "program", "--flag"]
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": str(tmp_path), "FILE": file}
+    namespace = ["unshare", "--mount", "sh", "-c", GPU, "sh"]
+    subprocess.run([*namespace, sys.executable, "-c", FORK, *rank], env=environment, check=True)
+    log = (tmp_path / "rank-00.log").read_text()
+    is_gpu = file != "/dev/null"
+    reason = f"{file} was open before the ranks were forked"
+    assert log.startswith(f"this rank imports torch by itself, which takes longer: {reason}\n") == is_gpu
+    arguments = [str(tmp_path / "program.py"), "--flag"]
+    assert log.endswith(f"['-m', 'program', '--flag'] {arguments}\n"), "it has the same program and arguments"
+    assert NodeDir(tmp_path).not_forked.exists() == is_gpu
+    assert ranks.new_failures() == []
+
+
 def test_forked_rank_saves_when_slurm_ends_all_processes(tmp_path: Path, ranks: LocalRanks) -> None:
     saving = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os._exit(0)))"
     with fork(tmp_path, f"{saving}; time.sleep(300)") as torchrun:
