@@ -76,6 +76,7 @@ def run_round(
         ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
             monitor.poll()
+            torchrun.kill_stuck_forks()
             now = channel.directive
             # First: the stacks of ranks that hang are wanted also if they are the last.
             if now.abort_count > abort_count:

@@ -23,6 +23,8 @@ PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _UNMOUNT_SECONDS = 5.0
+# A fork takes milliseconds.
+_FORK_SECONDS = 30.0
 
 
 class Torchrun:
@@ -40,6 +42,7 @@ class Torchrun:
             stdin=subprocess.DEVNULL,
         )
         self._signalled = set[int]()
+        self._forking = dict[int, float]()
 
     def __enter__(self) -> Self:
         return self
@@ -64,6 +67,21 @@ class Torchrun:
         if not self._contained:
             return [self._process.pid]
         return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER, TORCHRUN)]
+
+    def kill_stuck_forks(self) -> None:
+        """Kill forks of torchrun in which nothing runs yet, after half a minute: torchrun then starts its ranks again.
+
+        Before Python 3.12 a child can hang in the fork for ever, if another thread of torchrun, such as one that serves
+        the rendezvous, begins to call Python at that moment (python/cpython#112275).
+        """
+        now = time.monotonic()
+        # A wrapper first makes a session.
+        forking = [pid for pid in self._wrappers() if not _leads_session(pid)]
+        self._forking = {pid: self._forking.get(pid, now) for pid in forking}
+        for pid, since in self._forking.items():
+            if now - since > _FORK_SECONDS:
+                print(f"a rank has not begun in {_FORK_SECONDS:.0f} s: torchrun starts others", flush=True)
+                _send(pid, signal.SIGKILL)
 
     def forward(self, numbers: Sequence[signal.Signals]) -> None:
         """Send the ranks that handle one of these stop signals the first of those.
@@ -122,6 +140,14 @@ def handles(pid: int, number: signal.Signals) -> bool:
         return False
     mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def _leads_session(pid: int) -> bool:
+    """Whether a process, if it is still there, leads a session."""
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return True
 
 
 def _executes(pid: int, *scripts: Path) -> bool:

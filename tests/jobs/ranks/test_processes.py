@@ -111,6 +111,19 @@ def test_stopped_rank_is_killed() -> None:
         wait_for(lambda: torchrun.exit_code is not None)
 
 
+def test_rank_that_hangs_in_the_fork_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no session of its own yet. One that has may take its time."""
+    monkeypatch.setattr("jobs.ranks.torchrun._FORK_SECONDS", 0.5)
+    stuck, begun = (NESTED.format(code=WAITING, new=new) for new in (False, True))
+    with (
+        Torchrun([sys.executable, "-c", stuck], os.environ, Path("/")) as hung,
+        Torchrun([sys.executable, "-c", begun], os.environ, Path("/")) as well,
+    ):
+        wait_for(lambda: (well.kill_stuck_forks(), hung.kill_stuck_forks(), hung.exit_code is not None)[-1])
+        assert hung.exit_code != 0
+        assert well.exit_code is None
+
+
 @pytest.fixture
 def ranks(tmp_path: Path) -> LocalRanks:
     memory = NodeDir(tmp_path)
