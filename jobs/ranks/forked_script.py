@@ -1,20 +1,27 @@
-"""A user's script or module as a rank that is a fork of torchrun: it finds what a Python of its own would have.
+"""A user's script or module as a rank: it finds what plain torchrun, which executes it, would have given it.
 
-Runs on compute nodes, in the process of the rank. torchrun has imported torch and what else the script names
-(training.runtime.torchrun_main), so that a rank that replaces a failed one starts in a second.
+Runs on compute nodes, in the process of the rank, which is a fork of torchrun where that is possible. torchrun has
+imported torch and what else the script names (training.runtime.torchrun_main), so that a rank that replaces a failed
+one starts in a second.
 """
 
 import atexit
+import builtins
 import contextlib
 import io
 import multiprocessing
 import os
 import runpy
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from multiprocessing import popen_fork
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
+from typing import Any
 
 _ROOT = str(Path(__file__).parents[2])
 _OURS = frozenset({"hpc", "jobs", "training"})
@@ -26,9 +33,9 @@ def run_script(program: Sequence[str]) -> None:
     code = 1
     try:
         if program[0] == "-m":
-            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+            runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # noqa: SLF001  # as `python -m` does
         else:
-            runpy.run_path(program[0], run_name="__main__")
+            _run_file(program[0])
         code = 0
     except SystemExit as end:
         code = _exit_code(end.code)
@@ -48,7 +55,11 @@ def run_script(program: Sequence[str]) -> None:
 def _become_main_process(program: Sequence[str]) -> None:
     """Undo what tells this process from one that has executed Python."""
     is_module = program[0] == "-m"
-    sys.argv = list(program[1:] if is_module else program)
+    sys.argv = ["-m", *program[2:]] if is_module else list(program)
+    sys.orig_argv = [sys.executable, "-u", *program]
+    # Also as `__mp_main__`, where multiprocessing's child processes say that the main module's classes are.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
     # What the process wrapper has put there; torchrun's has no directory of a script (-P).
     sys.path.remove(_ROOT)
     sys.path.insert(0, str(Path.cwd() if is_module else Path(program[0]).parent))
@@ -56,18 +67,69 @@ def _become_main_process(program: Sequence[str]) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
     # As with `python -u`: what a rank prints is in its log at once, also if it is killed.
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        before = getattr(sys, name)
-        raw = io.FileIO(descriptor, "w", closefd=False)
-        text = io.TextIOWrapper(raw, encoding=before.encoding, errors=before.errors, write_through=True)
+    for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        before = getattr(sys, f"__{name}__")
+        raw = io.FileIO(descriptor, mode, closefd=False)
+        binary: Any = io.BufferedReader(raw) if mode == "r" else raw
+        text: Any = io.TextIOWrapper(binary, encoding=before.encoding, errors=before.errors, write_through=mode == "w")
+        text.mode = mode
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
-    # Programs ask for the name of the main process, to print once; torchrun has forked this one by multiprocessing.
-    multiprocessing.current_process().name = "MainProcess"
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # noqa: SLF001  # there is no other way
-    # Python's own random numbers differ after a fork. numpy's would be the same on all ranks.
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    _leave_multiprocessing()
+    for kind in (popen_fork.Popen, subprocess.Popen):  # those that spawn or fork from a server are of the first kind
+        _make_terminable(kind)
+    # Python's own random numbers differ after a fork. Those of numpy and torch would be the same on all ranks.
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+
+
+def _leave_multiprocessing() -> None:
+    """Undo what multiprocessing, by which torchrun has forked this process, does in each child.
+
+    Programs ask for the name of the main process, to print once, and choose how their own processes start.
+    """
+    process: Any = multiprocessing.current_process()
+    process.name, process.authkey = "MainProcess", os.urandom(32)
+    process._identity, process._parent_pid = (), None  # noqa: SLF001  # there is no other way
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # noqa: SLF001  # nor is there here
+    multiprocessing.set_start_method(None, force=True)
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001  # that of the wrapper
+
+
+def _make_terminable(kind: Any) -> None:
+    """Make `terminate` end child processes that ignore SIGTERM, of one kind.
+
+    A rank ignores it until it has a handler, and its children inherit that: a pool would wait for its workers for ever.
+    """
+    terminate = kind.terminate
+
+    def end(child: Any) -> None:
+        if _ignores_sigterm(child.pid):
+            child.kill()
+        else:
+            terminate(child)
+
+    kind.terminate = end
+
+
+def _ignores_sigterm(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def _run_file(path: str) -> None:
+    """Execute a script in the main module, which stays for what outlives it, such as threads."""
+    main = sys.modules["__main__"]
+    main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))  # noqa: S102
 
 
 def _exit_code(code: object) -> int:

@@ -166,7 +166,7 @@ def _command(
         variables = _script_variables(node, setup.data, node_dir)
         argv, top_level = script_argv(spec, code, variables), TopLevel.read(spec, code)
         if top_level.prepares_imports:
-            program = [python, "-S", *wrapper, python, "-u", *argv]
+            program = [python, "-S", *wrapper, python, "-P", str(PROCESS_WRAPPER), "own", "script", *argv]
         else:
             program = [*wrapper, "script", *argv]
             variables["TORCHRELAY_PRELOAD"] = ",".join(top_level.imports)

@@ -11,6 +11,8 @@ from hpc.spec import RunSpec
 
 # Those that start no threads and do not look at GPUs when they are imported, which a fork would not survive.
 _SAFE_TO_FORK = frozenset({"PIL", "numpy", "timm", "torch", "torchvision"})
+# These do look at GPUs.
+_NOT_SAFE = re.compile(r"torch\.(testing\._internal|utils\.(benchmark|cpp_extension|jit))\b")
 _PLACEHOLDER = re.compile(r"\{(data|run_dir|attempt)\}")
 
 
@@ -65,7 +67,9 @@ class TopLevel:
         last = max((place for place, names in enumerate(imported) if names), default=0)
         names = dict.fromkeys(name for each in imported for name in each)
         return cls(
-            imports=tuple(name for name in names if name.partition(".")[0] in _SAFE_TO_FORK),
+            imports=tuple(
+                name for name in names if name.partition(".")[0] in _SAFE_TO_FORK and not _NOT_SAFE.match(name)
+            ),
             prepares_imports=any(_uses_environment(statement) for statement in statements[:last]),
         )
 

@@ -1,9 +1,12 @@
 """A user's script that runs in a fork of torchrun finds what it would find in a Python of its own."""
 
 import json
+import multiprocessing
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,16 +18,23 @@ from jobs.ranks.user_script import TopLevel
 
 # As torchrun does it: modules of ours are imported, multiprocessing forks the wrapper, which forks the rank.
 TORCHRUN = """
-import multiprocessing, runpy, signal, sys
+import importlib, multiprocessing, os, runpy, signal, sys
 import numpy, hpc.core.files, training.runtime.preload
+for name in filter(None, os.environ["PRELOAD"].split(",")):
+    importlib.import_module(name)
 sys.path.remove({root!r})
 signal.signal(signal.SIGINT, lambda *_: None)
 sys.argv = sys.argv[1:]
-wrapper = multiprocessing.get_context("fork").Process(
-    target=runpy.run_path, args=(sys.argv[0],), kwargs={{"run_name": "__main__"}}
-)
-wrapper.start()
-wrapper.join()
+wrappers = []
+for rank in range(int(os.environ["RANKS"])):
+    os.environ |= {{"RANK": str(rank), "LOCAL_RANK": str(rank)}}
+    wrapper = multiprocessing.get_context("fork").Process(
+        target=runpy.run_path, args=(sys.argv[0],), kwargs={{"run_name": "__main__"}}
+    )
+    wrapper.start()
+    wrappers.append(wrapper)
+for wrapper in wrappers:
+    wrapper.join()
 sys.exit(wrapper.exitcode)
 """
 REPORTS = """
@@ -50,14 +60,26 @@ sys.exit(7)
 """
 
 
-def run_forked(directory: Path, *program: str) -> tuple[int, str]:
-    """The exit code and the log of a rank."""
-    log = directory / "rank-00.log"
+def run_forked(directory: Path, *program: str, ranks: int = 1, preload: str = "") -> tuple[int, str]:
+    """The exit code and the log of the last rank."""
+    log = directory / f"rank-{ranks - 1:02d}.log"
     log.unlink(missing_ok=True)
     command = [sys.executable, "-P", "-c", TORCHRUN.format(root=str(ROOT)), str(PROCESS_WRAPPER), "rank"]
     done = subprocess.run(
         [*command, str(directory), str(directory), "script", *program], cwd=directory, check=False,
-        env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": f"{ROOT}:{directory}"},
+        env={**os.environ, "RANKS": str(ranks), "PRELOAD": preload, "PYTHONPATH": f"{ROOT}:{directory}"},
+    )  # fmt: skip
+    return done.returncode, log.read_text()
+
+
+def run_executed(directory: Path, *program: str) -> tuple[int, str]:
+    """The same of a rank whose script needs a Python of its own."""
+    log = directory / "rank-00.log"
+    log.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-S", str(PROCESS_WRAPPER), "rank", str(directory), str(directory),
+         sys.executable, "-P", str(PROCESS_WRAPPER), "own", "script", *program],
+        env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": str(directory)}, cwd=directory, check=False,
     )  # fmt: skip
     return done.returncode, log.read_text()
 
@@ -67,8 +89,8 @@ def run_plain(directory: Path, *program: str) -> tuple[int, str]:
     log = directory / "rank-00.log"
     with log.open("w") as file:
         done = subprocess.run(
-            [sys.executable, "-u", *program], cwd=directory, stdout=file, stderr=file, check=False,
-            env={**os.environ, "PYTHONPATH": str(directory)},
+            [sys.executable, "-u", *program], cwd=directory, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            env={**os.environ, "PYTHONPATH": str(directory)}, check=False,
         )  # fmt: skip
     return done.returncode, log.read_text()
 
@@ -88,15 +110,75 @@ def code(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("program", [("train.py",), ("-m", "package.train")])
-def test_script_finds_what_it_finds_elsewhere_and_ends_likewise(code: Path, program: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("start", [run_forked, run_executed])
+def test_script_finds_what_it_finds_elsewhere_and_ends_likewise(
+    code: Path, program: tuple[str, ...], start: Callable[..., tuple[int, str]]
+) -> None:
     path = program if program[0] == "-m" else (str(code / program[0]),)
-    forked = run_forked(code, *path, str(code / "rank-00.log"), "--flag")
+    forked = start(code, *path, str(code / "rank-00.log"), "--flag")
     assert forked == run_plain(code, *path, str(code / "rank-00.log"), "--flag")
     assert forked[0] == 7
     first, record, *rest = forked[1].splitlines()
     assert first == "no line7"
     assert json.loads(record)["argv"][-1] == "--flag"
     assert rest == ["late", "at exit"]
+
+
+# Classes and functions of the script travel in pickles, by the name of its module.
+MULTIPROCESSING = """
+import multiprocessing, subprocess, sys, threading, time
+from dataclasses import dataclass
+
+@dataclass
+class Answer:
+    process: str
+    parent: str
+
+def answer(_number=0):
+    return Answer(multiprocessing.current_process().name, multiprocessing.parent_process().name)
+
+def put(queue):
+    queue.put(answer())
+
+if __name__ == "__main__":
+    print(repr(sys.stdin.read()), sys.stdin is sys.__stdin__, sys.stdin.fileno(), sys.stdout.mode)
+    print(multiprocessing.get_start_method(allow_none=True), multiprocessing.active_children())
+    print(threading.main_thread().native_id == threading.get_native_id(), sys.orig_argv[1:])
+    multiprocessing.set_start_method(sys.argv[1])
+    with multiprocessing.Pool(1) as pool:
+        print(pool.map(answer, [0]))
+    for method in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=put, args=[queue])
+        process.start()
+        print(method, queue.get())
+        process.join()
+        print(process.exitcode, process)
+        process = context.Process(target=time.sleep, args=[1000])
+        process.start()
+        process.terminate()
+        process.join()
+        print(process.exitcode < 0)
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        process.terminate()
+    with multiprocessing.Manager() as manager:
+        print(manager.list([1]))
+"""
+
+
+@pytest.mark.parametrize("program", [("train.py",), ("-m", "package.train")])
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_script_starts_processes_as_elsewhere(code: Path, program: tuple[str, ...], method: str) -> None:
+    for name in ("train.py", "package/train.py"):
+        (code / name).write_text(MULTIPROCESSING)
+    path = program if program[0] == "-m" else (str(code / program[0]),)
+    forked, plain = (
+        (exit_code, re.sub(r"(pid|parent)=\d+", "", log))
+        for exit_code, log in (run_forked(code, *path, method), run_plain(code, *path, method))
+    )
+    assert plain[0] == 0, plain[1]
+    assert forked == plain
 
 
 ENDS = ["", "sys.exit()", "sys.exit(3)", "sys.exit('no data')", "def f(): raise ValueError('no luck')\nf()", "1 +"]
@@ -109,9 +191,12 @@ def test_script_ends_as_elsewhere(code: Path, end: str) -> None:
 
 
 def test_ranks_draw_different_random_numbers(code: Path) -> None:
-    (code / "train.py").write_text("import random, numpy\nprint(random.random(), numpy.random.rand())\n")
-    draws = [run_forked(code, str(code / "train.py"))[1].split() for _ in range(2)]
-    assert all(first != second for first, second in zip(*draws, strict=True))
+    """Also torch, whose generator has its seed by the time torchrun forks them."""
+    numbers = "random.random(), numpy.random.rand(), torch.rand(1).item()"
+    (code / "train.py").write_text(f"import random, numpy, torch\nprint({numbers})\n")
+    run_forked(code, str(code / "train.py"), ranks=2, preload="torch")
+    draws = [(code / f"rank-{rank:02d}.log").read_text().split() for rank in range(2)]
+    assert all(first != second for first, second in zip(*draws, strict=True)), draws
 
 
 def test_what_a_script_imports_is_imported_before_the_ranks_fork() -> None:
@@ -119,6 +204,9 @@ def test_what_a_script_imports_is_imported_before_the_ranks_fork() -> None:
 import os, torch.utils.data as data
 import pandas
 from torchvision.transforms import v2
+from torch.utils import cpp_extension
+from torch.utils.benchmark import Timer
+import torch.testing._internal.common_utils
 from . import helpers
 def main():
     os.environ["A"] = "b"
@@ -126,7 +214,8 @@ if __name__ == "__main__":
     os.environ["C"] = "d"
 """
     found = TopLevel.parse(source)
-    assert found.imports == ("torch.utils.data", "torchvision.transforms", "torchvision.transforms.v2")
+    expected = ["torch.utils.data", "torchvision.transforms", "torchvision.transforms.v2", "torch.utils"]
+    assert list(found.imports) == expected, "those that look at GPUs when they are imported are left out"
     assert not found.prepares_imports
 
 

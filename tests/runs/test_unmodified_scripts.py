@@ -1,0 +1,148 @@
+"""Scripts as tutorials have them: unmodified, each prints under our launcher what it prints under plain torchrun."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Site, add_script, submit_and_wait
+
+pytestmark = pytest.mark.timeout(400)
+
+# Data-parallel training of a toy, which saves its state every epoch and goes on from there.
+MULTINODE = """
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+class ToyDataset(Dataset):
+    def __init__(self, size):
+        generator = torch.Generator().manual_seed(0)
+        self.data = [(torch.rand(20, generator=generator), torch.rand(1, generator=generator)) for _ in range(size)]
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+class Trainer:
+    def __init__(self, model, loader, optimizer, save_every, snapshot_path):
+        self.rank = int(os.environ["RANK"])
+        self.loader, self.optimizer, self.save_every, self.snapshot_path = loader, optimizer, save_every, snapshot_path
+        self.model, self.epochs_run = model, 0
+        if os.path.exists(snapshot_path):
+            snapshot = torch.load(snapshot_path)
+            self.model.load_state_dict(snapshot["model"])
+            self.epochs_run = snapshot["epochs"]
+            print(f"resuming at epoch {self.epochs_run}", flush=True)
+        self.model = DDP(self.model)
+
+    def run_epoch(self, epoch):
+        self.loader.sampler.set_epoch(epoch)
+        for source, targets in self.loader:
+            self.optimizer.zero_grad()
+            loss = F.mse_loss(self.model(source), targets)
+            loss.backward()
+            self.optimizer.step()
+        print(f"[rank {self.rank}] epoch {epoch}: {len(self.loader)} steps, loss {loss.item():.4f}", flush=True)
+
+    def train(self, epochs):
+        for epoch in range(self.epochs_run, epochs):
+            self.run_epoch(epoch)
+            if self.rank == 0 and epoch % self.save_every == 0:
+                torch.save({"model": self.model.module.state_dict(), "epochs": epoch + 1}, self.snapshot_path)
+
+
+def main(save_every, total_epochs, batch_size):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data, model = ToyDataset(256), torch.nn.Linear(20, 1)
+    loader = DataLoader(data, batch_size=batch_size, shuffle=False, sampler=DistributedSampler(data))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    Trainer(model, loader, optimizer, save_every, "snapshot.pt").train(total_epochs)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("total_epochs", type=int)
+    parser.add_argument("save_every", type=int)
+    parser.add_argument("--batch_size", default=32, type=int)
+    args = parser.parse_args()
+    main(args.save_every, args.total_epochs, args.batch_size)
+"""
+# Loader workers that are spawned, and a pool, as they are needed with CUDA.
+WORKERS = """
+import multiprocessing
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(index) ** 2
+
+
+def cube(number):
+    return number**3
+
+
+def main():
+    multiprocessing.set_start_method(sys.argv[1])
+    dist.init_process_group("gloo")
+    for context in (None, "spawn", "forkserver"):
+        loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=context)
+        print(context, [batch.tolist() for batch in loader], flush=True)
+    with multiprocessing.Pool(2) as pool:
+        print(pool.map(cube, range(4)), flush=True)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("ranks:", int(total), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+SCRIPTS = {"multinode.py": (MULTINODE, ["3", "1"]), "workers.py": (WORKERS, ["spawn"])}
+
+
+@pytest.fixture
+def site(shared: Path) -> Site:
+    return Site(shared, "/nonexistent")
+
+
+def printed(text: str) -> list[str]:
+    """What scripts print themselves."""
+    return [line for line in text.splitlines() if re.match(r"\[rank|resuming|None|spawn|forkserver|\[0|ranks", line)]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_runs_as_under_plain_torchrun(site: Site, name: str, tmp_path: Path) -> None:
+    text, arguments = SCRIPTS[name]
+    (tmp_path / name).write_text(text)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", name]
+    plain = subprocess.run([*torchrun, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert plain.returncode == 0, plain.stderr
+    add_script(site, name, text)
+    run = submit_and_wait(site, "--cluster=local", "--nodes=2", "--gpus-per-node=1", "--", name, *arguments)
+    logs = [run.directory.rank_log(1, rank).read_text() for rank in range(2)]
+    assert run.status()["state"] == "completed", logs
+    assert printed(plain.stdout)
+    assert sorted(line for log in logs for line in printed(log)) == sorted(printed(plain.stdout))
