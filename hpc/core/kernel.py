@@ -1,9 +1,11 @@
-"""What the Linux kernel reports: time, processes, memory, mounted file systems, network. Runs everywhere."""
+"""What the Linux kernel reports of time, processes, memory, file systems and the network. Runs everywhere."""
 
+import ctypes
 import fcntl
 import os
 import re
 import resource
+import signal
 import socket
 import struct
 import time
@@ -18,6 +20,7 @@ _RESERVE = 0.05
 # The files with the limit and the usage of memory, in both versions of control groups.
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 # Lines of address, index, prefix length, scope, flags, interface.
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _LINK_LOCAL = 0x20
@@ -82,6 +85,11 @@ def is_alive(pid: str | int, started: int | None) -> bool:
     """Whether the process with this id and `start_time` runs; a zombie does not."""
     fields = _stat(pid)
     return bool(fields) and fields[_STATE] != "Z" and int(fields[_START_TIME]) == started
+
+
+def set_parent_death_signal() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends. Survives exec, not fork."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def raise_open_files_limit() -> None:

@@ -26,16 +26,17 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from hpc.core.parent_death import set_parent_death_signal
+from hpc.core.kernel import set_parent_death_signal
+from hpc.core.traceback_text import describe_exception
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
-_TAIL_BYTES, _LONGEST_DETAIL, _MAX_LINES_AFTER = 65536, 500, 20
+_TAIL_BYTES, _LONGEST_DETAIL = 65536, 500
 
 
 def become_torchrun(*program: str) -> None:
@@ -195,7 +196,7 @@ def _last_step(heartbeat: str, pid: int) -> int | None:
 
 
 def _last_line(log: str, size_before: int, *, killed: bool) -> str:
-    """The last line that the rank printed: of a Python exception, the one that names it.
+    """The message of the exception that ended the rank, or the last line that it printed.
 
     A rank that a signal killed prints nothing about it, unless the C++ runtime or Python's faulthandler does.
     """
@@ -209,21 +210,9 @@ def _last_line(log: str, size_before: int, *, killed: bool) -> str:
     if killed:
         said = [line for line in lines if line.lstrip().startswith("what():")]
         lines = said or [line for line in lines if line.startswith("Fatal Python error")]
-    else:
-        lines = _exception(lines) or lines
+    elif exception := describe_exception(text.splitlines()):
+        return exception
     return lines[-1].strip()[:_LONGEST_DETAIL] if lines else ""
-
-
-def _exception(lines: Sequence[str]) -> list[str]:
-    """The line that names the exception of the last traceback; none if the rank printed much after it.
-
-    More lines may follow: CUDA's messages end with advice.
-    """
-    begins = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    after = (
-        [number for number in range(begins[-1] + 1, len(lines)) if not lines[number].startswith(" ")] if begins else []
-    )
-    return [lines[after[0]]] if after and len(lines) - after[0] <= _MAX_LINES_AFTER else []
 
 
 def _record_failure(exits: str, name: str, record: Mapping[str, object]) -> None:

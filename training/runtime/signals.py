@@ -50,11 +50,11 @@ def die_with_parent(ignored: Iterable[signal.Signals]) -> None:
     """In a worker process: ignore signals that the parent handles, and be killed when the parent dies."""
     import multiprocessing  # noqa: PLC0415  # a rank installs its handlers first: these two would delay that by 10 ms
 
-    from hpc.core import parent_death  # noqa: PLC0415
+    from hpc.core import kernel  # noqa: PLC0415
 
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    parent_death.set_parent_death_signal()
+    kernel.set_parent_death_signal()
     parent = multiprocessing.parent_process()
     # The kernel sends nothing if the parent died before the call.
     if parent is not None and os.getppid() != parent.pid:

@@ -1,0 +1,103 @@
+"""Finds the exception that ended a Python program in what the program printed. Pure; runs everywhere.
+
+After torch's `init_process_group` each line of an uncaught exception names the rank: `[rank1]: ValueError: no luck`.
+The process wrapper of a rank imports this module, so it imports little.
+"""
+
+import re
+from collections.abc import Sequence
+
+_HEADER = "Traceback (most recent call last)"
+_RANK = re.compile(r"(?:\[rank\d+\]: )+")
+# What stands to the left of a traceback in a message or in an exception group.
+_MARGIN = re.compile(r"[\s|+]*")
+_EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(?::|$)")
+# The header of a traceback that is not part of another exception's text: Python's, a group's, one that rich has drawn.
+_OWN_HEADER = re.compile(r"(?:  \+ Exception Group |╭─+ )?Traceback")
+_CHAINED = re.compile(r"(?:The above exception was the direct cause of|During handling of the above exception)")
+# What Python prints above a traceback that does not end the process.
+_DOES_NOT_END = re.compile(r"Exception (?:ignored|in thread)|Error in (?:atexit|sys\.)|--- Logging error|Process \S+:$")
+_MOST_LINES_AFTER = 20
+
+_Traceback = tuple[int, int]
+"""The numbers of two lines: the header, and the one that names the exception."""
+
+
+def describe_exception(printed: Sequence[str]) -> str:
+    """The message of the last exception; empty if there is none, or if it was caught, as what follows it shows.
+
+    The one that it was raised from follows in parentheses, as does one that it reports: a full disk makes torch.save
+    raise a RuntimeError while it handles an OSError that says so.
+    """
+    lines = _without_ranks(printed)
+    found = _last_exception(lines)
+    if not found:
+        return ""
+    (_, last), uncaught = found[-1], _RANK.match(printed[found[0][0]])
+    if not uncaught and sum(any(map(str.isalnum, line)) for line in lines[last + 1 :]) > _MOST_LINES_AFTER:
+        return ""
+    # The members of a group stand further to the right.
+    _, main = min(reversed(found), key=lambda each: _indentation(lines[each[0]]))
+    message = _message(lines, main)
+    others = [other for _, number in found if (other := _message(lines, number)) != message]
+    return f"{message[:250]} (with {others[0][:240]})" if others else message[:500]
+
+
+def exception_lines(printed: Sequence[str]) -> list[str]:
+    """The lines of the last exception, with its tracebacks; none if there is none."""
+    lines = _without_ranks(printed)
+    found = _last_exception(lines)
+    if not found:
+        return []
+    first, last = found[0][0], found[-1][1]
+    end = last + 1
+    while end < len(lines) and _RANK.match(printed[last]) and (_RANK.match(printed[end]) or not printed[end].strip()):
+        end += 1
+    return [*lines[first:last], *"\n".join(lines[last:end]).rstrip().splitlines()]
+
+
+def _without_ranks(printed: Sequence[str]) -> list[str]:
+    return [_RANK.sub("", line) if line.startswith("[rank") else line for line in printed]
+
+
+def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
+    """The tracebacks of the last exception, and of those that it is chained to or quotes, in the order of printing."""
+    exceptions = list[list[_Traceback]]()
+    for header in (number for number, line in enumerate(lines) if _HEADER in line):
+        named = _exception_line(lines, header)
+        if named is None:
+            continue
+        between = lines[exceptions[-1][-1][1] + 1 : header] if exceptions else []
+        if exceptions and (not _OWN_HEADER.match(lines[header]) or any(map(_CHAINED.match, between))):
+            exceptions[-1].append((header, named))
+        else:
+            exceptions.append([(header, named)])
+    ending = [each for each in exceptions if not _DOES_NOT_END.match(lines[max(0, each[0][0] - 1)])]
+    return (ending or exceptions or [[]])[-1]
+
+
+def _exception_line(lines: Sequence[str], header: int) -> int | None:
+    """The line that names the exception of a traceback: frames are indented. None if the traceback is cut off."""
+    indentation = _indentation(lines[header])
+    for number in range(header + 1, len(lines)):
+        own = _indentation(lines[number])
+        if own <= indentation and _EXCEPTION.match(lines[number], own):
+            return number
+        if _HEADER in lines[number]:
+            break
+    return None
+
+
+def _indentation(line: str) -> int:
+    margin = _MARGIN.match(line)
+    return margin.end() if margin else 0
+
+
+def _message(lines: Sequence[str], number: int) -> str:
+    """The first line of a message, with more lines as long as they end with a colon."""
+    text = lines[number][_indentation(lines[number]) :].strip()
+    for line in lines[number + 1 :]:
+        if not text.endswith(":") or _HEADER in line:
+            break
+        text = f"{text} {line[_indentation(line) :].strip()}".strip()
+    return text
