@@ -224,8 +224,11 @@ def what_is(pid: int) -> str | None:
     if "jobs.agent" in words:
         return "agent"
     if "torch.distributed.run" in line or "torchrun_main.py" in line:
+        if "process_wrapper.py" in "".join(words[:3]):
+            return "torchrun's wrapper"
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        is_wrapper = b"torchrun_main.py" in Path(f"/proc/{parent}/cmdline").read_bytes()
+        words_of_parent = Path(f"/proc/{parent}/cmdline").read_text(errors="replace").split("\0")
+        is_wrapper = "torchrun_main.py" in "".join(words_of_parent[:3])
         return "rank's wrapper" if is_wrapper else "torchrun"
     return None
 

@@ -20,7 +20,9 @@ _RESERVE = 0.05
 # The files with the limit and the usage of memory, in both versions of control groups.
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+# Python's and torch's helper processes end by themselves when their parent has ended, and remove shared memory.
+_ASK_SECONDS, _KILL_SECONDS, _POLL_SECONDS = 0.1, 0.5, 0.01
 # Lines of address, index, prefix length, scope, flags, interface.
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _LINK_LOCAL = 0x20
@@ -87,9 +89,42 @@ def is_alive(pid: str | int, started: int | None) -> bool:
     return bool(fields) and fields[_STATE] != "Z" and int(fields[_START_TIME]) == started
 
 
-def set_parent_death_signal() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends. Survives exec, not fork."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def set_parent_death_signal(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends. Survives exec, not fork."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each process that a descendant of this one leaves behind. Survives exec, not fork."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_children(seconds: float = 30.0) -> list[int]:
+    """End the children of this process, and what they leave to it, and wait until the kernel has freed what they held.
+
+    Those that do not end by themselves get SIGTERM, then SIGKILL. Returns those that are still there after `seconds`.
+    """
+    began, asked = time.monotonic(), set[int]()
+    while left := [child for child in children(os.getpid()) if not _reap(child)]:
+        passed = time.monotonic() - began
+        if passed > seconds:
+            return left
+        for child in left:
+            if passed > _KILL_SECONDS:
+                os.kill(child, signal.SIGKILL)
+            elif passed > _ASK_SECONDS and child not in asked:
+                asked.add(child)
+                os.kill(child, signal.SIGTERM)
+        time.sleep(_POLL_SECONDS)
+    return []
+
+
+def _reap(child: int) -> bool:
+    """Whether a child has ended with all its threads: as long as one lives, its memory, GPUs and ports are in use."""
+    try:
+        return os.waitpid(child, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return True
 
 
 def raise_open_files_limit() -> None:

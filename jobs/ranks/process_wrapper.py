@@ -2,7 +2,8 @@
 
 Runs as a script, without site-packages, so that it starts in milliseconds and a user's program needs nothing of ours:
 
-    process_wrapper.py torchrun PROGRAM ARGS...                 becomes the program, which ignores SIGTERM and SIGUSR2
+    process_wrapper.py torchrun PROGRAM ARGS...                 runs torchrun, and ends when nothing of it is left
+    process_wrapper.py container PROGRAM ARGS...                becomes the program, which starts a container
     process_wrapper.py rank LOG_DIR NODE_DIR PROGRAM ARGS...    runs the program as one rank, and records how it failed
     process_wrapper.py rank LOG_DIR NODE_DIR -m MODULE ARGS...  the same for a module of ours, in a fork of this process
     process_wrapper.py rank LOG_DIR NODE_DIR script FILE.py ARGS...  and for a user's script, or `-m MODULE ARGS...`
@@ -31,20 +32,52 @@ from typing import Any
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from hpc.core.kernel import set_parent_death_signal
+from hpc.core.kernel import adopt_orphans, children, end_children, set_parent_death_signal
 from hpc.core.traceback_text import describe_exception
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
+# Only the agent sends it (jobs.ranks.torchrun), and the kernel when the agent has ended.
+_END = signal.SIGRTMIN
+_END_SECONDS = 1.0
 _TAIL_BYTES, _LONGEST_DETAIL = 65536, 500
 
 
-def become_torchrun(*program: str) -> None:
-    """Become torchrun: Slurm's signals must not end it, or it would kill its ranks before they could save."""
+def run_torchrun(*program: str) -> None:
+    """Run torchrun, and end as it ended, when no process of its ranks exists any more."""
+    set_parent_death_signal(_END)
+    signal.signal(_END, _end_torchrun)
+    _ignore_slurm()
+    signal.signal(signal.SIGINT, lambda *_: None)  # torchrun, which does not inherit this, has its own handler
+    _, status = _run(program, signal.SIG_IGN)
+    if left := end_children():
+        print(f"processes {left} of ranks cannot be killed", flush=True)
+        from hpc.core.causes import EXIT_BAD_NODE  # noqa: PLC0415  # slow to import, and hardly ever needed
+
+        os._exit(EXIT_BAD_NODE)
+    _end_as(status)
+
+
+def _end_torchrun(*_: object) -> None:
+    """Kill torchrun: the agent wants it to end, or has ended. Its wrappers and their ranks die with it."""
+    running = children(os.getpid())
+    if not running:
+        os._exit(1)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+def become_container(*program: str) -> None:
+    """Become the program that starts a container."""
     set_parent_death_signal()
+    _ignore_slurm()
+    os.execvp(program[0], program)  # noqa: S606 - a list, no shell
+
+
+def _ignore_slurm() -> None:
+    """Ignore Slurm's signals, as torchrun does, which inherits this: it would kill its ranks before they could save."""
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    os.execvp(program[0], program)  # noqa: S606 - a list, no shell
 
 
 def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
@@ -92,11 +125,18 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         }
         _record_failure(exits, f"{time.monotonic_ns():020d}-{local_rank}.json", record)
     _remove(os.path.join(exits, running))
-    # End as the program did, so that torchrun sees it.
-    if by_signal:
-        if by_signal != signal.SIGKILL:
-            signal.signal(by_signal, signal.SIG_DFL)
-        os.kill(os.getpid(), by_signal)
+    # torchrun, which adopts what is left then, waits for it.
+    end_children(_END_SECONDS)
+    _end_as(status)
+
+
+def _end_as(status: int) -> None:
+    """End as the program did, so that the parent sees it; return if that was without a failure."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     if status:
         os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
@@ -113,15 +153,18 @@ def _print_to(log: str) -> int:
     return os.fstat(descriptor).st_size
 
 
-def _run(program: tuple[str, ...], on_sigterm: Callable[..., None]) -> tuple[int, int]:
+def _run(program: tuple[str, ...], on_sigterm: Callable[..., None] | signal.Handlers) -> tuple[int, int]:
     """Run the program to its end and return its pid and wait status. It does not outlive this process."""
     parent = os.getpid()
+    adopt_orphans()
     # The program ignores it until it has its own handler: the agent takes a rank that has one for one that can save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pid = os.fork()
     if pid:
         signal.signal(signal.SIGTERM, on_sigterm)
-        return os.waitpid(pid, 0)
+        while (ended := os.wait())[0] != pid:
+            pass  # a process that the program had left to this one
+        return ended
     try:
         set_parent_death_signal()
         if os.getppid() == parent:
@@ -242,7 +285,9 @@ def _remove(path: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "torchrun":
-        become_torchrun(*sys.argv[2:])
+        run_torchrun(*sys.argv[2:])
+    elif sys.argv[1] == "container":
+        become_container(*sys.argv[2:])
     elif sys.argv[1] == "own":
         _become(tuple(sys.argv[2:]))
     else:

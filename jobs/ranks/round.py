@@ -41,6 +41,8 @@ _POLL_SECONDS = 0.1
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
 # After a stop request, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
+# This node starts no ranks after those that it kills when the attempt ends: they need not have ended.
+_LEAVE_SECONDS = 5.0
 # Stale NFS handles recover within seconds.
 _START_SECONDS, _START_PAUSE_SECONDS = 30.0, 1.0
 
@@ -83,6 +85,8 @@ def run_round(
                 abort_count = now.abort_count
                 torchrun.abort_ranks()
             if now.over or now.paused or now.round != directive.round or channel.head_is_silent:
+                if now.over:
+                    torchrun.kill(_LEAVE_SECONDS)
                 return None
             if stop.signal:
                 if own_script:
@@ -94,9 +98,10 @@ def run_round(
                 )
                 without_ranks = min(time.monotonic() - ranks_seen, stop.seconds)
                 if without_ranks > _WITHOUT_RANKS_SECONDS or stop.seconds > timeout_seconds:
-                    break
+                    torchrun.kill(_LEAVE_SECONDS)
+                    return 1
             time.sleep(_POLL_SECONDS)
-        return 1 if torchrun.exit_code is None else torchrun.exit_code
+        return torchrun.exit_code
 
 
 def stop_signals(spec: RunSpec, received: signal.Signals) -> list[signal.Signals]:

@@ -16,13 +16,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from hpc.core.causes import EXIT_BAD_NODE
+from hpc.core.errors import BadNodeError
 from hpc.core.kernel import children
-from jobs.ranks.rendezvous import TORCHRUN
 
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
-_UNMOUNT_SECONDS = 5.0
+# The wrapper of torchrun then ends it.
+_END = signal.SIGRTMIN
+# More than its wrapper waits for what does not end on SIGKILL.
+_KILL_SECONDS = 40.0
 # A fork takes milliseconds.
 _FORK_SECONDS = 30.0
 
@@ -36,7 +40,7 @@ class Torchrun:
         """Start it. `contained`: the command line starts a container, and this same wrapper in it."""
         self._contained = contained
         self._process = subprocess.Popen(
-            [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv],
+            [sys.executable, "-S", str(PROCESS_WRAPPER), "container" if contained else "torchrun", *argv],
             env=environment,
             cwd=directory,
             stdin=subprocess.DEVNULL,
@@ -57,16 +61,18 @@ class Torchrun:
 
     def ranks(self) -> list[int]:
         """The process ids of its ranks."""
-        return [rank for wrapper in self._wrappers() for rank in children(wrapper)]
+        # A rank is the first child of its wrapper. Others are what the rank has left behind.
+        return [rank for wrapper in self._rank_wrappers() for rank in children(wrapper)[:1]]
+
+    def _rank_wrappers(self) -> list[int]:
+        torchruns = [torchrun for wrapper in self._wrappers() for torchrun in children(wrapper)]
+        return [wrapper for torchrun in torchruns for wrapper in children(torchrun)]
 
     def _wrappers(self) -> list[int]:
-        return [child for torchrun in self._torchruns() for child in children(torchrun)]
-
-    def _torchruns(self) -> list[int]:
-        """The process itself, or its child in the container, if that has begun: none of those that mount the image."""
+        """The wrapper of torchrun, in the container if there is one and it has begun; not what mounts the image."""
         if not self._contained:
             return [self._process.pid]
-        return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER, TORCHRUN)]
+        return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER)]
 
     def kill_stuck_forks(self) -> None:
         """Kill forks of torchrun in which nothing runs yet, after half a minute: torchrun then starts its ranks again.
@@ -76,7 +82,7 @@ class Torchrun:
         """
         now = time.monotonic()
         # A wrapper first makes a session.
-        forking = [pid for pid in self._wrappers() if not _leads_session(pid)]
+        forking = [pid for pid in self._rank_wrappers() if not _leads_session(pid)]
         self._forking = {pid: self._forking.get(pid, now) for pid in forking}
         for pid, since in self._forking.items():
             if now - since > _FORK_SECONDS:
@@ -109,27 +115,26 @@ class Torchrun:
         for pid in set(ranks) & set(self.ranks()):
             _send(pid, signal.SIGKILL)
 
-    def kill(self) -> None:
-        """Kill all of it: ranks that wait for a lost one react to nothing else."""
-        if self.exit_code is not None:
-            return
-        # While it is stopped it starts no new ranks.
-        torchruns = self._torchruns()
-        for torchrun in torchruns:
-            _send(torchrun, signal.SIGSTOP)
-        for wrapper in self._wrappers():
-            # A wrapper leads a session, with its rank and the rank's loader workers in it; but not at once.
-            for kill in (os.killpg, os.kill):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(wrapper, signal.SIGKILL)
-        for torchrun in torchruns:
-            _send(torchrun, signal.SIGKILL)
-        if self._contained and torchruns:
-            # Apptainer then ends by itself, and removes what it has mounted.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_UNMOUNT_SECONDS)
-        self._process.kill()
-        self._process.wait()
+    def kill(self, seconds: float = _KILL_SECONDS) -> None:
+        """Kill all of it: ranks that wait for a lost one react to nothing else. Return when no process of it exists.
+
+        Raises:
+            BadNodeError: a process stays. Not if `seconds` are too few to tell.
+        """
+        if self.exit_code is None:
+            wrappers = self._wrappers()
+            for wrapper in wrappers:
+                _send(wrapper, _END)
+            if wrappers:
+                # Apptainer ends by itself, too, and removes what it has mounted.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(seconds)
+            self._process.kill()
+            self._process.wait()
+        if self.exit_code == EXIT_BAD_NODE:
+            raise BadNodeError(
+                f"a rank on {os.uname().nodename} cannot be killed: it waits in the kernel for a device or storage"
+            )
 
 
 def handles(pid: int, number: signal.Signals) -> bool:

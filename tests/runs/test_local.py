@@ -15,6 +15,7 @@ from cluster import LONG, SMALL_BATCH, Run, Site, commands, parent, ranks_of, ti
 from PIL import Image
 
 from hpc.core import ledger
+from hpc.core.kernel import process_state
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from training.config.packed_index import read_index
@@ -160,6 +161,36 @@ def test_run_waits_between_failures_and_a_signal_ends_the_wait(site: Site) -> No
     rounds = [event["attempt"] for event in run.events("rendezvous")]
     assert rounds.count(1) == 3, "the check, the first one, and that after the first pause"
     run.cancel()
+
+
+LEAVES = """
+import os, subprocess, time
+here = os.environ["TORCHRELAY_RUN_DIR"]
+left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+with open(f"{here}/left-{os.environ['RANK']}", "w") as file:
+    print(left.pid, file=file)
+while not os.path.exists(f"{here}/end"):
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_no_process_of_a_rank_outlives_the_run(site: Site, cancelled: bool) -> None:
+    (site.path / "leaves.py").write_text(LEAVES)
+    for command in (("git", "init", "-q"), ("git", "add", "leaves.py")):
+        assert site.type(*command).returncode == 0
+    run = site.submit(LOCAL, "--nodes=2", "--gpus-per-node=1", "--name=leaves", "--grace=3s", "--", "leaves.py")
+    notes = [run.directory.path / f"left-{rank}" for rank in range(2)]
+    run.wait("the ranks", lambda: all(note.exists() and note.read_text() for note in notes))
+    pids = [int(note.read_text()) for note in notes]
+    assert all(process_state(pid) for pid in pids)
+    if cancelled:
+        run.cancel()
+    else:
+        (run.directory.path / "end").touch()
+        run.wait_for_state("completed")
+    run.wait("the end", lambda: not run.is_alive())
+    assert not any(process_state(pid) for pid in pids)
 
 
 def test_own_script_with_its_arguments_and_environment(site: Site) -> None:

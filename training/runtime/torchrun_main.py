@@ -32,7 +32,9 @@ from torch.numa.binding import AffinityMode
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import UserError
+from hpc.core.kernel import adopt_orphans, end_children
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 from training.runtime.preload import LIBRARIES, MODULES
 
@@ -46,8 +48,15 @@ _close = PContext.close
 
 
 def end_ranks(ranks: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:  # noqa: ARG001
-    """In place of torchrun's `PContext.close`: ask the ranks to end, and kill those that have not."""
+    """In place of torchrun's `PContext.close`: ask the ranks to end, and kill those that have not.
+
+    torchrun waits for their wrappers. A rank exists, and keeps its GPU, for as long as the kernel needs to free its
+    memory. Return when it has ended, with what it has left behind.
+    """
     _close(ranks, death_sig, _END_SECONDS)
+    if left := end_children():
+        print(f"processes {left} of ranks cannot be killed", flush=True)
+        os._exit(EXIT_BAD_NODE)
 
 
 def import_all(modules: Iterable[str]) -> None:
@@ -100,6 +109,7 @@ def run() -> int:
         return NodeRendezvous(parameters, secret)
 
     rendezvous_handler_registry.register(BACKEND, create)
+    adopt_orphans()
     PContext.close = end_ranks  # type: ignore[assignment]
     try:
         launch()

@@ -43,7 +43,7 @@ def test_exit_code_is_torchruns() -> None:
 
 
 def test_signal_is_forwarded_only_to_ranks_that_handle_it() -> None:
-    slow = "import signal, time; time.sleep(1); signal.signal(signal.SIGUSR2, lambda *_: exit(3)); time.sleep(300)"
+    slow = "import signal, time; time.sleep(1); signal.signal(signal.SIGUSR2, lambda *_: exit(4)); time.sleep(300)"
     with start(slow) as torchrun:
         wait_for(torchrun.ranks)
         [rank] = torchrun.ranks()
@@ -53,7 +53,7 @@ def test_signal_is_forwarded_only_to_ranks_that_handle_it() -> None:
         wait_for(lambda: handles(rank, signal.SIGUSR2))
         torchrun.forward([signal.SIGTERM, signal.SIGUSR2])
         wait_for(lambda: torchrun.exit_code is not None)
-        assert torchrun.exit_code == 3
+        assert torchrun.exit_code == 4
     assert not handles(rank, signal.SIGUSR2), "a process that has ended handles nothing"
 
 

@@ -1,0 +1,216 @@
+"""When ranks have ended, no process of theirs exists: the next ones have the GPUs and ports for themselves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import ROOT
+
+from hpc.core.errors import BadNodeError
+from hpc.core.kernel import process_state
+from hpc.core.nodedir import NodeDir
+from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    for each in NodeDir(tmp_path).directories:
+        each.mkdir(exist_ok=True)
+    return tmp_path
+
+
+def wait_for(path: Path) -> str:
+    """What a file says, once it has a whole line."""
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text().endswith("\n"):
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+    return path.read_text()
+
+
+# The kernel needs a while to free a rank's memory. The main thread is a zombie by then; another one still exists.
+LARGE = """
+import os, sys, threading, time
+memory = bytearray(1_000_000_000)
+memory[::4096] = b"x" * len(memory[::4096])
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+print(os.getpid(), file=open(sys.argv[1], "w"), flush=True)
+time.sleep(1000)
+"""
+# What torchrun does for the ranks of a round, up to their end.
+ENDS = """
+import os, signal, sys, time
+from pathlib import Path
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.run import run_script_path
+from hpc.core.kernel import adopt_orphans
+from training.runtime.torchrun_main import end_ranks
+
+noted, kills, *program = sys.argv[1:]
+if __name__ == "__main__":
+    adopt_orphans()
+    specs, environment = DefaultLogsSpecs(), {"RANK": "0", "LOCAL_RANK": "0"}
+    ranks = start_processes("t", run_script_path, {0: program}, {0: environment}, specs, start_method="fork")
+    while not Path(noted).exists() or not Path(noted).read_text():
+        time.sleep(0.02)
+    rank = Path(noted).read_text().strip()
+    if kills == "wrapper":
+        os.kill(ranks.pids()[0], signal.SIGKILL)
+    end_ranks(ranks)
+    tasks = Path("/proc", rank, "task")
+    print("left:", [each.name for each in tasks.iterdir()] if tasks.exists() else [])
+"""
+
+
+@pytest.mark.parametrize("kills", ["nothing", "wrapper"])
+def test_torchrun_waits_for_ranks_not_for_their_wrappers_alone(node: Path, kills: str) -> None:
+    (node / "large.py").write_text(LARGE)
+    (node / "ends.py").write_text(ENDS)
+    wrapper = [str(PROCESS_WRAPPER), "rank", str(node), str(node)]
+    program = [*wrapper, "script", str(node / "large.py"), str(node / "pid")]
+    command = [sys.executable, str(node / "ends.py"), str(node / "pid"), kills, *program]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("left: []\n"), done.stdout
+
+
+# Each start of the rank leaves processes behind: in a session of their own, also as children of a process that has
+# ended, with a port that the next start needs.
+LEAVES = """
+import os, pathlib, signal, socket, subprocess, sys, time
+here, start = pathlib.Path(sys.argv[1]), int(os.environ["TORCHRELAY_RESTARTS"])
+older = [path for path in here.glob("left-*") if int(path.name.split("-")[1]) < start]
+met = [path.name for path in older if os.path.exists(f"/proc/{path.read_text().strip()}")]
+port = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+port.set_inheritable(True)
+print(*met, file=open(here / f"met-{start}", "w"), flush=True)
+for name, command in {
+    "session": ["sh", "-c", "echo $$ > {}; exec sleep 1000"],
+    "orphan": ["sh", "-c", "(sh -c 'echo $$ > {}; exec sleep 1000') & exit"],
+    "stubborn": ["sh", "-c", "trap '' TERM; echo $$ > {}; exec sleep 1000"],
+}.items():
+    path = here / f"left-{start}-{name}"
+    command = [word.replace("{}", str(path)) for word in command]
+    subprocess.Popen(command, start_new_session=True, pass_fds=[port.fileno()])
+    while not path.exists() or not path.read_text().strip():
+        time.sleep(0.01)
+if start == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+if start == 1:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+print("stays", file=open(here / "stays", "w"), flush=True)
+while not (here / "end").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def left_behind(node: Path) -> Iterator[list[str]]:
+    """A command line of torchrun for a rank that leaves processes behind; these end with the test."""
+    (node / "leaves.py").write_text(LEAVES)
+    wrapper = [str(PROCESS_WRAPPER), "rank", str(node), str(node)]
+    program = [*wrapper, "script", str(node / "leaves.py"), str(node), str(pick_port())]
+    yield torchrun_argv(alone(), 1, "127.0.0.1", sys.executable, program)
+    for pid in pids_left(node):
+        os.kill(pid, signal.SIGKILL)
+
+
+def alone() -> Rendezvous:
+    return Rendezvous(
+        run="r", attempt=1, secret="s", round=1, num_nodes=1, host="localhost", port=pick_port(), node=0
+    )  # fmt: skip
+
+
+def pids_left(node: Path) -> list[int]:
+    pids = [int(path.read_text()) for path in node.glob("left-*")]
+    return [pid for pid in pids if process_state(pid) is not None]
+
+
+def start(argv: list[str]) -> Torchrun:
+    return Torchrun(argv, environment(), ROOT)
+
+
+def environment() -> dict[str, str]:
+    return torchrun_environment(alone(), {**os.environ, "TORCHRELAY_PRELOAD": ""})
+
+
+def test_what_a_rank_leaves_behind_ends_with_it(node: Path, left_behind: list[str]) -> None:
+    """It was killed, its wrapper was killed, it has ended by itself."""
+    with start(left_behind) as torchrun:
+        wait_for(node / "stays")
+        assert [wait_for(node / f"met-{number}") for number in range(3)] == ["\n"] * 3
+        assert len(pids_left(node)) == 3, "of the rank that runs"
+        assert len(torchrun.ranks()) == 1
+        (node / "end").touch()
+        while torchrun.exit_code is None:
+            time.sleep(0.02)
+        assert torchrun.exit_code == 0
+        assert not pids_left(node)
+
+
+@pytest.mark.parametrize("dies", ["nobody", "torchrun"])
+def test_what_a_rank_leaves_behind_ends_with_torchrun(node: Path, left_behind: list[str], dies: str) -> None:
+    with start(left_behind) as torchrun:
+        wait_for(node / "stays")
+        if dies == "torchrun":
+            [rank] = torchrun.ranks()
+            os.kill(parent(parent(rank)), signal.SIGKILL)
+            while torchrun.exit_code is None:
+                time.sleep(0.02)
+            assert torchrun.exit_code == -signal.SIGKILL
+    assert not pids_left(node)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+AGENT = """
+import os, sys, time
+from pathlib import Path
+from jobs.ranks.torchrun import Torchrun
+with Torchrun(sys.argv[1:], os.environ, Path("/")):
+    time.sleep(1000)
+"""
+
+
+def test_what_a_rank_leaves_behind_ends_when_its_agent_is_killed(node: Path, left_behind: list[str]) -> None:
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, *left_behind], cwd=ROOT, env=environment())
+    wait_for(node / "stays")
+    agent.kill()
+    agent.wait()
+    deadline = time.monotonic() + 60
+    while pids_left(node):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+STAYS = """
+import signal, subprocess
+from hpc.core.kernel import end_children
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"])
+print(end_children(seconds=0.3) == [child.pid], end_children())
+"""
+
+
+def test_process_that_stays_is_named() -> None:
+    """Before SIGKILL, which ends all but a process that waits in the kernel."""
+    done = subprocess.run([sys.executable, "-c", STAYS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "True []\n"
+
+
+def test_node_on_which_a_rank_stays_is_bad() -> None:
+    torchrun = start(["sh", "-c", "exit 3"])
+    while torchrun.exit_code is None:
+        time.sleep(0.02)
+    with pytest.raises(BadNodeError, match="cannot be killed"):
+        torchrun.kill()
