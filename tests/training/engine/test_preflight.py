@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
+from torch.nn import functional
 from trainer_rig import Starter, events
 
 from hpc.core.causes import EXIT_BAD_NODE
@@ -58,6 +60,18 @@ def test_one_wrong_element_of_what_a_model_computes_is_found(count: Count, dtype
     assert wrong == 0
     assert total > 10_000
     assert count(torch.device("cpu"), dtype, falsify=True) == (1, total)
+
+
+def test_attention_whose_result_is_transposed_in_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel returns it that GPUs without flash attention use."""
+    attention = functional.scaled_dot_product_attention
+
+    def transposed(*tensors: Tensor) -> Tensor:
+        return attention(*tensors).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", transposed)
+    wrong = [wrong_in_attention(torch.device("cpu"), torch.float32, falsify=falsify)[0] for falsify in (False, True)]
+    assert wrong == [0, 1]
 
 
 @pytest.mark.parametrize(
