@@ -20,6 +20,7 @@ from torch.nn import functional
 from hpc.core.errors import BadNodeError, TorchrelayError
 from hpc.core.ledger import EventWriter, attempt_prefix
 from hpc.core.rundir import RunDir
+from training.runtime.busy_gpu import wait_while_busy
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.rank_device import device_name, device_of_the_node
@@ -60,7 +61,8 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     began = time.monotonic()
     falsify = fault.inject("preflight", 0, group.rank)
     problem = ""
-    for what, wrong, total in _computations(group.device, falsify=falsify):
+    computed = wait_while_busy(group.device, lambda: list(_computations(group.device, falsify=falsify)))
+    for what, wrong, total in computed:
         if wrong and not problem:
             problem = f"{_describe_device(group)} computes wrongly: {wrong} of {total} elements of {what} are wrong"
     problems = {rank: text for rank, text in enumerate(group.all_gather_json(problem)) if text}

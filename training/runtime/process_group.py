@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 from hpc.core.errors import UserError
 from hpc.core.kernel import resident_memory_bytes
+from training.runtime.busy_gpu import occupy, wait_while_busy
 from training.runtime.cpu_affinity import bind_to_cores
 from training.runtime.rank_device import device_of_the_node, find_device
 from training.runtime.run_context import RankInfo
@@ -190,7 +192,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
-        TorchrelayError: that is so on another node.
+        TorchrelayError: that is so on another node, or the driver accepts only new processes.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
     # The rendezvous's key-value store: torchrun's; in memory for a single rank without torchrun.
@@ -202,7 +204,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     device = find_device(rank_info, store)
     gpu = device if device.type == "cuda" else None
     if gpu:
-        torch.cuda.set_device(gpu)
+        wait_while_busy(gpu, partial(occupy, gpu))
     # Before gloo and NCCL start their threads.
     cores = bind_to_cores(device, rank_info).per_rank
     distributed.init_process_group(

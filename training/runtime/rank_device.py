@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # exported, b
 from hpc.core.causes import is_device_failure
 from hpc.core.errors import BadNodeError, TorchrelayError
 from training.config.device_choice import must_use_gpu
+from training.runtime.busy_gpu import driver_recovers, passes
 from training.runtime.run_context import RankInfo
 
 # After this long without an answer, another rank is dead.
@@ -107,12 +109,14 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them, though they were asked for.
-        TorchrelayError: that is so on another node.
+        TorchrelayError: that is so on another node, or the driver accepts only new processes.
     """
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # Without a node agent, torchrun's user has named GPUs. A testbed names pretended ones, which have no driver.
     named = bool(os.environ.get("CUDA_VISIBLE_DEVICES")) and _NVIDIA_DRIVER.exists()
     problem = why_no_gpu() if not usable and (named or must_use_gpu(os.environ)) else ""
+    if passes(problem) and driver_recovers(problem):
+        raise TorchrelayError(f"the GPU driver of {platform.node()} accepts only new processes: start this rank again")
     return choose_device(rank_info, store, usable, problem)
 
 
@@ -126,8 +130,10 @@ def why_no_gpu(drivers: tuple[Path, ...] = (_NVIDIA_DRIVER, _AMD_DRIVER)) -> str
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        first_sentence = str(error).strip().partition("\n")[0].partition(". ")[0]
-        return f"{version} cannot use the driver: {first_sentence}"
+        message = str(error).strip().partition("\n")[0]
+        numbered = re.search(r"Error \d+: .*", message)
+        reason = numbered[0] if numbered else message.partition(". ")[0]
+        return f"{version} cannot use the driver: {reason}"
     return f"{version} sees none with CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
 
 

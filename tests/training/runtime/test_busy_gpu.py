@@ -1,0 +1,120 @@
+"""A GPU that is busy for a while costs seconds, and one that stays busy costs its node."""
+
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
+
+from hpc.core.errors import BadNodeError, TorchrelayError
+from training.engine import preflight
+from training.runtime import busy_gpu, rank_device
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RankInfo
+
+PASSING = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 MiB."),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+    RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.fixture
+def fail_preflight(monkeypatch: pytest.MonkeyPatch) -> Callable[[RuntimeError, int], None]:
+    """Let the next computations of the preflight fail, so many of them."""
+    compute = preflight.count_wrong
+    monkeypatch.setattr(busy_gpu, "_PAUSE_SECONDS", 0.0)
+
+    def fail(error: RuntimeError, times: int) -> None:
+        errors = [error] * times
+
+        def count(*args: object, **options: object) -> int:
+            if errors:
+                raise errors.pop()
+            return compute(*args, **options)  # type: ignore[arg-type]  # as they came
+
+        monkeypatch.setattr(preflight, "count_wrong", count)
+
+    return fail
+
+
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_a_gpu_that_is_busy_for_a_while_is_waited_for(
+    group: ProcessGroup,
+    fail_preflight: Callable[[RuntimeError, int], None],
+    error: RuntimeError,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fail_preflight(error, 2)
+    assert preflight.run_preflight(group).world_size == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"warning: {platform.node()}: {str(error).splitlines()[0]}: trying again for 60 s"
+
+
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_a_gpu_that_stays_busy_makes_its_node_a_bad_one(
+    group: ProcessGroup,
+    fail_preflight: Callable[[RuntimeError, int], None],
+    error: RuntimeError,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(busy_gpu, "_LIMIT_SECONDS", 0.0)
+    fail_preflight(error, 1_000_000)
+    with pytest.raises(BadNodeError, match="cannot use its GPUs: after 0 s still CUDA "):
+        preflight.run_preflight(group)
+
+
+def test_an_error_that_does_not_pass_is_not_waited_for(
+    group: ProcessGroup, fail_preflight: Callable[[RuntimeError, int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_preflight(RuntimeError("CUDA error: an illegal memory access was encountered"), 1)
+    with pytest.raises(BadNodeError, match="illegal memory access"):
+        preflight.run_preflight(group)
+    assert not capsys.readouterr().err
+
+
+def test_the_processes_on_a_gpu_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU-8c1f-a1, 4711, 812 MiB'\necho 'GPU-8c1f-b2, 9, 5 MiB'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert busy_gpu.processes_on("8c1f-a1") == ["PID 4711 (812 MiB)"]
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert busy_gpu.processes_on("8c1f-a1") == []
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library in the driver's place, in this test's processes: it works when this file exists."""
+    works, source = tmp_path / "works", tmp_path / "driver.c"
+    source.write_text(
+        f'#include <unistd.h>\nint cuInit(unsigned flags) {{ return access("{works}", F_OK) ? 2 : 0; }}\n'
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("TORCHRELAY_DEVICE", "cuda")
+    monkeypatch.setattr(rank_device, "why_no_gpu", lambda: "torch cannot use the driver: Error 2: out of memory")
+    monkeypatch.setattr(busy_gpu, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(busy_gpu, "_LIMIT_SECONDS", 0.5)
+    return works
+
+
+RANK = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, restarts=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_a_rank_that_the_driver_has_refused_is_started_again_once_it_accepts_new_processes(driver: Path) -> None:
+    driver.touch()
+    with pytest.raises(TorchrelayError, match="accepts only new processes: start this rank again") as raised:
+        rank_device.find_device(RANK, HashStore())
+    assert raised.value.exit_code == TorchrelayError.exit_code
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+@pytest.mark.usefixtures("driver")
+def test_a_driver_that_goes_on_refusing_makes_its_node_a_bad_one() -> None:
+    with pytest.raises(BadNodeError, match="cannot use the driver: Error 2: out of memory"):
+        rank_device.find_device(RANK, HashStore())

@@ -1,0 +1,103 @@
+"""Waits for a GPU that another process still holds, before its node is blamed. Runs on every rank.
+
+A process that has been killed gives its memory back when the driver has taken its context apart, which takes seconds;
+in compute mode EXCLUSIVE_PROCESS it holds the whole GPU until then. Not run on a GPU yet.
+"""
+
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from hpc.core.errors import BadNodeError
+
+T = TypeVar("T")
+
+# Errors of CUDA and its libraries that pass by themselves. The last is that of a node whose NVSwitches are starting.
+_PASSING = re.compile(r"out of memory|STATUS_ALLOC_FAILED|busy or unavailable|system not yet initialized")
+_LIMIT_SECONDS, _PAUSE_SECONDS = 60.0, 2.0
+# More than the preflight and NCCL's first buffers take.
+_FIRST_BYTES = 2**30
+_INITIALIZE_DRIVER = (sys.executable, "-c", "import ctypes, sys; sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0))")
+_NVIDIA_SMI = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader")
+
+
+def passes(message: str) -> bool:
+    """Whether an error of CUDA goes away when another process has ended."""
+    return _PASSING.search(message) is not None
+
+
+def wait_while_busy(device: torch.device, use: Callable[[], T]) -> T:
+    """Return what `use` returns; call it again while another process holds the GPU.
+
+    Raises:
+        BadNodeError: the GPU is still held after a minute.
+    """
+    deadline, warned = time.monotonic() + _LIMIT_SECONDS, False
+    while True:
+        try:
+            return use()
+        except RuntimeError as error:
+            message = str(error).strip().partition("\n")[0]
+            if not passes(message):
+                raise
+            if time.monotonic() > deadline:
+                text = f"{platform.node()} cannot use its GPUs: after {_LIMIT_SECONDS:.0f} s still {message}"
+                raise BadNodeError(text + _users_of(device)) from error
+            if not warned:
+                _warn(f"{platform.node()}: {message}{_users_of(device)}: trying again for {_LIMIT_SECONDS:.0f} s")
+                warned = True
+        # Outside the handler, which keeps what `use` has allocated.
+        time.sleep(_PAUSE_SECONDS)
+
+
+def occupy(gpu: torch.device) -> None:
+    """Make this process's context on its GPU, and see that there is memory."""
+    torch.cuda.set_device(gpu)
+    torch.empty(_FIRST_BYTES, dtype=torch.uint8, device=gpu)
+    torch.cuda.empty_cache()
+
+
+def driver_recovers(problem: str) -> bool:
+    """Whether the driver, which has refused this process because of `problem`, soon accepts another one.
+
+    A refusal is final in its process, so other processes ask.
+    """
+    _warn(f"{platform.node()}: {problem}: asking the driver again for {_LIMIT_SECONDS:.0f} s")
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        if subprocess.run(_INITIALIZE_DRIVER, check=False).returncode == 0:
+            return True
+        time.sleep(_PAUSE_SECONDS)
+    return False
+
+
+def _users_of(device: torch.device) -> str:
+    """The processes that have memory on a GPU, for the end of a message; empty if nvidia-smi names none."""
+    if device.type != "cuda":
+        return ""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type lacks `uuid`
+    found = processes_on(str(properties.uuid))
+    return f" ({device} is used by {', '.join(found)})" if found else ""
+
+
+def processes_on(uuid: str) -> list[str]:
+    """The processes that have memory on a GPU, such as `PID 4711 (812 MiB)`; none if nvidia-smi does not answer.
+
+    A container hides the processes outside it.
+    """
+    try:
+        done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines() if uuid in line]
+    return [f"PID {pid} ({memory})" for _, pid, memory in rows]
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
