@@ -266,7 +266,7 @@ class StateWriter:
         self, destination: CheckpointDestination | SnapshotDestination, state: TrainState, group: ProcessGroup
     ) -> None:
         self._destination, self._state, self._group = destination, state, group
-        self._copy, self._background = HostCopy(), BackgroundWriter()
+        self._copy, self._background = HostCopy(), BackgroundWriter(group.device)
         self._unwritten_step: int | None = None
         self._stall_seconds = self._thread_seconds = 0.0
         self._device_copy: DeviceCopy | None = None

@@ -2,13 +2,20 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
 
 
 class BackgroundWriter:
-    """Runs one write at a time in a thread, in their order."""
+    """Runs one write at a time in a thread, in their order.
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
+    CUDA gives each new thread the node's first GPU. A rank with another `device` would take memory there.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        choose_device = partial(torch.cuda.set_device, device) if device and device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer", initializer=choose_device)
         self._pending: Future[None] | None = None
 
     def submit(self, write: Callable[[], None]) -> None:

@@ -46,6 +46,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
+def _event() -> torch.cuda.Event:
+    """An event for which a thread sleeps; it would keep a core busy, which the training needs."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
 class HostValues:
     """The values of a tensor, float [n], on their way from the device to the host."""
 
@@ -54,7 +59,7 @@ class HostValues:
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.current_stream(values.device).record_event()
+            self._copied = torch.cuda.current_stream(values.device).record_event(_event())
 
     def read(self) -> list[float]:
         """Wait until they are there, and no longer. Any thread may call this."""
@@ -68,7 +73,7 @@ class DeviceCopy:
     """A copy from a GPU that is under way in a stream, and how long the GPU's own work has to wait for it."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._copied = stream.record_event()
+        self._copied = stream.record_event(_event())
         self._waited: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def make_device_wait(self) -> None:

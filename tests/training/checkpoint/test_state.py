@@ -1,5 +1,6 @@
 """The saved state is complete: a restored trainer lacks nothing."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -222,3 +223,20 @@ def test_memory_of_the_host_is_in_blocks_that_fit_all_types(monkeypatch: pytest.
     assert all(memory[name].is_contiguous() for name in tensors)
     assert len({value.untyped_storage().data_ptr() for value in memory.values()}) == 3
     assert writer.host_memory({}) == {}
+
+
+def test_the_thread_that_writes_uses_the_gpu_of_its_rank(
+    group: ProcessGroup, idx_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, chosen = trainer_with(group, idx_data, tmp_path / "run"), list[tuple[str, torch.device]]()
+
+    def set_device(device: torch.device) -> None:
+        chosen.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    second = replace(group, device=torch.device("cuda", 1))
+    background = writer.StateWriter(trainer.snapshots, trainer.state, second)._background  # noqa: SLF001
+    found = list[tuple[str, torch.device]]()
+    background.submit(lambda: found.extend(chosen))
+    background.wait()
+    assert found == [("writer_0", second.device)]
