@@ -78,13 +78,13 @@ class FsdpModel:
     that FSDP saves.
     """
 
-    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
-        self._model, self._group = model, group
+    def __init__(self, model: nn.Module, group: ProcessGroup, *, syncs_buffers: bool) -> None:
+        self._model, self._group, self._syncs_buffers = model, group, syncs_buffers
         self._first_part = self._last_part = True
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Float [n, channels, h, w] to [n, classes]. In a step's first part, rank 0 broadcasts its buffers."""
-        if self._first_part:
+        """Float [n, channels, h, w] to [n, classes]. With `syncs_buffers`, a step begins with rank 0's buffers."""
+        if self._syncs_buffers and self._first_part:
             buffers = dict(self._model.named_buffers())
             for name, value in self._group.broadcast_copies(buffers).items():
                 buffers[name].copy_(value)

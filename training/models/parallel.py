@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config.train_config import TrainConfig
@@ -38,8 +39,8 @@ def wrap_for_training(
 ) -> "DistributedDataParallel | FsdpModel":
     """The model in DDP, or the model that FSDP has sharded.
 
-    Before the first forward pass of a step, rank 0 broadcasts its batch statistics, because those are saved. Gradients
-    are views of DDP's buckets, which saves a copy of all of them.
+    In training each rank has its own batch statistics; saved states and evaluations take rank 0's. Gradients are views
+    of DDP's buckets, which saves a copy of all of them.
 
     Raises:
         SharedError: --checkpoint-activations, and the model has no blocks.
@@ -49,16 +50,27 @@ def wrap_for_training(
     if config.strategy == "fsdp":
         from training.models.fsdp import FsdpModel  # noqa: PLC0415  # as above
 
-        return FsdpModel(model, group)
+        return FsdpModel(model, group, syncs_buffers=has_other_buffers(model))
     if config.compile:
         compile_training(model, repeatable=config.repeatability != "off")
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
+    # torch 2.15 has another name for the constructor's argument than 2.11.
+    ddp.broadcast_buffers = has_other_buffers(model)
     # To measure a step, the host waits for the events of the GPU's step before.
     rate = config.log_every if group.device.type == "cpu" else max(config.log_every, _MEASURED_EVERY)
     ddp._set_ddp_runtime_logging_sample_rate(rate)  # type: ignore[no-untyped-call]  # noqa: SLF001
     if config.compress_gradients == "bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
+
+
+def has_other_buffers(model: nn.Module) -> bool:
+    """Whether a model has buffers besides batch statistics.
+
+    A training's forward pass reads no batch statistics, except those of frozen layers, which are the same on all ranks.
+    """
+    norms = {buffer for module in model.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()}
+    return not norms.issuperset(model.buffers())
 
 
 def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[float, float] | None:

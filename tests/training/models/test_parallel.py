@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from trainer_rig import trainer_with
+from torch.nn.parallel import DistributedDataParallel
+from trainer_rig import Starter, lines, trainer_with
 
 from hpc.core.errors import UserError
+from training.checkpoint.sharded import read_full
+from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
-from training.models.parallel import compile_training
+from training.models.parallel import compile_training, wrap_for_training
 from training.runtime.process_group import ProcessGroup, SharedError
 
 
@@ -48,6 +51,47 @@ def test_a_static_graph_is_told_to_ddp_and_gives_the_same_gradients(
     static = trainer_with(group, idx_data, tmp_path / "static", static_graph=True)
     assert (usual.stepper.wrapped.static_graph, static.stepper.wrapped.static_graph) == (False, True)
     assert all(map(torch.equal, gradients(usual), gradients(static)))
+
+
+def broadcast_in_each_step() -> None:
+    """In a rank: let rank 0 broadcast its batch statistics, as DDP does by default."""
+    from training.models import parallel
+
+    parallel.has_other_buffers = lambda _model: True
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_broadcast_of_batch_statistics_in_each_step_would_change_no_bit(start: Starter, strategy: str) -> None:
+    flags = (
+        "--epochs=1",
+        "--batch-size=20",
+        "--lr=0.02",
+        "--model=resnet20",
+        f"--strategy={strategy}",
+        "--val-split=0.2",
+    )
+    runs = [
+        start.complete(*flags, run=name, world_size=2, prepare=prepare).run_dir
+        for name, prepare in (("without", None), ("with", broadcast_in_each_step))
+    ]
+    [without, with_it] = [read_full(list_checkpoints(run / "checkpoints")[0]) for run in runs]
+    assert without.keys() == with_it.keys()
+    assert [name for name in without if not torch.equal(without[name], with_it[name])] == []
+    [one, other] = [lines(run / "metrics" / "eval.jsonl") for run in runs]
+    assert [line["loss"] for line in one] == [line["loss"] for line in other]
+
+
+def test_rank_0_broadcasts_buffers_in_each_step_only_if_the_forward_pass_may_read_them(
+    group: ProcessGroup, idx_data: Path, tmp_path: Path
+) -> None:
+    ddp = trainer_with(group, idx_data, tmp_path / "run", model="resnet20").stepper.wrapped
+    assert isinstance(ddp, DistributedDataParallel)
+    assert not ddp.will_sync_module_buffers()
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    model.register_buffer("calls", torch.zeros(()))
+    wrapped = wrap_for_training(model, TrainConfig(data="x"), group)
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert wrapped.will_sync_module_buffers()
 
 
 def test_a_compiled_model_has_the_same_names_and_gradients_and_is_evaluated_as_before() -> None:
