@@ -52,7 +52,7 @@ def wrap_for_training(
 
         return FsdpModel(model, group, syncs_buffers=has_other_buffers(model))
     if config.compile:
-        compile_training(model, repeatable=config.repeatability != "off")
+        compile_training(model, group.cores, repeatable=config.repeatability != "off")
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
     # torch 2.15 has another name for the constructor's argument than 2.11.
     ddp.broadcast_buffers = has_other_buffers(model)
@@ -131,12 +131,17 @@ def _shard_like(own: Tensor, value: Tensor) -> Tensor:
     return shard_like(own, value)
 
 
-def compile_training(model: nn.Module, *, repeatable: bool = True) -> None:
+def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -> None:
     """Compile the forward pass of training, and so its backward pass; evaluations stay eager.
 
-    Results must not depend on the shapes that a process has seen before, nor on timing: every shape gets code of its
-    own, and if it shall be `repeatable`, `deterministic` turns off autotuning.
+    All ranks compile at the same time, each in as many processes as it has `cores`. Results must not depend on the
+    shapes that a process has seen before, nor on timing: every shape gets code of its own, and if it shall be
+    `repeatable`, `deterministic` turns off autotuning.
     """
+    from torch._inductor import config as inductor  # noqa: PLC0415  # a second, which only --compile needs
+
+    # Its default is the number of the machine's cores, up to 32.
+    inductor.compile_threads = max(1, min(cores, inductor.compile_threads or cores))
     torch._dynamo.config.recompile_limit = _MAX_SHAPES  # noqa: SLF001  # there is no public way
     eager = model.forward
     compiled = torch.compile(eager, dynamic=False, options={"deterministic": repeatable})
@@ -150,8 +155,9 @@ def compile_training(model: nn.Module, *, repeatable: bool = True) -> None:
 
 def compiler_error(error: RuntimeError) -> str:
     """The first line of a failing compiler's message; empty if the error has another cause."""
-    from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415  # a second, and only with a compiler loaded
+    from torch._dynamo.exc import ShortenTraceback  # noqa: PLC0415  # a second, and only with a compiler loaded
 
-    if not isinstance(error, BackendCompilerFailed):
+    # Failing compilers, and absent ones.
+    if not isinstance(error, ShortenTraceback):
         return ""
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))

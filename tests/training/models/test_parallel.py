@@ -1,11 +1,14 @@
 """What is put around a model for its training does what it says, and changes nothing else."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch.nn.parallel import DistributedDataParallel
 from trainer_rig import Starter, lines, trainer_with
 
@@ -14,7 +17,7 @@ from training.checkpoint.sharded import read_full
 from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
-from training.models.parallel import compile_training, wrap_for_training
+from training.models.parallel import compile_training, compiler_error, wrap_for_training
 from training.runtime.process_group import ProcessGroup, SharedError
 
 
@@ -101,7 +104,7 @@ def test_a_compiled_model_has_the_same_names_and_gradients_and_is_evaluated_as_b
     model(images).square().sum().backward()
     [expected, _] = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     evaluated = model.eval()(images)
-    compile_training(model)
+    compile_training(model, cores=1)
     counters.clear()
     assert torch.equal(model(images), evaluated)
     assert not counters["frames"], "an evaluation compiles nothing"
@@ -115,13 +118,25 @@ def test_a_compiled_model_has_the_same_names_and_gradients_and_is_evaluated_as_b
 def test_a_compiler_that_is_missing_is_said_in_one_line(
     group: ProcessGroup, idx_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch._inductor import config as inductor
-
     monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
     monkeypatch.setattr(inductor, "force_disable_caches", True)
     trainer = trainer_with(group, idx_data, tmp_path / "run", compile=True)
     with pytest.raises(SharedError, match=r"--compile does not work here: .*[Cc]ompiler"):
         trainer.stepper.warm_up(1, 12)
+
+
+def test_a_triton_that_is_missing_or_too_new_for_the_gpu_is_said_in_one_line() -> None:
+    assert compiler_error(TritonMissing(None)).startswith("Cannot find a working triton installation.")
+    old_gpu = SimpleNamespace(name="Tesla P100", major=6, minor=0)
+    assert compiler_error(GPUTooOldForTriton(old_gpu, None)).startswith("Found Tesla P100 which is too old")
+    assert compiler_error(RuntimeError("CUDA error: an illegal memory access was encountered")) == ""
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(3, 3), (64, 32), (0, 1)])
+def test_a_rank_compiles_in_no_more_processes_than_it_has_cores(cores: int, processes: int) -> None:
+    with inductor.patch(compile_threads=32):
+        compile_training(nn.Linear(2, 2), cores)
+        assert inductor.compile_threads == processes
 
 
 def test_compilation_does_not_go_with_synchronised_norms() -> None:
