@@ -192,7 +192,8 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
-        TorchrelayError: that is so on another node, or the driver accepts only new processes.
+        UserError: the node's GPUs are instances of MIG, and it has more than one rank.
+        TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
     # The rendezvous's key-value store: torchrun's; in memory for a single rank without torchrun.

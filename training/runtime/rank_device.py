@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from hpc.core.causes import is_device_failure
-from hpc.core.errors import BadNodeError, TorchrelayError
+from hpc.core.errors import BadNodeError, TorchrelayError, UserError
 from training.config.device_choice import must_use_gpu
 from training.runtime.busy_gpu import driver_recovers, passes
 from training.runtime.run_context import RankInfo
@@ -114,11 +114,16 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them, though they were asked for.
-        TorchrelayError: that is so on another node, or the driver accepts only new processes.
+        UserError: this rank's GPU is an instance of MIG, of which it sees only the first.
+        TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible.startswith("MIG-") and rank_info.local_rank >= usable > 0:
+        what = f"CUDA_VISIBLE_DEVICES is {visible}, and a process sees one MIG instance"
+        raise UserError(f"{what}: start one rank per node (--gpus-per-node 1)")
     # Without a node agent, torchrun's user has named GPUs. A testbed names pretended ones, which have no driver.
-    named = bool(os.environ.get("CUDA_VISIBLE_DEVICES")) and _NVIDIA_DRIVER.exists()
+    named = bool(visible) and _NVIDIA_DRIVER.exists()
     problem = why_no_gpu() if not usable and (named or must_use_gpu(os.environ)) else ""
     if passes(problem) and driver_recovers(problem):
         raise TorchrelayError(f"the GPU driver of {platform.node()} accepts only new processes: start this rank again")

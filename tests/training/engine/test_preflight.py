@@ -18,11 +18,11 @@ from torch.nn import functional
 from trainer_rig import Starter, events
 
 from hpc.core.causes import EXIT_BAD_NODE
-from hpc.core.errors import BadNodeError, TorchrelayError
+from hpc.core.errors import BadNodeError, TorchrelayError, UserError
 from training.engine.preflight import count_wrong, run_preflight, wrong_in_attention, wrong_in_convolution
 from training.runtime.fault_injection import parse_fault
 from training.runtime.process_group import ProcessGroup
-from training.runtime.rank_device import choose_device, device_of_the_node, why_no_gpu
+from training.runtime.rank_device import choose_device, device_of_the_node, find_device, why_no_gpu
 from training.runtime.run_context import RankInfo
 
 Count = Callable[..., tuple[int, int]]
@@ -162,6 +162,15 @@ def test_a_node_whose_gpus_cannot_be_used_is_bad() -> None:
     first, second = choose([0, 0], ["no driver", ""])
     assert re.fullmatch("BadNodeError: local rank 0 on .* cannot use the GPU that was asked for .*: no driver", first)
     assert second.startswith("TorchrelayError: this rank passed")
+
+
+def test_more_ranks_than_instances_of_mig_are_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1f,MIG-2e")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    second = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2, restarts=0)
+    with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES is MIG-1f,MIG-2e, .* one rank per node"):
+        find_device(second, HashStore())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
