@@ -105,6 +105,8 @@ _CAUSE_OF_EXIT = {
 }
 # Messages of Python, torch and the kernel; torch's CPU allocator writes "can't allocate memory".
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
+# NCCL names InfiniBand's function that "cannot allocate memory" where a process may lock too little (ulimit -l).
+_INFINIBAND = "ibv_"
 _NO_SPACE = re.compile(r"No space left on device|ENOSPC|Disk quota exceeded")
 # Messages of gloo and NCCL in ranks whose peer has died. On a busy machine they may be logged before the peer's error.
 _PEER_DIED = re.compile(
@@ -140,7 +142,7 @@ def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detai
     if ours and signal is None and exit_code in _CAUSE_OF_EXIT:
         return _CAUSE_OF_EXIT[exit_code]
     killed = signal == "SIGKILL" or _KILLED_WORKER in detail
-    if (out_of_memory and killed) or _NO_MEMORY.search(detail):
+    if (out_of_memory and killed) or (_NO_MEMORY.search(detail) and _INFINIBAND not in detail):
         return Cause.OUT_OF_MEMORY
     if is_device_failure(detail):
         return Cause.BAD_NODE

@@ -16,6 +16,8 @@ from typing import Any
 from hpc.core.kernel import file_system_type, interface_addresses
 from hpc.core.nodedir import DEV_SHM
 
+_INFINIBAND = Path("/sys/class/infiniband")
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeInfoInJob:
@@ -51,6 +53,8 @@ class NodeInfo:
     """Of /dev/shm; None if there is none."""
     open_files: int
     """How many a process may have."""
+    locked_bytes: int | None
+    """How much memory a process may lock, -1 for all, on a node with InfiniBand; None: it has none."""
     interfaces: tuple[str, ...]
     """Those with an IPv4 address, in the kernel's order."""
     job: NodeInfoInJob | None = None
@@ -65,6 +69,7 @@ def inspect_node(stage_dir: Path) -> NodeInfo:
         stage_free_bytes=_free_bytes(stage_dir),
         memory_free_bytes=_free_bytes(DEV_SHM),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if _INFINIBAND.exists() else None,
         interfaces=tuple(interface_addresses()),
     )
 

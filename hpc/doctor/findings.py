@@ -1,6 +1,7 @@
 """The findings of `hpc doctor` about runs, the login node and compute nodes: one small function per check. Pure."""
 
 import re
+import resource
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -17,6 +18,7 @@ from hpc.submit.runs_storage import LOST, Feature
 _MIN_STAGE_BYTES = 10 * 10**9
 _MIN_MEMORY_BYTES = 10**9
 _MIN_OPEN_FILES = 1024
+_MIN_LOCKED_BYTES = 10**9
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
 # Prefixes of virtual interfaces, which lead to no other node. NCCL itself skips the first two if there is another.
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
@@ -163,6 +165,19 @@ def _open_files(facts: LoginNode | NodeInfo) -> Verdict | None:
         f"a process may have {limit} open files",
         "loader workers and large jobs need more: ranks crash with `Too many open files`",
         "run ulimit -n 65536 before hpc submit, if jobs inherit the shell's limits; or ask for LimitNOFILE= of slurmd",
+    )
+
+
+def _locked_memory(node: NodeInfo) -> Verdict:
+    limit = node.locked_bytes
+    if limit is None:
+        return ok("there is no InfiniBand")
+    if limit == resource.RLIM_INFINITY or limit >= _MIN_LOCKED_BYTES:
+        return ok("InfiniBand may use the memory of ranks")
+    return costs(
+        f"a process may lock {limit // 1024} KiB of memory",
+        "InfiniBand cannot use the memory of ranks, which crash with `Cannot allocate memory`",
+        "run ulimit -l unlimited before hpc submit, if jobs inherit its limits; or ask for LimitMEMLOCK= of slurmd",
     )
 
 
@@ -324,6 +339,7 @@ OF_MACHINE: Mapping[str, Check[NodeInfo]] = {
     "stage directory": _stage,
     str(DEV_SHM): _memory,
     "open files": _open_files,
+    "locked memory": _locked_memory,
 }
 OF_NODE: Mapping[str, Check[NodeInfo]] = {
     **OF_MACHINE,

@@ -71,6 +71,7 @@ def test_budget_that_is_used_up_ends_the_run() -> None:
         (1, None, False, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", Cause.OUT_OF_MEMORY),
         (1, None, False, "MemoryError", Cause.OUT_OF_MEMORY),
         (1, None, False, "OSError: [Errno 12] Cannot allocate memory", Cause.OUT_OF_MEMORY),
+        (1, None, False, "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", Cause.CRASHED),
         (
             1, None, False,
             "RuntimeError: [enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried",

@@ -234,7 +234,7 @@ JOB = NodeInfoInJob(
 )  # fmt: skip
 NODE = NodeInfo(
     name="gpu01", stage_dir="/tmp", stage_type="xfs", stage_free_bytes=10**12, memory_free_bytes=10**11,
-    open_files=65536, interfaces=("lo", "eth0"), job=JOB,
+    open_files=65536, locked_bytes=None, interfaces=("lo", "eth0"), job=JOB,
 )  # fmt: skip
 
 
@@ -249,6 +249,9 @@ NODE = NodeInfo(
         ("/dev/shm", {"memory_free_bytes": 64 * 2**20}, {}, "cost", "bus error"),
         ("/dev/shm", {"memory_free_bytes": None}, {}, "cost", "/dev/shm does not exist"),
         ("open files", {"open_files": 512}, {}, "cost", "ulimit -n"),
+        ("locked memory", {}, {}, "ok", "no InfiniBand"),
+        ("locked memory", {"locked_bytes": -1}, {}, "ok", ""),
+        ("locked memory", {"locked_bytes": 8 * 2**20}, {}, "cost", "ulimit -l unlimited"),
         ("runs directory", {}, {"sees_runs": False}, "cost", "--runs-dir"),
         ("Slurm's commands", {}, {"slurm_error": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
         ("network interface", {"interfaces": ("lo", "docker0")}, {}, "cost", "no interface leads"),
