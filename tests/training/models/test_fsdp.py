@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from trainer_rig import Starter, Training, events, lines
 
 from hpc.core.errors import UserError
@@ -24,7 +24,7 @@ from training.config.train_config import Optimizer, TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.optim import OPTIMIZERS
 from training.models.factory import build_model
-from training.models.fsdp import blocks, shard
+from training.models.fsdp import blocks
 from training.profile import main as profile
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
@@ -54,6 +54,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 NORMALISED = ("--model=resnet20", "--memory-format=contiguous")
+# DDP and FSDP sum in different orders. In ResNet-20 a rounding moves an input of a ReLU across zero on some processors:
+# changing the last bit of one weight changes losses by 7e-5 as well. A --clip-grad-norm that is 2 % off changes them by
+# 3e-3.
+FLIPPED = 1e-3
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ NORMALISED = ("--model=resnet20", "--memory-format=contiguous")
 def test_it_trains_as_ddp_does(start: Starter, world_size: int, options: tuple[str, ...]) -> None:
     whole = start.complete(*FLAGS, *options, run="ddp", world_size=world_size).run_dir
     parts = start.complete(*FSDP, *options, run="fsdp", world_size=world_size).run_dir
-    tolerance = 5e-3 if "--amp=bf16" in options else 2e-5
+    tolerance = 5e-3 if "--amp=bf16" in options else FLIPPED if "--model=resnet20" in options else 2e-5
     assert losses(parts) == pytest.approx(losses(whole), rel=tolerance)
     [one, other] = (final(run) for run in (whole, parts))
     assert one.keys() == other.keys()
@@ -366,18 +370,24 @@ def test_a_list_of_blocks_is_gathered_block_by_block() -> None:
     assert [name for name in names if name.startswith("blocks")] == [f"blocks.{number}" for number in range(4)]
 
 
+def fused() -> None:
+    """In a rank: fuse the kernels of the optimizer, as on GPUs."""
+    for name, make in OPTIMIZERS.items():
+        OPTIMIZERS[name] = lambda groups, config, settings, make=make: make(groups, config, settings | {"fused": True})
+
+
 @pytest.mark.parametrize("name", get_args(Optimizer))
-def test_torch_can_shard_the_optimizers_that_are_fused_on_gpus(group: ProcessGroup, name: str) -> None:
-    config, weights = TrainConfig(data="x", strategy="fsdp", optimizer=name), []
-    for fused in (False, True):
-        torch.manual_seed(1)
-        model = shard(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), config, group)
-        optimizer = OPTIMIZERS[name]([{"params": list(model.parameters())}], config, {"lr": 0.1, "fused": fused})
-        model(torch.ones(4, 3)).sum().backward()
-        if fused and name == "sgd":
-            with pytest.raises(NotImplementedError, match="_fused_sgd_"):
-                optimizer.step()
-            return
-        optimizer.step()
-        weights.append([value.full_tensor() for value in model.parameters()])  # type: ignore[attr-defined]  # DTensors
-    assert all(map(torch.equal, *weights))
+def test_torch_can_shard_the_optimizers_that_are_fused_on_gpus(start: Starter, name: str) -> None:
+    flags = (*FSDP, f"--optimizer={name}", "--lr=0.002")
+    training = start(*flags, run="fused", world_size=2, prepare=fused)
+    if name == "sgd":
+        assert training.wait() == [1, 1], training.output()
+        assert (
+            "NotImplementedError: Operator aten._fused_sgd_.default does not have a sharding strategy"
+            in training.output()
+        )
+        return
+    assert training.wait() == [0, 0], training.output()
+    plain = final(start.complete(*flags, run="plain", world_size=2).run_dir)
+    for key, value in final(training.run_dir).items():
+        torch.testing.assert_close(value, plain[key], rtol=2e-5, atol=2e-5)
