@@ -25,8 +25,8 @@ from training.checkpoint.snapshot import KEPT, missing_space, remove_newer
 from training.checkpoint.state import LOSS, TrainState
 from training.checkpoint.storage import STATE_VALUES, save_checkpoint
 from training.config.rules import Interval, parse_interval
+from training.monitoring.background_writer import BackgroundWriter
 from training.monitoring.run_logger import RunLogger
-from training.runtime.background_writer import BackgroundWriter
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import DeviceCopy

@@ -30,7 +30,7 @@ from hpc.core.files import (
 from hpc.core.ledger import EventWriter, attempt_prefix
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
-from training.runtime.background_writer import BackgroundWriter
+from training.monitoring.background_writer import BackgroundWriter
 from training.runtime.console import Console
 from training.runtime.train_progress import Progress
 
