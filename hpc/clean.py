@@ -1,7 +1,7 @@
 """`hpc clean`: what old runs hold on shared storage, and how to remove it. Runs on the login node.
 
 A run is removed whole or not at all: its directory gets a name that is no run's, and is then deleted. A deletion that
-was interrupted is finished by the next `hpc clean --yes`.
+was interrupted is finished by the next `hpc clean --yes`, which also removes what a killed submission has left.
 """
 
 import os
@@ -23,6 +23,7 @@ from rich.text import Text
 
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.files import is_temporary
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
@@ -35,6 +36,8 @@ from hpc.submit.package_copy import PackageCopy, unused_copies
 
 _ANY_AGE = "0s"
 _ENDING = "removed"
+# No submission takes so long.
+_ABANDONED_SECONDS = 86400.0
 _REMOVED = re.compile(rf"\..+\.[0-9a-f]{{32}}\.{_ENDING}")
 
 
@@ -198,8 +201,8 @@ def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[
     """Remove them, and what an interrupted removal left. Returns what went wrong."""
     problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
     for place in {*_places(options, found), *(run.path for run in runs), *(Path(one.path).parent for one in packages)}:
-        for left in place.glob(f".*.{_ENDING}"):
-            if _REMOVED.fullmatch(left.name):
+        for left in place.glob(".*"):
+            if _REMOVED.fullmatch(left.name) or _is_abandoned(left):
                 shutil.rmtree(left, ignore_errors=True)
     for run in runs:
         try:
@@ -212,6 +215,11 @@ def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[
         except OSError as error:
             problems.append(f"{one.path} is not removed, or not in full: {error}")
     return problems
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether a submission was killed while it made this directory."""
+    return is_temporary(path) and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
 
 
 def remove(directory: Path) -> None:

@@ -26,7 +26,6 @@ from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import last_json_line, write_atomic
 from hpc.core.git import git_revision, repository
-from hpc.core.kernel import start_time
 from hpc.core.ledger import Event, EventWriter
 from hpc.core.resumption import (
     is_cancelled,
@@ -47,6 +46,7 @@ from hpc.spec import Network, Notification, Recovery, Resources, RunSpec, progra
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.submit import checks
 from hpc.submit.code_copy import copy_code, find_code, own_environment
+from hpc.submit.new_run import preemption_grace
 from hpc.submit.sbatch_flags import spelled_out
 from training.checkpoint.storage import list_checkpoints
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
@@ -275,7 +275,7 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, events: Sequence[Eve
         recorded = record_resumption(
             run, number, events, attempt=attempt, by=getpass.getuser(), changed=changed_settings(before, after),
             revision=git_revision(Path.cwd()) if copy else None,
-            stop_lead_seconds=after.stop_lead_seconds, grace_seconds=_grace_seconds(after),
+            stop_lead_seconds=after.stop_lead_seconds, grace_seconds=preemption_grace(after),
         )  # fmt: skip
         if not recorded:
             raise TorchrelayError(f"another process has resumed run {run.name}: see hpc status {run.name}")
@@ -286,15 +286,6 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, events: Sequence[Eve
             raise type(error)(f"run {run.name} stays as it was: {error}") from error
         undo.pop_all()
     return job_id
-
-
-def _grace_seconds(spec: RunSpec) -> int | None:
-    if spec.cluster != "slurm" or spec.resources.partition is None:
-        return None
-    try:
-        return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))
-    except TorchrelayError:
-        return None  # hpc status lacks a warning
 
 
 class _CodeCopy(NamedTuple):
@@ -344,7 +335,6 @@ def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, events: Sequen
         job_id = resubmit.submit_next_job(run, spec, excluded, known)
     else:
         job_id = start_local(run)
-        writer.append("submitted", job_id=job_id, cluster=spec.cluster, started=start_time(job_id))
     writer.append("resubmitted", attempt=attempt, job_id=job_id, old_job_id=old, excluded=excluded)
     if spec.cluster == "slurm":
         try:

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -156,6 +157,50 @@ def publish_directory(path: Path, write_files: Callable[[Path], None], mode: int
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory, its user's alone, under a temporary name: it gets its own name when the block ends.
+
+    Directories above it are made. After an error nothing is left but these; after a kill the temporary one is left,
+    which `is_temporary` knows.
+
+    Raises:
+        FileExistsError: by then there is something of that name.
+    """
+    temporary = _temporary_name(path, _UNFINISHED)
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process, which failed, may just have removed the parent that it had made.
+        with contextlib.suppress(FileNotFoundError):
+            temporary.mkdir(mode=0o700)
+            break
+    try:
+        yield temporary
+        _rename_exclusively(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def _rename_exclusively(source: Path, path: Path) -> None:
+    """Rename a directory that has entries."""
+    # rename(2) would replace an empty directory.
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    try:
+        source.rename(path)
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        raise
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a name is that of a file or directory that has not been finished."""
+    return bool(re.fullmatch(rf"\..+\.[0-9a-f]{{32}}\.{_UNFINISHED}", path.name))
 
 
 def _temporary_name(path: Path, ending: str) -> Path:

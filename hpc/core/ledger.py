@@ -1,13 +1,14 @@
 """The ledger: what happened to a run, as JSON lines, one file per writer. Runs everywhere.
 
 One writer per file, because appends by several hosts tear on NFS. Every record has `time` (seconds since the epoch) and
-`event`; all but submitted, refused, deferred, cancelled and those of messages have `attempt`. The events and their
-other fields (a failure has those that are known):
+`event`; all but submitting, submitted, refused, deferred, cancelled and those of messages have `attempt`. The events
+and their other fields (a failure has those that are known):
 
 | event | by | fields |
 |---|---|---|
-| submitted | submit; resume without Slurm | job_id cluster started; of submit also stop_lead_seconds grace_seconds \
-  (on preemption; null if unknown) |
+| submitting | submit, in a new run directory, before it submits the first job | cluster host pid started |
+| submitted | submit; without Slurm the process that starts the controller, of resume too | job_id cluster started \
+  stop_lead_seconds grace_seconds (on preemption; null if unknown) |
 | claimed | head node's agent | job_id restart secret port addresses nodes |
 | refused | head node's agent | job_id restart detail |
 | deferred | head node's agent: the run waits for others, so this start of the job makes no attempt | job_id restart \

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc import cli
+from hpc.core import ledger
+from hpc.core.attempts import last_job_id
 from hpc.core.errors import UserError
 from hpc.core.git import git_revision
 from hpc.core.rundir import RunDir
 from hpc.flags import changed_flags
 from hpc.group.group_dir import GroupDir, GroupSpec
+from hpc.resume import ResumeOptions, resume_run, with_flags_of_the_run
 from hpc.spec import program_of
+from hpc.status.run_view import Summary
 from hpc.submit.code_copy import UserCode, find_code, own_environment
 from hpc.submit.new_run import start_run
 from hpc.submit.options import RunFlags, ScriptFlags, SubmitScript, SubmitTraining, TrainingFlags, options_for
@@ -63,12 +67,37 @@ def common(options: SubmitTraining | SubmitScript, script: tuple[str, ...], code
 
 def start_member(
     group: GroupDir[Any], spec: GroupSpec, run: RunDir, flags: Sequence[str], values: Mapping[str, str]
-) -> None:
+) -> bool:
     """Submit a run of a group with flags of its own, and the values for its script.
 
+    A run whose submission was killed is submitted as it is. Returns False if another process has just done it.
+
     Raises:
-        UserError: the run cannot be submitted; or it exists, because another process has just made it.
+        UserError: the run cannot be submitted.
+        TorchrelayError: Slurm does not answer, or another process is about to submit the run.
     """
+    is_made = run.spec.exists()
+    try:
+        if is_made:
+            resume_run(cli.parse(ResumeOptions, "resume", [str(run.path)], with_flags_of_the_run))
+        else:
+            _submit_member(group, spec, run, flags, values)
+    except UserError:
+        # What was refused is removed, or stays without a job.
+        if last_job_id(ledger.read(run.events)) if is_made else run.spec.exists():
+            return False
+        raise
+    return True
+
+
+def lacks_job(summary: Summary) -> bool:
+    """Whether the submission of a run was killed before there was a job."""
+    return summary["state"] == "failed" and summary["job_id"] is None
+
+
+def _submit_member(
+    group: GroupDir[Any], spec: GroupSpec, run: RunDir, flags: Sequence[str], values: Mapping[str, str]
+) -> None:
     script = tuple(filled(word, values) for word in spec.script)
     code = None
     if spec.names is not None:

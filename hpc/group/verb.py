@@ -1,7 +1,6 @@
 """What the verbs about groups share: the directory is made or found, and looked after until the group is over."""
 
 import dataclasses
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.files import is_temporary, new_directory, remove_directory
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
@@ -47,23 +47,32 @@ def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:
 
 def check_is_new(group: GroupDir[Any], options: SubmitOptions) -> None:
     """Raise UserError if the directory exists, or with flags that a group cannot have."""
-    name, kind = group.path.name, group.KIND
+    kind = group.KIND
     if options.dry_run or options.wait:
         raise UserError(f"hpc {kind} has no --dry-run and no --wait: try hpc submit --dry-run with the same flags")
+    if group.path.exists():
+        raise _exists(group)
+
+
+def _exists(group: GroupDir[Any]) -> UserError:
+    name, kind = group.path.name, group.KIND
     if group.spec_file.exists():
-        raise UserError(
+        return UserError(
             f"there is a {group.TITLE} {name}: type hpc {kind} --name {name} to go on, or choose another --name"
         )
-    if group.path.exists():
-        raise UserError(f"{group.path} exists already: choose another --name")
+    return UserError(f"{group.path} exists already: choose another --name")
 
 
 def make(group: GroupDir[Spec], spec: Spec, code: UserCode | None) -> None:
-    """Make the directory, with what was asked for and the code."""
-    group.path.mkdir(mode=0o700, parents=True)
-    if code:
-        copy_files(code, group.code)
-    group.save(spec)
+    """Make the directory, with what was asked for and the code. Raises UserError if it exists by then."""
+    try:
+        with new_directory(group.path) as path:
+            draft = type(group)(path)
+            if code:
+                copy_files(code, draft.code)
+            draft.save(spec)
+    except FileExistsError as error:
+        raise _exists(group) from error
 
 
 def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> Spec:
@@ -87,18 +96,18 @@ def tell_on(*, as_json: bool) -> Callable[[str], None]:
     return lambda line: print(visible(f"{time.strftime('%H:%M:%S')} {line}"), file=out, flush=True)
 
 
-def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool) -> None:
+def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool, is_new: bool) -> None:
     """Have the controller work until the group is over, or with `once` one time.
 
     Raises:
-        UserError: the first run cannot be submitted. The directory is removed.
+        UserError: the first run cannot be submitted. If this process has made the directory, it removes it.
         TorchrelayError: with `once`, Slurm does not answer; without it, that is tried again.
     """
     try:
         _work(group, controller, once=once)
     except UserError:
-        if not list(group.path.glob("*/spec.json")):
-            shutil.rmtree(group.path)  # nothing was started
+        if is_new and not any(is_temporary(path) or RunDir(path).spec.exists() for path in group.path.iterdir()):
+            remove_directory(group.path)  # nothing was started, nor is another process about to
         raise
     except KeyboardInterrupt:
         name = group.path.name

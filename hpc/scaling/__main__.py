@@ -94,7 +94,7 @@ def study(spec_of: Callable[[ScalingDir, Any], ScalingSpec], options: Options) -
     from hpc.scaling.scaling_result import show  # noqa: PLC0415 - imports Bokeh
 
     controller = ScalingController(directory, spec, tell_on(as_json=options.json))
-    look_after(directory, controller, once=options.once)
+    look_after(directory, controller, once=options.once, is_new=not isinstance(options, StudyOptions))
     return show(directory, spec, controller.measures(), as_json=options.json)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from hpc.cancel import cancel_run
 from hpc.core.errors import UserError
 from hpc.core.files import read_json_lines
-from hpc.group.members import Supervision, start_member
+from hpc.group.members import Supervision, lacks_job, start_member
 from hpc.scaling.measures import Measures, measure
 from hpc.scaling.scaling_dir import ScalingDir, ScalingSpec, Size
 from hpc.scaling.scaling_result import write_page
@@ -39,12 +39,14 @@ class ScalingController:
             TorchrelayError: Slurm does not answer.
         """
         missing, running = list[Size](), 0
+        self._cache = StatusCache()  # what another controller has just submitted is no failed run
         for size in self._spec.sizes:
             run = self._study.run(size.name)
-            if not run.spec.exists():
+            summary = self._cache.summary(run) if run.spec.exists() else None
+            if summary is None or lacks_job(summary):
                 missing.append(size)
             elif size not in self._ended:
-                running += self._follow(size, self._cache.summary(run))
+                running += self._follow(size, summary)
         if self._study.cancelled.exists():
             return not running
         for size in missing:
@@ -75,16 +77,14 @@ class ScalingController:
         """Submit the run of a size; of the first one, an error is the user's."""
         run = self._study.run(size.name)
         try:
-            start_member(self._study, self._spec, run, self._spec.flags(size), script_values(size))
+            if start_member(self._study, self._spec, run, self._spec.flags(size), script_values(size)):
+                self._tell(f"{run.name} is submitted")
         except UserError as error:
-            if run.spec.exists():
-                return True  # another controller has just made it
             if size == self._spec.sizes[0]:
                 raise
             self._refused[size] = str(error)
             self._tell(f"{run.name} cannot be submitted: {error}")
             return False
-        self._tell(f"{run.name} is submitted")
         return True
 
     def _follow(self, size: Size, summary: Summary) -> bool:

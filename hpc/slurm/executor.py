@@ -21,6 +21,8 @@ from submitit.core.utils import FailedJobError
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_atomic
+from hpc.core.kernel import start_time
+from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.core.units import walltime_minutes
 from hpc.slurm import client as slurm
@@ -112,17 +114,25 @@ class SlurmExecutor(submitit.SlurmExecutor):
         """The text of the sbatch script."""
         return self._make_submission_file_text(self._submitit_command_str, "")
 
+    def prepare(self, directory: RunDir) -> None:
+        """Find the jobs to wait for, and write what the job needs into a directory that has not the run's name yet.
+
+        Raises:
+            TorchrelayError: Slurm does not answer, or the run waits for one that cannot end as it should.
+        """
+        if self.spec.after or self.spec.after_ok:
+            # Not in the script, which later jobs of the run have, too: they wait for other jobs, or for none.
+            self.waits_for = dependency(self.run, self.spec, slurm.jobs())
+        write_atomic(directory.environment, json.dumps(dict(os.environ)), mode=0o600)
+        write_atomic(directory.script, self.script())
+
     def start(self) -> str:
-        """Submit the script and return the job's id.
+        """Submit the script after `prepare`, and return the job's id.
 
         Raises:
             UserError: sbatch refused it.
             TorchrelayError: sbatch failed, and whether the job is queued is unknown.
         """
-        if self.spec.after or self.spec.after_ok:
-            # Not in the script, which later jobs of the run have, too: they wait for other jobs, or for none.
-            self.waits_for = dependency(self.run, self.spec, slurm.jobs())
-        write_atomic(self.run.environment, json.dumps(dict(os.environ)), mode=0o600)
         try:
             # submitit prints sbatch's error besides raising it.
             with contextlib.redirect_stderr(io.StringIO()):
@@ -249,9 +259,14 @@ def start_local(run: RunDir) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """The process that starts the controller."""
+    """The process that starts the controller, and records it though the user's process may have been killed."""
     run = RunDir(Path(argv[0]))
-    job_id = LocalExecutor(run, RunSpec.load(run)).start()
+    spec = RunSpec.load(run)
+    job_id = LocalExecutor(run, spec).start()
+    EventWriter(run.events / "controller.jsonl").append(
+        "submitted", job_id=job_id, cluster=spec.cluster, started=start_time(job_id),
+        stop_lead_seconds=spec.stop_lead_seconds, grace_seconds=None,
+    )  # fmt: skip
     (run.logs / "controller.pid").write_text(job_id + "\n")
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt
@@ -115,10 +116,11 @@ def last_step(run: RunDir) -> int | None:
 
 
 def unfinished_handover(events: Iterable[Event], attempt: int) -> Event | None:
-    """The newest claim of the job after an attempt, if that job has not been recorded."""
-    kinds = {"resubmitting", "resubmitted", "requeued"}
-    own = [event for event in events if event["event"] in kinds and event.get("attempt") == attempt]
-    return own[-1] if own and own[-1]["event"] == "resubmitting" else None
+    """The newest claim of the job after an attempt, if that job has not been recorded; the first follows attempt 0."""
+    claims = {"submitting", "resubmitting"}
+    kinds = claims | {"submitted", "resubmitted", "requeued"}
+    own = [event for event in events if event["event"] in kinds and event.get("attempt", 0) == attempt]
+    return own[-1] if own and own[-1]["event"] in claims else None
 
 
 def handover_deadline(claim: Event | None) -> float:
@@ -126,6 +128,12 @@ def handover_deadline(claim: Event | None) -> float:
     if claim is None or (claim["host"] == socket.gethostname() and not is_alive(claim["pid"], claim["started"])):
         return 0.0
     return float(claim["time"]) + HANDOVER_SECONDS
+
+
+def this_process() -> dict[str, Any]:
+    """What a claim says of its process: `handover_deadline` asks whether it is alive."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "started": start_time(pid)}
 
 
 def claim_next_job(run: RunDir, attempt: int, seen: Sequence[Event]) -> bool:
@@ -136,8 +144,7 @@ def claim_next_job(run: RunDir, attempt: int, seen: Sequence[Event]) -> bool:
     if time.time() < handover_deadline(unfinished_handover(seen, attempt)):
         return False
     number = sum(event["event"] == "resubmitting" for event in seen) + 1
-    pid = os.getpid()
-    event = ledger.record("resubmitting", attempt=attempt, host=socket.gethostname(), pid=pid, started=start_time(pid))
+    event = ledger.record("resubmitting", attempt=attempt, **this_process())
     return write_exclusive(run.events / f"next-{number:03d}.jsonl", json_line(event))
 
 

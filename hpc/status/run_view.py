@@ -24,6 +24,7 @@ from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.notification.notices import unsent_messages
 from hpc.slurm import client as slurm
+from hpc.slurm import resubmit
 from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.spec import RunSpec
@@ -31,7 +32,7 @@ from hpc.status.downtime import Interruption, goodput, interruptions_of, recover
 from hpc.status.last_traceback import last_traceback
 from hpc.status.timeline import GPU_PARTS, gpu_hours, periods_of
 from hpc.status.warnings import warnings_of
-from hpc.supervise.decide import STARTS, Decision, decide
+from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
 from hpc.tracking.sender import last_events
 
@@ -98,6 +99,9 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     ending = bool(attempts) and attempts[-1].cause is None and (job is not None or _runs_here(events))
     state = decision.state if decision else _state(events, attempts, job, slurm_answers=jobs is not None)
     state = "completed" if records.result is not None and not ending else state
+    reason = pending.reason if pending else suspended or (decision and _reason(decision))
+    if state == "failed" and job is None and last_job_id(events) is None:
+        reason = NEVER_SUBMITTED
     started, budget = [event for event in events if event["event"] == "train_started"], budget_now(attempts)
     checked = [event for event in events if event["event"] == "preflight"]
     return {
@@ -127,7 +131,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "staging": _staging(events) if state == "running" else None,
         "unsent": unsent_messages(events),
         "trackers": _trackers(events, records.spec, attempts),
-        "reason": pending.reason if pending else suspended or (decision and _reason(decision)),
+        "reason": reason,
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
         "detail": attempts[-1].detail if attempts else None,
         "traceback": last_traceback(run, events) if state == "failed" else None,
@@ -212,13 +216,21 @@ def _state(events: Sequence[Event], attempts: Sequence[Attempt], job: SlurmJob |
     if is_cancelled(events):
         return "cancelled"
     if any(event.get("cluster") == "local" for event in events):
-        if _runs_here(events):
-            return "running"
+        if alive := _local_state(events):
+            return alive
     elif job is not None and job.state is not JobState.UNKNOWN:
         return "running" if job.state is JobState.RUNNING else "pending"
     elif (job is not None or not slurm_answers) and (not_ended or may_restart_after(attempts)):
         return "running" if not_ended else "pending"
     return "cancelled" if cause == Cause.CANCELLED else "failed"
+
+
+def _local_state(events: Sequence[Event]) -> str | None:
+    """Whether a run on this machine runs, or is just being submitted; None if neither."""
+    if _runs_here(events):
+        return "running"
+    starts_until = resubmit.handover_deadline(resubmit.unfinished_handover(events, 0))
+    return "pending" if time.time() < starts_until else None
 
 
 def _runs_here(events: Sequence[Event]) -> bool:

@@ -2,21 +2,19 @@
 
 import dataclasses
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import write_atomic
+from hpc.core.files import new_directory, remove_directory, write_atomic
 from hpc.core.git import is_listed_as_untracked
-from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.slurm import resubmit
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.spec import RunSpec
 from hpc.staging.python_environment import this_environment
@@ -74,60 +72,77 @@ def start_run(
         watch = None if options.json else environment_archive.show_progress
         archive = environment_archive.find_or_make(environment, run.path.parent, watch)
         spec = dataclasses.replace(spec, stage_env=str(archive))
-    with new_run_directory(run), at_trackers(run, spec) as known:
-        run.events.mkdir()
-        run.logs.mkdir()
-        spec = fill(run, known)
-        spec.save(run)
-        copy_code(run, code)
-        job_id = SlurmExecutor(run, spec).start() if spec.cluster == "slurm" else start_local(run)
-    _record_submission(run, spec, job_id)
+    spec, job_id = _submit(run, spec, code, fill)
     _prepare_later_runs(run)
     return NewRun(run=run, spec=spec, job_id=job_id)
 
 
-@contextmanager
-def new_run_directory(run: RunDir) -> Iterator[None]:
-    """Make the directory, the user's alone; removed if the submission fails. Raises UserError if it cannot be made.
+def _submit(
+    run: RunDir, spec: RunSpec, code: UserCode, fill: Callable[[RunDir, RunSpec], RunSpec]
+) -> tuple[RunSpec, str]:
+    """Make the run directory and queue the run. Returns its spec and the job's id.
 
-    Of the directories above it, those that were made for it are removed too, unless other runs are in them by then.
+    A killed submission leaves a whole directory or none, and `hpc resume` submits a whole one that has no job.
     """
-    made = [directory for directory in run.path.parents if not directory.exists()]
+    grace_seconds = preemption_grace(spec)
+    with _without_empty_parents(run), at_trackers(run, spec) as known:
+        with new_run_directory(run) as draft:
+            draft.events.mkdir()
+            draft.logs.mkdir()
+            spec = fill(draft, known)
+            spec.save(draft)
+            copy_code(draft, code)
+            executor = SlurmExecutor(run, spec) if spec.cluster == "slurm" else None
+            if executor:
+                executor.prepare(draft)
+            # The claim to submit it is in the directory before others see it.
+            _events(draft).append("submitting", cluster=spec.cluster, **resubmit.this_process())
+        try:
+            job_id = executor.start() if executor else start_local(run)
+        except (UserError, OSError) as error:
+            # After another error, such as Ctrl-C, a job may have been queued, and needs the directory.
+            remove_directory(run.path)
+            if isinstance(error, OSError):
+                raise _cannot_write(run, error) from error
+            raise
+    if executor:
+        _events(run).append(
+            "submitted", job_id=job_id, cluster=spec.cluster, started=None,
+            stop_lead_seconds=spec.stop_lead_seconds, grace_seconds=grace_seconds,
+        )  # fmt: skip
+    return spec, job_id
+
+
+def _events(run: RunDir) -> EventWriter:
+    return EventWriter(run.events / "submit.jsonl")
+
+
+@contextmanager
+def new_run_directory(run: RunDir) -> Iterator[RunDir]:
+    """A directory, the user's alone, that becomes the run's when the block ends; after an error nothing is left.
+
+    Raises UserError if it cannot be made, or if the run exists by then.
+    """
     try:
-        _make_directory(run.path)
+        with new_directory(run.path) as path:
+            yield RunDir(path)
     except FileExistsError as error:
         raise UserError(f"run {run.name!r} exists already in {run.path.parent}: choose another --name") from error
     except OSError as error:
-        _remove_empty(made)
         raise _cannot_write(run, error) from error
+
+
+@contextmanager
+def _without_empty_parents(run: RunDir) -> Iterator[None]:
+    """After an error, remove the directories above a run's that were made for it, unless other runs are in them."""
+    made = [directory for directory in run.path.parents if not directory.exists()]
     try:
         yield
-    except BaseException as error:
-        # After Ctrl-C, a job may have been queued once there is a script, and needs the directory.
-        if isinstance(error, (UserError, OSError)) or not run.script.exists():
-            shutil.rmtree(run.path, ignore_errors=True)
-            _remove_empty(made)
-        if isinstance(error, OSError):
-            raise _cannot_write(run, error) from error
+    except BaseException:
+        with suppress(OSError):
+            for directory in made:
+                directory.rmdir()
         raise
-
-
-def _make_directory(path: Path) -> None:
-    """Make a directory, and those above it that are missing."""
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another submission, which failed, may just have removed the parent that it had made.
-        with suppress(FileNotFoundError):
-            # Who can write to it can run code as the user.
-            path.mkdir(mode=0o700)
-            return
-
-
-def _remove_empty(directories: Sequence[Path]) -> None:
-    """Remove directories, the innermost first, as far as they are empty."""
-    with suppress(OSError):
-        for directory in directories:
-            directory.rmdir()
 
 
 def _cannot_write(run: RunDir, error: OSError) -> UserError:
@@ -144,16 +159,9 @@ def _prepare_later_runs(run: RunDir) -> None:
         print(f"hpc submit: warning: {run.path.parent} cannot be written: {error}", file=sys.stderr)
 
 
-def _record_submission(run: RunDir, spec: RunSpec, job_id: str) -> None:
-    grace_seconds = None
+def preemption_grace(spec: RunSpec) -> int | None:
+    """The seconds between SIGTERM and SIGKILL on preemption; None if unknown: then `hpc status` lacks a warning."""
     if spec.cluster == "slurm" and spec.resources.partition is not None:
-        with suppress(TorchrelayError):  # without it, `hpc status` lacks a warning
-            grace_seconds = slurm.grace_seconds(slurm.show_partition(spec.resources.partition))
-    EventWriter(run.events / "submit.jsonl").append(
-        "submitted",
-        job_id=job_id,
-        cluster=spec.cluster,
-        started=start_time(job_id) if spec.cluster == "local" else None,
-        stop_lead_seconds=spec.stop_lead_seconds,
-        grace_seconds=grace_seconds,
-    )
+        with suppress(TorchrelayError):
+            return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))
+    return None

@@ -48,6 +48,8 @@ class Action(StrEnum):
     RECORD = "record"  # record that the user cancelled the last job with scancel: Slurm will forget it
 
 
+NEVER_SUBMITTED = "hpc submit was ended before it had submitted the run: submit it with hpc resume"
+"""Why a run has failed of which there is no job in the ledger or in Slurm's queue."""
 STARTS = frozenset({Action.START_NOW, Action.RELEASE, Action.REQUEUE, Action.RESUBMIT})
 """The actions after which a run stages and trains."""
 
@@ -228,6 +230,8 @@ def _scancelled(run: RunObservation) -> Decision | None:
 def _vanished(run: RunObservation) -> Decision | None:
     """A job that is gone and never started: whether the user cancelled it is unknown."""
     state = run.last_job_state
+    if not run.submitted and not run.jobs:
+        return _keep(NEVER_SUBMITTED, "failed")
     if state.alive and state is not JobState.ENDING:
         return _keep("squeue does not list its job, but Slurm's accounting does")
     unknown = state is JobState.UNKNOWN and (run.last is None or run.handed_over_at is not None)

@@ -30,6 +30,8 @@ class RunObservation:
     refusal: str | None = None
     """Why its last job started no attempt."""
     attempts: Sequence[Attempt] = ()
+    submitted: bool = True
+    """Whether the ledger has a job."""
     jobs: Sequence[SlurmJob] = ()
     """Those that squeue lists, also ended ones, the oldest first."""
     headless: frozenset[str] = frozenset()
@@ -150,6 +152,7 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         scancelled=any(event["event"] == "scancelled" and event["job_id"] == job_id for event in events),
         refusal=next((event["detail"] for event in events[::-1] if _is_refusal(event, job_id)), None),
         attempts=attempts,
+        submitted=job_id is not None,
         jobs=listed,
         last_job_state=next((job.state for job in listed if job.job_id == job_id), JobState.UNKNOWN),
         heartbeat_at=None if mtime is None else now - (storage_now - mtime),

@@ -96,7 +96,7 @@ def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> in
     from hpc.sweep.sweep_result import show  # noqa: PLC0415
 
     controller = SweepController(directory, spec, tell_on(as_json=options.json))
-    look_after(directory, controller, once=options.once)
+    look_after(directory, controller, once=options.once, is_new=not isinstance(options, ContinueOptions))
     return show(directory, spec, controller.study, as_json=options.json)
 
 

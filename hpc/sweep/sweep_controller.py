@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from hpc.cancel import cancel_run
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
-from hpc.group.members import Supervision, start_member
+from hpc.group.members import Supervision, lacks_job, start_member
 from hpc.status.run_view import TERMINAL, StatusCache, Summary
 from hpc.sweep.space import grid_of, read_space, settings_text, shown
 from hpc.sweep.sweep_dir import SweepDir, SweepSpec
@@ -63,6 +63,7 @@ class SweepController:
             UserError: the first trial cannot be submitted.
             TorchrelayError: Slurm does not answer.
         """
+        self._cache = StatusCache()  # what another controller has just submitted is no failed run
         for trial in self._running():
             self._follow(trial)
         if self._sweep.cancelled.exists():
@@ -95,10 +96,10 @@ class SweepController:
 
     def _follow(self, trial: FrozenTrial) -> None:
         run = self._sweep.trial(trial.number)
-        if not run.spec.exists():
+        summary = self._cache.summary(run) if run.spec.exists() else None
+        if summary is None or lacks_job(summary):
             self._start(trial)  # the controller ended before
             return
-        summary = self._cache.summary(run)
         state = summary["state"]
         values = self._values(run)
         live = Trial(self.study, trial._trial_id)  # noqa: SLF001 - Optuna has no other way back to a trial
@@ -134,13 +135,10 @@ class SweepController:
         values = {name: shown(value) for name, value in trial.params.items()}
         flags = [] if spec.script else [f"--{name}={value}" for name, value in values.items()]
         try:
-            start_member(self._sweep, spec, run, flags, values)
+            if start_member(self._sweep, spec, run, flags, values):
+                self._tell(f"{run.name} is submitted with {settings_text(trial.params)}")
         except UserError as error:
-            if run.spec.exists():
-                return  # another controller has just made it
             self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
             if trial.number == 0:
                 raise
             self._tell(f"{run.name} cannot be submitted with {settings_text(trial.params)}: {error}")
-        else:
-            self._tell(f"{run.name} is submitted with {settings_text(trial.params)}")

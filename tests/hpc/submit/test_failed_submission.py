@@ -9,49 +9,23 @@ from pathlib import Path
 
 import pytest
 from cluster import ROOT, Site
+from fake_slurm import SINFO, clients
 
-from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
-from hpc.submit.new_run import new_run_directory
 
-REFUSED = UserError("sbatch refused the job")
 LOST_REPLY = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
-SINFO = "echo 'gpu*|up|1-00:00:00|n/a|1-infinite|4|8|gpu:4'"
 SUBMIT = ("submit", "--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8")
 
 
-def clients(directory: Path, **programs: str) -> str:
-    """A PATH on which these shell scripts come first."""
-    directory.mkdir()
-    for name, text in programs.items():
-        (directory / name).write_text(f"#!/bin/sh\n{text}\n")
-        (directory / name).chmod(0o755)
-    return f"{directory}:{os.environ['PATH']}"
-
-
-def test_refused_submission_leaves_those_that_began_beside_it(tmp_path: Path) -> None:
-    runs = tmp_path / "new" / "runs"
-
-    def submit() -> None:
-        with new_run_directory(RunDir(runs / "refused")):
-            with new_run_directory(RunDir(runs / "sibling")):
-                (runs / "sibling" / "spec.json").write_text("{}")
-            raise REFUSED
-
-    with pytest.raises(UserError):
-        submit()
-    assert [path.name for path in runs.iterdir()] == ["sibling"]
-    assert (runs / "sibling" / "spec.json").exists()
-
-
-def test_refused_submission_removes_the_directories_that_it_made(tmp_path: Path) -> None:
-    with pytest.raises(UserError), new_run_directory(RunDir(tmp_path / "new" / "runs" / "refused")):
-        raise REFUSED
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "own").mkdir()
-    with pytest.raises(UserError), new_run_directory(RunDir(tmp_path / "own" / "refused")):
-        raise REFUSED
-    assert list((tmp_path / "own").iterdir()) == [], "an empty directory of the user's own stays"
+def test_refused_submission_removes_the_directories_that_it_made(shared: Path) -> None:
+    refusal = "echo 'sbatch: error: invalid' >&2; exit 1"
+    path = clients(shared / "bin", sbatch=refusal, sinfo=SINFO, squeue="exit 0", scontrol="exit 1")
+    (shared / "own").mkdir()
+    for runs in ("new/runs", "own"):
+        done = Site(shared, "/nonexistent").hpc(*SUBMIT, f"--runs-dir={runs}", PATH=path)
+        assert (done.returncode, "sbatch refused the job: invalid" in done.stderr) == (2, True), done.stderr
+    assert sorted(path.name for path in shared.iterdir()) == ["bin", "own"]
+    assert list((shared / "own").iterdir()) == [], "an empty directory of the user's own stays"
 
 
 def test_three_at_once_of_which_one_is_refused(shared: Path) -> None:

@@ -1,0 +1,72 @@
+"""Shell scripts in the place of Slurm's commands, for what no real Slurm does when a test wants it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster import Site
+
+SINFO = "echo 'gpu*|up|1-00:00:00|n/a|1-infinite|4|8|gpu:4'"
+# Queues one job for each call, of which squeue tells. {0} is the site.
+SBATCH = (
+    'for script; do :; done; echo "$script" >> {0}/queued; id=$(wc -l < {0}/queued); '
+    'case "$*" in *--parsable*) echo $id;; *) echo Submitted batch job $id;; esac'
+)
+SQUEUE = """[ -e {0}/queued ] && while read script; do
+    id=$((id + 1)); echo "$id|PENDING|None||n/a|0|N/A|N/A|$script|"
+done < {0}/queued; exit 0"""
+HANGS = "touch {0}/reached; while [ -e {0} ] && [ ! -e {0}/go ]; do sleep 0.1; done"
+
+
+def clients(directory: Path, **programs: str) -> str:
+    """A PATH on which these shell scripts come first."""
+    directory.mkdir()
+    for name, text in programs.items():
+        (directory / name).write_text(f"#!/bin/sh\n{text}\n")
+        (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def queueing_site(path: Path) -> tuple[Site, dict[str, str]]:
+    """A site with a Slurm that queues jobs and starts none, and the environment that has it."""
+    programs = {"sbatch": SBATCH.format(path), "squeue": SQUEUE.format(path), "sinfo": SINFO, "scontrol": "exit 1"}
+    return Site(path, "/nonexistent"), {"PATH": clients(path / "bin", **programs), "SLURM_CONF": "/nonexistent"}
+
+
+def replace(site: Site, name: str, text: str | None) -> None:
+    """Replace a program of the site, or with None remove it."""
+    program = site.path / "bin" / name
+    program.unlink(missing_ok=True)
+    if text is not None:
+        program.write_text(f"#!/bin/sh\n{text.format(site.path)}\n")
+        program.chmod(0o755)
+
+
+@contextmanager
+def started(site: Site, environment: dict[str, str], *arguments: str) -> "Iterator[subprocess.Popen[str]]":
+    """A verb that has reached the program that HANGS; in the end it and what it has started are killed."""
+    command = [sys.executable, "-m", "hpc", *arguments]
+    own = {**os.environ, **environment}
+    with subprocess.Popen(
+        command, cwd=site.path, env=own, start_new_session=True, stderr=subprocess.PIPE, text=True
+    ) as verb:
+        try:
+            while not (site.path / "reached").exists():
+                assert verb.poll() is None, verb.communicate()
+                time.sleep(0.02)
+            (site.path / "reached").unlink()
+            yield verb
+        finally:
+            if verb.poll() is None:
+                os.killpg(verb.pid, signal.SIGKILL)
+
+
+def kill_when_reached(site: Site, environment: dict[str, str], *arguments: str) -> None:
+    """Start a verb, and kill it when it has reached the program that HANGS."""
+    with started(site, environment, *arguments):
+        pass
