@@ -13,6 +13,8 @@ INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 # The tests submit as an ordinary user too, who can read nothing below root's home (mode 0700).
 HIDDEN := $(if $(ROOT),$(shell setpriv --reuid=65534 --regid=65534 --clear-groups test -r $(CURDIR)/pyproject.toml || echo yes))
+# What there is without apt: scikit-learn has the digits.
+WITHOUT_APT := $(if $(wildcard /usr/share/datasets/fashion-mnist),--data fashion-mnist,--recipe digits)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
 .PHONY: demo drill bench gpu gpu-bundle test matrix check format lock clean
@@ -20,7 +22,7 @@ NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster l
 demo: $(READY)
 ifeq ($(ROOT),)
 	@echo "$(NO_ROOT)"
-	$(BIN)/python -m hpc.submit --cluster local --nodes 2 --gpus-per-node 4 --data fashion-mnist --wait
+	$(BIN)/python -m hpc.submit --cluster local --nodes 2 --gpus-per-node 4 $(WITHOUT_APT) --wait
 else
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m hpc.testbed up --nodes 4 --gpus-per-node 4

@@ -1,6 +1,5 @@
 """Shared by the tests on the testbed: a tiny data set, submitting and reading runs, waiting for conditions."""
 
-import gzip
 import json
 import os
 import pwd
@@ -20,16 +19,17 @@ from typing import Any
 
 import jsonschema
 import pytest
+from real_images import real_images
 
 from hpc.core import ledger
 from hpc.core.files import read_json_lines
 from hpc.core.kernel import is_alive
 from hpc.core.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
+from training.config.dataset_layout import IDX_STEMS
 
 ROOT = Path(__file__).parents[1]
 _JSON_SCHEMA = json.loads((ROOT / "docs" / "json.schema.json").read_text())
-FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 # Generous: the machine may be busy, and Slurm's own clocks tick in tens of seconds.
 TIMEOUT_SECONDS = 150.0
 # Two nodes with a rank each: every rank imports torch at every start, on the few cores that there are.
@@ -123,14 +123,13 @@ def need(*programs: str) -> None:
 
 
 def tiny_data(directory: Path, train: int = 2000, test: int = 500) -> Path:
-    """The first images of Fashion-MNIST, as IDX files."""
+    """A few real images, as IDX files."""
     directory.mkdir()
-    for part, count in (("train", train), ("t10k", test)):
-        images = gzip.decompress((FASHION_MNIST / f"{part}-images-idx3-ubyte.gz").read_bytes())
-        labels = gzip.decompress((FASHION_MNIST / f"{part}-labels-idx1-ubyte.gz").read_bytes())
-        header = struct.pack(">IIII", 2051, count, 28, 28)
-        (directory / f"{part}-images-idx3-ubyte").write_bytes(header + images[16 : 16 + count * 784])
-        (directory / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels[8 : 8 + count])
+    for part, count in (("train", train), ("test", test)):
+        images, labels = real_images(part, count)
+        headers = struct.pack(">IIII", 2051, count, 28, 28), struct.pack(">II", 2049, count)
+        (directory / IDX_STEMS[f"{part}_images"]).write_bytes(headers[0] + images.tobytes())
+        (directory / IDX_STEMS[f"{part}_labels"]).write_bytes(headers[1] + labels.tobytes())
     return directory
 
 

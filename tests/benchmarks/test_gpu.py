@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from real_images import needs_fashion_mnist
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -13,6 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 PARTS = ("two-ranks", "exactness", "files", "repeatability", "stalls", "accuracy")
 
 
+@needs_fashion_mnist
 def test_every_script_of_make_gpu_measures_something(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     done = subprocess.run(
@@ -29,6 +32,7 @@ def test_every_script_of_make_gpu_measures_something(tmp_path: Path) -> None:
     assert set(bits.values()) == {True}, bits
 
 
+@needs_fashion_mnist
 def test_the_bundle_holds_all_that_a_python_without_them_lacks(tmp_path: Path) -> None:
     bundle = [sys.executable, "-m", "benchmarks.gpu.bundle", str(tmp_path / "bundle")]
     subprocess.run(bundle, cwd=REPOSITORY, check=True, capture_output=True)

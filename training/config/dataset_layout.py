@@ -5,6 +5,7 @@ Runs on the login node and on every rank; imports no torch.
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,8 @@ from training.config.packed_index import INDEX, check_files, read_index
 
 FASHION_MNIST = "fashion-mnist"
 FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
+DIGITS, DIGITS_FILE = "digits", "digits.csv.gz"
+NAMED_DATA = f"{FASHION_MNIST} or {DIGITS}"
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 # In any case: Train/ and Validation/ are common too.
@@ -23,7 +26,7 @@ IDX_STEMS = {
     "test_images": "t10k-images-idx3-ubyte",
     "test_labels": "t10k-labels-idx1-ubyte",
 }
-Kind = Literal["idx", "cifar10", "cifar100", "image-folder", "packed"]
+Kind = Literal["idx", "digits", "cifar10", "cifar100", "image-folder", "packed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +84,29 @@ class DataLayout:
 def resolve_data(name: str) -> Path:
     """Turn --data into an absolute path. `fashion-mnist` is Debian's copy; `./fashion-mnist` is a directory.
 
+    `digits` are the 1,797 handwritten digits of 8 x 8 pixels in scikit-learn's package.
+
     Raises:
-        UserError: --data is `fashion-mnist`, and Debian's package is not installed.
+        UserError: --data is one of these names, and the package is not installed.
     """
+    if name == DIGITS:
+        return _digits_directory()
     if name != FASHION_MNIST:
         return Path(name).expanduser().absolute()
     if not FASHION_MNIST_DIRECTORY.is_dir():
         raise UserError(
             f"--data is {FASHION_MNIST}, but {FASHION_MNIST_DIRECTORY} does not exist: "
-            "apt-get install dataset-fashion-mnist, or give the directory with the four IDX files"
+            f"apt-get install dataset-fashion-mnist, give the directory with the four IDX files, or use --data {DIGITS}"
         )
     return FASHION_MNIST_DIRECTORY
+
+
+def _digits_directory() -> Path:
+    package = find_spec("sklearn")  # does not import it, which takes a second
+    for directory in (package.submodule_search_locations or ()) if package else ():
+        if (path := Path(directory, "datasets", "data")).is_dir():
+            return path
+    raise UserError(f"--data is {DIGITS}, which scikit-learn has, and it is not installed: pip install scikit-learn")
 
 
 def check_data(path: Path) -> DataLayout:
@@ -102,10 +117,16 @@ def check_data(path: Path) -> DataLayout:
     """
     try:
         if not path.exists():
-            raise UserError(f"--data is {path}, which does not exist: give a directory, or {FASHION_MNIST}")
+            raise UserError(f"--data is {path}, which does not exist: give a directory, {NAMED_DATA}")
         if not path.is_dir():
             raise UserError(f"--data is {path}, which is not a directory: give the directory that holds the images")
-        return _packed_layout(path) or _idx_layout(path) or _cifar_layout(path) or _folder_layout(path)
+        return (
+            _packed_layout(path)
+            or _idx_layout(path)
+            or _digits_layout(path)
+            or _cifar_layout(path)
+            or _folder_layout(path)
+        )
     except OSError as error:
         raise UserError(
             f"--data is {path}: {error.filename} cannot be read ({error.strerror}): make it readable"
@@ -139,6 +160,11 @@ def _idx_layout(path: Path) -> DataLayout | None:
     if missing:
         raise UserError(f"--data is {path}, which lacks {', '.join(missing)} (or .gz): add them")
     return DataLayout(kind="idx", path=path, train=path, val=None, test=path if present["test_images"] else None)
+
+
+def _digits_layout(path: Path) -> DataLayout | None:
+    is_there = (path / DIGITS_FILE).is_file()
+    return DataLayout(kind="digits", path=path, train=path, val=None, test=path) if is_there else None
 
 
 def _cifar_layout(path: Path) -> DataLayout | None:

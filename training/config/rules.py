@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.core.errors import UserError
-from training.config.dataset_layout import FASHION_MNIST
+from training.config.dataset_layout import NAMED_DATA
 from training.config.model_names import SMALL_CNN, TIMM
 
 Test = Callable[[Any], bool]
@@ -70,7 +70,7 @@ _LARGEST_SEED = 2**63 - 1
 
 # field: (what it accepts, what to use instead)
 _VALUES: dict[str, tuple[Test, str]] = {
-    "data": (lambda v: isinstance(v, str), f"give a directory, or {FASHION_MNIST}"),
+    "data": (lambda v: isinstance(v, str), f"give a directory, {NAMED_DATA}"),
     "model": (
         lambda v: isinstance(v, str) and v != "",
         f"give {SMALL_CNN}, a torchvision model such as resnet50, or {TIMM}NAME",
@@ -210,7 +210,7 @@ def parse_interval(field: str, text: str) -> Interval:
 
 # (the conflict, why and what to use)
 _CONFLICTS: tuple[tuple[Test, str], ...] = (
-    (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {FASHION_MNIST}, or --synthetic"),
+    (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {NAMED_DATA}, or use --synthetic"),
     (
         lambda c: c.head_hidden > 0 and c.model.startswith("squeezenet"),
         "--head-hidden cannot be combined with SqueezeNets, which end with a convolution: use 0, or another --model",

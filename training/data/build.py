@@ -20,7 +20,7 @@ from training.config.train_config import TrainConfig
 from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages
 from training.data.file_index import build_index, deserialize, image_roots
 from training.data.image_folder import FolderImages
-from training.data.in_memory import class_names, read_cifar, read_cifar_names, read_idx_pair
+from training.data.in_memory import class_names, read_cifar, read_cifar_names, read_digits, read_idx_pair
 from training.data.loader import ImageSource
 from training.data.packed import open_part
 from training.data.transforms.augment import make_augmentation
@@ -68,6 +68,9 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_in
         train = read_idx_pair(layout.train, "train")
         test = read_idx_pair(layout.test, "test") if layout.test else None
         return _load_in_memory(config, layout, train, test, class_names(train[1], int(train[1].max()) + 1))
+    if layout.kind == "digits":
+        train, test = (read_digits(layout.path, part) for part in ("train", "test"))
+        return _load_in_memory(config, layout, train, test, class_names(train[1], 10))
     names = read_cifar_names(layout.path, layout.kind)
     train, test = (read_cifar(layout.path, layout.kind, part, len(names)) for part in ("train", "test"))
     return _load_in_memory(config, layout, train, test, names)

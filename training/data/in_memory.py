@@ -1,4 +1,4 @@
-"""Reads data sets that fit in memory: IDX files (the MNIST family), CIFAR-10 and CIFAR-100.
+"""Reads data sets that fit in memory: IDX files (the MNIST family), scikit-learn's digits, CIFAR-10 and CIFAR-100.
 
 Runs on every rank; needs no torchvision.
 """
@@ -15,7 +15,7 @@ from numpy._core.multiarray import _reconstruct  # pickled arrays refer to it
 from torch import Tensor
 
 from hpc.core.errors import UserError
-from training.config.dataset_layout import CIFAR, IDX_STEMS, DataLayout, Kind, find_idx
+from training.config.dataset_layout import CIFAR, DIGITS_FILE, IDX_STEMS, DataLayout, Kind, find_idx
 
 _ROLES = ("images", "labels")
 # Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017. The format has no field for names, so the data set is recognized by the
@@ -94,6 +94,30 @@ def class_names(train_labels: Tensor, count: int) -> tuple[str, ...]:
     """The names of the classes: those of Fashion-MNIST, else the numbers."""
     crc = zlib.crc32(train_labels.to(torch.uint8).numpy().tobytes())
     return tuple(_FASHION_MNIST.split(",")) if crc == _FASHION_MNIST_CRC else tuple(map(str, range(count)))
+
+
+# Alpaydin and Kaynak: "Optical recognition of handwritten digits", the part for tests (UCI, 1998). The last of them are
+# by other people than most of the first.
+_DIGITS_TESTED = 360
+
+
+def read_digits(directory: Path, part: str) -> tuple[Tensor, Tensor]:
+    """Images (uint8 [n, 1, 8, 8]) and labels (int64 [n]) of a part, `train` or `test`, of scikit-learn's digits.
+
+    A line of the file has 64 values from 0 to 16, and the label.
+
+    Raises:
+        UserError: the file is torn.
+    """
+    path = directory / DIGITS_FILE
+    try:
+        lines = np.loadtxt(path, delimiter=",", dtype=np.uint8, ndmin=2)
+        images, labels = lines[:, :64].reshape(-1, 1, 8, 8), lines[:, 64]
+    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read ({error}): install scikit-learn again") from error
+    chosen = slice(-_DIGITS_TESTED) if part == "train" else slice(-_DIGITS_TESTED, None)
+    brightness = images[chosen].astype(np.uint16) * 255 // 16
+    return torch.from_numpy(brightness.astype(np.uint8)), torch.from_numpy(labels[chosen].astype(np.int64))
 
 
 _SIDE = 32

@@ -82,7 +82,7 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--time=2d"], r"--time is 2d, but partition gpu allows 1-00:00:00: use --time 1-00:00:00 or less"),
         (["--time=soon"], r"--time is 'soon': use a duration such as 90m"),
         (["--cpus-per-gpu=99"], r"--cpus-per-gpu is 99.*use --cpus-per-gpu 8 or fewer"),
-        (["--data=nowhere"], r"--data is .*/nowhere, which does not exist: give a directory, or fashion-mnist"),
+        (["--data=nowhere"], r"--data is .*/nowhere, which does not exist: give a directory, fashion-mnist or digits"),
         (["--data=empty"], r"--data is .*/empty, but there are no images"),
         (["--data=text"], r"--data is .*/text, but there are no images"),
         (["--data=file"], r"--data is .*/file, which is not a directory"),

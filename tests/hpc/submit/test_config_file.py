@@ -105,7 +105,7 @@ def test_a_copy_of_a_recipe_can_be_given_as_a_file(tmp_path: Path) -> None:
         (["--recipe=cifr"], "--recipe is 'cifr', which is not known: use cifar"),
         (
             ["--recipe=zzz"],
-            "--recipe is 'zzz', which is not known: use cifar, fashion-mnist, fashion-mnist-gpu, finetune,",
+            "--recipe is 'zzz', which is not known: use cifar, digits, fashion-mnist, fashion-mnist-gpu, finetune,",
         ),
         (["--config=c.yaml"], "--config c.yaml: there is no flag 'epoch': did you mean epochs, "),
     ],

@@ -32,7 +32,7 @@ from training.config.train_config import (
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("data", "", "--data is missing: give a directory, fashion-mnist, or --synthetic"),
+        ("data", "", "--data is missing: give a directory, fashion-mnist or digits, or use --synthetic"),
         ("epochs", 0, "--epochs is 0: use 1 or more"),
         ("batch_size", -4, "--batch-size is -4: use 1 or more (images of all ranks together)"),
         ("lr", 0.0, "--lr is 0.0: use a number above 0, or leave it out"),
@@ -364,7 +364,7 @@ def test_fashion_mnist_is_debians_copy(monkeypatch: pytest.MonkeyPatch, tmp_path
     from training.config import dataset_layout
 
     monkeypatch.setattr(dataset_layout, "FASHION_MNIST_DIRECTORY", tmp_path / "none")
-    with pytest.raises(UserError, match="apt-get install dataset-fashion-mnist, or give the directory"):
+    with pytest.raises(UserError, match="apt-get install dataset-fashion-mnist, give the directory"):
         resolve_data("fashion-mnist")
     monkeypatch.setattr(dataset_layout, "FASHION_MNIST_DIRECTORY", tmp_path)
     assert resolve_data("fashion-mnist") == tmp_path

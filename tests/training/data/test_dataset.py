@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from real_images import needs_fashion_mnist
 from trainer_rig import children, load, make_folder, make_idx, write_idx
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data, resolve_data
 from training.data import in_memory, loader
 from training.data.batch_schedule import BatchRequest
-from training.data.in_memory import class_names, read_idx, read_idx_pair
+from training.data.in_memory import class_names, read_digits, read_idx, read_idx_pair
 from training.data.loader import load_batches
 
 
@@ -65,6 +66,29 @@ def test_images_and_labels_of_different_number_are_no_pair(tmp_path: Path) -> No
         read_idx_pair(data, "train")
 
 
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    everything, directory = load_digits(), resolve_data("digits")
+    layout = check_data(directory)
+    assert (layout.kind, layout.train, layout.val, layout.test) == ("digits", directory, None, directory)
+    parts = [read_digits(directory, part) for part in ("train", "test")]
+    assert [images.shape for images, _ in parts] == [(1437, 1, 8, 8), (360, 1, 8, 8)]
+    images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    assert torch.equal(labels, torch.from_numpy(everything.target))
+    assert (images.dtype, images.max()) == (torch.uint8, 255)
+    assert torch.equal((images[:, 0].double() / 255 * 16).round(), torch.from_numpy(everything.images))
+    data = load(directory)
+    assert (data.classes, data.channels, data.shape) == (tuple("0123456789"), 1, (8, 8))
+
+
+def test_a_torn_file_of_digits_is_named(tmp_path: Path) -> None:
+    (tmp_path / "digits.csv.gz").write_bytes((resolve_data("digits") / "digits.csv.gz").read_bytes()[:9000])
+    with pytest.raises(UserError, match=r"digits\.csv\.gz cannot be read .*: install scikit-learn again"):
+        read_digits(tmp_path, "train")
+
+
+@needs_fashion_mnist
 def test_fashion_mnist_is_recognised_by_its_labels() -> None:
     _, labels = read_idx_pair(resolve_data("fashion-mnist"), "train")
     assert class_names(labels, 10)[8:] == ("Bag", "Ankle boot")

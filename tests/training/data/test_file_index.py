@@ -152,4 +152,4 @@ def test_the_other_ranks_need_the_images_too(start: Starter, folder_data: Path, 
     assert training.wait() == [2, 2]
     complaints = [line for line in training.output().splitlines() if line.startswith("error: ")]
     lost = f"--data is {tmp_path}/not-staged, which does not exist"
-    assert complaints == [f"error: rank 1: {lost}: give a directory, or fashion-mnist"]
+    assert complaints == [f"error: rank 1: {lost}: give a directory, fashion-mnist or digits"]

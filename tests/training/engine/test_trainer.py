@@ -153,7 +153,8 @@ def test_an_image_size_that_a_model_cannot_take_is_refused(start: Starter) -> No
 def test_data_that_are_missing_on_one_node_end_all_ranks_with_one_line(start: Starter, tmp_path: Path) -> None:
     training = start(*SHORT, world_size=2, data=[start.data, tmp_path / "not-staged"])
     assert refused(training, 2) == (
-        f"error: rank 1: --data is {tmp_path}/not-staged, which does not exist: give a directory, or fashion-mnist"
+        f"error: rank 1: --data is {tmp_path}/not-staged, which does not exist: give a directory, fashion-mnist or "
+        "digits"
     )
 
 

@@ -172,11 +172,11 @@ def test_a_mistake_is_a_json_document_too(digits: Path, ask: Ask) -> None:
         (["--output={there}/none/m.pt2"], "--output is {there}/none/m.pt2, but {there}/none is no directory: make it"),
         (
             ["--output={there}/m.pt2", "--data={there}/none"],
-            "--data is {there}/none, which does not exist: give a directory, or fashion-mnist (images for the",
+            "--data is {there}/none, which does not exist: give a directory, fashion-mnist or digits (images for the",
         ),
         (
-            ["--output={there}/m.pt2", "--data=fashion-mnist"],
-            "--data is fashion-mnist, whose images or classes are not the model's: give the model's data set",
+            ["--output={there}/m.pt2", "--data=digits"],
+            "--data is digits, whose images or classes are not the model's: give the model's data set",
         ),
     ],
 )

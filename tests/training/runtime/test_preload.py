@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
-from cluster import ROOT
-
-from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
+from cluster import ROOT, tiny_data
 
 # In a process of its own: this one has touched what the test is about.
 IMPORTS = """
@@ -30,14 +29,14 @@ print(json.dumps([record, len(looked)]))
 """
 
 
-def test_torchrun_prepares_all_without_threads_and_without_a_look_at_the_gpus() -> None:
+def test_torchrun_prepares_all_without_threads_and_without_a_look_at_the_gpus(tmp_path: Path) -> None:
     """CUDA cannot be used in a fork of a process that has; and threads do not survive a fork."""
     # numpy starts threads when it is imported; torch would at the first operation on many elements.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}
     environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
-    command = [sys.executable, "-c", IMPORTS, f"--data={FASHION_MNIST_DIRECTORY}"]
+    command = [sys.executable, "-c", IMPORTS, f"--data={tiny_data(tmp_path / 'data')}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
     record, looks = json.loads(done.stdout)
-    read = sorted(path.name for path in FASHION_MNIST_DIRECTORY.iterdir())
+    read = sorted(path.name for path in (tmp_path / "data").iterdir())
     assert record == {"missing": [], "looked": 0, "threads": 1, "read": read}
     assert looks > 0 or not torch.backends.cuda.is_built(), "a look at the GPUs would have been seen"

@@ -45,6 +45,7 @@ _CIFAR = _Defaults(crop="padded", flip=True, padding=4 / 32, autoaugment="CIFAR1
 _DIGITS = _Defaults(crop="padded", flip=False, padding=1 / 28, autoaugment="CIFAR10")
 _DEFAULTS: dict[Kind, _Defaults] = {
     "idx": _DIGITS,
+    "digits": _DIGITS,
     "cifar10": _CIFAR,
     "cifar100": _CIFAR,
     "image-folder": _IMAGES,
