@@ -96,7 +96,8 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     step = (resubmit.last_step(node.run) or 0) if node.knows_steps else None
     # Agents that recorded nothing may have ended of anything, such as a node that died while srun started them.
     signature = None if failure is Cause.LOST else signature_of(detail)
-    if not record_end(node, cause=cause, step=step, detail=detail, node=node.host, signature=signature):
+    blamed = None if failure is Cause.LOST and _follows_a_dead_start(node) else node.host
+    if not record_end(node, cause=cause, step=step, detail=detail, node=blamed, signature=signature):
         return 1
     log(f"attempt {node.attempt.attempt} ended: {cause} ({detail})")
     for node_dir in node_dirs(node.run.path) if cause is not Cause.COMPLETED else ():
@@ -106,8 +107,20 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
         # srun fails, too, if a node has died that Slurm still takes for alive: its job must not be requeued.
         joined = {event["node"] for event in node.events("joined")}
         lost = [*lost, *(name for name in node.allocation.hostnames if name not in {*joined, *lost, node.host})]
-    bad_nodes = [node.host] if cause in {Cause.BAD_NODE, Cause.LOST} else []
+    bad_nodes = [blamed] if blamed and cause in {Cause.BAD_NODE, Cause.LOST} else []
     return _continue_run(node, cause, ending.job_state, lost=lost, bad_nodes=bad_nodes)
+
+
+def _follows_a_dead_start(node: NodeAttempt) -> bool:
+    """Whether the attempt before this one was an earlier start of the same job, whose agents had fallen silent.
+
+    If a node of that start was only frozen, its srun ends the step of this start as soon as it runs again: both steps
+    have the same name.
+    """
+    events, number = node.run_events(), node.attempt.attempt
+    before = [attempt.job_id for attempt in attempts_of(events) if attempt.attempt == number - 1]
+    ends = (each for each in events if each["event"] == "attempt_ended" and each["attempt"] == number - 1)
+    return before == [node.allocation.job_id] and any("last_heard" in end for end in ends)
 
 
 def _continue_run(

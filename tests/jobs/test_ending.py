@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from hpc.core.rundir import RunDir
 from hpc.slurm import resubmit
 from hpc.spec import Resources, RunSpec
 from jobs import ending, last_resort, node_attempt
-from jobs.claim import event_file
+from jobs.claim import claim_next, event_file
 from jobs.ending import head_is_lost, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 
@@ -250,3 +251,24 @@ def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path,
     assert [event["job_id"] for event in survivor.events("requeued")] == ["7"]
     [ended] = survivor.events("attempt_ended")
     assert (ended["cause"], ended["signature"]) == ("lost", None), "unknown, so a second one need not be the same"
+
+
+def test_node_is_not_blamed_for_what_the_thawed_srun_of_an_earlier_start_did(
+    batch_script: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The srun of the first start was frozen with its node, and has ended the step of the second start: same name."""
+    run = batch_script.run
+    show = "echo JobId=7 JobState=RUNNING Restarts=1 Reason=None"
+    slurm_command("scontrol", f'case "$*" in *show*job*) {show};; esac')
+    slurm_command("sinfo", "case $* in *%P*) printf 'gpu0%s|gpu*|idle\\n' 1 2 3 4;; esac")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    second = replace(allocation(0, 2), restart=1)
+    attempt = claim_next(run, second, port=1, secret="s")
+    assert [end["cause"] for end in batch_script.events("attempt_ended")] == ["lost"]
+    for number, name in enumerate(second.hostnames):
+        event_file(run, attempt.attempt, number).append("joined", attempt=2, node=name, node_rank=number)
+    assert last_resort.main([str(run.path), "137"]) == 0
+    [ended] = replace(batch_script, attempt=attempt).events("attempt_ended")
+    assert (ended["cause"], ended["node"]) == ("lost", None)
+    kinds = [event["event"] for event in ledger.read(run.events)]
+    assert ("requeued" in kinds, "excluded" in kinds, "resubmitted" in kinds) == (True, False, False)
