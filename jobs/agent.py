@@ -13,12 +13,14 @@ import time
 import traceback
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.core.causes import Cause
+from hpc.core.causes import EXIT_NO_SPACE, Cause
 from hpc.core.errors import BadNodeError, TorchrelayError
+from hpc.core.files import DISK_FULL, TEMPORARY
 from hpc.core.kernel import interface_addresses, raise_open_files_limit
 from hpc.core.nodedir import DEV_SHM, HeldNodeDir
 from hpc.core.ownership import check_is_own
@@ -33,7 +35,7 @@ from jobs.control.messages import OVER, Directive, NodeStatus, Phase
 from jobs.deferral import must_wait
 from jobs.ending import conclude, conclude_failed_agent, replace_headless_job, save_snapshot, take_over
 from jobs.job_comment import commenting
-from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log, send_heartbeats
+from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, find_allocation, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import pick_port
 from jobs.ranks.round import RankSetup, run_round
@@ -63,18 +65,19 @@ def main(argv: list[str]) -> int:
         exit_code = _run_attempt(run, RunSpec.load(run), allocation, stop)
     except Exception as error:  # noqa: BLE001 - the last resort
         log(_describe(error))
-        exit_code = 1
+        exit_code = EXIT_NO_SPACE if isinstance(error, OSError) and error.errno in DISK_FULL else 1
     # Slurm: only the head's exit code may fail the job, because srun exits with the highest exit code of its tasks.
     # Local: submitit requeues if any task exits with LOCAL_REQUEUE_RETURN_CODE.
     return exit_code if allocation.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
 
 
 def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: StopRequest) -> int:
-    if claim.refuse_if_complete(run, allocation):
+    on_storage = partial(await_storage, run, stop.__bool__)
+    if on_storage(partial(claim.refuse_if_complete, run, allocation)):
         return 0
     channel: ControlChannel
     if allocation.is_head:
-        if must_wait(run, spec, allocation):
+        if on_storage(partial(must_wait, run, spec, allocation)):
             return 0
         secret = secrets.token_hex(16)
         channel = ControlServer(
@@ -82,9 +85,10 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         )
         try:
             addresses = _addresses(spec, allocation)
-            attempt = claim.claim_next(run, allocation, channel.port, secret, addresses)
+            attempt = on_storage(partial(claim.claim_next, run, allocation, channel.port, secret, addresses))
         except Exception as error:
-            claim.refuse(run, allocation, str(error))
+            if not isinstance(error, OSError) or error.errno not in TEMPORARY:
+                on_storage(partial(claim.refuse, run, allocation, str(error)))
             raise
         send_heartbeats(run)
     else:

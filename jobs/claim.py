@@ -7,18 +7,19 @@ with its line in it.
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import json_line, write_exclusive
+from hpc.core.files import can_write, json_line, write_exclusive
 from hpc.core.ledger import EventWriter
 from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
-from jobs.node_attempt import NodeAllocation, ask_slurm, log
+from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_storage, log
 
 _POLL_SECONDS = 0.5
 # KillWait, which an ending job may take to save, is seldom more than a minute.
@@ -50,6 +51,8 @@ def claim_next(
     if is_cancelled(events):
         raise TorchrelayError(f"run {run.name} was cancelled, so this job starts nothing: type {_resume(run)}")
     last = next(reversed(attempts_of(events)), None)
+    if last is not None and secret and last.secret == secret:
+        return last  # claimed a moment ago, though the storage reported an error
     if last is not None and last.ended is None:
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
@@ -132,13 +135,17 @@ def join(
 ) -> Attempt | None:
     """Wait for the head node's claim for this very start of the job; None if `stopped` first.
 
+    The timeout begins again while the storage is full or hangs: then the head node's agent waits, too.
+
     Raises:
         HeadLostError: the head node is dead, and Slurm has noticed.
         TorchrelayError: the head node's agent refused, or no claim came.
+        OSError: the run directory cannot be read.
     """
-    deadline, look_at = time.monotonic() + timeout_seconds, time.monotonic() + _LOOK_SECONDS
+    began = time.monotonic()
+    deadline, look_at, latest = began + timeout_seconds, began + _LOOK_SECONDS, began + STORAGE_SECONDS
     while not stopped():
-        events = ledger.read_without_other_nodes(run.events)
+        events = await_storage(run, stopped, partial(ledger.read_without_other_nodes, run.events))
         for event in events:
             if started_nothing(event, allocation):
                 raise TorchrelayError(event["detail"])
@@ -152,10 +159,13 @@ def join(
             if newest.ended:
                 raise TorchrelayError(f"attempt {newest.attempt} ended before this node could join it")
             return newest
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if look_at < now < latest and (now > look_at + _LOOK_SECONDS or not can_write(run.events)):
+            deadline = now + timeout_seconds
+        if now > deadline:
             raise TorchrelayError(f"the head node {allocation.head} claimed no attempt within {timeout_seconds:.0f} s")
-        if time.monotonic() > look_at:
-            look_at = time.monotonic() + _LOOK_SECONDS
+        if now > look_at:
+            look_at = now + _LOOK_SECONDS
             if _has_lost_head(allocation):
                 raise HeadLostError(f"{allocation.head}, the head node, was lost before its agent started")
         time.sleep(_POLL_SECONDS)

@@ -340,7 +340,7 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
 
     try:
         ask_slurm(ask, _SLURM_SECONDS)
-    except TorchrelayError as error:
+    except (TorchrelayError, OSError) as error:
         log(f"the run stops here ({error}): on the login node, start hpc supervise, or type hpc resume {node.run.path}")
         node.record_event("not_continued", detail=str(error))
         return False

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
-from hpc.core.causes import Cause
+from hpc.core.causes import EXIT_NO_SPACE, Cause
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import refresh_nfs_cache
 from hpc.core.ownership import check_is_own
@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     ended_with = f"ended with {killed_by or f'exit code {exit_code}'}"
     cause, detail = Cause.LOST, f"its agents {ended_with} and recorded no end"
+    if exit_code == EXIT_NO_SPACE:
+        cause, detail = Cause.NO_SPACE, "the run directory had no space for the events of another attempt"
     if len(argv) > 2:
         cause, detail = Cause.BAD_NODE, f"--setup {argv[2]!r} {ended_with}: hpc logs --all has what it printed"
     stopped_by = killed_by if number in STOP_SIGNALS else None

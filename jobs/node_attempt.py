@@ -19,6 +19,7 @@ import submitit
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, lost_nodes
 from hpc.core.errors import TorchrelayError
+from hpc.core.files import TEMPORARY
 from hpc.core.kernel import mounted_directory
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import stage_dir_on_node
@@ -28,6 +29,8 @@ from hpc.slurm.client import SlurmRefusalError
 from hpc.spec import RunSpec
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
+STORAGE_SECONDS = 3600.0
+"""So long a job that starts waits for space in the run directory: somebody must free it, and the nodes are idle."""
 _Answer = TypeVar("_Answer")
 
 
@@ -177,12 +180,36 @@ def send_heartbeats(run: RunDir) -> None:
     threading.Thread(target=touch, daemon=True, name="alive").start()
 
 
+def await_storage(run: RunDir, stopped: Callable[[], bool], act: Callable[[], _Answer]) -> _Answer:
+    """Do something in the run directory again and again while its storage is full or away, for up to an hour.
+
+    The supervisor sees heartbeats meanwhile.
+
+    Raises:
+        OSError: another error occurred, or this one lasted until the hour was over or `stopped` returned True.
+    """
+    deadline = time.monotonic() + STORAGE_SECONDS
+    while True:
+        try:
+            return act()
+        except OSError as error:
+            if error.errno not in TEMPORARY or stopped() or time.monotonic() > deadline:
+                raise
+            log(f"the run cannot start yet, trying again: {run.path}: {error}")
+        with contextlib.suppress(OSError):
+            run.alive.touch()
+        time.sleep(_RETRY_SECONDS)
+
+
 def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
     """Ask Slurm again until it answers: its controller is away for minutes while it fails over.
 
+    What is asked may write to the run directory, whose storage may be full or away as well.
+
     Raises:
-        SlurmRefusalError: it answered, and will not do it.
-        TorchrelayError: it still did not answer after this time.
+        SlurmRefusalError: Slurm answered, and will not do it.
+        TorchrelayError: Slurm still did not answer after this time.
+        OSError: the storage still did not work after this time, or there was another error.
     """
     deadline = time.monotonic() + patience_seconds
     while True:
@@ -190,8 +217,9 @@ def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
             return ask()
         except SlurmRefusalError:
             raise
-        except TorchrelayError as error:
-            if time.monotonic() > deadline:
+        except (TorchrelayError, OSError) as error:
+            may_pass = isinstance(error, TorchrelayError) or error.errno in TEMPORARY
+            if not may_pass or time.monotonic() > deadline:
                 raise
             log(f"the run cannot continue yet, trying again: {error}")
             time.sleep(_RETRY_SECONDS)

@@ -72,6 +72,13 @@ def mounted_volume(path: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
+def fill(volume: Path) -> Path:
+    """Leave no space on a mounted volume. Returns the file to remove, to make space again."""
+    filler = volume / "filler"
+    subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=4k"], check=False, stderr=subprocess.DEVNULL)
+    return filler
+
+
 def checked_json(
     arguments: Sequence[str], done: "subprocess.CompletedProcess[str]"
 ) -> "subprocess.CompletedProcess[str]":

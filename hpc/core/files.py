@@ -25,6 +25,10 @@ _LINES_PER_PARSE = 1000
 _UNFINISHED, _REPLACED = "tmp", "old"
 UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 """Errors of file systems that have no hard links, no locks, or no fsync of directories."""
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of storage without space, or beyond a quota."""
+TEMPORARY = DISK_FULL | {errno.ESTALE, errno.EIO}
+"""Errors of storage that is full, or whose server is away: they may pass."""
 
 
 def sha256_of(path: Path) -> str:
@@ -88,6 +92,18 @@ def storage_time(directory: Path) -> float:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()
+
+
+def can_write(directory: Path) -> bool:
+    """Whether the storage of a directory takes a new file now."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b".")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Staging one data set on this node: find an intact copy, or make or repair one. Runs on compute nodes."""
 
-import errno
 import os
 import shutil
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from hpc.core.errors import BadNodeError, TorchrelayError
+from hpc.core.files import DISK_FULL
 from hpc.core.nodedir import NoLocksError
 from hpc.staging.archive import unpack
 from hpc.staging.coordination import Address, CacheStatus, StagingGroup
@@ -35,7 +35,6 @@ from hpc.staging.store import (
 _PLAN_SECONDS = 60.0
 # How long a node keeps its archive after unpacking, for peers that still fetch it.
 _KEEP_ARCHIVE_SECONDS = 60.0
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Archives of images unpack to about their own size; with less room than this, unpacking is not attempted.
 _UNPACKED_FACTOR = 1.1
 
@@ -154,7 +153,7 @@ class Stager:
         except (StalledError, NoLocksError) as error:
             return self._read_in_place(listing, str(error))
         except OSError as error:
-            if error.errno not in _DISK_FULL:
+            if error.errno not in DISK_FULL:
                 raise
             return self._read_in_place(listing, f"the disk of {self._stage_dir} filled up during the copy")
 

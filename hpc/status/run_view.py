@@ -42,6 +42,7 @@ _ATTEMPT_KEYS = (
     "attempt", "job_id", "nodes", "members", "started", "ended", "cause", "first_step", "last_step", "detail",
 )  # fmt: skip
 _CONTINUE = "continue it with hpc supervise --once, or hpc resume"
+_LITTLE_SPACE_BYTES = 2**16
 # A poll every second must not load the controller.
 _QUEUE_SECONDS = 5.0
 # While the controller is down, each call of squeue takes half a minute to fail.
@@ -127,7 +128,10 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "interruptions": [dict(vars(interruption)) for interruption in interruptions],
         "recovery": recovery_by_cause(interruptions),
         "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
-        "warnings": warnings_of(events, completed=state == "completed"),
+        "warnings": [
+            *warnings_of(events, completed=state == "completed"),
+            *([] if state in TERMINAL else _full_storage(run)),
+        ],
         "staging": _staging(events) if state == "running" else None,
         "unsent": unsent_messages(events),
         "trackers": _trackers(events, records.spec, attempts),
@@ -137,6 +141,14 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "traceback": last_traceback(run, events) if state == "failed" else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
     }
+
+
+def _full_storage(run: RunDir) -> list[str]:
+    """A warning if the run directory has no space for anything."""
+    storage = os.statvfs(run.path)
+    if storage.f_bavail * storage.f_frsize >= _LITTLE_SPACE_BYTES:
+        return []
+    return [f"no space is left where {run.path} is: free some; a run that is starting waits an hour for it"]
 
 
 def _waits_for(run: RunDir, spec: RunSpec | None, queue: Mapping[str, SlurmJob] | None) -> list[dict[str, Any]]:

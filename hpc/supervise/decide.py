@@ -178,8 +178,9 @@ def _starting(run: RunObservation) -> Decision | None:
         # Slurm ends such a job at its time limit: the agents on its other nodes, if any, wait for the head node's.
         return _resubmit(run, job, f"{job.batch_host}, its first node, was lost before its agents started")
     waited = run.now - (job.started or run.now)
-    # The list of squeue may be older than the ledger.
-    if waited < _CLAIM_SECONDS or (run.end_missing and run.silent_seconds < STALE_SECONDS):
+    # Its head node's agent may wait for space in the run directory. The list of squeue may be older than the ledger.
+    lives = (run.end_missing or run.heartbeat_at is not None) and run.silent_seconds < STALE_SECONDS
+    if waited < _CLAIM_SECONDS or lives:
         return _keep(f"job {job.job_id} is starting")
     return _resubmit(run, job, f"its agents have not started within {waited:.0f} s")
 

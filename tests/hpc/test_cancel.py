@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ROOT, Run, Site, mounted_volume
+from cluster import ROOT, Run, Site, fill, mounted_volume
 
 from hpc.core.resumption import current_spec
 
@@ -51,8 +50,7 @@ def volume(site: Site) -> Iterator[Path]:
 
 def test_job_is_ended_on_a_full_disk(site: Site, volume: Path) -> None:
     run = site.submit(*WAITING, "--runs-dir=volume")
-    filler = volume / "filler"
-    subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=4k"], check=False, stderr=subprocess.DEVNULL)
+    filler = fill(volume)
     done = site.hpc("cancel", "run", "--runs-dir=volume")
     assert done.returncode == 1
     assert "cancellation cannot be recorded" in done.stderr

@@ -1,12 +1,14 @@
 """Who starts an attempt, with Slurm's commands as shell scripts that answer as Slurm did."""
 
+import errno
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 
 import pytest
-from cluster import Command
+from cluster import Command, fill, mounted_volume
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of
@@ -136,3 +138,43 @@ def test_job_of_a_complete_or_cancelled_run_records_why_it_starts_nothing(tmp_pa
     assert claim.refuse_if_complete(run, replace(allocation("local"), node_rank=1))
     [refused] = [event for event in ledger.read(run.events) if event["event"] == "refused"]
     assert refused["detail"].endswith(f"to train longer, type hpc resume {run.path} --epochs N")
+
+
+def test_agents_wait_for_space_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head node's agent claims once there is some, and the others do not leave before."""
+    monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(claim, "_LOOK_SECONDS", 0.1)
+    with mounted_volume(tmp_path / "volume", "size=1m") as volume:
+        run = run_with_a_lost_attempt(volume, "local", time.time())
+        head, other = (replace(allocation("local"), node_rank=rank, hostnames=("gpu01", "gpu02")) for rank in (0, 1))
+        filler = fill(volume)
+        with pytest.raises(OSError, match="No space left"):
+            claim.claim_next(run, head, 1, "m")
+        space, stopped = Timer(1.5, filler.unlink), lambda: False
+
+        def wait_and_claim() -> None:
+            node_attempt.await_storage(run, stopped, lambda: claim.claim_next(run, head, 1, "m"))
+
+        claiming = Timer(0.0, wait_and_claim)
+        for timer in (space, claiming):
+            timer.start()
+        joined = claim.join(run, other, stopped, timeout_seconds=0.8)
+        claiming.join()
+        assert joined is not None
+        assert joined.attempt == 2
+
+
+def test_agent_that_is_stopped_does_not_wait_for_space(tmp_path: Path) -> None:
+    def act() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        node_attempt.await_storage(RunDir(tmp_path), lambda: True, act)
+
+
+def test_claim_that_was_made_though_the_storage_reported_an_error_is_the_agents_own(tmp_path: Path) -> None:
+    run = run_with_a_lost_attempt(tmp_path, "slurm", time.time())
+    own = replace(allocation("slurm", "7"), restart=1)
+    attempt = claim.claim_next(run, own, 1, "m")
+    assert claim.claim_next(run, own, 1, "m") == attempt
+    assert attempts_of(ledger.read(run.events))[-1].ended is None

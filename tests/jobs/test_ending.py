@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cluster import Command
+from cluster import Command, fill, mounted_volume
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of
+from hpc.core.causes import EXIT_NO_SPACE
 from hpc.core.files import append_json_line
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
@@ -272,3 +273,31 @@ def test_node_is_not_blamed_for_what_the_thawed_srun_of_an_earlier_start_did(
     assert (ended["cause"], ended["node"]) == ("lost", None)
     kinds = [event["event"] for event in ledger.read(run.events)]
     assert ("requeued" in kinds, "excluded" in kinds, "resubmitted" in kinds) == (True, False, False)
+
+
+def test_run_that_lost_a_node_goes_on_once_there_is_space(
+    node: NodeAttempt, slurm_command: Command, tmp_path: Path
+) -> None:
+    slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
+    with mounted_volume(tmp_path / "volume", "size=1m") as volume:
+        run = RunDir(volume / "r")
+        run.events.mkdir(parents=True)
+        node.spec.save(run)
+        there = replace(node, run=run, writer=EventWriter(run.events / "attempt-001-node-00.jsonl"))
+        space = threading.Timer(0.5, fill(volume).unlink)
+        space.start()
+        assert start_next_attempt(there, ["gpu02"], [])
+        space.join()
+        assert [event["job_id"] for event in there.events("resubmitted")] == ["8"]
+
+
+def test_job_that_waited_an_hour_for_space_has_failed_and_blames_no_node(
+    batch_script: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = batch_script.run
+    slurm_command("scontrol", 'case "$*" in *show*) echo JobId=7 JobState=RUNNING Restarts=1 Reason=None;; esac')
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert last_resort.main([str(run.path), str(EXIT_NO_SPACE)]) == 1
+    events = ledger.read(run.events)
+    assert attempts_of(events)[-1].cause == "no_space"
+    assert not {"requeued", "resubmitted", "excluded"} & {event["event"] for event in events}

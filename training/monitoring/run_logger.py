@@ -4,7 +4,6 @@ A resumed run first removes the metrics of steps after the restored one, so the 
 While the disk is full, lines wait in memory.
 """
 
-import errno
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from torch import Tensor
 from hpc.core.causes import EXIT_NO_SPACE
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import (
+    DISK_FULL,
     append_json_line,
     json_line,
     publish_directory,
@@ -235,7 +235,7 @@ class RunLogger:
         try:
             publish_directory(self._run_dir.final, partial(_write_model, weights, result, files))
         except OSError as error:
-            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            full = error.errno in DISK_FULL
             raise (NoSpaceError if full else TorchrelayError)(
                 f"{self._run_dir.final} cannot be written ({error}): free some space and start the run again"
             ) from error
