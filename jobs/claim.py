@@ -14,7 +14,7 @@ from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import can_write, json_line, write_exclusive
-from hpc.core.ledger import EventWriter
+from hpc.core.ledger import EventWriter, claim_file
 from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
@@ -107,7 +107,7 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addre
     job = {"job_id": allocation.job_id, "restart": allocation.restart, "nodes": list(allocation.hostnames)}
     event = ledger.record("claimed", attempt=number, secret=secret, port=port, addresses=list(addresses), **job)
     # The head node's file, also if another agent claims the attempt in its place.
-    if not write_exclusive(event_file(run, number, 0).path, json_line(event)):
+    if not write_exclusive(claim_file(run, number), json_line(event)):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([event])[0]
 

@@ -18,6 +18,7 @@ from hpc.core.causes import Cause, Ending, JobState, cause_of, must_requeue, sig
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import modified, refresh_nfs_cache
 from hpc.core.kernel import steady_time
+from hpc.core.ledger import check_is_newest
 from hpc.core.nodedir import NodeDir, node_dirs
 from hpc.core.resumption import is_cancelled, is_cancelled_now
 from hpc.core.rundir import RunDir
@@ -300,7 +301,8 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
     """Make this node's newest snapshot a checkpoint, if it is newer than those; otherwise it stays in memory."""
     began = time.monotonic()
     try:
-        step = save_newest_as_checkpoint(node_dir, node.run)
+        check = functools.partial(check_is_newest, node.run, node.attempt.attempt)
+        step = save_newest_as_checkpoint(node_dir, node.run, check)
     except (OSError, TorchrelayError) as error:
         log(f"the newest snapshot could not be saved and stays in the memory of {node.host}: {error}")
         node.has_unsaved_snapshot.set()

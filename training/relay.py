@@ -112,6 +112,16 @@ def _warn(text: str) -> None:
     print(f"relay: rank {_this.rank}: {text}", file=sys.stderr, flush=True)
 
 
+def _check_is_newest() -> None:
+    """Raise RuntimeError if Slurm has started the run again elsewhere, and only this node could not be ended."""
+    if _this.run_dir is None:
+        return
+    events = _this.run_dir / "events"
+    os.close(os.open(events, os.O_RDONLY))  # NFS remembers for up to a minute that there is no such file
+    if (events / f"attempt-{_this.attempt + 1:03d}-node-00.jsonl").exists():
+        raise RuntimeError(f"attempt {_this.attempt + 1} has begun: attempt {_this.attempt} writes nothing more")
+
+
 # --- what other programs read ---
 
 
@@ -161,6 +171,7 @@ class _Signs:
             return
         path = _this.run_dir / name
         try:
+            _check_is_newest()
             path.parent.mkdir(exist_ok=True)
             with path.open("ab") as file:
                 file.write(json.dumps(record, default=str).encode() + b"\n")
@@ -352,7 +363,8 @@ class SavedState:
         """Restore the newest state, if there is one.
 
         Raises:
-            RuntimeError: there are several ranks, and torch.distributed is not initialized yet.
+            RuntimeError: there are several ranks, and torch.distributed is not initialized yet. Or a later attempt
+                has begun.
             TypeError: a state holds what could not be restored.
             KeyError: the saved state is of other objects.
         """
@@ -361,6 +373,7 @@ class SavedState:
             return self
         _ranks.connect("state()")
         began = time.monotonic()
+        _check_is_newest()
         _check_restorable(self._objects)
         source = _restore(self._objects)
         self.step = source.step if source else 0
@@ -567,6 +580,8 @@ def _write_state(directory: Path, step: int, content: Mapping[str, Any], *, keep
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
+        if durable:
+            _check_is_newest()
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)

@@ -143,11 +143,14 @@ def write_exclusive(path: Path, data: str) -> bool:
     return True
 
 
-def publish_directory(path: Path, write_files: Callable[[Path], None], mode: int | None = None) -> None:
+def publish_directory(
+    path: Path, write_files: Callable[[Path], None], mode: int | None = None, *, check: Callable[[], None] | None = None
+) -> None:
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
     `write_files` receives the empty directory, and need not flush what it writes. The directory gets `mode`, its files
-    get it without the execute bits. None: the umask decides.
+    get it without the execute bits. None: the umask decides. `check` is called when all is written, which may take
+    minutes; if it raises, nothing is published.
 
     Raises:
         OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
@@ -162,6 +165,8 @@ def publish_directory(path: Path, write_files: Callable[[Path], None], mode: int
                 file.chmod(mode & 0o666)
             fsync_file(file)
         fsync_directory(temporary)
+        if check:
+            check()
         # A directory cannot be renamed onto one that has entries.
         old = _temporary_name(path, _REPLACED) if path.exists() else None
         if old:

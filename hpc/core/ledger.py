@@ -79,7 +79,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core.causes import Cause
-from hpc.core.files import append_json_line, read_json_lines
+from hpc.core.errors import TorchrelayError
+from hpc.core.files import append_json_line, read_json_lines, refresh_nfs_cache
+from hpc.core.rundir import RunDir
 
 Event = dict[str, Any]
 _OF_OTHER_NODES = re.compile(r"attempt-\d+-node-0*[1-9]")
@@ -135,3 +137,33 @@ def _happened_at(event: Event) -> float:
     is_rank_failure = event["event"] == "interruption" and event.get("cause") not in {Cause.HANG, Cause.NODE_FAILURE}
     at: float | None = event.get("failed_at") if is_rank_failure else None
     return event.get("time", 0.0) if at is None else at
+
+
+# --- one attempt at a time ---
+#
+# A node that has lost Slurm's network but not the storage trains on while Slurm starts the same job elsewhere; a
+# virtual machine that stood still goes on where it was. Nobody can end their ranks in time. So whoever publishes a
+# checkpoint, metrics or a model looks for the claim of the next attempt first, just before it publishes.
+
+
+class SucceededError(TorchrelayError):
+    """A later attempt has begun, so this one publishes nothing more."""
+
+
+def claim_file(run: RunDir, attempt: int) -> Path:
+    """The file that claims an attempt, created exclusively; the head node's agent goes on to write its events there."""
+    return run.events / f"{attempt_prefix(attempt)}node-00.jsonl"
+
+
+def check_is_newest(run: RunDir, attempt: int) -> None:
+    """Return if no later attempt has begun.
+
+    Raises:
+        SucceededError: one has.
+        OSError: the run directory cannot be read.
+    """
+    refresh_nfs_cache(run.events)
+    if claim_file(run, attempt + 1).exists():
+        raise SucceededError(
+            f"attempt {attempt + 1} of run {run.name} has begun: attempt {attempt} writes nothing more"
+        )

@@ -186,7 +186,10 @@ class Coordinator:
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
-        """Record an interruption, or end the attempt if no budget is left for it."""
+        """Record an interruption, or end the attempt if no budget is left for it, or others have ended it."""
+        if resubmit.has_ended(self._node.run, self._node.attempt.attempt):
+            self._end()
+            return
         self._last_failure, self.last_step = failure, 0
         self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at)
         # The interruptions of this attempt are taken from memory: a full disk may not have recorded them.

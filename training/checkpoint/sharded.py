@@ -126,7 +126,10 @@ def _load(directory: Path, allocate: Callable[[str, Tensor], Tensor]) -> dict[st
 # --- writing ---
 
 
-def save_sharded(group: ProcessGroup, directory: Path, step: int, write_files: WriteFiles, keep: int | None) -> None:
+def save_sharded(
+    group: ProcessGroup, directory: Path, step: int, write_files: WriteFiles, keep: int | None,
+    *, check: Callable[[], None],
+) -> None:  # fmt: skip
     """Write a checkpoint as `save_checkpoint` does, with a file of each rank. All ranks must call this.
 
     Rank 0 makes the directory and publishes it; `write_files` writes the file of a rank's shards, on rank 0 the other
@@ -138,7 +141,7 @@ def save_sharded(group: ProcessGroup, directory: Path, step: int, write_files: W
     problem = ""
     if group.is_rank_zero:
         try:
-            save_checkpoint(directory, step, partial(_write_on_all_ranks, group, write_files), keep)
+            save_checkpoint(directory, step, partial(_write_on_all_ranks, group, write_files), keep, check=check)
         except OSError as error:
             problem = str(error) or repr(error)
         # An empty path ends the loop below, on the other ranks. Send it even if rank 0 failed before it sent any path.

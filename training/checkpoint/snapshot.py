@@ -6,7 +6,7 @@ checkpoint. Two are kept while a third is written, so there is memory for three 
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from training.checkpoint.storage import (
 KEPT = 2
 
 
-def save_newest_as_checkpoint(node: NodeDir, run: RunDir) -> int | None:
+def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], None] | None = None) -> int | None:
     """Save the newest snapshot of a node as a checkpoint of the run, unless there is a checkpoint as new.
 
     Deletes no older checkpoint. Call it when no rank writes any more. Agents of several nodes may call it at once.
-    Returns the step of the snapshot that was saved; None: there was nothing to save.
+    `check` raises if the checkpoint may not be published. Returns the step of the snapshot that was saved; None: there
+    was nothing to save.
 
     Raises:
         OSError: it could not be written, and nothing is left of it.
@@ -49,7 +50,7 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir) -> int | None:
         if STATE_VALUES in files and missing_results(json.loads(files[STATE_VALUES]), run):
             continue
         try:
-            save_checkpoint(run.checkpoints, step_of(path), partial(_write_files, files), keep=None)
+            save_checkpoint(run.checkpoints, step_of(path), partial(_write_files, files), keep=None, check=check)
         except OSError:
             if checkpoint_path(run.checkpoints, step_of(path)).exists():
                 return None  # the agent of another node has just saved it

@@ -42,12 +42,13 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    directory: Path, step: int, write_files: WriteFiles, keep: int | None, mode: int | None = None
-) -> Path:
+    directory: Path, step: int, write_files: WriteFiles, keep: int | None, mode: int | None = None,
+    *, check: Callable[[], None] | None = None,
+) -> Path:  # fmt: skip
     """Write a checkpoint and, once it is on the disk, delete all but the newest `keep`; None: delete nothing.
 
     `write_files` receives the checkpoint's directory, which gets the mode `mode`. It may return the manifest's entries
-    for files that others have written and checked.
+    for files that others have written and checked. `check` raises if the checkpoint may not be published.
 
     Raises:
         OSError: it could not be written; the older ones are all there.
@@ -59,7 +60,7 @@ def save_checkpoint(
         (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 
     path = checkpoint_path(directory, step)
-    publish_directory(path, complete, mode)
+    publish_directory(path, complete, mode, check=check)
     if keep is not None:
         for outdated in list_checkpoints(directory)[keep:]:
             remove_directory(outdated)

@@ -176,7 +176,7 @@ class CheckpointDestination:
             copy.write(directory, replicated=self._group.is_rank_zero)
             self._fault.inject("save", step, self._group.rank)
 
-        self._save(self._directory, step, write_files, self._keep)
+        self._save(self._directory, step, write_files, self._keep, check=self._logger.check_is_newest)
 
     def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
         """Record the event; warn of a failure."""

@@ -27,7 +27,7 @@ from hpc.core.files import (
     write_atomic,
     write_json,
 )
-from hpc.core.ledger import EventWriter, attempt_prefix
+from hpc.core.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
 from training.monitoring.background_writer import BackgroundWriter
@@ -52,10 +52,13 @@ def keep_only(path: Path, wanted: Callable[[Record], bool]) -> None:
 
 
 class JsonLines:
-    """Appends to a file of JSON lines. Lines that a full disk refuses are written later."""
+    """Appends to a file of JSON lines. Lines that a full disk refuses are written later.
 
-    def __init__(self, path: Path, console: Console) -> None:
-        self._path = path
+    `check` is called before that, and raises if this process may not write there any more.
+    """
+
+    def __init__(self, path: Path, console: Console, check: Callable[[], None] | None = None) -> None:
+        self._path, self._check = path, check
         self._console = console
         self._waiting: list[Record] = []
 
@@ -63,6 +66,8 @@ class JsonLines:
         """Append a record, after those that did not fit earlier."""
         self._waiting.append(record)
         try:
+            if self._check:
+                self._check()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             while self._waiting:
                 append_json_line(self._path, self._waiting[0])
@@ -82,6 +87,7 @@ class RunLogger:
 
     Raises:
         UserError: the run directory cannot be made.
+        SucceededError: a later attempt has begun. So does every method that publishes something.
     """
 
     def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
@@ -90,8 +96,8 @@ class RunLogger:
         self._best, self._metrics = BackgroundWriter(), BackgroundWriter()
         self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
         self._ledger = EventWriter(run_dir.events / f"{attempt_prefix(attempt)}trainer.jsonl")
-        self._train = JsonLines(run_dir.train_metrics, console)
-        self._evaluations = JsonLines(run_dir.eval_metrics, console)
+        self._train = JsonLines(run_dir.train_metrics, console, self.check_is_newest)
+        self._evaluations = JsonLines(run_dir.eval_metrics, console, self.check_is_newest)
         self._tensorboard: SummaryWriter | None = None
         self._tensorboard_works = True
         self._first_step = 1
@@ -99,16 +105,22 @@ class RunLogger:
             try:
                 run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 run_dir.events.mkdir(exist_ok=True)
+                self.check_is_newest()
                 remove_temporaries(run_dir.path, run_dir.best.name)
                 remove_temporaries(run_dir.path, run_dir.final.name)
             except OSError as error:
                 reason = f"which cannot be made ({error})"
                 raise UserError(f"--run-dir is {run_dir.path}, {reason}: use another directory") from error
 
+    def check_is_newest(self) -> None:
+        """Raise SucceededError if a later attempt has begun, which this one must not disturb."""
+        check_is_newest(self._run_dir, self._attempt)
+
     def resume(self, progress: Progress) -> None:
         """Remove the metrics of steps after the restored one, and append from there."""
         self._first_step = progress.step + 1
         if self._writes:
+            self.check_is_newest()
             keep_only(self._run_dir.train_metrics, lambda record: record["step"] <= progress.step)
             # Validations that the restored state includes; a test is repeated until `final/` exists.
             keep_only(
@@ -183,7 +195,8 @@ class RunLogger:
     def _publish_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         self._unpublished = None
         try:
-            publish_directory(self._run_dir.best, partial(_write_model, weights, result, files))
+            write = partial(_write_model, weights, result, files)
+            publish_directory(self._run_dir.best, write, check=self.check_is_newest)
         except OSError as error:
             self._unpublished = (weights, result, files)
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training continues without it")
@@ -210,6 +223,7 @@ class RunLogger:
                 weights, result, files = self._unpublished
                 self._unpublished = (weights, result | test, files)
             else:
+                self.check_is_newest()
                 write_json(self._best_result, json.loads(self._best_result.read_bytes()) | test)
         except OSError as error:
             self.console.warn(f"{self._best_result} cannot be written ({error}): it lacks the test of the best model")
@@ -233,7 +247,8 @@ class RunLogger:
         self.wait_for_metrics()
         self.wait()
         try:
-            publish_directory(self._run_dir.final, partial(_write_model, weights, result, files))
+            write = partial(_write_model, weights, result, files)
+            publish_directory(self._run_dir.final, write, check=self.check_is_newest)
         except OSError as error:
             full = error.errno in DISK_FULL
             raise (NoSpaceError if full else TorchrelayError)(

@@ -247,11 +247,11 @@ def fail_to_save_after(step: int) -> None:
     save = writer.save_checkpoint
     failed: list[int] = []
 
-    def save_or_fail(directory: Path, at: int, write_files: Callable[[Path], None], keep: int) -> Path:
+    def save_or_fail(directory: Path, at: int, *arguments: Any, **options: Any) -> Path:
         if at > step and not failed:
             failed.append(at)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(directory, at, write_files, keep)
+        return save(directory, at, *arguments, **options)
 
     writer.save_checkpoint = save_or_fail
 
@@ -274,11 +274,11 @@ def fail_to_publish_once() -> None:
     publish = run_logger.publish_directory
     failed: list[Path] = []
 
-    def publish_or_fail(path: Path, write_files: Callable[[Path], None]) -> None:
+    def publish_or_fail(path: Path, *arguments: Any, **options: Any) -> None:
         if not failed:
             failed.append(path)
             raise OSError(errno.ENOSPC, "No space left on device")
-        publish(path, write_files)
+        publish(path, *arguments, **options)
 
     run_logger.publish_directory = publish_or_fail
 

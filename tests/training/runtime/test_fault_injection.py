@@ -115,7 +115,7 @@ def write_forever() -> None:
 
     from training.checkpoint import writer
 
-    def hang(*_arguments: object) -> None:
+    def hang(*_arguments: object, **_options: object) -> None:
         time.sleep(600)
 
     writer.save_checkpoint = hang  # type: ignore[assignment]

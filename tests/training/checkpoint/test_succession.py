@@ -1,0 +1,101 @@
+"""An attempt that goes on although the next one has begun publishes nothing, however slow its storage is."""
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from trainer_rig import Starter, lines
+
+import training.relay
+from hpc.core.ledger import EventWriter, SucceededError, check_is_newest, claim_file
+from hpc.core.rundir import RunDir
+from training.relay import _this, report, state
+
+# 193 images: 19 steps an epoch.
+FLAGS = ("--epochs=3", "--batch-size=10", "--log-every=1", "--checkpoint-every=5", "--keep-checkpoints=50")
+
+
+def claim(run: RunDir, attempt: int) -> None:
+    """As the agent that begins an attempt."""
+    EventWriter(claim_file(run, attempt)).append("claimed", attempt=attempt)
+
+
+def hold_checkpoints(released: Path) -> None:
+    """In a rank: a checkpoint reaches its storage only once there is a file."""
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        while "/checkpoints/" in str(Path(f"/proc/self/fd/{descriptor}").readlink()) and not released.exists():
+            time.sleep(0.01)
+        fsync(descriptor)
+
+    os.fsync = slow  # type: ignore[assignment]
+
+
+def written(run: RunDir) -> dict[str, bytes]:
+    """Everything of a run that the next attempt goes on from."""
+    directories = (run.train_metrics.parent, run.checkpoints, run.best, run.final)
+    files = [path for directory in directories for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
+
+
+def test_the_newest_attempt_alone_may_write(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.events.mkdir()
+    claim(run, 1)
+    check_is_newest(run, 1)
+    claim(run, 2)
+    with pytest.raises(SucceededError, match=r"attempt 2 of run .* has begun: attempt 1 writes nothing more"):
+        check_is_newest(run, 1)
+    check_is_newest(run, 2)
+
+
+def test_checkpoint_and_metrics_that_come_after_the_next_attempt_are_not_published(
+    start: Starter, tmp_path: Path
+) -> None:
+    released = tmp_path / "released"
+    late = start(*FLAGS, prepare=partial(hold_checkpoints, released))
+    run = RunDir(late.run_dir)
+    late.wait_until(lambda: any(run.checkpoints.glob(".step-*/manifest.json")))
+    claim(run, 2)
+    done = len(lines(run.train_metrics))
+    released.touch()
+    assert late.wait() == [1], late.output()
+    assert "attempt 2 of run run has begun: attempt 1 writes nothing more" in late.output()
+    assert list(run.checkpoints.iterdir()) == []
+    assert len(lines(run.train_metrics)) <= done + 1, "the line that was being written"
+    before = written(run)
+    assert start(*FLAGS, "--attempt=1").wait() == [1], "the ranks that its torchrun starts in their place"
+    assert written(run) == before
+    second = start(*FLAGS, "--attempt=2")
+    assert second.wait() == [0], second.output()
+    steps = [line["step"] for line in lines(run.train_metrics)]
+    assert steps == list(range(1, 58))
+
+
+def test_script_publishes_nothing_after_the_next_attempt_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    run.events.mkdir()
+    environment = {"TORCHRELAY_RUN_DIR": str(tmp_path), "TORCHRELAY_ATTEMPT": "1"}
+    monkeypatch.setattr(training.relay, "_this", _this.find(environment))
+    with state() as saved:
+        saved.step = 7
+        report(step=7, loss=1.0)
+
+    def go_on() -> None:
+        with state() as saved:
+            saved.step += 1
+            claim(run, 2)
+
+    with pytest.raises(RuntimeError, match="attempt 2 has begun"):
+        go_on()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000007"]
+    with pytest.raises(RuntimeError, match="attempt 2 has begun"):
+        report(step=8, loss=1.0)
+    with pytest.raises(RuntimeError, match="attempt 2 has begun"):
+        state().__enter__()
+    assert [line["step"] for line in lines(run.train_metrics)] == [7]
