@@ -15,12 +15,14 @@ of torchrelay has started the script, `should_stop` answers False, and the other
 """
 
 import atexit
+import errno
 import hashlib
 import io
 import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -42,6 +44,7 @@ __all__ = ["report", "should_stop", "state"]
 # Of `torch`, nothing is imported here: the import takes seconds, in which a signal would not be noticed.
 
 _STATE_FILE, _MANIFEST = "state.pt", "manifest.json"
+_NAME, _REJECTED = re.compile(r"step-(\d{8,})"), "rejected-"
 _KEPT_SNAPSHOTS = 2
 # The memory for the snapshots that are kept, and the one that is being written.
 _SNAPSHOTS_AT_ONCE = _KEPT_SNAPSHOTS + 1
@@ -173,8 +176,10 @@ class _Signs:
         try:
             _check_is_newest()
             path.parent.mkdir(exist_ok=True)
-            with path.open("ab") as file:
-                file.write(json.dumps(record, default=str).encode() + b"\n")
+            with path.open("a+b") as file:
+                # A kill may have left half a line: only that one is lost.
+                is_torn = file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+                file.write(b"\n" * is_torn + json.dumps(record, default=str).encode() + b"\n")
         except OSError as error:
             if not self._failed:
                 _warn(f"{path} cannot be written ({error}): free some space; the training goes on without it")
@@ -581,15 +586,32 @@ def _write_state(directory: Path, step: int, content: Mapping[str, Any], *, keep
                 if durable:
                     os.fsync(file.fileno())
         if durable:
+            _fsync_names(temporary)
             _check_is_newest()
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)
+        if durable:
+            _fsync_names(directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     for outdated in _steps(directory)[keep:]:
         _remove(outdated)
+    for rejected in directory.glob(f"{_REJECTED}*"):
+        shutil.rmtree(rejected, ignore_errors=True)
+
+
+def _fsync_names(directory: Path) -> None:
+    """Make the names in a directory durable. Some file systems cannot, of which `hpc submit` has warned."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
@@ -603,8 +625,13 @@ def _remove(path: Path) -> None:
 
 
 def _steps(directory: Path) -> list[Path]:
-    """The states in a directory, the newest first."""
-    return sorted(directory.glob("step-*"), key=lambda path: int(path.name[5:]), reverse=True)
+    """The states in a directory, the newest first. Anything with another name, such as a copy, is left alone."""
+    found = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -626,7 +653,7 @@ def _sources() -> Iterator[_Source]:
         for abandoned in directory.glob(".step-*.tmp"):
             shutil.rmtree(abandoned, ignore_errors=True)
         for path in _steps(directory):
-            yield _Source(step=int(path.name[5:]), durable=durable, rank=_this.rank, path=str(path))
+            yield _Source(step=_step_of(path), durable=durable, rank=_this.rank, path=str(path))
 
 
 def _restore(objects: Mapping[str, Saveable]) -> _Source | None:
@@ -650,7 +677,7 @@ def _restore(objects: Mapping[str, Saveable]) -> _Source | None:
             restored = best
     if (snapshots := _directory(durable=False)) and snapshots.is_dir():
         for path in _steps(snapshots):
-            if int(path.name[5:]) > restored.step:
+            if _step_of(path) > restored.step:
                 _remove(path)
     return restored
 
@@ -668,7 +695,7 @@ def _read(source: _Source) -> bytes:
         return data
     _warn(f"{path} is not used: {problem}")
     if source.durable:
-        path.rename(path.with_name(f"rejected-{path.name}"))
+        path.rename(path.with_name(_REJECTED + path.name))
     else:
         _remove(path)
     return b""

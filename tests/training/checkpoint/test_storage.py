@@ -48,6 +48,14 @@ def test_a_missing_directory_has_no_checkpoints(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "nothing") == []
 
 
+def test_a_copy_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, writing(FILES), keep=1)
+    shutil.copytree(path, tmp_path / "step-00000010.bak")
+    assert list_checkpoints(tmp_path) == [path]
+    save_checkpoint(tmp_path, 20, writing(FILES), keep=1)
+    assert names(tmp_path) == ["step-00000010.bak", "step-00000020"]
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,53 @@ def test_signal_that_the_run_was_submitted_with_stops_it_too(tmp_path: Path) -> 
     done = run_alone(code, TORCHRELAY_RUN_DIR=str(tmp_path), TORCHRELAY_STOP_SIGNAL="SIGHUP")
     assert done.stdout == "True True\n", done.stderr
     assert (tmp_path / "checkpoints" / "step-00000000").is_dir(), "whatever the step"
+
+
+def save(step: int, directory: Path) -> "subprocess.CompletedProcess[str]":
+    """Restore the newest state, print its step and which directories were made durable, and save this step."""
+    code = (
+        "import os, relay\n"
+        "fsync = os.fsync\n"
+        "def spy(descriptor):\n"
+        "    print('fsync', os.path.basename(os.readlink(f'/proc/self/fd/{descriptor}')))\n"
+        "    fsync(descriptor)\n"
+        "os.fsync = spy\n"
+        "with relay.state() as saved:\n"
+        "    print('restored', saved.step)\n"
+        f"    saved.step = {step}\n"
+    )
+    return run_alone(code, TORCHRELAY_RUN_DIR=str(directory), TORCHRELAY_ATTEMPT="1")
+
+
+def test_copy_of_a_checkpoint_in_its_directory_is_left_alone(tmp_path: Path) -> None:
+    assert save(86, tmp_path).returncode == 0
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000086", checkpoints / "step-00000086.bak")
+    done = save(90, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "restored 86" in done.stdout
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["step-00000086", "step-00000086.bak", "step-00000090"]
+
+
+def test_rejected_checkpoint_is_removed_once_a_new_one_is_written(tmp_path: Path) -> None:
+    assert save(86, tmp_path).returncode == 0
+    (tmp_path / "checkpoints" / "step-00000086" / "manifest.json").write_text("{}")
+    done = save(90, tmp_path)
+    assert "step-00000086 is not used" in done.stderr
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000090"]
+
+
+def test_checkpoint_and_its_name_are_on_the_disk(tmp_path: Path) -> None:
+    done = save(86, tmp_path)
+    temporary, parent = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("fsync ")][2:]
+    assert temporary.startswith(".step-00000086."), "after its files"
+    assert parent == "checkpoints"
+
+
+def test_torn_line_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "train.jsonl").write_text('{"step": 1}\n{"step": ')
+    assert run_alone("import relay; relay.report(step=3, lr=0.1)", TORCHRELAY_RUN_DIR=str(tmp_path)).returncode == 0
+    first, torn, last = (tmp_path / "metrics" / "train.jsonl").read_text().splitlines()
+    assert (json.loads(first)["step"], torn, json.loads(last)["step"]) == (1, '{"step": ', 3)
