@@ -333,8 +333,8 @@ class RunSpec:
         path = current_spec(run)
         try:
             fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{run.path} is no run directory: {path.name} cannot be read ({error})") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{path} cannot be read ({error}): {run.path} is damaged, or no run directory") from error
         try:
             for name in ("sbatch", "setup"):
                 fields["resources"][name] = tuple(fields["resources"].get(name, ()))
@@ -349,7 +349,7 @@ class RunSpec:
             for name in ("include", "tracker", "after", "after_ok"):
                 fields[name] = tuple(fields.get(name, ()))
             return cls(**fields)
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged, or of another version: {error!r}") from error
 
 

@@ -29,7 +29,7 @@ from hpc.slurm.client import TESTBED_DIRECTORY
 from training.config.dataset_layout import IDX_STEMS
 
 ROOT = Path(__file__).parents[1]
-_JSON_SCHEMA = json.loads((ROOT / "docs" / "json.schema.json").read_text())
+JSON_SCHEMA = json.loads((ROOT / "docs" / "json.schema.json").read_text())
 # Generous: the machine may be busy, and Slurm's own clocks tick in tens of seconds.
 TIMEOUT_SECONDS = 150.0
 # Two nodes with a rank each: every rank imports torch at every start, on the few cores that there are.
@@ -88,7 +88,7 @@ def checked_json(
         document = json.loads(done.stdout)
         is_error = isinstance(document, dict) and "error" in document
         verb = "error" if is_error else {"fork": "submit", "evaluate": "submit"}.get(arguments[0], arguments[0])
-        jsonschema.validate(document, {**_JSON_SCHEMA, "$ref": f"#/$defs/{verb}"})
+        jsonschema.validate(document, {**JSON_SCHEMA, "$ref": f"#/$defs/{verb}"})
         assert not is_error or document["exit_code"] == done.returncode
     return done
 

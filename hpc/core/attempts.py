@@ -86,7 +86,8 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
     """What an event changes in its attempt."""
     match event["event"]:
         case "rendezvous":
-            return {"members": tuple(attempt.nodes[node_rank] for node_rank in event["members"])}
+            known = range(len(attempt.nodes))
+            return {"members": tuple(attempt.nodes[node_rank] for node_rank in event["members"] if node_rank in known)}
         case "train_started":
             # Ranks may restart within an attempt.
             is_first = attempt.training_started is None

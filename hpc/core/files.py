@@ -23,6 +23,8 @@ _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _LINES_PER_PARSE = 1000
 # Endings of a directory that is being written or removed, and of one that is being replaced.
 _UNFINISHED, _REPLACED = "tmp", "old"
+MOST = 1e15
+"""No number that is read is larger: sums of a few, and their texts, are numbers too, as JSON has them."""
 UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 """Errors of file systems that have no hard links, no locks, or no fsync of directories."""
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -302,7 +304,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _parse_lines(lines: list[bytes]) -> list[dict[str, Any]]:
+def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
     try:
         # One call takes a third of the time. A torn line makes it fail, or joins with its neighbours.
         records = json.loads(b"[%b]" % b",".join(lines))
@@ -310,24 +312,35 @@ def _parse_lines(lines: list[bytes]) -> list[dict[str, Any]]:
         records = []
     if len(records) == len(lines) and all(type(record) is dict for record in records):
         return list(records)
-    return [record for line in lines if (record := _parse_line(line)) is not None]
+    return list(map(_parse_line, lines))
 
 
-def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Every whole record of a log, oldest first; none if the log does not exist."""
+def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The number of every line of a log that is not blank, from 1, and its record; None for a torn line.
+
+    Oldest first; none if the log does not exist.
+    """
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a poll reads thousands: a Path's open is slower
             lines = file.read().splitlines()
     except FileNotFoundError:
         return
     for first in range(0, len(lines), _LINES_PER_PARSE):
-        yield from _parse_lines(lines[first : first + _LINES_PER_PARSE])
+        some = lines[first : first + _LINES_PER_PARSE]
+        for number, record in enumerate(_parse_lines(some), first + 1):
+            if record is not None or lines[number - 1].strip():
+                yield number, record
+
+
+def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
+    """Every whole record of a log, oldest first; none if the log does not exist."""
+    return (record for _, record in numbered_json_lines(path) if record is not None)
 
 
 def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
-    """A number from a record that a user's script may have written; None for anything else."""
-    value = record.get(name)
-    return value if type(value) in {int, float} else None
+    """A number from a record that a user's script may have written; None for anything else, as for NaN."""
+    value: Any = record.get(name)
+    return value if type(value) in {int, float} and -MOST <= value <= MOST else None
 
 
 def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:

@@ -80,7 +80,7 @@ from typing import Any
 
 from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import append_json_line, read_json_lines, refresh_nfs_cache
+from hpc.core.files import MOST, append_json_line, numbered_json_lines, refresh_nfs_cache
 from hpc.core.rundir import RunDir
 
 Event = dict[str, Any]
@@ -109,8 +109,16 @@ def attempt_prefix(attempt: int) -> str:
 
 
 def read(events: Path, prefix: str = "") -> list[Event]:
-    """All events of a run, in the order in which they happened; with `prefix`, those in files with such names."""
-    return _read(events, lambda name: name.startswith(prefix))
+    """All events of a run, in the order in which they happened; with `prefix`, those in files with such names.
+
+    What is damaged is left out: every event has its kind's fields, and these have the types that their readers expect.
+    """
+    return _read(events, lambda name: name.startswith(prefix))[0]
+
+
+def read_with_damage(events: Path) -> tuple[list[Event], list[str]]:
+    """All events of a run, and in sentences which lines are damaged."""
+    return _read(events, lambda _: True)
 
 
 def read_without_other_nodes(events: Path) -> list[Event]:
@@ -119,17 +127,24 @@ def read_without_other_nodes(events: Path) -> list[Event]:
     For what all agents of a job ask at the same time: a thousand nodes, each of which reads the files of a thousand
     nodes and of all attempts, would keep shared storage busy for minutes.
     """
-    return _read(events, lambda name: _OF_OTHER_NODES.match(name) is None)
+    return _read(events, lambda name: _OF_OTHER_NODES.match(name) is None)[0]
 
 
-def _read(events: Path, wanted: Callable[[str], bool]) -> list[Event]:
+def _read(events: Path, wanted: Callable[[str], bool]) -> tuple[list[Event], list[str]]:
     try:
         with os.scandir(events) as entries:
-            paths = sorted(entry.path for entry in entries if entry.name.endswith(".jsonl") and wanted(entry.name))
+            names = sorted(entry.name for entry in entries if entry.name.endswith(".jsonl") and wanted(entry.name))
     except FileNotFoundError:
-        return []
-    found = [event for path in paths for event in read_json_lines(path)]
-    return sorted((event for event in found if "event" in event), key=_happened_at)
+        return [], []
+    found, damage = list[Event](), list[str]()
+    for name in names:
+        for number, event in numbered_json_lines(f"{events}/{name}"):
+            if event is not None and (problem := _problem_of(event)) is None:
+                found.append(event)
+            else:
+                why = "it is no JSON object" if event is None else problem
+                damage.append(f"line {number} of {events.name}/{name} is damaged and left out: {why}")
+    return sorted(found, key=_happened_at), damage
 
 
 def _happened_at(event: Event) -> float:
@@ -137,6 +152,85 @@ def _happened_at(event: Event) -> float:
     is_rank_failure = event["event"] == "interruption" and event.get("cause") not in {Cause.HANG, Cause.NODE_FAILURE}
     at: float | None = event.get("failed_at") if is_rank_failure else None
     return event.get("time", 0.0) if at is None else at
+
+
+_NUMBER, _INT, _TEXT, _LIST = frozenset({int, float}), frozenset({int}), frozenset({str}), frozenset({list})
+_NONE = frozenset({type(None)})
+# The fields that somebody reads have one type each, whatever the event.
+_TYPES = {
+    name: types
+    for names, types in (
+        ("time failed_at started_at noticed_at", _NUMBER | _NONE),
+        ("last_heard stop_lead_seconds grace_seconds bytes_total eta_seconds", _NUMBER | _NONE),
+        ("seconds copy_seconds connect_seconds restore_seconds train_seconds busy_seconds median_seconds", _NUMBER),
+        ("bytes_done bytes_per_second", _NUMBER),
+        ("attempt restart port agent_port number cancellations", _INT),
+        ("step rank round world_size total_steps exit_code pid started", _INT | _NONE),
+        ("event job_id secret cluster host service notice recipient", _TEXT),
+        ("node cause detail signature signal reason url source activity device", _TEXT | _NONE),
+        ("in_place shared learned_nothing ended", _TEXT | _NONE),
+        ("nodes members addresses excluded", _LIST),
+    )
+    for name in names.split()
+}
+_ELEMENTS = {"nodes": str, "addresses": str, "excluded": str, "members": int}
+_TIMES = frozenset({"time", "failed_at", "last_heard", "started_at", "noticed_at"})
+_LATEST = 9e9  # the year 2255; pandas ends in 2262
+# The fields that a reader must find, beside `event` and `time`.
+_REQUIRED = {
+    kind: ("time", *names.split())
+    for kind, names in {
+        "submitted": "job_id",
+        "claimed": "attempt job_id restart secret nodes",
+        "refused": "job_id restart detail",
+        "deferred": "job_id restart detail",
+        "joined": "node",
+        "staging": "attempt node activity bytes_done bytes_per_second",
+        "staged": "attempt node source",
+        "environment": "node",
+        "node_failed": "node",
+        "rendezvous": "attempt members",
+        "checked": "nodes",
+        "train_started": "attempt step world_size",
+        "checkpoint_saved": "attempt seconds copy_seconds",
+        "snapshot_off": "reason",
+        "slow_rank": "rank node busy_seconds median_seconds",
+        "rank_failed": "attempt rank round failed_at",
+        "node_lost": "node",
+        "node_returned": "node",
+        "interruption": "attempt cause",
+        "attempt_ended": "attempt cause",
+        "requeued": "job_id",
+        "resubmitted": "job_id excluded",
+        "excluded": "job_id excluded",
+        "resubmitting": "attempt host pid",
+        "scancelled": "job_id",
+        "not_continued": "attempt detail",
+        "notifying": "notice recipient",
+        "notification_sent": "notice recipient",
+        "notification_failed": "notice recipient reason",
+        "tracking": "attempt service",
+        "tracking_failed": "attempt service reason",
+        "resumed": "cancellations",
+    }.items()
+}
+
+
+def _problem_of(event: Event) -> str | None:
+    """What is wrong with an event, for people; None if nothing is."""
+    for name, value in event.items():
+        types, kind = _TYPES.get(name), type(value)
+        if types is None:
+            continue
+        most = _LATEST if name in _TIMES else MOST
+        if (
+            kind not in types
+            or (kind in _NUMBER and not -most <= value <= most)
+            or (kind is list and any(type(each) is not _ELEMENTS[name] for each in value))
+        ):
+            return f"{name} is {value!r:.60}"
+    required = _REQUIRED.get(event.get("event", ""), ("event", "time"))
+    return next((f"{name} is missing" for name in required if event.get(name) is None), None)
 
 
 # --- one attempt at a time ---

@@ -115,12 +115,11 @@ class RunRecord:
 def gather(run: RunDir, summary: Summary) -> RunRecord:
     """Read a run. A missing or damaged file is no error, but a note."""
     notes = list[str]()
-    spec = _try(notes, run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
+    # What is wrong with it, the summary says.
+    spec = _try([], run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
     train = _lines(notes, run.train_metrics, TRAIN)
     evaluations = _lines(notes, run.eval_metrics, EVALUATIONS)
-    for path in sorted(run.events.glob("*.jsonl")):
-        _count_damaged(notes, path)
-    _try(notes, run.final_result, lambda path: json.loads(path.read_bytes()))
+    notes += summary["damaged"]
     confusion = _try(notes, run.confusion, read_confusion)
     samples = _try(notes, run.samples, read_samples) or []
     events = ledger.read(run.events)

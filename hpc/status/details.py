@@ -21,14 +21,14 @@ _LEAST_MESSAGE = 16
 
 
 def run_details(console: Console, row: Summary) -> Group:
-    """A run: its state, place and progress, what it cost, its warnings and its interruptions, the latest first."""
+    """A run: its state, place and progress, what it cost, its damage, warnings and interruptions, the latest first."""
     facts = Table.grid(padding=(0, 2, 0, 0))
     for name, text in _facts(row).items():
         style = cells.STYLES[row["state"]] if name == "state" else ""
         facts.add_row(Text(name, style="bold"), Text(visible(text), style=style, overflow="fold"))
     parts: list[RenderableType] = [facts]
     parts += ["", Text("\n".join(visible(line) for line in row["traceback"]), style="dim")] if row["traceback"] else []
-    parts += [f"[yellow]warning:[/] {escape(visible(warning))}" for warning in row["warnings"]]
+    parts += [f"[yellow]warning:[/] {escape(visible(warning))}" for warning in [*row["damaged"], *row["warnings"]]]
     if row["interruptions"]:
         parts += ["", interruption_table(console, row["interruptions"][::-1])]
     return Group(*parts)

@@ -111,7 +111,7 @@ def _interruption(before: Sequence[Event], end: Event, after: Sequence[Event], s
         claimed = _time(_first(after, "claimed"))
         staged = _time(_last(after, "staged")) or claimed
     started, connected = _first(after, "train_started"), None
-    if started and "connect_seconds" in started:
+    if started and {"seconds", "connect_seconds"} <= started.keys():
         connected = started["time"] - started["seconds"] + started["connect_seconds"]
     first_step = _time(_first(after, "first_step"))
     # Until its user resumed it, nothing was to be recovered.

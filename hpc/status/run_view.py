@@ -45,6 +45,8 @@ _CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 _LITTLE_SPACE_BYTES = 2**16
 # A poll every second must not load the controller.
 _QUEUE_SECONDS = 5.0
+# What reading the files of a run may raise: anybody may have written them, also another user.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 # While the controller is down, each call of squeue takes half a minute to fail.
 _AWAY_SECONDS = 30.0
 
@@ -59,20 +61,27 @@ def summarize(
 
     `decision` is what the supervisor would do, if the run has no job. `queue` are all jobs of the user, among which are
     those of the runs that it waits for.
-    What is not known is None. Damage in its directory is a warning, not an error: it must not hide the other runs.
+    What is not known is None. Damage in its directory is not an error: it must not hide the other runs.
     """
     try:
+        events, damaged = ledger.read_with_damage(run.events)
         records = _Records(
-            events=ledger.read(run.events),
-            train=last_json_line(run.train_metrics) or {},
-            validation=last_json_line(run.eval_metrics, lambda line: line.get("split") == "val") or {},
-            result=_final_result(run),
-            spec=_spec(run),
+            events=events,
+            train=_numbers(last_json_line(run.train_metrics)),
+            validation=_numbers(last_json_line(run.eval_metrics, lambda line: line.get("split") == "val")),
+            result=_final_result(run, damaged),
+            spec=_spec(run, damaged),
         )
-        return {**_summary(run, jobs, decision, records), "waits_for": _waits_for(run, records.spec, queue)}
-    except (LookupError, OSError, TypeError, ValueError) as error:
-        problem = f"cannot read the records in {run.path}: {type(error).__name__}: {error}"
-        return {**_summary(run, jobs, decision, _Records()), "waits_for": [], "warnings": [problem]}
+        row = {**_summary(run, jobs, decision, records), "waits_for": _waits_for(run, records.spec, queue)}
+    except _DAMAGE as error:
+        row = {**_summary(run, jobs, decision, _Records()), "waits_for": []}
+        damaged = [f"the records in {run.path} cannot be read: {type(error).__name__}: {error}"]
+    return {**row, "damaged": damaged}
+
+
+def _numbers(line: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of a line of metrics, which a user's script may have written, what is a number."""
+    return {name: value for name in line or {} if (value := number_in(line or {}, name)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +121,16 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "state": state,
         "attempt": attempts[-1].attempt if attempts else None,
         "attempts": [{key: getattr(attempt, key) for key in _ATTEMPT_KEYS} for attempt in attempts],
-        "epoch": number_in(train, "epoch"),
-        "step": number_in(train, "step"),
+        "epoch": train.get("epoch"),
+        "step": train.get("step"),
         "total_steps": started[-1].get("total_steps") if started else None,
         "world_size": train.get("world_size"),
         "device": checked[-1].get("device") if checked else None,
-        "images_per_second": number_in(train, "images_per_second"),
-        "train_loss": number_in(train, "loss"),
+        "images_per_second": train.get("images_per_second"),
+        "train_loss": train.get("loss"),
         "val_accuracy": validation.get("accuracy"),
-        "test_accuracy": final.get("test_accuracy"),
-        "best_test_accuracy": best.get("test_accuracy") if isinstance(best, dict) else None,
+        "test_accuracy": number_in(final, "test_accuracy"),
+        "best_test_accuracy": number_in(best, "test_accuracy") if isinstance(best, dict) else None,
         "steps_lost": steps_lost(interruptions) if attempts else None,
         **_allocation(attempts, records.spec),
         **_time_spent(records, attempts, interruptions, is_over=state in TERMINAL),
@@ -267,11 +276,12 @@ def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
     return {key: slowest[key] for key in wanted}
 
 
-def _spec(run: RunDir) -> RunSpec | None:
+def _spec(run: RunDir, damaged: list[str]) -> RunSpec | None:
     try:
         return RunSpec.load(run)
-    except UserError:
-        return None  # damaged: what the others record is shown all the same
+    except UserError as error:
+        damaged.append(str(error))
+        return None
 
 
 def _trackers(events: Sequence[Event], spec: RunSpec | None, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
@@ -283,22 +293,25 @@ def _trackers(events: Sequence[Event], spec: RunSpec | None, attempts: Sequence[
     ]
 
 
-def _final_result(run: RunDir) -> dict[str, Any] | None:
+def _final_result(run: RunDir, damaged: list[str]) -> dict[str, Any] | None:
     try:
         result = json.loads(run.final_result.read_bytes())
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError):
-        result = None  # damaged, but it exists: the run is complete
-    return result if isinstance(result, dict) else {}
+        result = None
+    if isinstance(result, dict):
+        return result
+    damaged.append(f"{run.final_result} is damaged: it is no JSON object")
+    return {}  # it exists: the run is complete
 
 
 def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:
     """Seconds of training left, at the pace since the ranks last started."""
-    total, step = started.get("total_steps"), train.get("step")
-    if total is None or step is None or step <= started["step"]:
+    total, step, at = started.get("total_steps"), train.get("step"), train.get("time")
+    if total is None or step is None or at is None or step <= started["step"]:
         return None
-    pace = (train["time"] - started["time"]) / (step - started["step"])
+    pace = (at - started["time"]) / (step - started["step"])
     return float(max(0.0, (total - step) * pace))
 
 
@@ -309,7 +322,7 @@ def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> d
     clocks = {parent: storage_time(parent) for parent in {run.path.parent for run in queued}}
     for run in queued:
         # A damaged run is summarized without; one that was deleted meanwhile is left out.
-        with contextlib.suppress(LookupError, OSError, TypeError, ValueError):
+        with contextlib.suppress(*_DAMAGE):
             found.append(observe(run, scripts, clocks[run.path.parent]))
     return {one.run.path: decide(one.known) for one in with_final_states(found)}
 

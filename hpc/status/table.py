@@ -27,7 +27,7 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
     if details and len(rows) == 1:
         return run_details(console, rows[0])
     table = fitting_table(console, [_cells(row) for row in rows], _COLUMNS, numbers=_NUMBERS, cut=("run", _LEAST_NAME))
-    return Group(table, *_reasons(rows), *_unsent(rows))
+    return Group(table, *_reasons(rows), *_unsent(rows), *_damage(rows))
 
 
 def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
@@ -55,6 +55,13 @@ def _unsent(rows: Sequence[Summary]) -> list[str]:
         for recipient, problem in failed.items():
             names.setdefault(f"{recipient} could not be notified: {problem}", []).append(row["run"])
     return [escape(visible(f"{few(alike)}: {problem}")) for problem, alike in names.items()]
+
+
+def _damage(rows: Sequence[Summary]) -> list[str]:
+    """What is damaged of each run; of several things the first."""
+    found = [(row["run"], row["damaged"]) for row in rows if row["damaged"]]
+    more = {run: f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else "" for run, damaged in found}
+    return [escape(visible(f"{run}: {damaged[0]}{more[run]}")) for run, damaged in found]
 
 
 def _cells(row: Summary) -> dict[str, Text]:

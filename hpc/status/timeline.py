@@ -133,7 +133,7 @@ def gpu_hours(
 
 def _productive_seconds(starts: Sequence[Event], last_logged: Mapping[str, Any]) -> float | None:
     """The GPU-seconds of all steps that count; None if they are not recorded. A fork does not count its original's."""
-    if last_logged.get("train_seconds") is None or not starts:
+    if None in (last_logged.get("train_seconds"), last_logged.get("step")) or not starts:
         return None
     # Each start restores the seconds of the steps that count until then; one GPU for each of its ranks.
     marks = [*(start.get("train_seconds", 0.0) for start in starts), last_logged["train_seconds"]]

@@ -146,7 +146,7 @@ def test_newest_job_is_known_though_the_clocks_were_set_back() -> None:
     events = [
         {"time": 9000.0, "event": "submitted", "job_id": "7"},
         {"time": 9001.0, "event": "claimed", "attempt": 1, "job_id": "7"},
-        {"time": 5400.0, "event": "resubmitted", "attempt": 1, "job_id": "8"},
+        {"time": 5400.0, "event": "resubmitted", "attempt": 1, "job_id": "8", "excluded": []},
     ]
     assert last_job_id(sorted(events, key=lambda event: event["time"])) == "8"
     events.append({"time": 5000.0, "event": "claimed", "attempt": 2, "job_id": "9"})

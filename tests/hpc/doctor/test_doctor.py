@@ -134,11 +134,11 @@ def test_newest_run_that_has_saved_is_the_default(tmp_path: Path) -> None:
 
 def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
     run = new_run(tmp_path, "r", save_seconds=3.0)
-    for attempt, reason in ((1, "no room"), (1, None)):
-        event = {"time": 1.0 + attempt, "event": "staged", "attempt": attempt, "in_place": reason}
-        append_json_line(run.events / "x.jsonl", event)
+    for reason in ("no room", None):
+        staged = {"event": "staged", "attempt": 1, "node": "a", "source": "/d", "in_place": reason}
+        append_json_line(run.events / "x.jsonl", {"time": 2.0, **staged})
     assert measurements_of(run).in_place == "no room", "on one of its nodes"
-    append_json_line(run.events / "x.jsonl", {"time": 9.0, "event": "claimed", "attempt": 2})
+    append_json_line(run.events / "x.jsonl", {"time": 9.0, "event": "first_step", "attempt": 2})
     assert (measurements_of(run).save_seconds, measurements_of(run).in_place) == (3.0, None)
 
 

@@ -47,7 +47,7 @@ def claimed_elsewhere(run: RunDir, seconds_ago: float) -> None:
 def test_one_claim_at_a_time(run: RunDir) -> None:
     assert claims(run)
     assert not claims(run), "the first one is not done"
-    append_json_line(run.events / "x.jsonl", ledger.record("resubmitted", attempt=1, job_id="8"))
+    append_json_line(run.events / "x.jsonl", ledger.record("resubmitted", attempt=1, job_id="8", excluded=[]))
     assert claims(run), "its job has ended before it started"
 
 

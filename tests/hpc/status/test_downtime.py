@@ -38,7 +38,12 @@ def seconds(**parts: float | None) -> dict[str, float | None]:
     return {**dict.fromkeys(PARTS, 0.0), **parts}
 
 
-FIRST = (claimed(1.0), happened(2.0, "staged", node="a"), started(10.0, step=0), happened(11.0, "first_step", step=1))
+FIRST = (
+    claimed(1.0),
+    happened(2.0, "staged", node="a", source="/d"),
+    started(10.0, step=0),
+    happened(11.0, "first_step", step=1),
+)
 
 
 def test_run_without_interruption_has_none(tmp_path: Path) -> None:
@@ -93,8 +98,8 @@ def test_preempted_attempt_that_was_requeued(tmp_path: Path) -> None:
         happened(34.0, "attempt_ended", cause="preempted", step=60),
         happened(35.0, "requeued", job_id="7"),
         claimed(155.0, attempt=2),
-        happened(156.0, "staged", 2, node="a"),
-        happened(158.0, "staged", 2, node="b"),
+        happened(156.0, "staged", 2, node="a", source="/d"),
+        happened(158.0, "staged", 2, node="b", source="/d"),
         started(166.0, step=60, attempt=2),
         happened(167.0, "first_step", 2, step=61),
     )
@@ -111,9 +116,9 @@ def test_pause_until_the_user_resumes_is_no_recovery(tmp_path: Path) -> None:
         *FIRST,
         happened(34.0, "attempt_ended", cause="cancelled", step=60),
         happened(9034.0, "resumed", number=1, cancellations=1),
-        happened(9035.0, "resubmitted", job_id="8"),
+        happened(9035.0, "resubmitted", job_id="8", excluded=[]),
         claimed(9040.0, attempt=2),
-        happened(9041.0, "staged", 2, node="a"),
+        happened(9041.0, "staged", 2, node="a", source="/d"),
         started(9050.0, step=60, attempt=2),
         happened(9051.0, "first_step", 2, step=61),
     )

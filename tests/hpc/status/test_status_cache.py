@@ -226,11 +226,11 @@ DAMAGE: dict[str, Callable[[RunDir], object]] = {
     "a torn metric": lambda run: run.train_metrics.write_text('{"step": 5, "loss": 1.0}\n{"step": 6, "lo'),
     "an empty spec": lambda run: run.spec.write_text(""),
     "no spec": lambda run: run.spec.unlink(),
+    "an event without its fields": lambda run: (run.events / "y.jsonl").write_text('{"time": 1.0, "event": "claimed"}'),
+    "a time that is none": lambda run: (run.events / "y.jsonl").write_text('{"time": "x", "event": "refused"}'),
     "bytes": lambda run: run.train_metrics.write_bytes(b"\xff\xfe\x00" * 9999),
 }
 CLOSED: dict[str, Callable[[RunDir], object]] = {
-    "an event without its fields": lambda run: (run.events / "y.jsonl").write_text('{"time": 1.0, "event": "claimed"}'),
-    "a time that is none": lambda run: (run.events / "y.jsonl").write_text('{"time": "x", "event": "refused"}'),
     "a directory in place of a file": lambda run: run.train_metrics.mkdir(),
     "a file in place of the events": lambda run: (remove_events(run), run.events.write_text("")),
 }  # fmt: skip
@@ -252,7 +252,7 @@ def test_damaged_run_has_slurms_state_and_hides_no_other(how: str, tmp_path: Pat
     squeue(printing(tmp_path, alive(run, "RUNNING"), alive(sound, "RUNNING").replace("7|", "8|", 1)))
     damaged, other = StatusCache().summaries([run, sound])
     assert (damaged["state"], damaged["job_id"], damaged["attempt"]) == ("running", "7", None)
-    assert damaged["warnings"][0].startswith(f"cannot read the records in {run.path}: ")
+    assert damaged["damaged"][0].startswith(f"the records in {run.path} cannot be read: ")
     assert (other["attempt"], other["warnings"]) == (1, [])
 
 
@@ -284,7 +284,7 @@ def test_unreadable_run_hides_no_other(shared: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     damaged, other = json.loads(done.stdout)
-    owner, problem = damaged["warnings"]
+    [owner], [problem] = damaged["warnings"], damaged["damaged"]
     assert owner.startswith("it belongs to root")
     assert "Permission denied" in problem
     assert other["attempt"] == 1
@@ -341,7 +341,8 @@ def test_copy_that_takes_long_is_no_hang(tmp_path: Path, squeue: Squeue) -> None
     row = StatusCache().summary(run)
     assert (row["staging"]["node"], row["staging"]["bytes_done"]) == ("gpu02", 50_000_000), "the slowest"
     assert wait_reason(row) == "copying data, 25%, 10 MB/s, 2:15 left"
-    done = [{"event": "staged", "attempt": 1, "node": node, "in_place": None} for node in ("gpu01", "gpu02")]
+    staged = {"event": "staged", "attempt": 1, "source": "/d", "in_place": None}
+    done = [{**staged, "node": node} for node in ("gpu01", "gpu02")]
     other = make_run(tmp_path, claim, *copies, *done, name="other")
     squeue(printing(tmp_path, alive(other, "RUNNING")))
     assert StatusCache().summary(other)["staging"] is None

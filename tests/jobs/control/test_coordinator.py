@@ -118,7 +118,9 @@ def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_kn
     )  # fmt: skip
     trainer = node.run.events / "attempt-001-trainer.jsonl"
     for ago, step in ((29, 0), (18, 118)):
-        append_json_line(trainer, {"time": now - ago, "event": "train_started", "attempt": 1, "step": step})
+        append_json_line(
+            trainer, {"time": now - ago, "event": "train_started", "attempt": 1, "step": step, "world_size": 1}
+        )
     for number in (1, 2):
         server.report(phase=Phase.RUNNING, round=1, failures=failures[:number])
         coordinator.poll()
