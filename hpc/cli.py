@@ -102,6 +102,12 @@ def own_command() -> str:
     return shlex.quote(str(near))
 
 
+def print_next(run: RunDir, *verbs: str) -> None:
+    """Print what to type next about a run: by its name where that is found, else by its path."""
+    name = run.name if run.path.parent == Path("runs").resolve() else str(run.path)
+    print("next:", *(f"  {own_command()} {verb} {shlex.quote(name)}" for verb in verbs), sep="\n")
+
+
 def find_run(run: str, runs_dir: Path) -> RunDir:
     """The run with this directory, or this name in the runs directory or a group; a UserError if there is none."""
     for path in (Path(run).expanduser(), runs_dir.expanduser() / run):

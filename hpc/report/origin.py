@@ -5,10 +5,11 @@ from typing import Any
 from hpc.core.text import few
 from hpc.report.formats import duration
 from hpc.report.gather import RunRecord
+from hpc.status.cells import is_on_cpu
 from hpc.status.timeline import GPU_PARTS, gpu_hours
 
 _COMMIT_DIGITS = 12
-_COLORS = dict(zip(GPU_PARTS, ("s3", "outside", "failure", "s8", "s1"), strict=True))
+_COLORS = dict(zip(GPU_PARTS, ("s3", "outside", "failure", "s8", "s1", "shade"), strict=True))
 _NO_REPOSITORY = "in no git repository"
 
 
@@ -53,7 +54,7 @@ def cost(record: RunRecord, now: float) -> dict[str, Any]:
     waits = [period.seconds for period in periods if period.kind == "queue"]
     return {
         "queue": duration(sum(waits)) if waits else None,
-        "unit": "GPU-hours" if gpus else "node-hours",
+        "unit": ("rank-hours" if is_on_cpu(record.summary) else "GPU-hours") if gpus else "node-hours",
         "hours": sum(hours.values()) if hours else None,
         "parts": [(part, value, _COLORS[part]) for part, value in hours.items()],
     }

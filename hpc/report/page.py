@@ -21,6 +21,7 @@ from hpc.report.gather import RunRecord, labels_of
 from hpc.report.origin import cost, how_to_get_the_code, provenance
 from hpc.report.plots import COLORS, DEFAULT_SMOOTHING, SMOOTHINGS, Plots, bokeh_script, plots_of
 from hpc.spec import RunSpec
+from hpc.status.cells import is_on_cpu
 from hpc.status.downtime import PARTS
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import highest_learning_rate
@@ -61,7 +62,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         tables=tables,
         now=now,
         seconds=None if record.began is None else record.ended(now) - record.began,
-        headline=_headline(spec) if spec else (),
+        headline=_headline(spec, on_cpu=is_on_cpu(record.summary)) if spec else (),
         causes=[f"{cost['count']} {formats.cause(name)}" for name, cost in record.summary["recovery"].items()],
         reload_seconds=None if record.has_ended else RELOAD_SECONDS,
         provenance=provenance(record),
@@ -139,10 +140,11 @@ def _with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]
     return [column for column in columns if any(_formatted(row[column[1]], column[2]) != UNKNOWN for row in rows)]
 
 
-def _headline(spec: RunSpec) -> list[str]:
+def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
     """What was trained, and on how many GPUs."""
     nodes, resources = spec.resources.nodes, spec.resources
     gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
+    gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if on_cpu else gpus
     where = f"{nodes} node{'s' * (nodes != '1')}" + (f" × {gpus}" if resources.num_gpus else " without GPUs")  # noqa: RUF001 - times
     if spec.train is None:
         return [" ".join(spec.script), where]

@@ -99,7 +99,7 @@ _REASONS = {
     "WaitingForScheduling": "",
     "Priority": "jobs of higher priority come first",
     "Resources": "no nodes are free",
-    "BeginTime": "held by Slurm (requeue delay or --begin)",
+    "BeginTime": "held by Slurm (--begin, or a requeue delay, which hpc supervise ends)",
     "Cleaning": "Slurm is cleaning up after its last start",
     "Prolog": "Slurm is preparing its nodes",
     "Dependency": "it depends on another job",

@@ -1,6 +1,5 @@
 """`hpc status`: a table of runs, of a single one also its interruptions; and the wait of `submit --wait`."""
 
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -130,11 +129,11 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
         cli.print_json({**answer, "status": row})
     else:
         print_table([row], details=True)
-        hpc, path = cli.own_command(), shlex.quote(str(run.path))
         if why := [text for text in (row["reason"], row["detail"]) if text]:
             print(visible(": ".join([row["state"], *why])), file=sys.stderr)
         result = f"\nresult   {run.final}" if run.final.exists() else ""
-        print(f"logs     {run.logs}{result}\nnext     {hpc} status {path}\n         {hpc} logs {path}")
+        print(f"logs     {run.logs}{result}")
+        cli.print_next(run, "status", "logs")
     return 0 if row["state"] == "completed" else 1
 
 
@@ -142,6 +141,8 @@ def progress(row: Summary) -> str:
     """The progress of a run in one line."""
     if row["state"] == "pending":
         return ": ".join(filter(None, ["pending", wait_reason(row)]))
+    if last := row["last_output"]:
+        return f"attempt {row['attempt']}: {last['line']}"
     if row["step"] is None:
         return f"attempt {row['attempt'] or 1}: starting"
     # A user's script may log a part of them.

@@ -36,8 +36,15 @@ def step(row: Summary) -> str:
     return or_dash(row["step"]) + (f"/{row['total_steps']}" if row["step"] and row["total_steps"] else "")
 
 
+def is_on_cpu(row: Summary) -> bool:
+    """Whether the ranks were found to train on CPUs: a rank stands for each GPU then."""
+    return bool(row["device"] == "CPU")
+
+
 def gpus(row: Summary) -> str:
-    """The number of GPUs, and their type if the run asks for one."""
+    """The number of GPUs, and their type if the run asks for one; of ranks that have none, the number of these."""
+    if is_on_cpu(row):
+        return f"{row['gpus']} ranks"
     return " ".join(filter(None, [or_dash(row["gpus"]), visible(row["gpu_type"] or "")]))
 
 
@@ -63,7 +70,7 @@ def wait_reason(row: Summary) -> str:
         return "; ".join(waits)
     reason, starts_at = explain_reason(row["reason"] or ""), row["starts_at"]
     if row["reason"] == "BeginTime" and starts_at:
-        return f"held by Slurm until {_near_time(starts_at)} (requeue delay or --begin)"
+        return f"held by Slurm until {_near_time(starts_at)} (--begin, or a requeue delay, which hpc supervise ends)"
     return ", ".join(filter(None, [reason, starts_at and f"may start {_near_time(starts_at)}"]))
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from hpc.core.text import few, visible
 from hpc.status import cells
 from hpc.status.fitting_table import fitting_table
-from hpc.status.run_view import Summary
+from hpc.status.run_view import TERMINAL, Summary
 
 _PARTS_SHOWN = 3
 _COLUMNS = ("time", "cause", "lost steps", "lost time", "rank, node", "message", "longest parts")
@@ -42,22 +42,25 @@ def _facts(row: Summary) -> dict[str, str]:
         "state": ": ".join(filter(None, [row["state"], cells.wait_reason(row)])),
         "job": _joined(row["job_id"], _named("partition ", row["partition"]), _named("attempt ", row["attempt"])),
         "nodes": few(cells.members(row)),
-        "GPUs": "" if row["gpus"] is None else cells.gpus(row),
+        "on CPUs" if cells.is_on_cpu(row) else "GPUs": "" if row["gpus"] is None else cells.gpus(row),
         "device": row["device"] or "",
-        "progress": _joined(
+        "progress": "unknown: the script reports no step (docs/script.md)"
+        if row["last_output"]
+        else _joined(
             _named("epoch ", row["epoch"]),
             _named("step ", row["step"] and cells.step(row)),
             _named("loss ", row["train_loss"], "{:.4f}"),
             _named("", row["images_per_second"], "{:.0f} images/s"),
             _duration(row["eta_seconds"], "{} left"),
         ),
+        "last output": _last_output(row),
         "accuracy": _joined(
             _named("", row["val_accuracy"], "{:.2%} val"),
             _named("", row["test_accuracy"], "{:.2%} test"),
             _named("", row["best_test_accuracy"], "{:.2%} test of the best model"),
         ),
         "time": _time(row),
-        "GPU-hours": _gpu_hours(row["gpu_hours"]),
+        "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": _gpu_hours(row["gpu_hours"]),
         "interrupted": cells.interruptions(row),
         "metrics": "; ".join(map(_tracker, row["trackers"])),
         "ended by": row["detail"] or "",
@@ -78,6 +81,14 @@ def _duration(seconds: float | None, form: str) -> str:
     return "" if seconds is None else form.format(cells.clock(seconds))
 
 
+def _last_output(row: Summary) -> str:
+    """The last line of a script that reports no step, and how long ago it was printed."""
+    if not (last := row["last_output"]):
+        return ""
+    ago = cells.clock(max(0.0, time.time() - last["time"]))
+    return str(last["line"]) + ("" if row["state"] in TERMINAL else f" ({ago} ago)")
+
+
 def _time(row: Summary) -> str:
     """How long it has taken so far, and waited."""
     return _joined(
@@ -95,6 +106,7 @@ def _gpu_hours(hours: Mapping[str, float] | None) -> str:
         "productive": hours["productive"],
         "lost to interruptions": hours["recomputed"] + hours["recovering"],
         "starting, evaluating, saving": hours["waiting"] + hours["evaluating and saving"],
+        "unknown": hours["unknown"],
     }
     return f"{hours['allocated']:.3g}: " + _joined(*(f"{value:.3g} {name}" for name, value in parts.items() if value))
 

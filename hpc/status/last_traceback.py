@@ -1,14 +1,15 @@
-"""The traceback of the rank whose failure has ended a run, from its log. Runs on the login node."""
+"""The last words of a rank, from its log: the traceback that ended a run, or the last line. Runs on the login node."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.core.traceback_text import exception_lines
 
 _TAIL_BYTES = 65536
-_MOST_LINES = 40
+_MOST_LINES, _MOST_CHARACTERS = 40, 200
 
 
 def last_traceback(run: RunDir, events: Sequence[Event]) -> list[str] | None:
@@ -20,6 +21,15 @@ def last_traceback(run: RunDir, events: Sequence[Event]) -> list[str] | None:
     if not found:
         return None
     return found if len(found) <= _MOST_LINES else [found[0], "  ...", *found[2 - _MOST_LINES :]]
+
+
+def last_output(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    """The last line that rank 0 has printed, and when, in seconds since the epoch; None if it has printed nothing."""
+    log = run.rank_log(attempt, 0)
+    words = [line.strip() for line in _tail(log) if line.strip()]
+    if not words:
+        return None
+    return {"line": words[-1][:_MOST_CHARACTERS], "time": log.stat().st_mtime}
 
 
 def _tail(log: Path) -> list[str]:

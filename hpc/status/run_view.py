@@ -29,9 +29,9 @@ from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.spec import RunSpec
 from hpc.status.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
-from hpc.status.last_traceback import last_traceback
+from hpc.status.last_traceback import last_output, last_traceback
 from hpc.status.timeline import GPU_PARTS, gpu_hours, periods_of
-from hpc.status.warnings import warnings_of
+from hpc.status.warnings import unknown_restarts, warnings_of
 from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
 from hpc.tracking.sender import last_events
@@ -114,6 +114,9 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         reason = NEVER_SUBMITTED
     started, budget = [event for event in events if event["event"] == "train_started"], budget_now(attempts)
     checked = [event for event in events if event["event"] == "preflight"]
+    own_script = records.spec is not None and records.spec.train is None
+    warnings = unknown_restarts(events, len(interruptions)) if own_script else []
+    reports_nothing = own_script and bool(attempts) and "step" not in train
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -139,6 +142,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
         "warnings": [
             *warnings_of(events, completed=state == "completed"),
+            *warnings,
             *([] if state in TERMINAL else _full_storage(run)),
         ],
         "staging": _staging(events) if state == "running" else None,
@@ -148,6 +152,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
         "detail": attempts[-1].detail if attempts else None,
         "traceback": last_traceback(run, events) if state == "failed" else None,
+        "last_output": last_output(run, attempts[-1].attempt) if reports_nothing else None,
         "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
     }
 

@@ -18,6 +18,7 @@ GPU-hours count all GPUs of an attempt's nodes, spares included, from its claim 
 | recovering | all, in recoveries |
 | waiting | all, in the startup; spares, while the ranks train |
 | evaluating and saving | the rest |
+| unknown | those of the ranks of a script that was interrupted, and does not say how many steps that cost |
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.ledger import Event
 
 Kind = Literal["queue", "startup", "training", "recovery"]
-GPU_PARTS = ("productive", "recomputed", "recovering", "waiting", "evaluating and saving")
+GPU_PARTS = ("productive", "recomputed", "recovering", "waiting", "evaluating and saving", "unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def gpu_hours(
     last_logged: Mapping[str, Any],
     steps_lost: int | None,
 ) -> dict[str, float]:
-    """GPU-hours by part; empty before the first attempt. What a user's script does between failures is productive.
+    """GPU-hours by part; empty before the first attempt. What a script does that nothing has interrupted is productive.
 
     `last_logged` is the last line of the training's metrics, empty before the first.
     """
@@ -120,20 +121,23 @@ def gpu_hours(
             found["waiting"] += allocated - used
         else:
             found["recovering" if period.kind == "recovery" else "waiting"] += allocated
-    found["productive"] = trained
-    if (productive := _productive_seconds(starts, last_logged)) is not None:
+    # The steps before a fork do not count.
+    done = max(1, last_logged["step"] - starts[0]["step"]) if starts and "step" in last_logged else None
+    if done is not None and (productive := _productive_seconds(starts, last_logged)) is not None:
         found["productive"] = min(trained, productive)
-        a_step = found["productive"] / max(
-            1, last_logged["step"] - starts[0]["step"]
-        )  # those before a fork do not count
-        found["recomputed"] = min(trained - found["productive"], a_step * (steps_lost or 0))
+        found["recomputed"] = min(trained - found["productive"], found["productive"] / done * (steps_lost or 0))
         found["evaluating and saving"] = trained - found["productive"] - found["recomputed"]
+    elif done is not None and steps_lost is not None:
+        found["recomputed"] = trained * steps_lost / (done + steps_lost)
+        found["productive"] = trained - found["recomputed"]
+    else:
+        found["unknown" if steps_lost is None else "productive"] = trained
     return {part: seconds / 3600 for part, seconds in found.items() if seconds > 0}
 
 
 def _productive_seconds(starts: Sequence[Event], last_logged: Mapping[str, Any]) -> float | None:
     """The GPU-seconds of all steps that count; None if they are not recorded. A fork does not count its original's."""
-    if None in (last_logged.get("train_seconds"), last_logged.get("step")) or not starts:
+    if last_logged.get("train_seconds") is None:
         return None
     # Each start restores the seconds of the steps that count until then; one GPU for each of its ranks.
     marks = [*(start.get("train_seconds", 0.0) for start in starts), last_logged["train_seconds"]]

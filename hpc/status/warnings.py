@@ -53,6 +53,15 @@ def warnings_of(events: Sequence[Event], *, completed: bool = False) -> list[str
     return [*found, *about_end]
 
 
+def unknown_restarts(events: Sequence[Event], interruptions: int) -> list[str]:
+    """A warning that nobody knows from which step a user's script went on."""
+    if not interruptions or any(event["event"] == "train_started" for event in events):
+        return []
+    after = "the interruption" if interruptions == 1 else f"each of the {interruptions} interruptions"
+    unknown = f"the step from which the script went on after {after} is not known"
+    return [f"{unknown}: unless it restores checkpoints of its own, it began from nothing (docs/script.md)"]
+
+
 def _unsent(events: Sequence[Event]) -> list[str]:
     """Who could not be told of the run; of several messages, the newest."""
     failed = {one["recipient"]: one for one in unsent_messages(events) if one["problem"]}

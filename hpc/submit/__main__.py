@@ -1,12 +1,9 @@
 """`hpc submit`: the command line, and what it prints. Runs on the login node."""
 
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from hpc import cli
-from hpc.core.rundir import RunDir
 from hpc.submit.cluster_choice import this_machine
 from hpc.submit.dry_run import show_dry_run
 from hpc.submit.new_run import NewRun, start_run
@@ -35,7 +32,8 @@ def show(new: NewRun, options: SubmitOptions) -> int:
     if options.json:
         cli.print_json(new.answer)
     else:
-        _print_next(new.run, options.runs_dir)
+        print(f"  {new.run.path}")
+        cli.print_next(new.run, "status", "logs --follow", "cancel")
     return 0
 
 
@@ -47,13 +45,6 @@ def _first_line(new: NewRun) -> str:
     if spec.cluster == "slurm":
         return f"submitted run {run.name} as job {new.job_id}{where}"
     return f"started run {run.name} on {this_machine()}, as process {new.job_id}{where}"
-
-
-def _print_next(run: RunDir, runs_dir: Path) -> None:
-    flags = [] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)]
-    print(f"  {run.path}\nnext:")
-    for verb in ("status", "logs --follow", "cancel"):
-        print(f"  {cli.own_command()} {verb} {shlex.join([run.name, *flags])}")
 
 
 if __name__ == "__main__":

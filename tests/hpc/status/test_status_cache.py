@@ -191,7 +191,8 @@ def test_requeued_run_shows_until_when_slurm_holds_it(tmp_path: Path, squeue: Sq
     soon = datetime.fromtimestamp(time.time() + 100)  # noqa: DTZ006 - Slurm prints local times
     run = make_run(tmp_path)
     squeue(printing(tmp_path, f"7|PENDING|BeginTime||n/a|1|{soon:%Y-%m-%dT%H:%M:%S}|N/A|{run.script}|"))
-    assert wait_reason(StatusCache().summary(run)) == f"held by Slurm until {soon:%H:%M} (requeue delay or --begin)"
+    found = wait_reason(StatusCache().summary(run))
+    assert found == f"held by Slurm until {soon:%H:%M} (--begin, or a requeue delay, which hpc supervise ends)"
 
 
 def test_reason_with_brackets_is_shown_as_it_is(

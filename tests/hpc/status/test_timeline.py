@@ -99,7 +99,7 @@ def test_gpu_hours_by_part() -> None:
     assert found == {
         "productive": 720.0, "recomputed": 3.6, "recovering": 44.0, "waiting": 18.0, "evaluating and saving": 90.4,
     }  # fmt: skip
-    assert tuple(found) == GPU_PARTS
+    assert tuple(found) == GPU_PARTS[:-1], "nothing is unknown"
     assert sum(found.values()) == pytest.approx(2 * (233 + 205)), "both nodes, from each claim to its end"
 
 
@@ -124,6 +124,18 @@ def test_fork_does_not_count_the_steps_of_its_original() -> None:
     ]
     found = gpu_seconds(events, 505, steps=1000 + STEPS)
     assert (found["productive"], found["recomputed"]) == (720.0, 3.6)
+
+
+@pytest.mark.parametrize(
+    ("lost", "parts"), [(None, {"unknown": 832.0}), (0, {"productive": 832.0}), (100, {"productive": 665.6})]
+)
+def test_gpus_of_a_script_are_productive_as_far_as_its_lost_steps_are_known(
+    lost: int | None, parts: dict[str, float]
+) -> None:
+    events = [{name: each for name, each in one.items() if name != "train_seconds"} for one in EVENTS]
+    hours = gpu_hours(events, periods(events, 505, own_script=True), 1, {"step": 400}, steps_lost=lost)
+    found = {part: round(3600 * value, 1) for part, value in hours.items() if part in {"productive", "unknown"}}
+    assert found == parts
 
 
 def test_waiting_in_the_queue_costs_nothing() -> None:

@@ -1,0 +1,88 @@
+"""What `hpc status` and `hpc report` say of a script that reports nothing: what is known, and that the rest is not."""
+
+import json
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_rig import pending_run, report, spec_of
+
+from hpc.core.files import append_json_line
+from hpc.core.rundir import RunDir
+from hpc.spec import Resources
+from hpc.status import __main__ as status
+
+FAILED = {"event": "interruption", "attempt": 1, "cause": "crashed", "step": None, "rank": 0, "node": "a1"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A script that has failed twice, and runs for the third time."""
+    spec = replace(spec_of("r"), cluster="local", train=None, recipe=None, script=("a.py",), data=None)
+    found = pending_run(tmp_path / "r", replace(spec, resources=Resources(nodes="1", gpus_per_node="2")))
+    (found.events / "agent.jsonl").unlink()
+    now = time.time()
+    claimed = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "nodes": ["a1"]}
+    events: list[tuple[float, dict[str, Any]]] = [
+        (301, {"event": "submitted", "job_id": "7", "cluster": "slurm"}), (300, claimed),
+        (200, {**FAILED, "failed_at": now - 201, "detail": "disk"}),
+        (100, {**FAILED, "failed_at": now - 101, "detail": "network"}),
+    ]  # fmt: skip
+    for ago, event in events:
+        append_json_line(found.events / "agent.jsonl", {"time": now - ago, **event})
+    log = found.rank_log(1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("step 1\nstep 2 \x1b[31mloss\n\n")
+    os.utime(log, (now - 70, now - 70))
+    return found
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert status.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_status_shows_the_last_line_and_that_its_progress_is_unknown(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    text = printed(capsys, str(run.path))
+    facts = {line[:11].strip(): line[11:].strip() for line in text.splitlines()}
+    assert facts["progress"].startswith("unknown: the script reports no step")
+    assert re.fullmatch(r"step 2 \\x1b\[31mloss \(1:1\d ago\)", facts["last output"])
+    assert facts["interrupted"] == "2 crashed"
+    assert re.fullmatch(r"0\.16\d?: 0\.16\d? unknown", facts["GPU-hours"])
+    assert "went on after each of the 2 interruptions is not known: unless it restores checkpoints" in text
+    (row,) = json.loads(printed(capsys, str(run.path), "--json"))
+    assert row["gpu_hours"]["productive"] == 0
+    assert status.progress(row) == "attempt 1: step 2 \x1b[31mloss"
+
+
+def test_report_calls_nothing_productive_that_is_not_known_to_be(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    html = report(capsys, run.path).html
+    assert "productive" not in html
+    assert re.search(r"<b>unknown 0\.16\d?</b> \(100%\)", html)
+    assert "2 interruptions · how long is not known · how many steps is not known" in " ".join(html.split())
+    assert "steps recomputed: unknown" in html
+
+
+def test_ranks_on_cpus_are_not_called_gpus(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    checked = {"time": time.time(), "event": "preflight", "attempt": 1, "device": "CPU", "world_size": 2}
+    append_json_line(run.events / "agent.jsonl", {**checked, "seconds": 0.1})
+    text = printed(capsys, str(run.path))
+    assert "GPU" not in text
+    assert re.search(r"^on CPUs +2 ranks\b", text, re.MULTILINE)
+    assert re.search(r"^rank-hours +0", text, re.MULTILINE)
+    html = report(capsys, run.path).html
+    assert "1 node × 2 ranks on CPUs" in html  # noqa: RUF001 - times
+    assert "rank-hours" in html
