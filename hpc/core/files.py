@@ -14,13 +14,15 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 # Bytes read from the end of a log to find its last record: few at first, more if the record is not among them.
 _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _LINES_PER_PARSE = 1000
+# A log may be larger than the memory.
+_BLOCK_BYTES = 2**20
 # Endings of a directory that is being written or removed, and of one that is being replaced.
 _UNFINISHED, _REPLACED = "tmp", "old"
 MOST = 1e15
@@ -109,13 +111,14 @@ def can_write(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _temporary_file(path: Path, data: str | bytes, mode: int) -> Iterator[Path]:
+def _temporary_file(path: Path, data: str | bytes | Iterable[str], mode: int) -> Iterator[Path]:
     """Write durably to a unique name beside `path`, which is removed in the end unless the file has been renamed."""
+    parts = (data,) if isinstance(data, str | bytes) else data
     temporary = _temporary_name(path, _UNFINISHED)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            file.writelines(part.encode() if isinstance(part, str) else part for part in parts)
             file.flush()
             os.fsync(file.fileno())
         yield temporary
@@ -123,8 +126,8 @@ def _temporary_file(path: Path, data: str | bytes, mode: int) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
-    """Create or replace a file: readers see the old content or all of the new."""
+def write_atomic(path: Path, data: str | bytes | Iterable[str], mode: int = 0o644) -> None:
+    """Create or replace a file: readers see the old content or all of the new. `data` may come in parts."""
     with _temporary_file(path, data, mode) as temporary:
         temporary.replace(path)
     fsync_directory(path.parent)
@@ -321,15 +324,19 @@ def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] 
     Oldest first; none if the log does not exist.
     """
     try:
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a poll reads thousands: a Path's open is slower
-            lines = file.read().splitlines()
+        file = open(path, "rb", buffering=0)  # noqa: PTH123, SIM115 - a poll reads thousands: a Path's open is slower
     except FileNotFoundError:
         return
-    for first in range(0, len(lines), _LINES_PER_PARSE):
-        some = lines[first : first + _LINES_PER_PARSE]
-        for number, record in enumerate(_parse_lines(some), first + 1):
-            if record is not None or lines[number - 1].strip():
-                yield number, record
+    number = 0
+    with file:
+        while block := file.read(_BLOCK_BYTES):
+            lines = (block + file.readline()).splitlines()
+            for first in range(0, len(lines), _LINES_PER_PARSE):
+                some = lines[first : first + _LINES_PER_PARSE]
+                for line, record in zip(some, _parse_lines(some), strict=True):
+                    number += 1
+                    if record is not None or line.strip():
+                        yield number, record
 
 
 def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:

@@ -75,10 +75,20 @@ def write_report(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
         own_pages = [record.run.report for record in records]
         links = [os.path.relpath(page, path.parent) if page.exists() else None for page in own_pages]
         page = comparison_page(records, links, list(tables), now)
-    for name, table in tables.items():
-        write_atomic(path.with_name(name), table.to_csv(index=False))
+    for name, text in tables.items():
+        write_atomic(path.with_name(name), text)
     write_atomic(path, page)
     return list(tables), all(record.has_ended for record in records)
+
+
+def own_page(run: RunDir) -> Path | None:
+    """The page of a run alone, written if the run has recorded something since; None if it was not submitted."""
+    if not run.spec.exists():
+        return None
+    recorded = max((path.stat().st_mtime for path in run.events.glob("*.jsonl")), default=0.0)
+    if not run.report.exists() or run.report.stat().st_mtime < recorded:
+        write_report([run], page_path([run]))
+    return run.report
 
 
 main = partial(cli.run, report, ReportOptions, "report")

@@ -1,7 +1,7 @@
 """What the figures show: one for each number in `metrics/*.jsonl`, whoever wrote it. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,15 @@ from hpc.tracking.points import BOOKKEEPING
 SERIES = 8
 """Colors of lines; then they repeat with other dashes."""
 DASHES = ("solid", "dashed", "dotted")
+SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
+"""The trend is the moving average over this part of a line: 1/40, and so on."""
+MOST_POINTS = 1000
+"""Of a line, each with up to seven numbers of four bytes on the page."""
+# A loss that falls by this factor is drawn on a logarithmic scale: its beginning would hide its end.
+_LONG_FALL = 4.0
+# Shorter lines have no trend.
+_PLAIN_POINTS = 60
+_EVALUATIONS = frozenset({"validation", "test"})
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
@@ -51,19 +60,24 @@ class Axis:
 
     name: str
     label: str
-    largest: float
+    limits: tuple[float, float]
+    is_logarithmic: bool = False
+    ticks: Mapping[float, str] = field(default_factory=dict)
+    """Where it has labels, and which; empty: where it suits the range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line: a table of step, time, epoch and value."""
+    """One line: a table of step, time, epoch and value, and a noisy one's value by each degree of smoothing."""
 
     name: str
     color: str
     dashes: str
     """One of `DASHES`."""
-    is_evaluation: bool
     points: pd.DataFrame
+    has_dots: bool = False
+    """Whether each point is drawn, as of evaluations, which are few."""
+    has_line: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +87,27 @@ class Chart:
     column: str
     look: Look
     series: Sequence[Series]
+    x: str = "step"
+    """What the numbers in the column `step` are."""
+    heading: str = ""
+    """The title of the number by default."""
+
+    @property
+    def is_logarithmic(self) -> bool:
+        """Whether a loss falls so far that its end would be flat."""
+        values = pd.concat([series.points["value"] for series in self.series])
+        return self.column == "loss" and bool(values.min() > 0) and bool(values.max() > _LONG_FALL * values.min())
 
     @property
     def description(self) -> str:
         """It in words, for those who cannot see it."""
-        words = [f"{self.look.title} by step."]
+        words = [f"{self.look.title} by {self.x}."]
         for one in self.series:
             values, steps = one.points["value"], one.points["step"]
-            first, last = (f"{self.look.form % values.iloc[i]} at step {steps.iloc[i]:.0f}" for i in (0, -1))
+            first, last = (f"{self.look.form % values.iloc[i]} at {self.x} {steps.iloc[i]:.6g}" for i in (0, -1))
+            course = f"from {first} to {last}, " if one.has_line else ""
             lowest, highest = self.look.form % values.min(), self.look.form % values.max()
-            words.append(f"{one.name}: from {first} to {last}, lowest {lowest}, highest {highest}.")
+            words.append(f"{one.name}: {course}lowest {lowest}, highest {highest}.")
         return " ".join(words)
 
 
@@ -112,7 +137,7 @@ def line_style(number: int) -> tuple[str, str]:
 
 def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
     """The figures of one run, or of several: those of our trainer first."""
-    tables = [_tables(record) for record in records]
+    tables = [_tables(record, records) for record in records]
     columns = [column for named in tables for table in named.values() for column in table if _is_plotted(column, table)]
     found = list[Chart]()
     for column in dict.fromkeys([*(name for name in LOOKS if name in columns), *columns]):
@@ -126,7 +151,7 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
             names = list(tables[0])
             lines = [(names.index(name), name, name, table) for name, table in points[0].items()]
         series = [
-            Series(name=label, color=color, dashes=dashes, is_evaluation=name in {"validation", "test"}, points=table)
+            Series(name=label, color=color, dashes=dashes, has_dots=name in _EVALUATIONS, points=table)
             for number, label, name, table in lines
             for color, dashes in [line_style(number)]
         ]
@@ -134,14 +159,16 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
     return found
 
 
-def _tables(record: RunRecord) -> dict[str, pd.DataFrame]:
-    """All metrics of a run, by the name of a line."""
-    evaluations = record.evaluations
+def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
+    """All metrics of a run, by the name of a line; without the steps of its parent if that is shown, too."""
+    train, evaluations = record.train, record.evaluations
+    if any(record.is_fork_of(other) for other in shown):
+        train, evaluations = (table[table["attempt"] != 0] for table in (train, evaluations))
     # An own script may name none.
     splits = evaluations["split"].fillna("val")
     names = {"val": "validation", "test": "test", **{split: split for split in splits.unique() if split != "val"}}
     evaluated = {name: evaluations[splits == split] for split, name in names.items()}
-    return {"training": record.train, **evaluated, **record.other_metrics}
+    return {"training": train, **evaluated, **record.other_metrics}
 
 
 def _is_plotted(column: str, table: pd.DataFrame) -> bool:
@@ -159,19 +186,43 @@ def _points(
     for name, table in tables.items():
         if column not in table:
             continue
-        by_epoch = record.steps_per_epoch
-        points = pd.DataFrame(
+        values = table[column].astype("float64") * look.scale
+        values = values[np.isfinite(values)]
+        if values.empty:
+            continue
+        # Those that are drawn, before the other columns: a long run has millions.
+        drawn = extremes(values, MOST_POINTS)
+        rows, by_epoch, trends = table.loc[drawn], record.steps_per_epoch, _trends(look, name, values)
+        found[name] = pd.DataFrame(
             {
-                "step": table["step"],
-                "time": clock.since(record.began, table["time"]),
-                "epoch": table["step"] / by_epoch if by_epoch else table["epoch"],
-                "value": table[column].astype("float64") * look.scale,
+                "step": rows["step"],
+                "time": clock.since(record.began, rows["time"]),
+                "epoch": rows["step"] / by_epoch if by_epoch else rows["epoch"],
+                "value": values[drawn],
+                **{f"value_{degree}": smoothed(values, part)[drawn] for degree, part in trends.items()},
             }
-        )
-        points = points[np.isfinite(points["value"])].sort_values("step").reset_index(drop=True)
-        if not points.empty:
-            found[name] = points
+        ).reset_index(drop=True)
     return found
+
+
+def _trends(look: Look, name: str, values: pd.Series) -> Mapping[str, int]:
+    """The degrees of smoothing of a line."""
+    is_plain = not look.noisy or name in _EVALUATIONS or len(values) <= _PLAIN_POINTS
+    return {} if is_plain else {degree: part for degree, part in SMOOTHINGS.items() if part}
+
+
+def smoothed(values: pd.Series, part: int) -> pd.Series:
+    """The centered moving average over 1/part of a line, which neither lags nor leads."""
+    return values.rolling(len(values) // part + 1, center=True, min_periods=1).mean()
+
+
+def extremes(values: pd.Series, most: int) -> pd.Index:
+    """At most `most` labels, evenly spread: of each stretch the lowest and the highest, so that no extreme is lost."""
+    if len(values) <= most:
+        return values.index
+    stretches = np.arange(len(values)) * (most // 2 - 1) // len(values)
+    grouped = values.groupby(stretches)
+    return pd.Index(sorted({values.index[0], values.index[-1], *grouped.idxmin(), *grouped.idxmax()}))
 
 
 def _compared(points: Mapping[str, pd.DataFrame], look: Look) -> tuple[str, pd.DataFrame] | None:
@@ -184,8 +235,6 @@ def axes_of(charts: Sequence[Chart], clock: Clock) -> list[Axis]:
     """What the x axis can show: those of which every point is known."""
     labels = {"step": "step", "time": f"{clock.unit} since the start", "epoch": "epoch"}
     tables = [series.points for chart in charts for series in chart.series]
-    return [
-        Axis(name=name, label=label, largest=max(float(table[name].max()) for table in tables))
-        for name, label in labels.items()
-        if tables and all(table[name].notna().all() for table in tables)
-    ]
+    known = [name for name in labels if tables and all(table[name].notna().all() for table in tables)]
+    largest = {name: max(1e-6, *(float(table[name].max()) for table in tables)) for name in known}
+    return [Axis(name=name, label=labels[name], limits=(-0.02 * end, 1.02 * end)) for name, end in largest.items()]

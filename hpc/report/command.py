@@ -2,11 +2,15 @@
 
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from hpc.flags import changed_flags, flags_of
 from hpc.spec import RunSpec
 from training.config.evaluation_task import EvaluationTask
+from training.config.train_config import base_learning_rate
+
+_OF_ONE_RUN = frozenset({"name", "id", "mlflow-run", "has-default-time"})
 
 
 def submit_command(spec: RunSpec) -> list[str]:
@@ -47,3 +51,13 @@ def flat_settings(spec: RunSpec) -> dict[str, str]:
         words = value if isinstance(value, list | tuple) else [] if value is None else [value]
         found[name.replace("_", "-")] = " ".join(map(str, words))
     return found
+
+
+def settings_with_defaults(spec: RunSpec) -> dict[str, str]:
+    """Every setting of a run that another run may share, with a word or a number also where nobody has set it."""
+    settings = {name: value for name, value in flat_settings(spec).items() if name not in _OF_ONE_RUN}
+    if spec.train is not None:
+        settings["lr"] = f"{base_learning_rate(spec.train):.4g}"
+    checkpoint = Path(spec.forked_from or "")
+    settings["forked-from"] = f"{checkpoint.parents[1].name}, {checkpoint.name}" if spec.forked_from else "none"
+    return {name: value or "default" for name, value in settings.items()}

@@ -26,6 +26,11 @@ def percent(value: object, digits: int = 2) -> str:
     return number(value, f"{{:.{digits}%}}")
 
 
+def significant(value: object) -> str:
+    """Six digits of a number."""
+    return number(value, "{:.6g}")
+
+
 def text(value: object) -> str:
     """A text."""
     return str(value) if known(value) else UNKNOWN
@@ -66,5 +71,5 @@ def plural(count: int | None, noun: str) -> str:
 
 
 FILTERS: dict[str, Callable[..., str]] = {
-    one.__name__: one for one in (number, percent, text, cause, moment, duration, hours, plural)
+    one.__name__: one for one in (number, percent, significant, text, cause, moment, duration, hours, plural)
 }

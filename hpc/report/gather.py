@@ -2,8 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +42,8 @@ _FILES = {
     "interruptions.csv": "interruptions", "classes.csv": "classes",
 }  # fmt: skip
 _TEXT = {"split", "job_id", "nodes", "cause", "detail", "node", "class", "most_often_confused_with"}
+# Rows that are read and written at a time.
+_PART_ROWS = 2000
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 
 Read = TypeVar("Read")
@@ -105,6 +109,10 @@ class RunRecord:
         """None for a user's script, and before the training has started."""
         total = self.summary["total_steps"]
         return total / self.spec.train.epochs if total and self.spec and self.spec.train else None
+
+    def is_fork_of(self, other: "RunRecord") -> bool:
+        """Whether it began with a checkpoint of another run. It has that one's metrics until then, as of attempt 0."""
+        return self.spec is not None and Path(self.spec.forked_from or "").is_relative_to(other.run.checkpoints)
 
     def periods(self, now: float) -> list[Period]:
         """What the run did when."""
@@ -173,20 +181,58 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | N
 
 def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame:
     """A file of metrics: these columns, and all others that have a number; one row for each step, the last written."""
-    _count_damaged(notes, path)
-    lines = list(read_json_lines(path))
-    others = {name: None for line in lines for name, value in line.items() if type(value) in {int, float}}
-    found = _table(lines, list(dict.fromkeys([*columns, *others])))
-    found = found[np.isfinite(found["step"])]
-    keys = ["step", *({"split"}.intersection(columns))]
+    found, read = _read_lines(path, columns)
+    total = _line_count(path)
+    _note_damaged(notes, path, total - read, total)
+    steps = found["step"]
+    finite = np.isfinite(steps)
     # A script that starts again from a checkpoint writes steps once more.
-    later = found["step"][::-1].cummin()[::-1]
-    return found[found["step"] <= later].drop_duplicates(keys, keep="last").reset_index(drop=True)
+    kept = finite & (steps <= np.minimum.accumulate(np.where(finite, steps, np.inf)[::-1])[::-1])
+    if (np.diff(steps[kept]) == 0).any():
+        keys = pd.DataFrame({name: found[name] for name in ("step", "split") if name in found})
+        kept[kept] = ~keys[kept].duplicated(keep="last").to_numpy()
+    # One after the other: two copies of all would be twice the memory.
+    return pd.DataFrame({name: found.pop(name)[kept] for name in list(found)}, copy=False)
+
+
+def _read_lines(path: Path, columns: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """The columns of a file of metrics, and the number of its records.
+
+    A long run has millions of lines, so no more than some of them are objects at a time.
+    """
+    texts = {name: list[Any]() for name in columns if name in _TEXT}
+    numbers = {name: array("d") for name in columns if name not in _TEXT}
+    count, records = 0, read_json_lines(path)
+    while lines := list(islice(records, _PART_ROWS)):
+        for name in (name for line in lines for name, value in line.items() if type(value) in {int, float}):
+            if name not in texts and name not in numbers:
+                numbers[name] = array("d", [np.nan]) * count
+        for name, column in numbers.items():
+            values = pd.to_numeric(pd.Series([line.get(name) for line in lines]), errors="coerce")
+            column.frombytes(values.to_numpy("float64").tobytes())
+        for name, cells in texts.items():
+            cells += [line.get(name) for line in lines]
+        count += len(lines)
+    found = {
+        name: pd.array(texts[name], dtype="string") if name in texts else np.frombuffer(numbers[name])
+        for name in dict.fromkeys([*columns, *numbers])
+    }
+    return found, count
 
 
 def _count_damaged(notes: list[str], path: Path) -> None:
-    total = sum(bool(line.strip()) for line in path.read_bytes().splitlines()) if path.exists() else 0
-    damaged = total - sum(1 for _ in read_json_lines(path))
+    total = _line_count(path)
+    _note_damaged(notes, path, total - sum(1 for _ in read_json_lines(path)), total)
+
+
+def _line_count(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(bool(line.strip()) for line in file)
+
+
+def _note_damaged(notes: list[str], path: Path, damaged: int, total: int) -> None:
     if damaged:
         notes.append(f"{path.parent.name}/{path.name}: {damaged} of {total} lines are damaged and left out.")
 
@@ -267,24 +313,30 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def csv_tables(records: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
-    """The tables beside the page, by file name. Each has the run's name in front, and exists even without rows."""
-    found = {file: _joined(records, [getattr(one, attribute) for one in records]) for file, attribute in _FILES.items()}
+def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
+    """The text of the tables beside the page in parts, by file name.
+
+    Each has the run's name in front, and exists even without rows.
+    """
+    found = {file: _csv(records, [getattr(one, attribute) for one in records]) for file, attribute in _FILES.items()}
     for name in sorted({name for record in records for name in record.other_metrics}):
         tables = [record.other_metrics.get(name, _table([], OTHER_METRICS)) for record in records]
-        found[f"metrics-{name}.csv"] = _joined(records, tables)
+        found[f"metrics-{name}.csv"] = _csv(records, tables)
     return found
 
 
-def _joined(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    named = [table.assign(run=label) for label, table in zip(labels_of(records), tables, strict=True)]
-    joined = pd.concat([table for table in named if not table.empty] or named[:1], ignore_index=True)
-    columns = dict.fromkeys(["run", *(column for table in tables for column in table.columns)])
-    # Steps are whole numbers, also where one is unknown.
-    joined = joined.reindex(columns=list(columns)).convert_dtypes()
-    for column in _TEXT.union({"run"}).intersection(columns):
-        joined[column] = joined[column].map(csv_cell)
-    return joined.rename(columns=csv_cell)
+def _csv(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> Iterator[str]:
+    columns = list(dict.fromkeys(["run", *(column for table in tables for column in table.columns)]))
+    yield pd.DataFrame(columns=[csv_cell(column) for column in columns]).to_csv(index=False)
+    for label, table in zip(labels_of(records), tables, strict=True):
+        # Steps are whole numbers, also where one is unknown.
+        types = {name: column.convert_dtypes().dtype for name, column in table.items()}
+        for first in range(0, len(table), _PART_ROWS):
+            part = table.iloc[first : first + _PART_ROWS].astype(types).assign(run=label).reindex(columns=columns)
+            for name, column in part.items():
+                if not pd.api.types.is_numeric_dtype(column):
+                    part[name] = column.map(csv_cell)
+            yield part.to_csv(index=False, header=False)
 
 
 def labels_of(records: Sequence[RunRecord]) -> list[str]:

@@ -1,25 +1,18 @@
-"""The page of one run and the page that compares several: what the templates show. Pure; runs on the login node.
+"""The page of one run and the page that compares several: what the templates show. Pure; runs on the login node."""
 
-The templates escape whatever they print, but scripts.
-"""
-
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any
 
-import jinja2
 import pandas as pd
-from markupsafe import Markup
 
 from hpc.report import formats
 from hpc.report.charts import line_style
-from hpc.report.command import flat_settings, shell_text, submit_command
-from hpc.report.formats import FILTERS, UNKNOWN, known
+from hpc.report.command import flat_settings, settings_with_defaults, shell_text, submit_command
+from hpc.report.formats import known
 from hpc.report.gather import RunRecord, labels_of
 from hpc.report.origin import cost, how_to_get_the_code, provenance
-from hpc.report.plots import COLORS, DEFAULT_SMOOTHING, SMOOTHINGS, Plots, bokeh_script, plots_of
+from hpc.report.plots import plots_of
+from hpc.report.rendering import render
 from hpc.spec import RunSpec
 from hpc.status.cells import is_on_cpu
 from hpc.status.downtime import PARTS
@@ -28,9 +21,8 @@ from training.config.train_config import highest_learning_rate
 
 # Nobody reads a matrix of more classes than this, and a thousand would make a page of a million cells.
 _MAX_CLASSES, _MAX_LISTED = 30, 20
-# The CSS class of a column by its cells' kind; other kinds are numbers.
-_SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words"}
-_KINDS = {"words": "text", "best": "percent", "meter": "percent", "run": "text", "state": "text"}
+# More would not fit beside the results.
+_MOST_SETTING_COLUMNS = 6
 _RECOVERY = {
     "notice": "until the failure was noticed and all processes had ended",
     "release": "until the requeue or the new job",
@@ -49,14 +41,11 @@ _MARKS = (
 )
 _RECOVERY_COLORS = {part: f"s{number}" for number, part in enumerate(PARTS, 1)} | {"start": "queue"}
 
-Column = tuple[str, Any, str]
-"""Title, key of the rows, kind of the cells."""
-
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
     """The HTML of the page of a run; `tables` names the CSV files beside it, `now` is in seconds since the epoch."""
     spec = record.spec
-    return _render(
+    return render(
         "run.html",
         record=record,
         tables=tables,
@@ -74,6 +63,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         mark_legend=_MARKS,
         time_spent=_time_spent(record, now),
         lost_by_cause=_lost_time(_by_cause(record.interruptions)),
+        recovery_legend=_recovery_legend,
         interruptions=_interruption_rows(record),
         attempts=record.attempts.to_dict("records"),
         command=shell_text(submit_command(spec)) if spec else "",
@@ -89,55 +79,28 @@ def comparison_page(
     """The HTML of the page that compares runs; `links` lead to their own pages, for those that have one."""
     labelled = list(zip(labels_of(records), records, strict=True))
     differing = _differing_settings({label: record.spec for label, record in labelled if record.spec})
-    return _render(
+    few = len(differing) <= _MOST_SETTING_COLUMNS
+    return render(
         "comparison.html",
         tables=tables,
         now=now,
         reload_seconds=None if all(record.has_ended for record in records) else RELOAD_SECONDS,
         runs=_runs(labelled, links, now, differing),
-        setting_columns=[(name, f"setting {name}", "text") for name in differing],
+        # Many are rows of a table of their own.
+        setting_columns=[(name, f"setting {name}", "wrapped") for name in differing if few],
+        run_columns=[(label, label, "wrapped") for label, _ in labelled],
+        settings=[]
+        if few
+        else [
+            {**{label: of.get(label, "") for label, _ in labelled}, "setting": name} for name, of in differing.items()
+        ],
         plots=plots_of(records, now),
         lost_by_run=_lost_time({label: record.interruptions for label, record in labelled}),
         lost_by_cause=_lost_time(_by_cause(pd.concat([record.interruptions for record in records]))),
+        recovery_legend=_recovery_legend,
         **_compared_classes(labelled),
         remarks=[f"{label}: {note}" for label, one in labelled for note in (*one.notes, *one.summary["warnings"])],
     )
-
-
-def _render(template: str, *, plots: Plots, **values: Any) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hpc.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {**FILTERS, "formatted": _formatted, "with_values": _with_values}
-    environment.filters["side"] = lambda kind: _SIDES.get(kind, "number")
-    environment.tests["known"] = known
-    environment.globals["recovery_legend"] = _recovery_legend
-    environment.globals |= {"unknown": UNKNOWN, "colors": COLORS, "smoothings": list(SMOOTHINGS)}
-    # Bokeh reads its models in this order.
-    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    environment.globals |= {"default_smoothing": DEFAULT_SMOOTHING}
-    own = resources.files("hpc.report").joinpath("templates", "page.js").read_text(encoding="utf-8")
-    # Scripts of ours: no text from a run is in them.
-    scripts = [Markup(script) for script in ([bokeh_script()] if plots.charts else []) + [own]]  # noqa: S704
-    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
-    return environment.get_template(template).render(**values, plots=plots, scripts=scripts, script_hashes=hashes)
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _formatted(value: object, kind: str) -> str:
-    return formats.number(value, "{:.4f}") if kind == "loss" else FILTERS[_KINDS.get(kind, kind)](value)
-
-
-def _with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
-    return [column for column in columns if any(_formatted(row[column[1]], column[2]) != UNKNOWN for row in rows)]
 
 
 def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
@@ -269,8 +232,11 @@ def _runs(
     now: float,
     differing: Mapping[str, Mapping[str, str]],
 ) -> list[dict[str, Any]]:
-    accuracies = [record.summary["test_accuracy"] for _, record in labelled]
-    best = max((accuracy for accuracy in accuracies if accuracy is not None), default=None)
+    compared = {
+        "test_accuracy": [record.summary["test_accuracy"] for _, record in labelled],
+        "best_validation": [record.best_validation for _, record in labelled],
+    }
+    best = {name: max(filter(known, values), default=None) for name, values in compared.items()}
     return [
         {
             **record.summary,
@@ -296,17 +262,20 @@ def _compared_classes(labelled: Sequence[tuple[str, RunRecord]]) -> dict[str, An
         return {"classes": [], "class_columns": []}
     accuracies = zip(tested[0][1]["class"], *(classes["accuracy"] for _, classes in tested), strict=True)
     return {
-        "classes": [{"class": name, "best": max(row), **dict(enumerate(row))} for name, *row in accuracies],
+        "classes": [
+            {"class": name, "best": dict.fromkeys(range(len(row)), max(row)), **dict(enumerate(row))}
+            for name, *row in accuracies
+        ],
         "class_columns": [
             ("class", "class", "text"),
-            *((label, number, "best") for number, (label, _) in enumerate(tested)),
+            *((label, number, "percent") for number, (label, _) in enumerate(tested)),
         ],
     }
 
 
 def _differing_settings(specs: Mapping[str, RunSpec]) -> dict[str, dict[str, str]]:
-    """The settings in which the runs differ, and their value in each run."""
-    flat = {label: flat_settings(spec) for label, spec in specs.items()}
-    names = dict.fromkeys(name for settings in flat.values() for name in settings if name != "name")
+    """The settings in which the runs differ, and their value in each run that has them."""
+    flat = {label: settings_with_defaults(spec) for label, spec in specs.items()}
+    names = dict.fromkeys(name for settings in flat.values() for name in settings)
     values = {name: {label: settings.get(name, "") for label, settings in flat.items()} for name in names}
     return {name: of_runs for name, of_runs in values.items() if len(set(of_runs.values())) > 1}

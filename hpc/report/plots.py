@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from bokeh.document import Document
 from bokeh.models import (
     BasicTickFormatter,
     BoxZoomTool,
     ColumnDataSource,
     DataRange1d,
+    FixedTicker,
     HoverTool,
+    LogTicker,
     NumeralTickFormatter,
     PanTool,
+    PrintfTickFormatter,
     Range1d,
     ResetTool,
     SaveTool,
@@ -28,7 +30,7 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 
 from hpc.core.causes import Cause
-from hpc.report.charts import Axis, Chart, Clock, Series, axes_of, charts_of, clock_for
+from hpc.report.charts import MOST_POINTS, Axis, Chart, Clock, Series, axes_of, charts_of, clock_for, extremes
 from hpc.report.formats import cause as cause_text
 from hpc.report.formats import duration, known, number, plural
 from hpc.report.gather import RunRecord
@@ -39,16 +41,10 @@ COLORS = {
     "soft": "#55606e", "rule": "#c3cad4", "shade": "#c9d2de",
 }  # fmt: skip
 """Of lines, periods and the frame; the style sheet has them as variables."""
-SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
-"""The trend is the moving average over this part of a line: 1/40, and so on."""
 DEFAULT_SMOOTHING = "medium"
 MOST_FIGURES = 40
-# Shorter lines have no trend.
-_PLAIN_POINTS = 60
-# Of a line and of all together, each with up to seven numbers of four bytes.
-_MOST_POINTS, _ALL_POINTS = 1000, 16_000
-# A loss that falls by this factor is drawn on a logarithmic scale: its beginning would hide its end.
-_LONG_FALL = 4.0
+# Of all lines together.
+_ALL_POINTS = 16_000
 # Causes from outside the run.
 _EXTERNAL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
 _FONT = {"text_font": "system-ui, sans-serif", "text_font_size": "12px", "text_color": COLORS["soft"]}
@@ -80,60 +76,68 @@ def plots_of(records: Sequence[RunRecord], now: float) -> Plots:
     charts = charts_of(records, clock)
     shown = charts[:MOST_FIGURES]
     axes = axes_of(shown, clock)
-    most = min(_MOST_POINTS, _ALL_POINTS // max(1, sum(len(chart.series) for chart in shown)))
+    most = min(MOST_POINTS, _ALL_POINTS // max(1, sum(len(chart.series) for chart in shown)))
     marks = _marks(records[0], clock, now) if len(records) == 1 else []
     # The same steps in all figures, so that what happened at one is found in the others.
     x_range = _range(axes[0]) if axes else Range1d()
-    document, elements = Document(title=""), dict[str, str]()
-    for position, chart in enumerate(shown):
-        drawn = _draw(chart, most, marks, x_range, axes)
+    figures = [_draw(chart, most, marks, x_range, axes) for chart in shown]
+    return _placed(shown, figures, axes, [chart.look.title for chart in charts[MOST_FIGURES:]])
+
+
+def plots_by(charts: Sequence[tuple[Chart, Axis]]) -> Plots:
+    """Figures that have each an x axis of their own."""
+    figures = [_draw(chart, MOST_POINTS, (), _range(axis), [axis]) for chart, axis in charts]
+    return _placed([chart for chart, _ in charts], figures)
+
+
+def _placed(
+    charts: Sequence[Chart], figures: Sequence[figure], axes: Sequence[Axis] = (), left_out: Sequence[str] = ()
+) -> Plots:
+    document = Document(title="")
+    for drawn in figures:
         document.add_root(drawn)
-        elements[drawn.id] = f"plot-{position}"
     return Plots(
-        charts=shown,
+        charts=charts,
         axes=axes,
-        has_trends=any(_has_trend(chart, one) for chart in shown for one in chart.series),
-        left_out=[chart.look.title for chart in charts[MOST_FIGURES:]],
+        has_trends=any(_has_trend(one) for chart in charts for one in chart.series),
+        left_out=left_out,
         data={
             "document": document.to_json(deferred=False),
-            "elements": elements,
-            "axes": {axis.name: {"limits": _limits(axis), "label": axis.label} for axis in axes},
+            "elements": {drawn.id: f"plot-{position}" for position, drawn in enumerate(figures)},
+            "axes": {axis.name: {"limits": axis.limits, "label": axis.label} for axis in axes},
         },
     )
 
 
-def _limits(axis: Axis) -> tuple[float, float]:
-    largest = max(axis.largest, 1e-6)
-    return -0.02 * largest, 1.02 * largest
-
-
 def _range(axis: Axis) -> Range1d:
-    start, end = _limits(axis)
+    start, end = axis.limits
     return Range1d(start=start, end=end)
 
 
 def _draw(chart: Chart, most: int, marks: Sequence[dict[str, Any]], x_range: Range1d, axes: Sequence[Axis]) -> figure:
-    logarithmic = is_logarithmic(chart)
+    logarithmic = chart.is_logarithmic
     box_zoom = BoxZoomTool()
     drawn = figure(
         height=270, sizing_mode="stretch_width", x_range=x_range, y_axis_type="log" if logarithmic else "linear",
+        x_axis_type="log" if axes and axes[0].is_logarithmic else "linear",
         y_range=DataRange1d(start=0) if chart.look.from_zero else DataRange1d(),
         tools=[box_zoom, PanTool(), WheelZoomTool(dimensions="width"), ResetTool(), SaveTool()],
         toolbar_location="above", min_border=2, background_fill_color=None, border_fill_color=None,
         outline_line_color=None,
     )  # fmt: skip
-    drawn.toolbar.update(logo=None, active_drag=box_zoom, active_scroll=None)
+    drawn.toolbar.update(logo=None, autohide=True, active_drag=box_zoom, active_scroll=None)
     drawn.toolbar.stylesheets = ["@media print { :host { visibility: hidden; } }"]
     _frame(drawn, axes, logarithmic=logarithmic)
     _draw_marks(drawn, marks)
-    lines = [_draw_series(drawn, chart, one, most) for one in chart.series]
-    value = f"@value{{{chart.look.form}}}"
+    lines = [_draw_series(drawn, one, most) for one in chart.series]
+    value, labelled = f"@value{{{chart.look.form}}}", "label" in chart.series[0].points
+    places = [] if labelled else [(axis.label, _hovered(axis)) for axis in axes]
     drawn.add_tools(
         HoverTool(
             renderers=lines,
             # Above each other, many would hide the figure.
-            mode="vline" if len(lines) <= 4 else "mouse",
-            tooltips=[("", "$name"), (chart.look.title, value), *((axis.label, _hovered(axis)) for axis in axes)],
+            mode="vline" if len(lines) <= 4 and all(one.has_line for one in chart.series) else "mouse",
+            tooltips=[("", "@label" if labelled else "$name"), (chart.look.title, value), *places],
             formatters={"@value": "printf"},
             visible=False,
         )
@@ -155,26 +159,34 @@ def _frame(drawn: figure, axes: Sequence[Axis], *, logarithmic: bool) -> None:
     drawn.xaxis.axis_label_text_font_style = "normal"
     drawn.xaxis.axis_label = axes[0].label if axes else ""
     drawn.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
+    if axes and axes[0].is_logarithmic:
+        drawn.xaxis.formatter = PrintfTickFormatter(format="%g")
+    if axes and axes[0].ticks:
+        drawn.xaxis.ticker = FixedTicker(ticks=list(axes[0].ticks))
+        labels: dict[Any, Any] = {**axes[0].ticks}
+        drawn.xaxis.major_label_overrides = labels
     if logarithmic:
         drawn.yaxis.formatter = BasicTickFormatter()
+        drawn.yaxis.ticker = LogTicker(desired_num_ticks=4)
 
 
-def _has_trend(chart: Chart, series: Series) -> bool:
-    return chart.look.noisy and not series.is_evaluation and len(series.points) > _PLAIN_POINTS
+def _has_trend(series: Series) -> bool:
+    return f"value_{DEFAULT_SMOOTHING}" in series.points
 
 
-def _draw_series(drawn: figure, chart: Chart, series: Series, most: int) -> Any:
+def _draw_series(drawn: figure, series: Series, most: int) -> Any:
     """Draw a line, and return what the reader can point at: a noisy one is faint, behind its trend."""
-    has_trend, color = _has_trend(chart, series), COLORS[series.color]
-    points = series.points
-    if has_trend:
-        trends = {f"value_{name}": smoothed(points["value"], part) for name, part in SMOOTHINGS.items() if part}
-        points = points.assign(**trends)
+    has_trend, color = _has_trend(series), COLORS[series.color]
+    points = series.points.loc[extremes(series.points["value"], most)]
     # 32 bits are more than an eye sees, and half of the page.
-    source = ColumnDataSource({name: column.to_numpy("float32") for name, column in decimate(points, most).items()})
+    numbers = points.select_dtypes("number").astype("float32")
+    source = ColumnDataSource({name: numbers.get(name, column).to_numpy() for name, column in points.items()})
     common: dict[str, Any] = {"x": "step", "source": source, "color": color, "name": series.name}
-    if series.is_evaluation or len(points) < 40:
-        drawn.scatter(y="value", size=9 if len(points) == 1 else 5, **common)
+    dots = None
+    if series.has_dots or len(points) < 40:
+        dots = drawn.scatter(y="value", size=9 if len(points) == 1 else 5 if series.has_line else 8, **common)
+    if not series.has_line:
+        return dots
     style: dict[str, Any] = {"line_width": 1.7, "line_dash": series.dashes}
     if not has_trend:
         return drawn.line(y="value", **style, **common)
@@ -182,26 +194,6 @@ def _draw_series(drawn: figure, chart: Chart, series: Series, most: int) -> Any:
     trend = drawn.line(y=f"value_{DEFAULT_SMOOTHING}", **style, **common)
     trend.tags = ["trend"]
     return trend
-
-
-def smoothed(values: pd.Series, part: int) -> pd.Series:
-    """The centered moving average over 1/part of a line, which neither lags nor leads."""
-    return values.rolling(len(values) // part + 1, center=True, min_periods=1).mean()
-
-
-def decimate(points: pd.DataFrame, most: int) -> pd.DataFrame:
-    """At most `most` rows, evenly spread: of each stretch the lowest and the highest, so that no extreme is lost."""
-    if len(points) <= most:
-        return points
-    stretches = np.arange(len(points)) * (most // 2 - 1) // len(points)
-    grouped = points["value"].groupby(stretches)
-    return points.loc[sorted({0, len(points) - 1, *grouped.idxmin(), *grouped.idxmax()})]
-
-
-def is_logarithmic(chart: Chart) -> bool:
-    """Whether a loss falls so far that its end would be flat."""
-    values = pd.concat([series.points["value"] for series in chart.series])
-    return chart.column == "loss" and bool(values.min() > 0) and bool(values.max() > _LONG_FALL * values.min())
 
 
 def _marks(record: RunRecord, clock: Clock, now: float) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ async function drawPlots() {
   const show = () => {
     const chosen = Object.fromEntries(["axis", "smoothing"].map(name => [name, control(name)?.value]));
     for (const figure of figures) {
-      showAxis(figure, chosen.axis, axes[chosen.axis]);
+      if (chosen.axis) showAxis(figure, chosen.axis, axes[chosen.axis]);
       showSmoothing(figure, chosen.smoothing);
     }
     // Reloading keeps it.

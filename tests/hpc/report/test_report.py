@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +31,15 @@ from report_rig import (
 )
 
 from hpc.core import program
-from hpc.core.files import append_json_line
+from hpc.core.files import append_json_line, json_line
 from hpc.report import formats
 from hpc.report.__main__ import main
+from hpc.report.charts import extremes
 from hpc.report.command import shell_text, submit_command
-from hpc.report.plots import decimate
+from hpc.report.gather import gather
 from hpc.spec import Recovery, Resources, RunSpec
 from hpc.status import __main__ as status
+from hpc.status.__main__ import summaries
 from hpc.submit.options import SubmitTraining
 from training.config.train_config import TrainConfig
 from training.evaluation.final_files import confusion_csv
@@ -64,9 +67,9 @@ def headings(html: str) -> list[str]:
 def test_page_of_a_run_has_everything_and_loads_nothing(tmp_path: Path, capsys: Capture) -> None:
     html = report(capsys, completed_run(tmp_path / "r").path).html
     wanted = [
-        *("r", "Training", *FIGURES),
+        *("r", "Test", "Accuracy by class", "Confusion matrix", "Sample of the test set", "Most confident errors"),
+        *("Training", *FIGURES),
         *("Time and interruptions", "Where the time went", "Time lost, by cause", "Interruptions", "Attempts"),
-        *("Test", "Accuracy by class", "Confusion matrix", "Sample of the test set", "Most confident errors"),
         *("Reproduce it", "Tables"),
     ]
     assert headings(html) == wanted
@@ -151,7 +154,7 @@ def test_several_runs_are_compared_beside_their_directories(tmp_path: Path, caps
     report(capsys, runs[0].path)
     written = report(capsys, "first", "second", "--runs-dir", tmp_path / "runs")
     assert written.path == tmp_path / "runs" / "report" / "index.html"
-    assert headings(written.html)[:3] == ["2 runs compared", "Runs", "Training"]
+    assert headings(written.html)[:3] == ["2 runs compared", "Runs", "Course"]
     assert 'href="../first/report/index.html"' in written.html
     assert "second/report" not in written.html, "it has no own page yet"
     assert "The runs have the same settings." in written.html
@@ -163,10 +166,44 @@ def test_settings_that_differ_are_columns_beside_the_accuracy(tmp_path: Path, ca
     for name, lr in (("a", 0.1), ("b", 0.25)):
         running_run(tmp_path / name, spec=spec_of(name, lr=lr))
     html = report(capsys, tmp_path / "a", tmp_path / "b").html
-    (table,) = re.findall(r'<table class="stacks sortable">.*?</table>', html, re.DOTALL)
-    titles = re.findall(r"<th scope=\"col\"[^>]*>(.*?)</th>", table)
-    assert titles[:5] == ["run", "state", "best validation", "lr", "loss"]
-    assert re.findall(r'data-label="lr" data-value="(.*?)"', table) == ["0.1", "0.25"]
+    results, course = re.findall(r'<table class="stacks sortable">.*?</table>', html, re.DOTALL)
+    assert titles(results) == ["run", "state", "best validation", "training loss", "lr"]
+    assert titles(course)[:3] == ["run", "step", "images/s"]
+    assert re.findall(r'data-label="lr" data-value="(.*?)"', results) == ["0.1", "0.25"]
+
+
+def titles(table: str) -> list[str]:
+    return re.findall(r"<th scope=\"col\"[^>]*>(.*?)</th>", table)
+
+
+def test_a_comparison_shows_defaults_and_many_settings_in_a_table_of_their_own(tmp_path: Path, capsys: Capture) -> None:
+    spec = replace(spec_of("a"), id="1")
+    changed = replace(spec_of("b", lr=0.25, image_size=224), id="2")
+    runs = [running_run(tmp_path / one.name, spec=one).path for one in (spec, changed)]
+    html = report(capsys, *runs).html
+    for name, values in (("lr", ["0.05303", "0.25"]), ("image-size", ["default", "224"])):
+        assert re.findall(f'data-label="{name}" data-value="(.*?)"', html) == values
+    many = spec_of("c", mixup=0.2, label_smoothing=0.1, optimizer="adamw", weight_decay=0.3, ema_decay=0.9, epochs=9)
+    runs.append(running_run(tmp_path / "c", spec=replace(many, id="3")).path)
+    _, _, settings = re.findall(r'<table class="stacks.*?</table>', report(capsys, *runs).html, re.DOTALL)
+    assert titles(settings) == ["setting", "a", "b", "c"]
+    assert re.findall(r'<th scope="row".*?>(.*?)</th>', settings)[:2] == ["epochs", "lr"]
+
+
+def test_a_fork_leaves_the_line_of_its_parent_visible(tmp_path: Path, capsys: Capture) -> None:
+    parent = running_run(tmp_path / "parent")
+    spec = replace(spec_of("fork", lr=0.3), forked_from=str(parent.checkpoints / "step-00000200"))
+    fork = running_run(tmp_path / "fork", spec=spec)
+    lines = [json.loads(line) for line in fork.train_metrics.read_text().splitlines()]
+    fork.train_metrics.write_text(
+        "".join(json_line({**line, "attempt": 0} if line["step"] <= 200 else line) for line in lines)
+    )
+    html = report(capsys, parent.path, fork.path).html
+    assert re.findall(r'data-label="forked-from" data-value="(.*?)"', html) == ["none", "parent, step-00000200"]
+    found = re.findall(r"(parent|fork): from [^ ]* at step ([0-9]+)", html.partition("Accuracy (%)")[0])
+    assert found[:2] == [("parent", "2"), ("fork", "202")]
+    without_parent = report(capsys, fork.path, running_run(tmp_path / "other").path).html
+    assert re.findall(r"fork: from [^ ]* at step ([0-9]+)", without_parent)[0] == "2"
 
 
 def test_page_begins_with_provenance_and_cost(tmp_path: Path, capsys: Capture) -> None:
@@ -185,6 +222,29 @@ def test_page_begins_with_provenance_and_cost(tmp_path: Path, capsys: Capture) -
         assert part in html
     assert f"Check out commit {COMMIT} first, with changes that were not committed" in html
     assert "its flags began as recipe cifar." in html
+
+
+def test_a_long_log_is_read_in_less_memory_than_it_has_bytes(tmp_path: Path, capsys: Capture) -> None:
+    run, count = completed_run(tmp_path / "r"), 60_000
+    line = {"epoch": 1, "attempt": 1, "time": BEGAN, **{f"layer {number}": 0.123456 for number in range(10)}}
+    rows = [{**line, "step": step, "loss": 1 + step % 7} for step in range(count)]
+    # A restart after step 50,000, which the first attempt had left behind; the extremes are exact all the same.
+    rows += [{**row, "attempt": 2} for row in rows[50_001:]]
+    rows[12_345]["loss"], rows[40_001]["loss"], rows[55_000]["loss"] = 99, -9, 1000
+    run.train_metrics.write_text("".join(json_line(row) for row in rows))
+    (summary,) = summaries([run])
+    tracemalloc.start()
+    record = gather(run, summary)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < run.train_metrics.stat().st_size
+    written = report(capsys, run.path)
+    train = pd.read_csv(written.tables[0])
+    assert train["step"].tolist() == list(range(count))
+    assert train["loss"].dtype == "int64"
+    assert (train["attempt"] == 2).sum() == count - 50_001
+    assert "training: from 1.0000 at step 0 to 3.0000 at step 59999, lowest -9.0000, highest 99.0000." in written.html
+    assert record.last_logged["step"] == count - 1
 
 
 def test_any_number_of_any_file_of_metrics_is_drawn(tmp_path: Path, capsys: Capture) -> None:
@@ -221,14 +281,13 @@ def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Pa
 
 
 def test_decimation_keeps_the_ends_and_every_extreme() -> None:
-    values = [1.0] * 30_000
+    values = pd.Series([1.0] * 30_000)
     values[12_345], values[20_001] = 99.0, -99.0
-    points = pd.DataFrame({"step": range(30_000), "value": values})
-    kept = decimate(points, 1000)
+    kept = extremes(values, 1000)
     assert len(kept) <= 1000
-    assert {0, 12_345, 20_001, 29_999} <= set(kept["step"])
-    assert kept["step"].is_monotonic_increasing
-    assert decimate(points.head(500), 1000).equals(points.head(500))
+    assert {0, 12_345, 20_001, 29_999} <= set(kept)
+    assert kept.is_monotonic_increasing
+    assert extremes(values.head(500), 1000).equals(values.head(500).index)
 
 
 def test_watch_writes_the_page_until_the_run_has_ended(

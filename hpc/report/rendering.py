@@ -1,0 +1,89 @@
+"""Templates become self-contained HTML: of runs, of sweeps and of scaling studies. Pure; runs on the login node.
+
+The templates escape whatever they print, but scripts.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from hpc.report import formats
+from hpc.report.charts import SMOOTHINGS, Axis, Chart
+from hpc.report.formats import FILTERS, UNKNOWN, known
+from hpc.report.plots import COLORS, DEFAULT_SMOOTHING, Plots, bokeh_script, plots_by
+
+Column = tuple[str, Any, str]
+"""Title, key of the rows, kind of the cells."""
+# The CSS class of a column by its cells' kind; other kinds are numbers.
+_SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words", "wrapped": "wrapped"}
+_KINDS = {"words": "text", "wrapped": "text", "digits": "text", "meter": "percent", "run": "text", "state": "text"}
+
+
+def render(template: str, *, plots: Plots, written_by: str = "hpc report", **values: Any) -> str:
+    """The HTML of a page, which names the command that writes it."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hpc.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {**FILTERS, "formatted": _formatted, "with_values": _with_values}
+    environment.filters["side"] = lambda kind: _SIDES.get(kind, "number")
+    environment.tests["known"] = known
+    environment.globals |= {"unknown": UNKNOWN, "colors": COLORS, "smoothings": list(SMOOTHINGS)}
+    # Bokeh reads its models in this order.
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    environment.globals |= {"default_smoothing": DEFAULT_SMOOTHING}
+    own = resources.files("hpc.report").joinpath("templates", "page.js").read_text(encoding="utf-8")
+    # Scripts of ours: no text from a run is in them.
+    scripts = [Markup(script) for script in ([bokeh_script()] if plots.charts else []) + [own]]  # noqa: S704
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    return environment.get_template(template).render(
+        **values, plots=plots, written_by=written_by, scripts=scripts, script_hashes=hashes
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPage:
+    """What the page of runs that belong together shows."""
+
+    name: str
+    kind: str
+    headline: Sequence[str]
+    findings: Sequence[str]
+    """Sentences."""
+    shell: str = ""
+    """A command to type."""
+    results: Sequence[tuple[str, Sequence[Column], Sequence[dict[str, Any]]]]
+    """Tables, with their titles."""
+    shares: Sequence[tuple[str, Sequence[tuple[str, float, str]]]] = ()
+    """By run, the parts of its time: name, share and color."""
+    figures_title: str
+    figures: Sequence[tuple[Chart, Axis]]
+
+    def html(self, now: float) -> str:
+        """The page; `now` is in seconds since the epoch."""
+        written_by, plots = "hpc " + self.kind.split()[0], plots_by(self.figures)
+        return render(
+            "group.html", page=self, plots=plots, now=now, tables=(), reload_seconds=None, written_by=written_by
+        )
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _formatted(value: object, kind: str) -> str:
+    return formats.number(value, "{:.4f}") if kind == "loss" else FILTERS[_KINDS.get(kind, kind)](value)
+
+
+def _with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
+    return [column for column in columns if any(_formatted(row[column[1]], column[2]) != UNKNOWN for row in rows)]
