@@ -26,6 +26,8 @@ class Measures:
     run: str
     """Its name."""
     state: str
+    cause: str | None = None
+    """Why it has failed, or was not submitted."""
     lr: float | None = None
     """The highest learning rate."""
     batch_size: int | None = None
@@ -80,7 +82,8 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
     test = _last(evaluations, "test")
     validation = [line for line in evaluations if line.get("split") == "val" and number_in(line, "loss") is not None]
     return Measures(
-        size=size, run=run.name, state=summary["state"], lr=max(_column(lines, "lr"), default=None),
+        size=size, run=run.name, state=summary["state"],
+        cause=summary["detail"] if summary["state"] == "failed" else None, lr=max(_column(lines, "lr"), default=None),
         batch_size=train.batch_size if train else None, steps_per_epoch=of_epoch,
         epoch_seconds=seconds / epochs if seconds and epochs else None, epochs=epochs,
         images_per_second=_middle(steady, "images_per_second"),
@@ -122,9 +125,11 @@ def conclusions(measured: Sequence[Measures]) -> list[str]:
         found += _reason(largest)
     else:
         before, after = limit
+        ratio = _speed(after) / _speed(before)
+        gain = f"{ratio:.2f} times as fast, not {after.size.ranks / before.size.ranks:.3g} times"
+        loss = f"slower, at {ratio:.0%} of that speed"
         found.append(
-            f"More ranks pay up to {_words(before.size)}: {_words(after.size)} are "
-            f"{_speed(after) / _speed(before):.2f} times as fast, not {after.size.ranks / before.size.ranks:.3g} times."
+            f"More ranks pay up to {_words(before.size)}: {_words(after.size)} are {gain if ratio >= 1 else loss}."
         )
         found += _reason(after) or ["They wait neither for data nor for each other: look at hpc top, hpc doctor."]
     return found + _up_or_out(known)
@@ -160,9 +165,9 @@ def _up_or_out(known: Sequence[Measures]) -> list[str]:
         alike = [one for one in known if one.size.ranks == ranks]
         few, many = alike[0], alike[-1]
         if few.size.nodes < many.size.nodes:
-            ratio = _speed(few) / _speed(many)
-            advice = "scale up" if ratio > 1 else "scale out"
-            found.append(f"{ranks} ranks: {few.size.name} is {ratio:.2f} times as fast as {many.size.name}: {advice}.")
+            slow, fast = sorted((many, few), key=_speed)
+            ratio, advice = _speed(fast) / _speed(slow), "scale up" if fast is few else "scale out"
+            found.append(f"{ranks} ranks: {fast.size.name} is {ratio:.2f} times as fast as {slow.size.name}: {advice}.")
     return found
 
 

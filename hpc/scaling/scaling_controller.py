@@ -63,7 +63,8 @@ class ScalingController:
             if run.spec.exists():
                 found.append(measure(size, run, self._cache.summary(run)))
             else:
-                found.append(Measures(size=size, run=run.name, state="refused" if size in self._refused else "waiting"))
+                cause = self._refused.get(size)
+                found.append(Measures(size=size, run=run.name, state="refused" if cause else "waiting", cause=cause))
         return found
 
     def write_result(self) -> None:

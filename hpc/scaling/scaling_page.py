@@ -1,27 +1,22 @@
-"""The page of a scaling study: speed against ranks, where the time goes, and losses against time. Pure."""
+"""The page of a scaling study: its table, where the time goes, speed by ranks and losses by time. Pure."""
 
-from collections.abc import Sequence
-from html import escape
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from bokeh.embed import file_html
-from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, FactorRange, HoverTool, NumeralTickFormatter, Range1d
-from bokeh.models.widgets import Div
-from bokeh.palettes import Category10
-from bokeh.plotting import figure
-from bokeh.resources import INLINE
+import pandas as pd
 
+from hpc.report.charts import LOOKS, Axis, Chart, Look, Series, line_style
+from hpc.report.rendering import GroupPage
 from hpc.scaling.measures import Curve, Measures
-from hpc.scaling.scaling_dir import ScalingSpec
+from hpc.scaling.scaling_dir import ScalingSpec, Size
 
-_COLORS = Category10[10]
-_MUTED = "#55606e"
-_STYLE = """
-table { border-collapse: collapse; font: 14px system-ui, sans-serif }
-td, th { padding: 3px 12px; text-align: right; border-bottom: 1px solid #d8dee6 }
-th:first-child, td:first-child { text-align: left }
-p, h1 { font-family: system-ui, sans-serif; max-width: 60em; margin: 8px 0 }
-"""
+# What one looks for in a study of speed; the other rows are about what was learned.
+_SPEED = (
+    "ranks", "images per second", "scaling efficiency", "seconds per epoch", "waiting for all-reduce",
+    "waiting for data", "GPU-hours",
+)  # fmt: skip
+_SIZE = ("size", "size", "run")
 
 
 def scaling_page(
@@ -30,88 +25,89 @@ def scaling_page(
     measured: Sequence[Measures],
     rows: Sequence[tuple[str, Sequence[str]]],
     conclusions: Sequence[str],
+    links: Mapping[Size, str],
 ) -> str:
-    """The HTML of the page, without anything from the network."""
-    known = [one for one in measured if one.images_per_second]
+    """The HTML of the page; `links` lead to the pages of the runs."""
     mode = "the batch grows with the ranks" if spec.mode == "weak" else "the same batch for all"
-    head = "".join(f"<th>{escape(one.size.name)}</th>" for one in measured)
-    body = "".join(
-        f"<tr><td>{escape(what)}</td>" + "".join(f"<td>{escape(value)}</td>" for value in values) + "</tr>"
-        for what, values in rows
-    )
-    texts = "".join(f"<p>{escape(line)}</p>" for line in conclusions)
-    text = (
-        f"<h1>Scaling: {escape(name)}</h1><p>{spec.minutes:g} minutes for each size, nodes x GPUs per node; {mode}.</p>"
-        f"{texts}<table><tr><th></th>{head}</tr>{body}</table>"
-    )
-    parts = [Div(text=text, stylesheets=[_STYLE], sizing_mode="stretch_width"), _speed(known), _shares(known)]
+    best = {
+        "images per second": max(measured, key=lambda one: one.images_per_second or 0.0),
+        "best validation loss": min(measured, key=lambda one: one.val_loss or float("inf")),
+        "test loss": min(measured, key=lambda one: one.test_loss or float("inf")),
+        "top-1": max(measured, key=lambda one: one.test_accuracy or 0.0),
+    }
+    cells = [
+        {
+            "size": one.size.name, "link": links.get(one.size), "state": one.state,
+            **dict(zip(("color", "dashes"), line_style(number), strict=True)),
+            **dict.fromkeys(_SPEED, ""), **{title: values[number] for title, values in rows if title != "state"},
+            "best": {title: values[number] for title, values in rows if best.get(title) is one},
+        }
+        for number, one in enumerate(measured)
+    ]  # fmt: skip
+    speed = [_SIZE, ("state", "state", "state"), *((title, title, "digits") for title in _SPEED)]
+    learning = [_SIZE, *((title, title, "digits") for title, _ in rows if title not in {"state", *_SPEED})]
+    causes = [f"{one.size.name} is {one.state}: {one.cause}" for one in measured if one.cause]
+    return GroupPage(
+        name=name, kind="scaling study", findings=[*conclusions, *causes],
+        headline=[f"{spec.minutes:g} minutes for each size, nodes × GPUs per node", mode],  # noqa: RUF001 - times
+        # A user's script may know nothing of learning.
+        results=[("Speed", speed, cells), *([("Learning", learning, cells)] if learning[1:] else [])],
+        shares=_shares(measured), figures_title="Curves", figures=_figures(measured),
+    ).html(time.time())  # fmt: skip
+
+
+def _shares(measured: Sequence[Measures]) -> list[tuple[str, list[tuple[str, float, str]]]]:
+    """Where the time of a step goes, of the sizes of which it is known."""
+    found = list[tuple[str, list[tuple[str, float, str]]]]()
+    for one in measured:
+        if one.data_wait_share is not None or one.allreduce_wait_share is not None:
+            reduce, data = one.allreduce_wait_share or 0.0, one.data_wait_share or 0.0
+            rest = max(0.0, 1 - reduce - data)
+            parts = [
+                ("computing", rest, "s3"),
+                ("waiting for the all-reduce", reduce, "s2"),
+                ("waiting for data", data, "s8"),
+            ]
+            found.append((one.size.name, parts))
+    return found
+
+
+def _figures(measured: Sequence[Measures]) -> list[tuple[Chart, Axis]]:
+    known = [(number, one) for number, one in enumerate(measured) if one.images_per_second]
+    if not known:
+        return []
+    speeds = [(number, one, ((float(one.size.ranks), one.images_per_second or 0.0),)) for number, one in known]
+    first = known[0][1]
+    per_rank = (first.images_per_second or 0.0) / first.size.ranks
+    ranks = sorted({one.size.ranks for _, one in known})
+    ideal = _points([(float(count), per_rank * count) for count in ranks])
+    ideal_line = Series(name="ideal", color="s8", dashes="dotted", points=ideal)
+    ticks = {float(count): str(count) for count in ranks}
+    found = [(
+        Chart(column="speed", look=LOOKS["images_per_second"], x="ranks", series=[ideal_line, *_series(speeds)]),
+        Axis(name="step", label="ranks", limits=(0.0, 1.05 * ranks[-1]), ticks=ticks),
+    )]  # fmt: skip
     for title, curves in (
-        ("Training loss", [one.train_loss for one in known]),
-        ("Validation loss", [one.validation_loss for one in known]),
+        ("Training loss", [(number, one, one.train_loss) for number, one in known]),
+        ("Validation loss", [(number, one, one.validation_loss) for number, one in known]),
     ):
-        if any(curves):
-            parts.append(_losses(title, [one.size.name for one in known], curves))
-    page: str = file_html(column(*parts, sizing_mode="stretch_width"), INLINE, title=f"scaling {name}")
-    return page
+        if any(curve for *_, curve in curves):
+            end = max(seconds for *_, curve in curves for seconds, _ in curve)
+            look, x = Look(title=title, form="%.4f"), "seconds of training"
+            chart = Chart(column="loss", look=look, x=x, series=_series(curves))
+            found.append((chart, Axis(name="step", label=x, limits=(-0.02 * end, 1.02 * end))))
+    return found
 
 
-def _speed(known: Sequence[Measures]) -> figure:
-    """Images per second by ranks, with a line for an efficiency of 100 %."""
-    drawn = figure(
-        height=360, sizing_mode="stretch_width", tools="save", title="Images per second",
-        x_axis_label="ranks", y_range=Range1d(start=0, end=1.1 * max(_ideal(known, one) for one in known)),
-    )  # fmt: skip
-    ranks = [one.size.ranks for one in known]
-    drawn.line(ranks, [_ideal(known, one) for one in known], color=_MUTED, line_dash="dashed", legend_label="ideal")
-    source = ColumnDataSource({
-        "ranks": ranks, "speed": [one.images_per_second for one in known], "name": [one.size.name for one in known],
-        "share": [(one.images_per_second or 0.0) / _ideal(known, one) for one in known],
-    })  # fmt: skip
-    points = drawn.scatter("ranks", "speed", source=source, size=9, color=_COLORS[0], legend_label="measured")
-    drawn.text("ranks", "speed", text="name", source=source, x_offset=8, y_offset=4, text_font_size="12px")
-    tips = [("", "@name"), ("images per second", "@speed{0}"), ("efficiency", "@share{0%}")]
-    drawn.add_tools(HoverTool(renderers=[points], tooltips=tips))
-    drawn.xaxis.ticker = sorted({*ranks})
-    drawn.legend.location = "top_left"
-    return drawn
+def _series(curves: Sequence[tuple[int, Measures, Curve]]) -> list[Series]:
+    """A line for each size that has points, in the color that it has in the table."""
+    return [
+        Series(name=one.size.name, color=color, dashes=dashes, points=_points(curve))
+        for number, one, curve in curves
+        if curve
+        for color, dashes in [line_style(number)]
+    ]
 
 
-def _ideal(known: Sequence[Measures], one: Measures) -> float:
-    first = known[0]
-    return (first.images_per_second or 0.0) / first.size.ranks * one.size.ranks
-
-
-def _shares(known: Sequence[Measures]) -> figure:
-    """Where the time of a step goes."""
-    names = [one.size.name for one in known]
-    data = [one.data_wait_share or 0.0 for one in known]
-    reduce = [one.allreduce_wait_share or 0.0 for one in known]
-    rest = [max(0.0, 1 - a - b) for a, b in zip(data, reduce, strict=True)]
-    parts = {"computing": rest, "waiting for the all-reduce": reduce, "waiting for data": data}
-    drawn = figure(
-        height=120 + 40 * len(names), sizing_mode="stretch_width", tools="hover,save", title="Time of a step",
-        y_range=FactorRange(factors=names[::-1]), x_range=Range1d(start=0, end=1), tooltips="$name: @$name{0.0%}",
-    )  # fmt: skip
-    drawn.hbar_stack(
-        list(parts), y="name", height=0.6, color=[_COLORS[0], _COLORS[1], _COLORS[2]],
-        source=ColumnDataSource({"name": names, **parts}), legend_label=list(parts),
-    )  # fmt: skip
-    drawn.xaxis.formatter = NumeralTickFormatter(format="0%")
-    drawn.add_layout(drawn.legend[0], "below")
-    drawn.legend.orientation = "horizontal"
-    return drawn
-
-
-def _losses(title: str, names: Sequence[str], curves: Sequence[Curve]) -> figure:
-    """A line for each size."""
-    drawn = figure(
-        height=360, sizing_mode="stretch_width", tools="pan,box_zoom,reset,save", title=title,
-        x_axis_label="seconds of training",
-    )  # fmt: skip
-    for i, (name, curve) in enumerate(zip(names, curves, strict=True)):
-        source = ColumnDataSource({"x": [at for at, _ in curve], "y": [loss for _, loss in curve]})
-        line = drawn.line("x", "y", source=source, color=_COLORS[i % len(_COLORS)], legend_label=name, line_width=2)
-        drawn.scatter("x", "y", source=source, color=_COLORS[i % len(_COLORS)], legend_label=name, size=4)
-        drawn.add_tools(HoverTool(renderers=[line], tooltips=[(name, "@y{0.0000} after @x{0} s")]))
-    drawn.legend.click_policy = "hide"
-    return drawn
+def _points(curve: Any) -> pd.DataFrame:
+    return pd.DataFrame(list(curve), columns=["step", "value"])

@@ -1,6 +1,7 @@
 """What a scaling study has found so far: a table with a column for each size, conclusions, and the page."""
 
 from collections.abc import Callable, Sequence
+from os.path import relpath
 from typing import Any
 
 from rich.console import Console
@@ -10,9 +11,11 @@ from rich.text import Text
 from hpc import cli
 from hpc.core.files import write_atomic
 from hpc.core.text import visible
+from hpc.report.__main__ import own_page
 from hpc.scaling.measures import Measures, conclusions, efficiency
 from hpc.scaling.scaling_dir import ScalingDir, ScalingSpec, Size
 from hpc.scaling.scaling_page import scaling_page
+from hpc.status.run_view import TERMINAL
 
 _ROWS: dict[str, Callable[[Measures], str]] = {
     "state": lambda one: one.state,
@@ -43,11 +46,11 @@ def rows(measured: Sequence[Measures]) -> list[tuple[str, list[str]]]:
 
 
 def write_page(study: ScalingDir, spec: ScalingSpec, measured: Sequence[Measures]) -> None:
-    """Write the page, if something was measured."""
-    if not any(one.images_per_second for one in measured):
-        return
+    """Write the page, and those of the runs that have ended."""
     study.page.parent.mkdir(exist_ok=True)
-    page = scaling_page(study.path.name, spec, measured, rows(measured), conclusions(measured))
+    pages = {one.size: own_page(study.run(one.size.name)) for one in measured if one.state in TERMINAL}
+    links = {size: relpath(page, study.page.parent) for size, page in pages.items() if page}
+    page = scaling_page(study.path.name, spec, measured, rows(measured), conclusions(measured), links)
     write_atomic(study.page, page)
 
 
@@ -66,7 +69,7 @@ def show(study: ScalingDir, spec: ScalingSpec, measured: Sequence[Measures], *, 
     Console().print(table)
     for line in found:
         print(visible(line))
-    if share:
+    if study.page.exists():
         print(visible(f"  {study.page}"))
     return int(not share)
 

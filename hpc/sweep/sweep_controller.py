@@ -6,6 +6,7 @@ does no harm, because one of them makes the run directory, and one tells Optuna 
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import optuna
 from optuna.storages import JournalStorage
@@ -81,11 +82,11 @@ class SweepController:
         return not self._running()
 
     def write_result(self) -> None:
-        """Write the best trial and the page, if another trial is completed."""
-        completed = len(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
-        if completed == self._on_page:
+        """Write the best trial and the page, if another trial has ended."""
+        ended = sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
+        if ended == self._on_page:
             return
-        self._on_page = completed
+        self._on_page = ended
         write_result(self._sweep, self._spec, self.study)
 
     def _running(self) -> Sequence[FrozenTrial]:
@@ -109,7 +110,7 @@ class SweepController:
             self._end(trial, summary, values)
         elif live.should_prune():
             cancel_run(run, state, final=True)
-            self.study.tell(trial.number, state=TrialState.PRUNED, skip_if_finished=True)
+            self._give_up(trial, TrialState.PRUNED, "others were better after as many steps")
             self._tell(f"{run.name} is cancelled: others were better after as many steps")
 
     def _values(self, run: RunDir) -> dict[int, float]:
@@ -125,7 +126,8 @@ class SweepController:
             self.study.tell(trial.number, best, skip_if_finished=True)
             self._tell(f"{name}: {self._spec.metric} {best:.6g} with {settings_text(trial.params)}")
         else:
-            self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+            cause = f"it has no {self._spec.metric}" if state == "completed" else detail or state
+            self._give_up(trial, TrialState.FAIL, cause)
             why = f", but has no {self._spec.metric}" if state == "completed" else f" ({detail})" if detail else ""
             self._tell(f"{name} is {state}{why}: {settings_text(trial.params)}")
 
@@ -138,7 +140,13 @@ class SweepController:
             if start_member(self._sweep, spec, run, flags, values):
                 self._tell(f"{run.name} is submitted with {settings_text(trial.params)}")
         except UserError as error:
-            self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+            self._give_up(trial, TrialState.FAIL, str(error))
             if trial.number == 0:
                 raise
             self._tell(f"{run.name} cannot be submitted with {settings_text(trial.params)}: {error}")
+
+    def _give_up(self, trial: FrozenTrial, state: TrialState, cause: str) -> None:
+        """Tell Optuna of a trial that has no result, and the reason for the page."""
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another controller has told it
+            Trial(self.study, trial._trial_id).set_user_attr("cause", cause)  # noqa: SLF001 - as above
+        self.study.tell(trial.number, state=state, skip_if_finished=True)

@@ -1,107 +1,92 @@
-"""The page of a sweep: the trials as lines over their settings, and how much each setting matters. Pure."""
+"""The page of a sweep: its trials, the best one first, and the metric by each setting. Runs on the login node."""
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import optuna
-from bokeh.embed import file_html
-from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, FactorRange, FixedTicker, HoverTool, LinearColorMapper, Range1d
-from bokeh.models.annotations import ColorBar
-from bokeh.palettes import Viridis256
-from bokeh.plotting import figure
-from bokeh.resources import INLINE
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+import pandas as pd
 from optuna.trial import FrozenTrial, TrialState
 
-from hpc.sweep.space import read_space, shown
-from hpc.sweep.sweep_dir import SweepSpec
+from hpc.report.charts import Axis, Chart, Look, Series
+from hpc.report.rendering import Column, GroupPage
+from hpc.sweep.space import read_space, settings_text, shown
+from hpc.sweep.sweep_dir import SweepDir, SweepSpec
 
-# With fewer, an importance is chance.
-_LEAST_TRIALS = 5
-_TICKS = 5
-
-
-def sweep_page(name: str, spec: SweepSpec, study: optuna.Study) -> str:
-    """The HTML of the page, without anything from the network."""
-    completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    figures = [_parallel_coordinates(name, spec, completed)]
-    if len(completed) >= _LEAST_TRIALS and len(read_space(spec.param)) > 1:
-        figures.append(_importances(spec, study))
-    page: str = file_html(column(*figures, sizing_mode="stretch_width"), INLINE, title=f"sweep {name}")
-    return page
+STATES = {
+    TrialState.RUNNING: "running", TrialState.COMPLETE: "completed", TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed", TrialState.WAITING: "waiting",
+}  # fmt: skip
 
 
-def _parallel_coordinates(sweep: str, spec: SweepSpec, trials: Sequence[FrozenTrial]) -> figure:
-    """Each trial is a line, over an axis for each parameter and one for the metric, in the color of its value."""
-    names = [*read_space(spec.param), spec.metric]
-    columns = {name: [trial.value if name == spec.metric else trial.params[name] for trial in trials] for name in names}
-    drawn = figure(
-        height=420, sizing_mode="stretch_width", x_range=Range1d(start=-0.3, end=len(names) - 0.7),
-        y_range=Range1d(start=-0.08, end=1.08),
-        tools="save", title=f"{len(trials)} trials",
-    )  # fmt: skip
-    heights = dict[str, np.ndarray[Any, Any]]()
-    for place, name in enumerate(names):
-        log = _is_log(spec, name)
-        heights[name], ticks = _scaled(columns[name], log=log)
-        drawn.line([place, place], [0, 1], color="#55606e", line_width=1)
-        drawn.text(
-            x=[place] * len(ticks), y=list(ticks), text=list(ticks.values()), x_offset=5, text_font_size="11px",
-            text_baseline="middle", text_color="#55606e",
-        )  # fmt: skip
-    values = np.array(columns[spec.metric], dtype=float)
-    mapper = LinearColorMapper(palette=Viridis256, low=float(values.min()), high=float(values.max()))
-    source = ColumnDataSource({
-        "xs": [list(range(len(names)))] * len(trials),
-        "ys": [[float(heights[name][i]) for name in names] for i in range(len(trials))],
-        "value": values,
-        "trial": [f"{sweep}-{trial.number:03d}" for trial in trials],
-        "settings": [", ".join(f"{key} {shown(value)}" for key, value in trial.params.items()) for trial in trials],
-    })  # fmt: skip
-    lines = drawn.multi_line(
-        "xs", "ys", source=source, line_width=2, alpha=0.8, color={"field": "value", "transform": mapper}
+def sweep_page(
+    directory: SweepDir,
+    spec: SweepSpec,
+    trials: Sequence[FrozenTrial],
+    best: FrozenTrial | None,
+    links: Mapping[int, str],
+) -> str:
+    """The HTML of the page. `trials` are in the order of the table, `links` lead to the pages of their runs."""
+    space = read_space(spec.param)
+    rows = [
+        {
+            "trial": directory.trial(one.number).name, "link": links.get(one.number), "state": STATES[one.state],
+            "value": one.value, "cause": one.user_attrs.get("cause"), "best": {"value": best and best.value},
+            **{f"setting {name}": shown(one.params.get(name, "")) for name in space},
+        }
+        for one in trials
+    ]  # fmt: skip
+    columns: list[Column] = [
+        ("trial", "trial", "run"), ("state", "state", "state"), (spec.metric, "value", "significant"),
+        *((name, f"setting {name}", "wrapped") for name in space), ("cause", "cause", "words"),
+    ]  # fmt: skip
+    counts = Counter(STATES[one.state] for one in trials)
+    headline = [", ".join(f"{count} {state}" for state, count in counts.items()), f"{spec.direction} {spec.metric}"]
+    findings, shell = [], ""
+    if best is not None:
+        found = f"{spec.metric} {best.value:.6g} with {settings_text(best.params)}"
+        findings = [f"The best trial is {directory.trial(best.number).name}: {found}."]
+        shell = "" if spec.script else f"hpc submit --config {directory.best}"
+    return GroupPage(
+        name=directory.path.name, kind="sweep", headline=headline, findings=findings, shell=shell,
+        results=[("Trials", columns, rows)], figures_title=f"{spec.metric} by setting",
+        figures=[] if best is None else [_figure(directory, spec.metric, *one, trials, best) for one in space.items()],
+    ).html(time.time())  # fmt: skip
+
+
+def _figure(
+    directory: SweepDir, metric: str, name: str, values: Any, trials: Sequence[FrozenTrial], best: FrozenTrial
+) -> tuple[Chart, Axis]:
+    """The metric of each trial that has one, by one of its settings."""
+    choices = list(getattr(values, "choices", ()))
+    groups = {
+        ("completed", "s1"): [one for one in trials if one.state is TrialState.COMPLETE and one.number != best.number],
+        ("pruned", "s8"): [one for one in trials if one.state is TrialState.PRUNED and one.value is not None],
+        ("best", "s2"): [best],
+    }
+    series = [
+        Series(
+            name=title, color=color, dashes="solid", has_dots=True, has_line=False,
+            points=pd.DataFrame({
+                "step": [choices.index(one.params[name]) if choices else one.params[name] for one in group],
+                "value": [one.value for one in group],
+                "label": [f"{directory.trial(one.number).name}: {settings_text(one.params)}" for one in group],
+            }),
+        )
+        for (title, color), group in groups.items() if group
+    ]  # fmt: skip
+    return Chart(column=name, look=Look(title=metric), heading=name, x=name, series=series), _axis(
+        name, values, choices
     )
-    drawn.add_tools(
-        HoverTool(renderers=[lines], tooltips=[("", "@trial"), (spec.metric, "@value{0.[0000]}"), ("", "@settings")])
-    )
-    drawn.add_layout(ColorBar(color_mapper=mapper, title=spec.metric), "right")
-    drawn.xaxis.ticker = FixedTicker(ticks=list(range(len(names))))
-    drawn.xaxis.major_label_overrides = dict(enumerate(names))
-    drawn.yaxis.visible = False
-    drawn.grid.grid_line_color = None
-    return drawn
 
 
-def _is_log(spec: SweepSpec, name: str) -> bool:
-    return bool(getattr(read_space(spec.param).get(name), "log", False))
-
-
-def _scaled(values: Sequence[Any], *, log: bool) -> tuple["np.ndarray[Any, Any]", dict[float, str]]:
-    """The heights of values on an axis from 0 to 1, and the labels of the axis by their heights."""
-    if any(isinstance(value, str) for value in values):
-        choices = sorted(set(values))
-        place = {choice: i / max(1, len(choices) - 1) for i, choice in enumerate(choices)}
-        return np.array([place[value] for value in values]), {height: choice for choice, height in place.items()}
-    numbers = np.array(values, dtype=float)
-    scaled = np.log10(numbers) if log else numbers
-    low, high = float(scaled.min()), float(scaled.max())
-    span = high - low or 1.0
-    ticks = np.linspace(0.0, 1.0, _TICKS) if high > low else np.array([0.0])
-    labels = {float(tick): f"{10 ** (low + tick * span) if log else low + tick * span:.3g}" for tick in ticks}
-    return (scaled - low) / span, labels
-
-
-def _importances(spec: SweepSpec, study: optuna.Study) -> figure:
-    """How much of the differences between trials each parameter explains (PED-ANOVA)."""
-    found = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
-    names = list(found)[::-1]
-    drawn = figure(
-        height=80 + 40 * len(names), sizing_mode="stretch_width", y_range=FactorRange(factors=names),
-        x_range=Range1d(start=0, end=1), tools="save",
-        title=f"How much each setting matters for {spec.metric} (PED-ANOVA)",
-    )  # fmt: skip
-    drawn.hbar(y=names, right=[found[name] for name in names], height=0.6, color="#1d5fd1")
-    drawn.ygrid.grid_line_color = None
-    return drawn
+def _axis(name: str, values: Any, choices: Sequence[str]) -> Axis:
+    """The range of a setting, or a place for each of its choices."""
+    if choices:
+        ticks = {float(place): choice for place, choice in enumerate(choices)}
+        return Axis(name="step", label=name, limits=(-0.5, len(ticks) - 0.5), ticks=ticks)
+    if getattr(values, "log", False):
+        limits = (values.low / 1.2, values.high * 1.2)
+        return Axis(name="step", label=f"{name} (logarithmic scale)", limits=limits, is_logarithmic=True)
+    margin = 0.04 * (values.high - values.low) or 1.0
+    return Axis(name="step", label=name, limits=(values.low - margin, values.high + margin))

@@ -1,7 +1,8 @@
-"""What a sweep has found so far: a table, the best trial as a file of flags, and a page with two figures."""
+"""What a sweep has found so far: a table, the best trial as a file of flags, and a page."""
 
 import shlex
 from collections.abc import Sequence
+from os.path import relpath
 from typing import Any
 
 import optuna
@@ -15,31 +16,30 @@ from hpc import cli
 from hpc.core.files import write_atomic
 from hpc.core.text import visible
 from hpc.group.members import filled
+from hpc.report.__main__ import own_page
 from hpc.sweep.space import settings_text, shown
 from hpc.sweep.sweep_dir import SweepDir, SweepSpec
-from hpc.sweep.sweep_page import sweep_page
-
-_STATES = {
-    TrialState.RUNNING: "running", TrialState.COMPLETE: "completed", TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed", TrialState.WAITING: "waiting",
-}  # fmt: skip
+from hpc.sweep.sweep_page import STATES, sweep_page
 
 
 def write_result(directory: SweepDir, spec: SweepSpec, study: optuna.Study) -> None:
-    """Write `best.yaml` and the page, if there is a completed trial."""
-    best = best_trial(study)
-    if best is None:
-        return
+    """Write `best.yaml`, if there is a completed trial, the page, and those of the runs that have ended."""
+    best, trials = best_trial(study), _sorted(study)
+    if best is not None:
+        write_atomic(directory.best, _best_flags(directory, spec, best))
+    directory.page.parent.mkdir(exist_ok=True)
+    pages = {one.number: own_page(directory.trial(one.number)) for one in trials if one.state.is_finished()}
+    links = {number: relpath(page, directory.page.parent) for number, page in pages.items() if page}
+    write_atomic(directory.page, sweep_page(directory, spec, trials, best, links))
+
+
+def _best_flags(directory: SweepDir, spec: SweepSpec, best: FrozenTrial) -> str:
     run, values = directory.trial(best.number), {name: shown(value) for name, value in best.params.items()}
     comment = f"# {run.name} of sweep {directory.path.name}: {spec.metric} {best.value:.6g}\n"
     if spec.script:
-        text = f"# {shlex.join(filled(word, values) for word in spec.script)}\n"
-    else:
-        flags = dict(word[2:].partition("=")[::2] for word in spec.arguments) | values
-        text = yaml.safe_dump({name: value or "true" for name, value in flags.items()}, sort_keys=False)
-    write_atomic(directory.best, comment + text)
-    directory.page.parent.mkdir(exist_ok=True)
-    write_atomic(directory.page, sweep_page(directory.path.name, spec, study))
+        return f"{comment}# {shlex.join(filled(word, values) for word in spec.script)}\n"
+    flags = dict(word[2:].partition("=")[::2] for word in spec.arguments) | values
+    return comment + yaml.safe_dump({name: value or "true" for name, value in flags.items()}, sort_keys=False)
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:
@@ -56,7 +56,7 @@ def show(directory: SweepDir, spec: SweepSpec, study: optuna.Study, *, as_json: 
             "sweep": directory.path.name, "directory": str(directory.path), "metric": spec.metric,
             "best": None if best is None else directory.trial(best.number).name,
             "trials": [
-                {"run": directory.trial(one.number).name, "state": _STATES[one.state], "value": one.value,
+                {"run": directory.trial(one.number).name, "state": STATES[one.state], "value": one.value,
                  "params": {name: shown(value) for name, value in one.params.items()}}
                 for one in trials
             ],
@@ -66,12 +66,14 @@ def show(directory: SweepDir, spec: SweepSpec, study: optuna.Study, *, as_json: 
     table = Table("trial", "state", spec.metric, *names, box=None)
     for one in trials:
         value = "-" if one.value is None else f"{one.value:.6g}"
-        cells = [directory.trial(one.number).name, _STATES[one.state], value]
+        cells = [directory.trial(one.number).name, STATES[one.state], value]
         table.add_row(*map(Text, cells), *(Text(shown(one.params.get(name, "-"))) for name in names))
     Console().print(table)
     if best is not None:
         print(visible(f"best: {directory.trial(best.number).name} with {settings_text(best.params)}"))
-        print(visible(f"  {directory.best}"), visible(f"  {directory.page}"), sep="\n")
+        print(visible(f"  {directory.best}"))
+    if directory.page.exists():
+        print(visible(f"  {directory.page}"))
     return int(best is None)
 
 

@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
-from report_rig import complete, completed_run, pending_run, report, running_run, spec_of
+from report_rig import HOSTILE, complete, completed_run, pending_run, report, running_run, spec_of
 
 from hpc.core.files import append_json_line
+from hpc.scaling.measures import Measures
+from hpc.scaling.scaling_dir import ScalingDir, ScalingSpec
+from hpc.scaling.scaling_result import write_page
+from hpc.sweep.space import read_space
+from hpc.sweep.sweep_controller import open_study
+from hpc.sweep.sweep_dir import SweepDir, SweepSpec
+from hpc.sweep.sweep_result import write_result
 
 DESK, PHONE = 1280, 390
 FIGURES = 7
@@ -54,6 +62,9 @@ DRAWN = "!document.getElementById('plots') || globalThis.Bokeh?.documents[0]?.is
 CUT_OFF = """() => [...document.body.querySelectorAll('*')]
   .filter(element => element.checkVisibility() && !element.closest('.scroll, script'))
   .filter(element => element.getBoundingClientRect().right > innerWidth).map(element => element.outerHTML)"""
+# Tables that do not fit into their boxes.
+SCROLLING = """() => [...document.querySelectorAll('.scroll')]
+  .filter(box => box.scrollWidth > box.clientWidth).map(box => box.ariaLabel)"""
 # What the lines and strips of the first figure show now, and the range of its x axis.
 SHOWN = """() => {
   const {renderers, x_range, below} = Bokeh.documents[0].roots()[0];
@@ -160,8 +171,77 @@ def test_comparison(window: Page, tmp_path: Path, capsys: pytest.CaptureFixture[
         pending_run(tmp_path / "p"),
     ]
     assert look(window, report(capsys, *[run.path for run in runs]).path) == FIGURES
+    assert window.evaluate(SCROLLING) == []
     window.set_viewport_size({"width": 700, "height": 900})
     assert window.evaluate("document.documentElement.scrollWidth") == 700
+
+
+def test_a_comparison_of_many_settings_stays_in_its_cards(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"lr": 0.25, "mixup": 0.2, "label_smoothing": 0.1, "optimizer": "adamw", "weight_decay": 0.3}
+    settings |= {"ema_decay": 0.999, "image_size": 224, "data": f"/data/{'deep/' * 40}"}
+    runs = [completed_run(tmp_path / "first"), running_run(tmp_path / "second", spec=spec_of("second", **settings))]
+    open_page(page, report(capsys, *[run.path for run in runs]).path)
+    assert page.evaluate(SCROLLING) == []
+
+
+def test_tools_of_a_figure_are_shown_where_one_points_at_it(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+    tools = page.locator("#plot-0 .bk-Toolbar")
+    assert not tools.is_visible()
+    page.locator("#plot-0").hover()
+    tools.wait_for(state="visible")
+
+
+def test_page_of_a_sweep(window: Page, tmp_path: Path) -> None:
+    directory = SweepDir(tmp_path / "shirts")
+    params = ("lr=log:1e-4,1", "batch-size=32,64", "epochs=int:5,20")
+    spec = SweepSpec(
+        parallel=1, arguments=(), script=(), names=None, revision=None, param=params, trials=9, metric="val/accuracy",
+        direction="maximize", sampler="random", pruner="median", seed=0,
+    )  # fmt: skip
+    completed_run(directory.trial(0).path)
+    study, space = open_study(directory, spec), read_space(params)
+    for value in (0.7, 0.9, 0.8):
+        study.tell(study.ask(space), value)
+    failed = study.ask(space)
+    failed.set_user_attr("cause", "the loss is nan: " + HOSTILE)
+    study.tell(failed, state=TrialState.FAIL)
+    write_result(directory, spec, study)
+    assert look(window, directory.page) == 3
+    assert window.evaluate(SCROLLING) == []
+    assert window.locator("tbody th").all_inner_texts() == [f"shirts-00{number}" for number in (1, 2, 0, 3)]
+    assert window.locator("td b").all_inner_texts() == ["0.9"]
+    assert HOSTILE in window.locator("td.words").last.inner_text()
+    window.get_by_role("link", name="shirts-000").click()
+    assert window.locator("h1").inner_text() == "shirts-000"
+
+
+def test_page_of_a_scaling_study(window: Page, tmp_path: Path) -> None:
+    study = ScalingDir(tmp_path / "study")
+    spec = ScalingSpec(
+        parallel=1, arguments=(), script=(), names=None, revision=None, nodes=(1, 2), gpus=(1, 2), gpu_type=None,
+        minutes=3.0, mode="weak", batch_size=64,
+    )  # fmt: skip
+    completed_run(study.run("1x1").path)
+    curve = tuple((seconds, 2 / seconds) for seconds in range(1, 100))
+    known = {"data_wait_share": 0.1, "allreduce_wait_share": 0.2, "test_loss": 0.3, "train_loss": curve}
+    speeds = dict(zip(spec.sizes, (100, 180, 150, None), strict=True))
+    write_page(study, spec, [
+        Measures(size=size, run=size.name, state="completed" if size.ranks == 1 else "failed",
+                 cause=HOSTILE if speed is None else None,
+                 images_per_second=speed, **(known if speed else {}))  # type: ignore[arg-type]
+        for size, speed in speeds.items()
+    ])  # fmt: skip
+    assert look(window, study.page) == 2
+    assert window.evaluate(SCROLLING) == []
+    assert window.locator("td b").all_inner_texts() == ["180", "0.3000"]
+    assert window.locator(".notes li").last.inner_text() == f"2x2 is failed: {HOSTILE}"
+    window.get_by_role("link", name="1x1").first.click()
+    assert window.locator("h1").inner_text() == "study-1x1"
 
 
 @pytest.fixture
@@ -309,8 +389,9 @@ def test_runs_are_sorted_by_any_column(page: Page, tmp_path: Path, capsys: pytes
     open_page(page, report(capsys, *[run.path for run in runs]).path)
     orders = []
     for title in ("run", "run", "lr", "lr", "test accuracy"):
-        page.get_by_role("button", name=title, exact=True).click()
-        orders.append("".join(page.locator("table.sortable tbody th").all_inner_texts()).replace("\n", ""))
+        results = page.get_by_role("region", name="Results")
+        results.get_by_role("button", name=title, exact=True).click()
+        orders.append("".join(results.locator("tbody th").all_inner_texts()).replace("\n", ""))
     assert orders == ["cba", "abc", "cab", "acb", "bac"]
 
 

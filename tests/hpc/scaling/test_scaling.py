@@ -1,6 +1,7 @@
 """`hpc scaling` without Slurm."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -68,7 +69,11 @@ def test_study_survives_its_controller(site: Site) -> None:
     assert 0 <= two["allreduce_wait_share"] <= 1
     assert two["gradient_bytes"] > 1000
     page = (site.path / "runs/small/report/scaling.html").read_text()
-    assert all(text in page for text in ("Scaling: small", "waiting for the all-reduce", *found["conclusions"]))
+    assert all(text in page for text in (">small</h1>", "waiting for the all-reduce", *found["conclusions"]))
+    fastest = max(found["sizes"], key=lambda one: one["images_per_second"])["images_per_second"]
+    assert re.findall(r'data-label="images per second".*><b>(.*)</b>', page) == [f"{fastest:.0f}"]
+    assert 'href="../small-2x1/report/index.html"' in page
+    assert '<h1>small-2x1</h1><span class="pill completed">' in (second / "report/index.html").read_text()
     assert [row["run"] for row in json.loads(site.hpc("status", "small", "--json").stdout)] == [
         "small-1x1",
         "small-2x1",

@@ -68,6 +68,12 @@ def test_conclusions_name_the_limit_and_its_reason() -> None:
     )
 
 
+def test_conclusions_call_slower_what_is_slower() -> None:
+    sizes = [measured(1, 1, 100), measured(1, 2, 20), measured(2, 1, 23)]
+    assert conclusions(sizes)[0] == "More ranks pay up to 1 rank (1x1): 2 ranks (2x1) are slower, at 23% of that speed."
+    assert conclusions(sizes)[-1] == "2 ranks: 2x1 is 1.15 times as fast as 1x2: scale out."
+
+
 def test_conclusions_say_up_or_out() -> None:
     sizes = [measured(1, 1, 100), measured(1, 2, 190), measured(2, 1, 160)]
     assert conclusions(sizes) == [

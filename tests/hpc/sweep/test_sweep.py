@@ -1,6 +1,7 @@
 """`hpc sweep` without Slurm: trials are ordinary runs, and the controller may die at any moment."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,11 @@ def test_sweep_survives_its_controller_and_finds_the_best(site: Site) -> None:
     assert {one["state"] for one in found["trials"]} == {"completed"}
     assert found["best"] == found["trials"][0]["run"]
     assert (trials / "best.yaml").read_text().splitlines()[-1] == f"# scored.py --x 0.1 {go}"
+    page = (trials / "report/sweep.html").read_text()
+    assert "The best trial is pets-001: val/accuracy 0.92 with x=0.1." in page
+    assert re.findall(r'data-label="val/accuracy".*><b>(.*)</b>', page) == ["0.92"]
+    assert re.findall(r'<a href="../(.*?)"', page) == [f"pets-00{n}/report/index.html" for n in (1, 2, 0)]
+    assert '<h1>pets-001</h1><span class="pill completed">' in (trials / "pets-001/report/index.html").read_text()
     rows = json.loads(site.hpc("status", "pets", "--json").stdout)
     assert [(row["run"], row["state"]) for row in rows] == [(f"pets-00{n}", "completed") for n in range(3)]
     assert site.hpc("report", "pets").stdout.startswith(str(trials / "report/index.html"))
@@ -99,6 +105,9 @@ def test_worse_trials_are_pruned_and_a_cancelled_sweep_starts_no_more(site: Site
             time.sleep(0.1)
         assert site.hpc("cancel", "pruned").returncode == 0
         states = [one["state"] for one in json.loads(controller.communicate(timeout=120)[0])["trials"]]
+    causes = r'<span class="pill (?:failed|pruned)">(?:.|\n)*?data-label="cause"[^>]*>(.*)</td>'
+    page = (trials / "report/sweep.html").read_text()
+    assert re.findall(causes, page) == ["others were better after as many steps", "cancelled"]
     assert (states, (trials / "pruned-007").exists()) == (["completed"] * 5 + ["pruned", "failed"], False)
 
 
