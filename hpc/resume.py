@@ -305,9 +305,13 @@ def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
     """
     temporary = RunDir(Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp")))
     cleanup.callback(shutil.rmtree, temporary.path, ignore_errors=True)
-    # The script's path is that from the top of the repository.
+    place = (repository(Path.cwd()) or Path.cwd()) / spec.working_directory
+    if not place.is_dir():
+        raise UserError(
+            f"--new-code: run {run.name} starts in {place}, which does not exist: type it in its repository"
+        )
     code = find_code(
-        repository(Path.cwd()) or Path.cwd(),
+        place,
         spec.script,
         spec.include,
         run.path.parent,

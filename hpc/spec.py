@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -247,7 +248,9 @@ class RunSpec:
     train: TrainConfig | None = None
     """The trainer's flags; None for a user's script."""
     script: tuple[str, ...] = ()
-    """The user's torchrun script, by its path in `code/`, or `-m` and its module, and its arguments."""
+    """The user's torchrun script, by its path from the working directory, or `-m` and its module, and its arguments."""
+    working_directory: str = "."
+    """The directory below the top of the user's code that the script was submitted from, and starts in."""
     stage_dir: str
     """A directory on each node's own disk; variables in it are the node's."""
     stage_keep: str = "7d"
@@ -267,7 +270,7 @@ class RunSpec:
     device: DeviceChoice = "auto"
     """`cuda`: a node where torch can use no GPU is a bad one."""
     in_place: str | None = None
-    """The directory from which the user's script runs as it is then; None: `code/`."""
+    """The top of the user's code, if the script runs there as it is then; None: `code/`."""
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
     notification: Notification = field(default_factory=Notification)
@@ -298,6 +301,14 @@ class RunSpec:
     def job_nodes(self) -> tuple[int, int]:
         """The fewest and the most nodes of its job, spares included."""
         return self.resources.min_nodes + self.recovery.spares, self.resources.max_nodes + self.recovery.spares
+
+    def code_directory(self, run: RunDir) -> Path:
+        """The top of the user's code: the copy of it, unless the script runs in place."""
+        return Path(self.in_place or run.code)
+
+    def start_directory(self, run: RunDir) -> Path:
+        """The working directory of the ranks."""
+        return self.code_directory(run) / self.working_directory
 
     @property
     def stop_lead_seconds(self) -> int:

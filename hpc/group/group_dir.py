@@ -22,6 +22,8 @@ class GroupSpec:
     """Flags, with the user's defaults as they were."""
     script: tuple[str, ...]
     """The user's script; its arguments have `{NAME}` in the place of what differs between the runs."""
+    working_directory: str = "."
+    """The directory that the script starts in: one below `code/`, or where it is, an absolute path."""
     names: tuple[str, ...] | None
     """The files of the user's code, copied to `code/`; None: the script runs where it is."""
     revision: str | None
@@ -77,6 +79,6 @@ class GroupDir(Generic[Spec]):
             found: Mapping[str, object] = json.loads(self.spec_file.read_bytes())
             # JSON has no tuples.
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-            return self.SPEC(**{field.name: values[field.name] for field in fields(self.SPEC)})  # type: ignore[arg-type, return-value]
+            return self.SPEC(**{field.name: values[field.name] for field in fields(self.SPEC) if field.name in values})  # type: ignore[arg-type, return-value]
         except (OSError, KeyError, ValueError, TypeError) as error:
             raise UserError(f"{self.spec_file} is damaged, or of another version: {error}") from error

@@ -1,6 +1,7 @@
 """The runs of a group: what they have in common, how one is started, and their supervision. Runs on the login node."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from hpc.group.group_dir import GroupDir, GroupSpec
 from hpc.resume import ResumeOptions, resume_run, with_flags_of_the_run
 from hpc.spec import program_of
 from hpc.status.run_view import Summary
-from hpc.submit.code_copy import UserCode, find_code, own_environment
+from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.new_run import start_run
 from hpc.submit.options import RunFlags, ScriptFlags, SubmitScript, SubmitTraining, TrainingFlags, options_for
 from hpc.supervise.__main__ import SuperviseOptions, check_runs
@@ -27,13 +28,14 @@ _SUPERVISE_SECONDS = 60.0
 _NOT_COMMON = {"name", "runs_dir", "config"}
 
 
-def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode | None:
-    """The code for all runs; None: the script runs where it is. Raises UserError if it cannot be found."""
+def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode:
+    """The code for all runs. Raises UserError if it cannot be found."""
     if not isinstance(options, SubmitScript):
         return find_code(Path.cwd(), script, (), options.runs_dir)
+    elsewhere = own_environment(options)
     if options.no_snapshot:
-        return None
-    return find_code(Path.cwd(), script, options.include, options.runs_dir, elsewhere=own_environment(options))
+        return code_in_place(Path.cwd(), script, elsewhere=elsewhere)
+    return find_code(Path.cwd(), script, options.include, options.runs_dir, elsewhere=elsewhere)
 
 
 class CommonPart(TypedDict):
@@ -41,11 +43,12 @@ class CommonPart(TypedDict):
 
     arguments: tuple[str, ...]
     script: tuple[str, ...]
+    working_directory: str
     names: tuple[str, ...] | None
     revision: str | None
 
 
-def common(options: SubmitTraining | SubmitScript, script: tuple[str, ...], code: UserCode | None) -> CommonPart:
+def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart:
     """What all runs have, with the defaults and files of the user as they are now."""
     # The runs look for others in the directory of the group.
     after, after_ok = (
@@ -59,9 +62,10 @@ def common(options: SubmitTraining | SubmitScript, script: tuple[str, ...], code
     groups += [] if isinstance(options, SubmitScript) else [options.train]
     return {
         "arguments": (*changed_flags(options, names), *(word for group in groups for word in changed_flags(group))),
-        "script": code.script if code else script,
-        "names": code.names if code else None,
-        "revision": git_revision(code.root) if code else None,
+        "script": code.script,
+        "working_directory": str(code.root / code.working_directory) if code.in_place else code.working_directory,
+        "names": None if code.in_place else code.names,
+        "revision": None if code.in_place else git_revision(code.root),
     }
 
 
@@ -99,14 +103,18 @@ def _submit_member(
     group: GroupDir[Any], spec: GroupSpec, run: RunDir, flags: Sequence[str], values: Mapping[str, str]
 ) -> None:
     script = tuple(filled(word, values) for word in spec.script)
-    code = None
-    if spec.names is not None:
-        entry = "" if script[:1] in {(), ("-m",)} else script[0]
-        code = UserCode(root=group.code, names=spec.names, script=script, entry=entry, revision=spec.revision)
-        # Where it can be checked, whatever the current directory is.
-        script = (str(group.code / script[0]), *script[1:]) if entry else script
+    place, is_file = spec.working_directory, script[:1] not in {(), ("-m",)}
+    if spec.names is None:
+        code = code_in_place(Path(place), script, elsewhere=True)
+    else:
+        code = UserCode(
+            root=group.code, names=spec.names, working_directory=place, script=script, revision=spec.revision,
+            entry=os.path.normpath(Path(place, script[0])) if is_file else "",
+        )  # fmt: skip
+    # Where it can be checked, whatever the current directory is.
+    typed = (str(group.code / place / script[0]), *script[1:]) if is_file else script
     arguments = [*spec.arguments, f"--name={run.name}", f"--runs-dir={group.path}", *flags]
-    start_run(cli.parse(options_for(script), "submit", arguments), script, code=code)
+    start_run(cli.parse(options_for(typed), "submit", arguments), typed, code=code)
 
 
 def filled(word: str, values: Mapping[str, str]) -> str:

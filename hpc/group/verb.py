@@ -63,12 +63,12 @@ def _exists(group: GroupDir[Any]) -> UserError:
     return UserError(f"{group.path} exists already: choose another --name")
 
 
-def make(group: GroupDir[Spec], spec: Spec, code: UserCode | None) -> None:
+def make(group: GroupDir[Spec], spec: Spec, code: UserCode) -> None:
     """Make the directory, with what was asked for and the code. Raises UserError if it exists by then."""
     try:
         with new_directory(group.path) as path:
             draft = type(group)(path)
-            if code:
+            if not code.in_place:
                 copy_files(code, draft.code)
             draft.save(spec)
     except FileExistsError as error:

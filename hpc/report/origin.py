@@ -42,7 +42,9 @@ def how_to_get_the_code(record: RunRecord) -> str:
     recipe = f"its flags began as recipe {record.spec.recipe}" if record.spec and record.spec.recipe else ""
     code = f"check out commit {commit} first" if commit else "its code was in no git repository"
     changed = ", with changes that were not committed" if dirty else ""
-    return "; ".join(filter(None, [f"{code[0].upper()}{code[1:]}{changed}", recipe])) + "."
+    below = record.spec.working_directory if record.spec else "."
+    place = "" if below == "." else f"type it in the directory {below} of that"
+    return "; ".join(filter(None, [f"{code[0].upper()}{code[1:]}{changed}", place, recipe])) + "."
 
 
 def cost(record: RunRecord, now: float) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _started(
         nodes=read_nodes(nodes or [options.resources.nodes]), gpus=numbers, gpu_type=gpu_type,
         minutes=options.minutes, mode=options.mode,
         batch_size=options.train.batch_size if isinstance(options, ScalingTraining) else None,
-        parallel=options.parallel, **common(options, script, code),
+        parallel=options.parallel, **common(options, code),
     )  # fmt: skip
     if len(spec.sizes) == 1:
         raise UserError("there is one size only: add more, such as --nodes 1 2 4")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from hpc import cli
 from hpc.submit.cluster_choice import this_machine
-from hpc.submit.dry_run import show_dry_run
+from hpc.submit.dry_run import show_dry_run, starting_place
 from hpc.submit.new_run import NewRun, start_run
 from hpc.submit.options import SubmitOptions, options_for_help, run_verb, split_script
 
@@ -23,7 +23,10 @@ def show(new: NewRun, options: SubmitOptions) -> int:
         show_dry_run(new.run, new.spec, new.answer, as_json=options.json)
         return 0
     if not options.json:
-        print(_first_line(new), flush=True)
+        print(_first_line(new))
+        if new.spec.script:
+            print(f"  {starting_place(new.run, new.spec)}")
+        sys.stdout.flush()
     if options.wait:
         # Draws with rich: a mere submission need not load it.
         from hpc.status.__main__ import wait_for_end  # noqa: PLC0415

@@ -30,8 +30,10 @@ class UserCode:
     """The top of the repository, or without one the working directory."""
     names: tuple[str, ...]
     """The files to copy, by their paths below it."""
+    working_directory: str = "."
+    """The directory below it that the script starts in."""
     script: tuple[str, ...] = ()
-    """The script by its path below it, or `-m` and the module, and its arguments; empty for our trainer."""
+    """The script by its path from there, or `-m` and the module, and its arguments; empty for our trainer."""
     entry: str = ""
     """The file of the script or module by its path below it; empty for our trainer, and for an installed module."""
     in_place: bool = False
@@ -44,7 +46,8 @@ class UserCode:
         if not self.entry or self.in_place:
             return []
         file = self.root / self.entry
-        search = module_directories(self.root) if self.script[0] == "-m" else (file.parent, self.root)
+        is_module = self.script[0] == "-m"
+        search = module_directories(self.root, self.working_directory) if is_module else (file.parent, self.root)
         found = imported_files(file, search)
         inside = (str(path.relative_to(self.root)) for path in found if path.is_relative_to(self.root))
         return sorted(set(inside) - set(self.names))
@@ -77,12 +80,20 @@ def find_code(
     names = tuple(sorted({*(git.tracked_files(root) if top else ()), *added}))
     if not script:
         return UserCode(root=root, names=names)
-    module = script[0] == "-m"
-    found = _find_module(root, script[1], elsewhere=elsewhere) if module else (here / script[0]).resolve()
-    if found is None:
-        return UserCode(root=root, names=names, script=script)
-    inside = _path_in_copy(found, root, here, names, in_repository=top is not None)
-    return UserCode(root=root, names=names, script=script if module else (inside, *script[1:]), entry=inside)
+    place, script, file = _find_script(here, root, script, elsewhere=elsewhere)
+    inside = _path_in_copy(file, root, here, names, in_repository=top is not None) if file else ""
+    return UserCode(root=root, names=names, working_directory=place, script=script, entry=inside)
+
+
+def _find_script(
+    here: Path, root: Path, script: tuple[str, ...], *, elsewhere: bool
+) -> tuple[str, tuple[str, ...], Path | None]:
+    """`working_directory` and `script` of a UserCode, and the file that runs, unless that is an installed module's."""
+    place = os.path.relpath(here, root)
+    if script[0] == "-m":
+        return place, script, _find_module(root, place, script[1], elsewhere=elsewhere)
+    file = (here / script[0]).resolve()
+    return place, (os.path.relpath(file, here), *script[1:]), file
 
 
 def _path_in_copy(path: Path, root: Path, here: Path, names: Sequence[str], *, in_repository: bool) -> str:
@@ -105,12 +116,9 @@ def code_in_place(working_directory: Path, script: tuple[str, ...], *, elsewhere
 
     Raises UserError if it is a module that is not found; `elsewhere` as in `find_code`.
     """
-    root = _root(working_directory)
-    if script[0] == "-m":
-        _find_module(root, script[1], elsewhere=elsewhere)
-    else:
-        script = (str((working_directory / script[0]).resolve()), *script[1:])
-    return UserCode(root=root, names=(), script=script, in_place=True)
+    here, root = working_directory.resolve(), _root(working_directory)
+    place, script, _ = _find_script(here, root, script, elsewhere=elsewhere)
+    return UserCode(root=root, names=(), working_directory=place, script=script, in_place=True)
 
 
 class _Environments(Protocol):
@@ -126,9 +134,9 @@ def own_environment(run: _Environments) -> bool:
     return bool(run.python or run.container)
 
 
-def _find_module(root: Path, name: str, *, elsewhere: bool) -> Path | None:
+def _find_module(root: Path, working_directory: str, name: str, *, elsewhere: bool) -> Path | None:
     """The file of a module of the repository; None: it is installed. Raises UserError if it is neither."""
-    places = module_directories(root)
+    places = module_directories(root, working_directory)
     found = module_file(name, places)
     if found is None and not elsewhere and find_spec(name.partition(".")[0]) is None:
         where = " or ".join(map(str, places))
@@ -166,6 +174,9 @@ def copy_code(run: RunDir, code: UserCode) -> None:
 def copy_files(code: UserCode, target: Path) -> None:
     """Copy the user's files into a new directory."""
     target.mkdir()
+    if not code.in_place:
+        # It may hold no file that is copied.
+        (target / code.working_directory).mkdir(parents=True, exist_ok=True)
     for name in code.names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(code.root / name, target / name)

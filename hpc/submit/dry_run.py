@@ -10,7 +10,7 @@ from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.notification.recipients import choose_recipients
 from hpc.slurm.executor import SlurmExecutor, agent_command
-from hpc.spec import RunSpec
+from hpc.spec import RunSpec, program_of
 
 
 def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as_json: bool) -> None:
@@ -31,6 +31,8 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
         )
     else:
         text = agent_command(run) + "\n"
+    if spec.script:
+        notes.append(starting_place(run, spec))
     names = [Path(path).name for path in (*spec.after, *spec.after_ok)]
     if names:
         notes.append(f"it begins after {', '.join(f'run {visible(name)}' for name in names)}")
@@ -48,3 +50,8 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
         print(text, end="")
     for note in notes:
         print(f"hpc submit: {note}", file=sys.stderr)
+
+
+def starting_place(run: RunDir, spec: RunSpec) -> str:
+    """A sentence about the working directory of a user's script."""
+    return f"{visible(program_of(spec.script))} starts in {visible(str(spec.start_directory(run)))}"

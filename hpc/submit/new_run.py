@@ -22,7 +22,7 @@ from hpc.submit import environment_archive
 from hpc.submit.code_copy import UserCode, copy_code
 from hpc.submit.options import SubmitOptions
 from hpc.submit.package_copy import keep_packages
-from hpc.submit.plan import find_user_code, plan, warn
+from hpc.submit.plan import check_place, find_user_code, plan, warn
 from hpc.tracking.submission import at_trackers
 
 
@@ -63,7 +63,11 @@ def start_run(
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
     code = code or find_user_code(options, spec)
-    spec = dataclasses.replace(spec, script=code.script, in_place=str(code.root) if code.in_place else None)
+    spec = dataclasses.replace(
+        spec, script=code.script, working_directory=code.working_directory,
+        in_place=str(code.root) if code.in_place else None,
+    )  # fmt: skip
+    check_place(run, spec)
     warn(options, spec, code)
     environment = this_environment() if options.stage_env else None
     if options.dry_run:

@@ -139,11 +139,16 @@ def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
         return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir, elsewhere=elsewhere)
     if options.include:
         raise UserError("--include is for the copy of the code, which --no-snapshot does without: leave one out")
-    code = code_in_place(Path.cwd(), spec.script, elsewhere=own_environment(spec))
-    if spec.cluster == "slurm":
-        place = code.root if code.script[0] == "-m" else Path(code.script[0]).parent
-        checks.check_is_shared("--no-snapshot: the script in", place)
-    return code
+    return code_in_place(Path.cwd(), spec.script, elsewhere=own_environment(spec))
+
+
+def check_place(run: RunDir, spec: RunSpec) -> None:
+    """Raise UserError if the nodes would not see a script that runs in place."""
+    if spec.in_place and spec.cluster == "slurm":
+        start = spec.start_directory(run)
+        checks.check_is_shared("--no-snapshot: the working directory", start)
+        if spec.script[0] != "-m":
+            checks.check_is_shared("--no-snapshot: the script in", (start / spec.script[0]).resolve().parent)
 
 
 def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:

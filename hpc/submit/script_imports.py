@@ -18,9 +18,9 @@ def imported_files(script: Path, search: Sequence[Path]) -> set[Path]:
     return found - {script}
 
 
-def module_directories(root: Path) -> tuple[Path, ...]:
-    """Where the modules of a repository are: at its top, or in its `src`."""
-    return root, root / "src"
+def module_directories(root: Path, working_directory: str) -> list[Path]:
+    """Where the modules of a repository are: in the working directory, at the top, or in `src` there."""
+    return list(dict.fromkeys((root / working_directory, root, root / "src")))
 
 
 def module_file(name: str, search: Sequence[Path]) -> Path | None:

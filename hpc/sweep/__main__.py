@@ -115,7 +115,7 @@ def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, scrip
         param=options.param, trials=trials, parallel=_PARALLEL if options.parallel is None else options.parallel,
         metric=options.metric, sampler=options.sampler,
         direction=options.direction or ("maximize" if "accuracy" in options.metric else "minimize"),
-        pruner=options.pruner, seed=options.sweep_seed, **common(options, script, code),
+        pruner=options.pruner, seed=options.sweep_seed, **common(options, code),
     )  # fmt: skip
     _check_numbers(spec)
     make(directory, spec, code)

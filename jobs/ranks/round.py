@@ -129,7 +129,8 @@ def _start(
     while True:
         try:
             argv, environment = _command(node, directive, setup, monitor.node_dir, channel.own_address)
-            return Torchrun(argv, environment, code_directory(node), contained=node.spec.container is not None)
+            directory = node.spec.start_directory(node.run)
+            return Torchrun(argv, environment, directory, contained=node.spec.container is not None)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise
@@ -160,7 +161,7 @@ def _command(
     # The modules of the user's environment, also those of --setup, without ours.
     given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
     path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
-    code = code_directory(node)
+    code = spec.code_directory(run)
     wrapper = [str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
     if spec.train is not None:
         program = [*wrapper, *trainer_module(run, number, setup.data, node_dir)]
@@ -205,12 +206,7 @@ def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: li
         raise TorchrelayError(f"{node.host} has neither apptainer nor singularity, for --container {image}")
     if not image.exists():
         raise TorchrelayError(f"{node.host} does not have {image}, the image of --container")
-    return container.inside(engine, image, program, mounts, code_directory(node))
-
-
-def code_directory(node: NodeAttempt) -> Path:
-    """Where the user's script is, and starts: the copy of the code, unless it runs in place."""
-    return Path(node.spec.in_place) if node.spec.in_place else node.run.code
+    return container.inside(engine, image, program, mounts, node.spec.start_directory(node.run))
 
 
 def _base_environment(spec: RunSpec, python: str) -> dict[str, str]:

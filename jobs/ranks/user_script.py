@@ -1,6 +1,7 @@
 """What the ranks execute of a user's script or module, and what they find in its arguments. Runs on compute nodes."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ def script_argv(spec: RunSpec, code: Path, variables: Mapping[str, str]) -> list
     TORCHRELAY_ATTEMPT; all other braces stay.
     """
     own = 2 if spec.script[0] == "-m" else 1
-    program = ["-m", spec.script[1]] if own == 2 else [str(code / spec.script[0])]
+    # Without the dots of `../train.py`: the script's directory is the first of sys.path.
+    program = ["-m", spec.script[1]] if own == 2 else [os.path.normpath(code / spec.working_directory / spec.script[0])]
 
     def value(match: re.Match[str]) -> str:
         return variables.get(f"TORCHRELAY_{match[1].upper()}", match[0])
@@ -48,11 +50,13 @@ class TopLevel:
     @classmethod
     def read(cls, spec: RunSpec, code: Path) -> Self:
         """That of the run's script; of a module elsewhere than in the user's code, nothing is known."""
-        names = [spec.script[0]]
+        start = code / spec.working_directory
+        places, names = [start], [spec.script[0]]
         if spec.script[0] == "-m":
             module = spec.script[1].replace(".", "/")
-            names = [f"{module}.py", f"{module}/__main__.py"]
-        paths = (Path(entry, name) for entry in import_path(spec, code) for name in names)
+            # Python looks in its working directory first.
+            places, names = [start, *map(Path, import_path(spec, code))], [f"{module}.py", f"{module}/__main__.py"]
+        paths = (place / name for place in places for name in names)
         path = next((path for path in paths if path.is_file()), None)
         try:
             return cls() if path is None else cls.parse(path.read_bytes())

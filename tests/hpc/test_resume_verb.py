@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,14 @@ FAILING = "raise SystemExit('no luck')\n"
 
 
 def test_failed_script_is_mended_and_resumed(site: Site) -> None:
-    add_script(site, "mine.py", FAILING)
+    add_script(site, "inner/mine.py", FAILING)
     flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=1")
-    run = submit_and_wait(site, *flags, "--name=mended", "--", "mine.py")
+    inner = replace(site, path=site.path / "inner")
+    run = submit_and_wait(inner, *flags, "--name=mended", "--runs-dir=../runs", "--", "mine.py")
     assert run.status()["state"] == "failed"
     says = refused(site, "resume", "mended", "--epochs=3")
     assert "--epochs is a flag of our trainer, but run mended runs mine.py" in says
-    (site.path / "mine.py").write_text("print('mended')\n")
+    (inner.path / "mine.py").write_text("import os\nprint('mended in', os.getcwd())\n")
     (site.path / "elsewhere").mkdir()
     again = site.hpc("resume", "mended", "--wait")
     assert again.returncode == 1, "the old code fails again"
@@ -98,7 +100,7 @@ def test_failed_script_is_mended_and_resumed(site: Site) -> None:
     resume = (sys.executable, "-m", "hpc", "resume", "../runs/mended", "--new-code", "--wait")
     done = site.type("sh", "-c", 'cd elsewhere && exec "$@"', "sh", *resume)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert run.directory.rank_log(3, 0).read_text().splitlines()[-1] == "mended"
+    assert run.directory.rank_log(3, 0).read_text().splitlines()[-1] == f"mended in {run.directory.code}/inner"
     assert "its script ended with exit code 0" in refused(site, "resume", "mended")
     assert not list(run.directory.path.glob(".resume-*")), "nothing temporary is left"
 

@@ -7,11 +7,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from attacks import attack
-from cluster import LONG, SMALL_BATCH, Run, Site, commands, parent, ranks_of, tiny_data
+from cluster import LONG, SMALL_BATCH, Run, Site, add_script, commands, parent, ranks_of, tiny_data
 from PIL import Image
 
 from hpc.core import ledger
@@ -221,6 +222,30 @@ def test_script_in_place_has_the_files_around_it(site: Site) -> None:
     run.wait_for_state("completed")
     assert run.directory.rank_log(1, 0).read_text().splitlines()[-1] == f"from the top {site.path}"
     assert [path.name for path in run.directory.code.iterdir()] == [".torchrelay"]
+
+
+def test_script_starts_where_it_was_submitted(site: Site) -> None:
+    files = {
+        "mingpt/main.py": "import os, sys, model\n"
+        "print(open(sys.argv[1]).read(), model.WORD, sys.path[0], os.getcwd(), flush=True)\n",
+        "mingpt/model.py": "WORD = 'imported'\n",
+        "mingpt/data/input.txt": "read",
+    }
+    for name, text in files.items():
+        add_script(site, name, text)
+    here = replace(site, path=site.path / "mingpt")
+    flags = (LOCAL, "--nodes=1", "--gpus-per-node=1", "--runs-dir=../runs")
+    runs = [
+        here.submit(*flags, "--name=script", "--", "main.py", "data/input.txt"),
+        here.submit(*flags, "--name=module", "--", "-m", "main", "data/input.txt"),
+        here.submit(*flags, "--name=in-place", "--no-snapshot", "--", "main.py", "data/input.txt"),
+    ]
+    places = [*(run.directory.code / "mingpt" for run in runs[:2]), here.path]
+    for run, place in zip(runs, places, strict=True):
+        run.wait_for_state("completed")
+        assert run.directory.rank_log(1, 0).read_text().splitlines()[-1] == f"read imported {place} {place}"
+    shown = here.hpc("submit", *flags, "--name=told", "--wait", "--", "../mingpt/main.py", "data/input.txt").stdout
+    assert f"main.py starts in {site.path}/runs/told/code/mingpt\n" in shown
 
 
 def test_cancelled_run_ends_though_no_signal_reaches_it(site: Site) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ SPEED = """
 import json, os, sys, time
 from pathlib import Path
 assert sys.argv[1] == os.environ["WORLD_SIZE"]
+assert Path.cwd().name == "inner"
 metrics = Path(os.environ["TORCHRELAY_RUN_DIR"], "metrics")
 metrics.mkdir(exist_ok=True)
 for step in range(10_000):
@@ -33,7 +35,7 @@ for step in range(10_000):
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     with site_without_slurm() as site:
-        add_script(site, "speed.py", SPEED)
+        add_script(site, "inner/speed.py", SPEED)
         yield site
 
 
@@ -86,7 +88,8 @@ def test_study_survives_its_controller(site: Site) -> None:
 
 def test_script_is_ended_after_its_time(site: Site) -> None:
     script = ("--", "speed.py", "{ranks}")
-    found = scaling(site, "--name=own", "--nodes=1,2", "--parallel=2", "--minutes=0.05", *LOCAL, *script)
+    flags = ("--nodes=1,2", "--parallel=2", "--minutes=0.05", *LOCAL)
+    found = scaling(replace(site, path=site.path / "inner"), "--name=own", "--runs-dir=../runs", *flags, *script)
     assert [(each["images_per_second"], each["efficiency"]) for each in found["sizes"]] == [(100, 1.0), (200, 1.0)]
     assert {each["state"] for each in found["sizes"]} == {"cancelled"}
 

@@ -57,7 +57,7 @@ def test_included_files_are_copied(repository: Path) -> None:
     run.path.mkdir(parents=True)
     code = find_code(repository / "src", ("my.py",), ("package", "ignored.py", "../conf/**/*.yaml", "../top/*"))
     assert code.missing_imports() == []
-    assert code.script == ("src/my.py",)
+    assert (code.working_directory, code.script, code.entry) == ("src", ("my.py",), "src/my.py")
     copy_code(run, code)
     copied = {str(path.relative_to(run.code)) for path in run.code.rglob("*") if path.is_file()}
     own = {".gitignore", "src/my.py", "src/tracked.py", "conf/a.yaml", "conf/more/b.yaml", *MISSING}
@@ -71,6 +71,25 @@ def test_module_of_the_repository_is_named_from_its_top_or_from_src(repository: 
     assert find_code(repository, ("-m", "my")).missing_imports() == MISSING
     assert find_code(repository, ("-m", "json.tool")).entry == "", "it is installed"
     assert find_code(repository, ("-m", "absent.module"), elsewhere=True).entry == ""
+
+
+def test_script_keeps_its_path_from_the_working_directory(repository: Path) -> None:
+    here = repository / "conf"
+    for given in ("../src/my.py", str(repository / "src/my.py")):
+        code = find_code(here, (given, "x"))
+        assert (code.working_directory, code.script, code.entry) == ("conf", ("../src/my.py", "x"), "src/my.py")
+    run = RunDir(repository / "runs" / "run")
+    run.path.mkdir(parents=True)
+    copy_code(run, code)
+    assert (run.code / "conf").is_dir(), "though git tracks nothing in it"
+    assert find_code(here, ()).working_directory == ".", "our trainer does not look there"
+
+
+def test_module_is_found_from_the_working_directory(repository: Path) -> None:
+    git(repository, "add", "src/package")
+    (repository / "package").mkdir()
+    (repository / "package" / "inner.py").touch()
+    assert find_code(repository / "src", ("-m", "package.inner")).entry == "src/package/inner.py"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +161,7 @@ def test_submission_warns_of_untracked_imports(repository: Path) -> None:
     assert done.stderr == (
         "hpc submit: warning: src/my.py imports files that git does not track, so the run will not have them: type "
         f"git add {' '.join(MISSING)}, or use --include\n"
+        f"hpc submit: src/my.py starts in {repository}/runs/run/code\n"
     )
     refused = Site(repository, "/nonexistent").hpc(*words, "--no-snapshot", "--include=conf", "--", "src/my.py")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

@@ -162,8 +162,11 @@ def test_it_is_shown_before_the_submission(venv: Path) -> None:
     install_torch(venv, "2.12.0")
     site, flag = Site(venv.parent, "/nonexistent"), f"--python={venv}/bin/python"
     (site.path / "my.py").touch()
-    shown = site.hpc("submit", "--cluster=local", flag, "--include=my.py", "--dry-run", "--", "my.py")
-    assert (shown.returncode, shown.stderr) == (0, f"hpc submit: torchrun and the ranks start in {venv}/bin/python\n")
+    shown = site.hpc("submit", "--cluster=local", flag, "--name=a", "--include=my.py", "--dry-run", "--", "my.py")
+    assert (shown.returncode, shown.stderr.splitlines()) == (0, [
+        f"hpc submit: my.py starts in {site.path}/runs/a/code",
+        f"hpc submit: torchrun and the ranks start in {venv}/bin/python",
+    ])  # fmt: skip
 
 
 def test_it_is_a_part_of_the_command_that_submits_again() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +95,10 @@ def test_worse_trials_are_pruned_and_a_cancelled_sweep_starts_no_more(site: Site
     go, trials = site.path / "go-pruned", site.path / "runs/pruned"
     go.touch()
     flags = ("--param=x=float:0.1,0.2", "--sampler=random", "--trials=5", "--parallel=5", *LOCAL)
-    found = sweep(site, "--name=pruned", *flags, "--", "scored.py", "--x", "{x}", str(go))
+    inner = replace(site, path=site.path / "inner")
+    inner.path.mkdir()
+    script = ("--", "../scored.py", "--x", "{x}", str(go))
+    found = sweep(inner, "--name=pruned", "--runs-dir=../runs", "--no-snapshot", *flags, *script)
     assert [one["state"] for one in found["trials"]] == ["completed"] * 5
     go.unlink()
     assert sweep(site, "--name=pruned", "--trials=6")["trials"][-1]["state"] == "pruned"
