@@ -9,6 +9,7 @@ from cluster import tiny_data
 
 from hpc.__main__ import PROGRAMS, VERBS
 
+ROOT = Path(__file__).parents[2]
 HPC = Path(sys.executable).with_name("hpc")
 
 
@@ -30,6 +31,25 @@ def test_every_verb_answers_help_beside_packages_of_the_same_names(verb: str, be
     done = hpc(beside_other_packages, verb, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: hpc {verb}")
+
+
+@pytest.mark.parametrize("module", ["hpc", "hpc.submit", "hpc.supervise"])
+def test_module_runs_beside_packages_of_the_names_of_ours(module: str, beside_other_packages: Path) -> None:
+    (beside_other_packages / "hpc" / "__init__.py").unlink()  # it would be the one that Python runs
+    (beside_other_packages / "hpc").rmdir()
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=beside_other_packages, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_python_without_our_dependencies_is_told_what_to_type(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "hpc.submit", "--dry-run"],
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"torchrelay is not installed for {sys.executable}: type " in done.stderr
 
 
 def test_processes_of_a_program_start_beside_packages_of_the_same_names(beside_other_packages: Path) -> None:
