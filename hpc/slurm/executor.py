@@ -11,7 +11,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,16 @@ from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.squeue import jobs_by_script
-from hpc.spec import RunSpec
+from hpc.spec import Resources, RunSpec
 
 # The srun of the script inherits these from the shell in which sbatch was typed. If that is another job's shell, they
-# pin every rank to the wrong cores.
-_UNSET = "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE SLURM_MEM_BIND"
-
-
+# pin every rank to the wrong cores, leave a node's one task with one of its GPUs, or have srun refuse. Slurm itself
+# sets them in a job whose sbatch has the option of this name.
+_BINDING = (
+    "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "MEM_BIND", "GPU_BIND", "TRES_BIND", "GPUS",
+    "GPUS_PER_TASK", "GPUS_PER_SOCKET", "TRES_PER_TASK", "NTASKS_PER_GPU", "NTASKS_PER_TRES", "CPUS_PER_GPU",
+    "MEM_PER_GPU",
+)  # fmt: skip
 # slurmd may send a signal to this script too, which must outlive its agents.
 _OUTLIVE = "trap : TERM USR2"
 # sbatch in the shell of such a job passes its variables on, and srun would obey them.
@@ -65,20 +67,27 @@ def _one_job(run: RunDir) -> list[str]:
     return [f'[ -z "${{{name}-}}" ] || {{ echo {text}; exit 1; }}' for name, text in texts.items()]
 
 
-def setup(run: RunDir, lines: Sequence[str]) -> list[str]:
+def _unset(resources: Resources) -> str:
+    given = {option.partition("=")[0].replace("-", "_").upper() for option in resources.sbatch}
+    names = [*_BINDING, *([] if resources.num_gpus else ["GPUS_PER_NODE"])]
+    return shlex.join(["unset", *(f"SLURM_{name}" for name in names if name not in given)])
+
+
+def setup(run: RunDir, resources: Resources) -> list[str]:
     """Lines of the script before srun: the user's (--setup), each of which must succeed, or no agent starts. Pure.
 
     With eval, a line is exactly itself: it cannot continue in ours. Nor does `exit`, or a `set -e` of its own, end the
     script without a word.
     """
-    if not lines:
-        return [*_one_job(run), _UNSET, _OUTLIVE]
+    first = [*_one_job(run), _unset(resources), _OUTLIVE]
+    if not resources.setup:
+        return first
     failed = (
         f'exit_code=$?; trap "" TERM USR2; exec {agent_command(run, "jobs.last_resort")} $exit_code "$torchrelay_setup"'
     )
     return [
-        *_one_job(run), _UNSET, _OUTLIVE, "export SUBMITIT_EXECUTOR=slurm", f"trap {shlex.quote(failed)} EXIT",
-        *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in lines),
+        *first, "export SUBMITIT_EXECUTOR=slurm", f"trap {shlex.quote(failed)} EXIT",
+        *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in resources.setup),
         "trap - EXIT", "set +eu",
         # For the user's script. The agents have an environment of their own, which other packages could break.
         'export TORCHRELAY_PYTHONPATH="${PYTHONPATH-}"',
@@ -97,7 +106,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs)
         self.run, self.spec, self.waits_for = run, spec, ""
-        before, after = setup(run, spec.resources.setup), last_resort(run)
+        before, after = setup(run, spec.resources), last_resort(run)
         self.update_parameters(**sbatch_parameters(spec), setup=before, teardown=after)
 
     @property

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import LONG, PAIR, SMALL_BATCH, Run, Site, refused
+from cluster import LONG, PAIR, SMALL_BATCH, Run, Site, ranks_of, refused
 
 from hpc.core import ledger
 from hpc.core.rundir import RunDir
@@ -162,14 +162,19 @@ def test_time_limit(site: Site) -> None:
 
 
 def test_script_submitted_by_hand_resumes(site: Site) -> None:
-    run = site.submit("--data=data", *LONG)
+    run = site.submit("--data=data", *LONG, "--gpus-per-node=2")
     run.wait_for_steps(20)
     site.slurm("scancel", run.job_id)
     run.wait("the end of the job", lambda: run.status()["state"] == "cancelled")
     stopped = run.steps()[-1]
-    by_hand = site.slurm("sbatch", "--parsable", str(run.directory.script))
+    # As in the shell of a job of another kind.
+    shell = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS_PER_GPU": "1", "SLURM_CPUS_PER_GPU": "1"}
+    sbatch = site.type("sbatch", "--parsable", str(run.directory.script), **shell)
+    by_hand = sbatch.stdout.strip()
     run.wait_for_steps(stopped + 10)
     run.assert_no_gap()
+    environments = [Path(f"/proc/{rank}/environ").read_bytes().split(b"\0") for rank in ranks_of(run)]
+    assert [b"SLURM_STEP_GPUS=0,1" in environment for environment in environments] == [True] * 4
     status = run.status()
     assert (status["state"], status["job_id"], status["attempt"]) == ("running", by_hand, 2)
     site.slurm("scancel", by_hand)

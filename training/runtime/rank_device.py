@@ -155,10 +155,14 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
         store: that of all ranks.
         usable: how many GPUs torch can use on this node.
         problem: why it can use none though it must; empty if it need not.
+
+    Raises:
+        UserError: several nodes have the same number of GPUs, and more ranks.
     """
     broken, able = bool(problem), rank_info.local_rank < usable
     store.add("broken", broken)
     store.add("able", able)
+    store.add(f"ranks where {usable} are usable", 1)
     if store.add("seen", 1) == rank_info.world_size:
         store.set("all seen", "")
     store.wait(["all seen"], _TIMEOUT)
@@ -167,6 +171,12 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
     if broken:
         raise BadNodeError(f"{where} cannot use the GPU that was asked for (--device cpu does without): {problem}")
     some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)
+    several = rank_info.world_size > rank_info.local_world_size
+    if some and lacking and several and store.add(f"ranks where {usable} are usable", 0) == rank_info.world_size:
+        raise UserError(
+            f"{rank_info.local_world_size} ranks per node, but each node gives them {usable} GPUs: use --gpus-per-node "
+            f"{usable}, or see why no more are visible (CUDA_VISIBLE_DEVICES)"
+        )
     if some and not able:
         raise BadNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")
     if store.add("broken", 0) or (some and lacking):

@@ -37,6 +37,17 @@ def test_without_gpus_none_are_asked_for(tmp_path: Path) -> None:
     assert not any(line.startswith(("#SBATCH --gpu", "#SBATCH --gres")) for line in lines)
 
 
+def test_only_binding_that_was_asked_for_is_obeyed(tmp_path: Path) -> None:
+    def unset(**resources: Any) -> set[str]:
+        [line] = [line for line in script(tmp_path, **resources) if line.startswith("unset ")]
+        return set(line.split()[1:])
+
+    names = {f"SLURM_{name}" for name in ("CPU_BIND", "GPU_BIND", "GPUS_PER_TASK", "TRES_PER_TASK", "TRES_BIND")}
+    assert names <= unset()
+    assert unset() - unset(sbatch=("gpu-bind=closest",)) == {"SLURM_GPU_BIND"}
+    assert unset(gpus_per_node="0") - unset() == {"SLURM_GPUS_PER_NODE"}
+
+
 def test_sbatch_options_with_and_without_a_value(tmp_path: Path) -> None:
     lines = script(tmp_path, sbatch=("exclusive", "comment=a b=c"))
     assert {"#SBATCH --exclusive", "#SBATCH --comment='a b=c'"} <= set(lines)
@@ -68,7 +79,7 @@ def test_signal_is_sent_stop_lead_before_the_limit() -> None:
 
 def exported(*lines: str, **environment: str) -> dict[str, str]:
     """What a program gets that the batch script starts after these lines of --setup."""
-    script = "\n".join([*setup(RunDir(Path("/runs/r")), lines), "env -0"])
+    script = "\n".join([*setup(RunDir(Path("/runs/r")), Resources(setup=lines)), "env -0"])
     done = subprocess.run(
         ["bash", "-c", script], env={"PATH": os.environ["PATH"], **environment}, capture_output=True, check=True
     )

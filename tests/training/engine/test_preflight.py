@@ -131,12 +131,14 @@ def test_a_complete_run_needs_no_check(start: Starter) -> None:
     assert len(events(run, "preflight")) == 1
 
 
-def choose(usable: list[int], problems: list[str]) -> list[str]:
-    """What becomes of ranks on as many nodes, one each: their device, or the end of their error."""
+def choose(usable: list[int], problems: list[str], per_node: int = 1) -> list[str]:
+    """What becomes of ranks, of which so many are on a node: their device, or the end of their error."""
     store = HashStore()
 
     def one(rank: int) -> str:
-        rank_info = RankInfo(rank=rank, world_size=len(usable), local_rank=0, local_world_size=1, restarts=0)
+        rank_info = RankInfo(
+            rank=rank, world_size=len(usable), local_rank=rank % per_node, local_world_size=per_node, restarts=0
+        )  # fmt: skip
         try:
             return str(choose_device(rank_info, store, usable[rank], problems[rank]))
         except TorchrelayError as error:
@@ -156,6 +158,17 @@ def test_a_node_whose_driver_is_not_loaded_is_bad() -> None:
     assert well == "TorchrelayError: this rank passed, but 1 of the 2 ranks have no GPU"
     assert bad_node.startswith("BadNodeError: local rank 0 on ")
     assert "has no GPU: this node has 0" in bad_node
+
+
+def test_same_number_of_gpus_on_all_nodes_is_a_bad_request() -> None:
+    answers = choose([2] * 6, [""] * 6, per_node=3)
+    assert all(
+        answer.startswith("UserError: 3 ranks per node, but each node gives them 2 GPUs: use") for answer in answers
+    )
+    answers = choose([2] * 3, [""] * 3, per_node=3)
+    assert answers[2].startswith("BadNodeError: local rank 2 on "), "a node may have lost a GPU"
+    answers = choose([2] * 3 + [3] * 3, [""] * 6, per_node=3)
+    assert answers[2].startswith("BadNodeError: local rank 2 on ")
 
 
 def test_a_node_whose_gpus_cannot_be_used_is_bad() -> None:
