@@ -4,6 +4,10 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.1[1-9]) python3)
 BIN := .venv/bin
 READY := .venv/ready
+# As pip does: a proxy that signs TLS anew is known to the system alone, not to uv.
+ifneq ($(wildcard /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt),)
+export UV_SYSTEM_CERTS := true
+endif
 PACKAGES := slurm-wlm munge iproute2 dataset-fashion-mnist python3-venv
 TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server chromium g++ rsync fish zsh
 INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
@@ -69,7 +73,7 @@ else
 endif
 endif
 
-# On one NVIDIA GPU, in nine minutes: benchmarks/gpu/__main__.py. Without a network: GPU_BUNDLE=DIR, of make gpu-bundle.
+# On one NVIDIA GPU, in ten minutes: benchmarks/gpu/__main__.py. Without a network: GPU_BUNDLE=DIR, of make gpu-bundle.
 GPU_PYTHON ?= $(if $(wildcard $(READY)),$(BIN)/python,python3)
 GPU_BUNDLE ?=
 export GPU_BUNDLE

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hpc import cli
 from hpc.cli import Common
+from hpc.slurm.client import TESTBED_DIRECTORY
 from hpc.testbed import lifecycle
 from hpc.testbed.layout import TestbedShape
 from hpc.testbed.system import require_root
@@ -68,7 +69,10 @@ def _run(options: Verb) -> int:
         case Up():
             lifecycle.up(options.shape)
         case Down():
-            lifecycle.down()
+            ended = lifecycle.down()
+            if not options.json:
+                print(f"{'ended the testbed of' if ended else 'there is no testbed in'} {TESTBED_DIRECTORY}")
+                return 0
         case KillNode():
             lifecycle.kill_node(options.name)
         case ReviveNode():

@@ -61,10 +61,12 @@ def up(shape: TestbedShape) -> None:
             _build(shape)
 
 
-def down() -> None:
-    """End the testbed and remove all that belongs to it."""
+def down() -> bool:
+    """End the testbed and remove all that belongs to it. Returns whether there was one."""
     with locked(PATHS.lock):
+        found = PATHS.root.exists()
         _tear_down()
+    return found
 
 
 def kill_node(name: str) -> None:
