@@ -1,6 +1,6 @@
 """`make gpu-bundle`: what `make gpu` needs beside torch, in a directory to bring to a machine without a network.
 
-Pure Python packages, for any version of Python, and Fashion-MNIST: 31 MB.
+Pure Python packages, for any version of Python, and Fashion-MNIST: 32 MB.
 """
 
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 from training.config.dataset_layout import FASHION_MNIST, resolve_data
 
 # Distributions with the modules of `__main__.BUNDLED`, and what those import.
-PACKAGES = ("tyro", "docstring-parser", "typeguard", "platformdirs", "typing-extensions")
+PACKAGES = ("tyro", "docstring-parser", "typeguard", "platformdirs", "submitit", "cloudpickle", "typing-extensions")
 
 
 def main(directory: Path) -> None:

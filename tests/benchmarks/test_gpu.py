@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 # Every script; `files` does what the other measurements of throughput do, too.
-PARTS = ("two-ranks", "exactness", "files", "repeatability", "stalls", "accuracy")
+PARTS = ("launcher", "two-ranks", "exactness", "files", "repeatability", "stalls", "accuracy")
 
 
 @needs_fashion_mnist
@@ -30,13 +30,14 @@ def test_every_script_of_make_gpu_measures_something(tmp_path: Path) -> None:
     bits = {goal["name"]: goal["value"] for part in parts for goal in part["goals"] if goal["goal"] == "the same bits"}
     assert "two ranks on one GPU, killed twice" in bits
     assert set(bits.values()) == {True}, bits
+    assert [goal["value"] for goal in parts[0]["goals"]] == [0, 0], "steps lost, processes left"
 
 
 @needs_fashion_mnist
 def test_the_bundle_holds_all_that_a_python_without_them_lacks(tmp_path: Path) -> None:
     bundle = [sys.executable, "-m", "benchmarks.gpu.bundle", str(tmp_path / "bundle")]
     subprocess.run(bundle, cwd=REPOSITORY, check=True, capture_output=True)
-    names = "tyro, docstring_parser, typeguard, platformdirs"
+    names = "tyro, docstring_parser, typeguard, platformdirs, submitit, cloudpickle"
     # Without site-packages: what is imported is the bundle's.
     found = subprocess.run(
         [sys.executable, "-S", "-c", f"import {names}; print(tyro.__file__)"],

@@ -1,0 +1,145 @@
+"""The way of a user through the launcher: submit, a killed rank, a cancellation, a resumption, a complete run.
+
+The other parts start their ranks themselves. Only here they are what they are in a job: forks of torchrun, which is a
+child of the node's agent.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks.gpu.part import PartOptions, Row, data_directory, finish, goal
+
+NAME = "launcher"
+# More epochs than there is time for: the resumption says how many there are.
+FLAGS = ("--epochs=10000", "--lr-scheduler=constant", "--warmup-epochs=0", "--val-split=0", "--log-every=1")
+ON_GPU = ("--model=resnet20", "--batch-size=512", "--amp=bf16", "--device=cuda")
+SMALL = ("--model=small-cnn", "--batch-size=64", "--device=cpu")
+_TIMEOUT_SECONDS, _END_SECONDS = 300.0, 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(PartOptions):
+    """How the run is submitted."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A run and the directory that it is in."""
+
+    directory: Path
+
+    def hpc(self, *arguments: str) -> Any:
+        """The answer of a verb. Raises SystemExit with what it printed if it fails."""
+        command = [sys.executable, "-m", "hpc", *arguments, f"--runs-dir={self.directory}", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"hpc {' '.join(arguments)}: {done.stdout}{done.stderr}{self._logs()}")
+        return json.loads(done.stdout)
+
+    def wait(self, what: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The run's status once it is as wanted. Raises SystemExit if it ends before."""
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            [status] = self.hpc("status", NAME)
+            if reached(status):
+                return dict(status)
+            if status["state"] in {"failed", "completed"}:
+                break
+            time.sleep(0.5)
+        raise SystemExit(f"{what} was waited for in vain: {json.dumps(status)}{self._logs()}")
+
+    def wait_for_steps(self, number: int) -> dict[str, Any]:
+        """The run's status after so many steps."""
+        return self.wait(f"step {number}", lambda status: (status["step"] or 0) >= number)
+
+    def _logs(self) -> str:
+        logs = sorted(self.directory.glob(f"{NAME}/logs/**/*.*"))
+        return "".join(f"\n--- {path.name} ---\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
+
+    def processes_left(self, before: set[str]) -> int:
+        """How many processes are still there of the run, or have joined those on the GPU."""
+        deadline = time.monotonic() + _END_SECONDS
+        while (left := len(self.own_processes()) + len(on_gpu() - before)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
+
+    def own_processes(self) -> set[str]:
+        """The processes with the run's directory in their command line, by their ids."""
+        found, name = set(), str(self.directory / NAME).encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (process / "cmdline").read_bytes()
+            except OSError:
+                continue  # it has ended
+            if name in command:
+                found.add(process.name)
+        return found
+
+
+def on_gpu() -> set[str]:
+    """The processes with memory on a GPU, by their ids, which in a container may be those of the host."""
+    if shutil.which("nvidia-smi") is None:
+        return set()
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def measure(launcher: Launcher, flags: Sequence[str]) -> tuple[list[Row], int]:
+    """Submit, break, cancel, resume. Returns what it took, and how many processes were left at the two ends."""
+    before, began = on_gpu(), time.monotonic()
+    launcher.hpc("submit", f"--name={NAME}", "--cluster=local", "--nodes=1", "--gpus-per-node=1", *flags)
+    status = launcher.wait_for_steps(20)
+    rows = [row(f"from hpc submit to step 20 on {status['device']}", time.monotonic() - began)]
+    [killed] = launcher.hpc("drill", NAME, "worker-kill", "--yes")["interruptions"]
+    rows.append(row("from a rank's death to its next step", killed["seconds"]["first_step"], killed["steps_lost"]))
+    began = time.monotonic()
+    launcher.hpc("cancel", NAME)
+    status = launcher.wait("the cancellation", lambda status: status["state"] == "cancelled")
+    left = launcher.processes_left(before)
+    rows.append(row("from hpc cancel to the end of all processes", time.monotonic() - began))
+    began = time.monotonic()
+    launcher.hpc("resume", NAME, f"--epochs={status['epoch'] + 1}")
+    status = launcher.wait("the end", lambda status: status["state"] == "completed")
+    lost = status["steps_lost"] - killed["steps_lost"]
+    rows.append(row("from hpc resume to the complete run", time.monotonic() - began, lost))
+    return rows, left + launcher.processes_left(before)
+
+
+def row(what: str, seconds: float, steps_lost: int | None = None) -> Row:
+    """A row of the table."""
+    return {"what": what, "seconds": round(seconds, 1), "steps_lost": steps_lost}
+
+
+def main() -> None:
+    """Measure and print."""
+    options = tyro.cli(Options)
+    with tempfile.TemporaryDirectory() as directory:
+        few, runs = Path(directory) / "data", Path(directory).resolve() / "runs"
+        few.mkdir()
+        data = data_directory(few if options.small else None)
+        launcher = Launcher(runs)
+        try:
+            rows, left = measure(launcher, [f"--data={data}", *FLAGS, *(SMALL if options.small else ON_GPU)])
+        finally:
+            if launcher.own_processes():
+                launcher.hpc("cancel", NAME, "--final")
+    lost = rows[-1]["steps_lost"]
+    goals = [
+        goal("a run from hpc submit to its end: steps that hpc cancel lost", lost, "0", met=lost == 0),
+        goal("processes left of it, or on the GPU", left, "0", met=left == 0),
+    ]
+    finish(options, rows, goals)
+
+
+if __name__ == "__main__":
+    main()
