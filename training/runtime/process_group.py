@@ -1,5 +1,6 @@
 """The process group: connecting, collectives, and errors that all ranks raise. Runs on every rank."""
 
+import ctypes
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
 # Enough for the full bandwidth, and little beside a state for which that matters.
 _BUCKET_BYTES = 2**26
+# In c10's numbers for levels of logs.
+_ERROR = 2
 # Between two looks for rank 0's store; the second for many ranks.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
 
@@ -201,7 +205,8 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     if "MASTER_ADDR" in os.environ:
         if not rank_info.is_rank_zero:
             _wait_for_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
+        with _without_warnings():
+            store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
     device = find_device(rank_info, store)
     gpu = device if device.type == "cuda" else None
     if gpu:
@@ -216,6 +221,26 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     return ProcessGroup(
         rank_info=rank_info, device=device, control=control, connected_at=time.monotonic(), cores=cores, timeout=timeout
     )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Let torch's C++ code log errors alone.
+
+    Where no DNS answers, its client warns that the address of rank 0, as IPv6 has it, has no name: in each rank's log,
+    at each start. If it cannot connect, it raises an error.
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        yield  # a torch without it warns
+        return
+    before, level.value = level.value, max(level.value, _ERROR)
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 def _wait_for_store(address: str, port: int) -> None:
