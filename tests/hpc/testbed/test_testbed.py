@@ -283,8 +283,8 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
     assert "apt-get install -y munge\n" in fails(*box, *without_munged, *testbed_verb, "up")
     as_nobody = "import os, sys; from hpc.testbed.__main__ import main; os.seteuid(65534); sys.exit(main(['down']))"
     assert "needs root" in fails(*box, sys.executable, "-c", as_nobody)
-    assert call(*box, *testbed_verb, "down") == f"ended the testbed of {PATHS.root}\n"
-    assert call(*box, *testbed_verb, "down") == f"there is no testbed in {PATHS.root}\n"
+    assert call(*box, *testbed_verb, "down") == f"ended the testbed of {PATHS.root}"
+    assert call(*box, *testbed_verb, "down") == f"there is no testbed in {PATHS.root}"
     assert "hpc.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
 
 
