@@ -61,6 +61,13 @@ def test_run_without_snapshots_has_the_reason() -> None:
     assert warnings_of([claimed(1), off]) == ["snapshots are off: /dev/shm has 60 MB free"]
 
 
+def test_ranks_that_could_not_be_forks_have_the_reason() -> None:
+    slow = {"time": 5.0, "event": "not_forked", "attempt": 1, "node": "gpu02", "detail": "torch 9 had asked for GPUs"}
+    (warning,) = warnings_of([claimed(1), slow])
+    assert warning.startswith("ranks on gpu02 start seconds later than need be: torch 9 had asked for GPUs; ")
+    assert warnings_of([claimed(1), slow, claimed(2)]) == []
+
+
 @pytest.mark.parametrize(
     ("cause", "advice"), [("no_space", "make room"), ("bad_input", "new name"), ("preempted", None)]
 )
