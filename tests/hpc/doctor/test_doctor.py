@@ -115,7 +115,7 @@ def without_slurm(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[st
 def test_without_slurm_this_machine_is_inspected(tmp_path: Path) -> None:
     found = findings(without_slurm(tmp_path, "--json"))
     assert found["slurm"]["severity"] == "note"
-    assert set(found) == {"slurm", "stage directory", "/dev/shm", "open files"}
+    assert set(found) == {"slurm", "stage directory", "/dev/shm", "open files", "locked memory"}
 
 
 def test_nodes_need_slurm(tmp_path: Path) -> None:
