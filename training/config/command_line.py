@@ -194,7 +194,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
     try:
         # As text, which tyro parses as it does a command line's: YAML itself would make 43200 of a time of 12:00:00.
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506 - text alone
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{where} cannot be read: {error}") from error
     if not isinstance(loaded, dict | None):
         raise UserError(f"{where} is no mapping: write lines such as `batch-size: 256`")
@@ -205,8 +205,9 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             similar = f"did you mean {', '.join(close)}?" if close else "see hpc submit --help"
             raise UserError(f"{where}: there is no flag {key!r}: {advice_for(name, known) or similar}")
-        if isinstance(value, dict):
-            raise UserError(f"{where}: {key} is a mapping: give one value, or a list for --sbatch and --setup")
+        # The text of nested lists may be larger than any memory: they may repeat each other.
+        if not all(isinstance(each, str) for each in (value if isinstance(value, list) else [value])):
+            raise UserError(f"{where}: {key} is nested: give one value, or a list for --sbatch and --setup")
         if known and known.get(name) and value not in {"true", "false"}:
             raise UserError(f"{where}: {name} is {value!r}: write true or false")
         settings[name] = [value] if name in _REPEATABLE and isinstance(value, str) else value

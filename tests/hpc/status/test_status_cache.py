@@ -349,6 +349,18 @@ def test_copy_that_takes_long_is_no_hang(tmp_path: Path, squeue: Squeue) -> None
     assert StatusCache().summary(other)["staging"] is None
 
 
+def test_two_thousand_runs_cost_one_call_of_squeue(
+    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path, CLAIMED, name=f"r{number:04d}") for number in range(2000)]
+    lines = (alive(run, "RUNNING").replace("7|", f"{number}|", 1) for number, run in enumerate(runs))
+    squeue(f"echo called >> {tmp_path}/calls; {printing(tmp_path, *lines)}")
+    assert status.main(["--runs-dir", str(tmp_path / "runs")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert sum("running" in line for line in shown) == len(runs)
+    assert (tmp_path / "calls").read_text().splitlines() == ["called"]
+
+
 def test_documents_nested_too_deep_hide_no_run(tmp_path: Path) -> None:
     """In a shared directory, any user's run could make `hpc status` fail for all."""
     hostile, sound = make_run(tmp_path, CLAIMED), make_run(tmp_path, CLAIMED, name="s")

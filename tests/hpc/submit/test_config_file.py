@@ -60,6 +60,17 @@ def test_training_flags_are_not_a_scripts() -> None:
 # --- recipes ---
 
 
+@pytest.mark.parametrize("name", ["batch-size", "sbatch", "elastic"])
+def test_lists_that_repeat_each_other_are_refused_before_they_are_a_text(name: str, tmp_path: Path) -> None:
+    """A file of a kilobyte, whose values would take gigabytes."""
+    levels = [f"  - &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]\n" for n in range(1, 10)]
+    text = f"{name}:\n  - &l0 [x, x]\n{''.join(levels)}"
+    with pytest.raises(UserError, match=f"{name} is nested: give one value"):
+        flags_of(tmp_path, text)
+    with pytest.raises(UserError, match="cannot be read"):
+        flags_of(tmp_path, f"{name}: {'[' * 100_000}")
+
+
 def test_every_recipe_is_a_training_that_could_begin() -> None:
     for name in recipes():
         train = parse(SubmitTraining, with_config([f"--recipe={name}", "--data=/photos"], KNOWN), "hpc submit").train

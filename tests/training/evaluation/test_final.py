@@ -20,6 +20,7 @@ from trainer_rig import Starter, events, lines, load
 
 from hpc.core.git import git_revision
 from hpc.core.rundir import RunDir
+from hpc.core.text import csv_text
 from hpc.submit.code_copy import copy_code, find_code
 from training.checkpoint.storage import STATE_TENSORS, STATE_VALUES, list_checkpoints
 from training.config.command_line import flag_names, with_config
@@ -130,6 +131,17 @@ def test_classes_have_recall_precision_and_f1() -> None:
     assert [rows[2][name] for name in ("images", "accuracy", "precision", "f1", "most confused with")] == ["0"] + 4 * [
         ""
     ]
+
+
+@pytest.mark.parametrize("name", ["=1+1", "@SUM(A1)", 'a,"b"', "two\nlines", "<script>"])
+def test_class_may_have_any_name(name: str) -> None:
+    """The name of a directory of images, which anybody may have chosen."""
+    labels, predicted = images_of([[6, 2], [1, 3]])
+    text = classes_csv(labels, predicted, (name, "dog"))
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    found = [rows[0]["class"], rows[1]["most confused with"]]
+    assert [csv_text(each) for each in found] == [name, name]
+    assert not any(each.startswith(("=", "@")) for each in found), "no formula"
 
 
 # --- a model that learned nothing ---

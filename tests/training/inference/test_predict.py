@@ -15,6 +15,7 @@ from PIL import Image
 from trainer_rig import Ask, Starter, make_folder, make_idx
 
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.text import csv_text
 from training import export
 from training.data.in_memory import read_idx_pair
 from training.inference.classifier import load_classifier
@@ -111,6 +112,20 @@ def test_an_image_of_another_size_or_mode_is_converted(digits: Path, tmp_path: P
     original_top, large, wide_top = (each["top"] for each in json.loads(out))
     assert wide_top == original_top
     assert len(large) == 8
+
+
+def test_file_may_have_any_name(colors: Path, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "=1+1,\x1b[2J.jpg"
+    shutil.copy(colors / "data" / "test" / "red" / "0.jpg", tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = ask(colors / "run", name, "--csv")
+    [row] = csv.DictReader(io.StringIO(out))
+    assert csv_text(row["path"]) == name
+    assert row["path"].startswith("'"), "no formula"
+    code, out, err = ask(colors / "run", name)
+    assert code == 0
+    assert r"=1+1,\x1b[2J.jpg" in out
+    assert "\x1b" not in out + err
 
 
 def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, tmp_path: Path, ask: Ask) -> None:
