@@ -57,6 +57,7 @@ def show(directory: SweepDir, spec: SweepSpec, study: optuna.Study, *, as_json: 
             "best": None if best is None else directory.trial(best.number).name,
             "trials": [
                 {"run": directory.trial(one.number).name, "state": STATES[one.state], "value": one.value,
+                 "cause": one.user_attrs.get("cause"),
                  "params": {name: shown(value) for name, value in one.params.items()}}
                 for one in trials
             ],

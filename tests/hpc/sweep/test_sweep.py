@@ -108,7 +108,9 @@ def test_worse_trials_are_pruned_and_a_cancelled_sweep_starts_no_more(site: Site
             assert controller.poll() is None
             time.sleep(0.1)
         assert site.hpc("cancel", "pruned").returncode == 0
-        states = [one["state"] for one in json.loads(controller.communicate(timeout=120)[0])["trials"]]
+        ended = json.loads(controller.communicate(timeout=120)[0])["trials"]
+    states = [one["state"] for one in ended]
+    assert [one["cause"] for one in ended[5:]] == ["others were better after as many steps", "cancelled"]
     causes = r'<span class="pill (?:failed|pruned)">(?:.|\n)*?data-label="cause"[^>]*>(.*)</td>'
     page = (trials / "report/sweep.html").read_text()
     assert re.findall(causes, page) == ["others were better after as many steps", "cancelled"]
