@@ -117,9 +117,8 @@ def _warn(text: str) -> None:
 
 def _check_is_newest() -> None:
     """Raise RuntimeError if Slurm has started the run again elsewhere, and only this node could not be ended."""
-    if _this.run_dir is None:
+    if _this.run_dir is None or not (events := _this.run_dir / "events").is_dir():
         return
-    events = _this.run_dir / "events"
     os.close(os.open(events, os.O_RDONLY))  # NFS remembers for up to a minute that there is no such file
     if (events / f"attempt-{_this.attempt + 1:03d}-node-00.jsonl").exists():
         raise RuntimeError(f"attempt {_this.attempt + 1} has begun: attempt {_this.attempt} writes nothing more")
