@@ -81,7 +81,7 @@ def test_sweep_survives_its_controller_and_finds_the_best(site: Site) -> None:
 
 
 def test_best_training_is_a_file_of_flags(site: Site) -> None:
-    flags = (*CONSTANT, "--epochs=1", "--param=lr=0.05,1e-7", "--sampler=grid", "--parallel=2", "--metric=train/loss")
+    flags = (*CONSTANT, "--epochs=4", "--param=lr=0.05,1e-7", "--sampler=grid", "--parallel=2", "--metric=train/loss")
     found = sweep(site, "--name=train", *flags)
     assert [one["params"]["lr"] for one in found["trials"]] == ["0.05", "1e-7"]
     best = site.path / "runs/train/best.yaml"
