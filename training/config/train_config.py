@@ -66,8 +66,7 @@ class TrainConfig(Adjustable):
     """The training flags."""
 
     data: str = ""
-    """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (of Debian),
-    or digits (of scikit-learn)."""
+    """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (of Debian) or digits."""
     synthetic: bool = False
     """Train on generated images instead of --data, to measure the speed without loading data."""
     model: str = SMALL_CNN
