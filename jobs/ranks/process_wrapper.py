@@ -51,7 +51,7 @@ def run_torchrun(*program: str) -> None:
     signal.signal(signal.SIGINT, lambda *_: None)  # torchrun, which does not inherit this, has its own handler
     _, status = _run(program, signal.SIG_IGN)
     if left := end_children():
-        print(f"processes {left} of ranks cannot be killed", flush=True)
+        _say(f"processes {left} of ranks cannot be killed")
         from hpc.core.causes import EXIT_BAD_NODE  # noqa: PLC0415  # slow to import, and hardly ever needed
 
         os._exit(EXIT_BAD_NODE)
@@ -93,7 +93,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     log, exits = os.path.join(log_dir, f"rank-{rank:02d}.log"), os.path.join(node_dir, "exits")
     size_before = _print_to(log)
     if program[0] in _IN_A_FORK and (reason := _why_no_gpus()):
-        print(f"this rank imports torch by itself, which takes longer: {reason}", flush=True)
+        _say(f"this rank imports torch by itself, which takes longer: {reason}")
         with contextlib.suppress(OSError):
             _write_whole(exits, "not-forked", {"detail": reason})
         program = (sys.executable, "-P", os.path.abspath(__file__), "own", *program)
@@ -141,12 +141,18 @@ def _end_as(status: int) -> None:
         os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
+def _say(text: str) -> None:
+    """Print a line. A full disk must not change how this process ends, and a buffer would be flushed at the end."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{text}\n".encode(errors="backslashreplace"))
+
+
 def _print_to(log: str) -> int:
     """Send what this process and its rank print to the log, and return the size that it has already."""
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
-        print(f"{log} cannot be written: {error}", flush=True)  # the output goes to the agent's
+        _say(f"{log} cannot be written: {error}")  # the output goes to the agent's
         return 0
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -267,7 +273,7 @@ def _record_failure(exits: str, name: str, record: Mapping[str, object]) -> None
     try:
         _write_whole(exits, name, record)
     except OSError as error:
-        print(f"{record} could not be written: {error}", flush=True)
+        _say(f"{record} could not be written: {error}")
         os.kill(os.getppid(), signal.SIGKILL)
 
 

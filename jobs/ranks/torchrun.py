@@ -19,6 +19,7 @@ from typing import Self
 from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import BadNodeError
 from hpc.core.kernel import children
+from jobs.node_attempt import log
 
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
@@ -86,7 +87,7 @@ class Torchrun:
         self._forking = {pid: self._forking.get(pid, now) for pid in forking}
         for pid, since in self._forking.items():
             if now - since > _FORK_SECONDS:
-                print(f"a rank has not begun in {_FORK_SECONDS:.0f} s: torchrun starts others", flush=True)
+                log(f"a rank has not begun in {_FORK_SECONDS:.0f} s: torchrun starts others")
                 _send(pid, signal.SIGKILL)
 
     def forward(self, numbers: Sequence[signal.Signals]) -> None:

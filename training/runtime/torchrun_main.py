@@ -55,7 +55,8 @@ def end_ranks(ranks: PContext, death_sig: signal.Signals | None = None, timeout:
     """
     _close(ranks, death_sig, _END_SECONDS)
     if left := end_children():
-        print(f"processes {left} of ranks cannot be killed", flush=True)
+        with contextlib.suppress(OSError):  # a full disk
+            print(f"processes {left} of ranks cannot be killed", flush=True)
         os._exit(EXIT_BAD_NODE)
 
 

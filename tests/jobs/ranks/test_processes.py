@@ -283,11 +283,14 @@ def test_wrapper_without_a_log_of_its_own(tmp_path: Path, ranks: LocalRanks) -> 
     assert "rank-00.log cannot be read" in failure.detail
 
 
-def test_failure_that_cannot_be_recorded_ends_torchrun(tmp_path: Path) -> None:
-    wrapper = [*WRAPPER, str(tmp_path), str(tmp_path / "gone"), "false"]
+@pytest.mark.parametrize("output", ["/dev/null", "/dev/full"])
+def test_failure_that_cannot_be_recorded_ends_torchrun(tmp_path: Path, output: str) -> None:
+    """Also if a full disk does not take what the wrapper says of it."""
+    wrapper = [*WRAPPER, str(tmp_path / "gone"), str(tmp_path / "gone"), "false"]
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
     torchrun = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *wrapper]
-    assert subprocess.run(torchrun, env=environment, check=False).returncode == -signal.SIGKILL
+    with Path(output).open("w") as full:
+        assert subprocess.run(torchrun, env=environment, check=False, stdout=full).returncode == -signal.SIGKILL
 
 
 @pytest.fixture
