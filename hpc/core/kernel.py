@@ -110,11 +110,11 @@ def end_children(seconds: float = 30.0) -> list[int]:
         if passed > seconds:
             return left
         for child in left:
-            if passed > _KILL_SECONDS:
-                os.kill(child, signal.SIGKILL)
-            elif passed > _ASK_SECONDS and child not in asked:
+            number = signal.SIGKILL if passed > _KILL_SECONDS else signal.SIGTERM
+            if passed > _ASK_SECONDS and (number == signal.SIGKILL or child not in asked):
                 asked.add(child)
-                os.kill(child, signal.SIGTERM)
+                with suppress(PermissionError):  # another user's, by sudo or su
+                    os.kill(child, number)
         time.sleep(_POLL_SECONDS)
     return []
 

@@ -64,7 +64,8 @@ def _end_torchrun(*_: object) -> None:
     if not running:
         os._exit(1)
     for pid in running:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(PermissionError):  # another user's, by sudo or su
+            os.kill(pid, signal.SIGKILL)
 
 
 def become_container(*program: str) -> None:
