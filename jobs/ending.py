@@ -360,7 +360,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
         excluded = resubmit.nodes_to_exclude(node.spec, node.run_events(), avoid)
         # Nothing can be changed before the requeue.
         ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), _SLURM_SECONDS)
-    except TorchrelayError as error:
+    except (OSError, TorchrelayError) as error:  # not to the caller, which would requeue the job once more
         log(f"job {job_id} may start on {', '.join(avoid)} again: {error}")
     else:
         node.record_event("excluded", job_id=job_id, excluded=excluded)

@@ -158,6 +158,14 @@ def test_job_is_requeued(node: NodeAttempt) -> None:
     assert not node.events("resubmitted")
 
 
+def test_job_is_requeued_once_though_its_events_cannot_be_read_then(node: NodeAttempt, slurm_command: Command) -> None:
+    """They would name the nodes that it avoids."""
+    log, events = node.run.path / "scontrol", node.run.events
+    slurm_command("scontrol", f'echo "$@" >> {log}; mv {events} {events}-gone; touch {events}')
+    assert start_next_attempt(node, [], ["gpu02"])
+    assert log.read_text() == "requeue 7\n"
+
+
 def test_requeue_that_is_refused_for_good_is_replaced_by_a_new_job(
     node: NodeAttempt, slurm_command: Command, tmp_path: Path
 ) -> None:
