@@ -4,8 +4,11 @@ Without torch and pandas, which only `hpc report` imports, a verb answers in a f
 import `hpc.core` through this file, too: so the API (`hpc.api`) is imported when it is first used.
 """
 
+import contextlib
 import importlib
+import itertools
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +28,9 @@ def _prepare_verb() -> None:
     """For `python -m hpc.VERB`: look for our packages where this file is, and for what they need."""
     top = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     # Python looks in the current directory first, where a user may have a package `training` or `jobs`.
-    if sys.path[0] == os.getcwd() != top:
-        del sys.path[0]
+    with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+        if sys.path[0] == os.getcwd() != top:
+            del sys.path[0]
     try:
         importlib.import_module("tyro")
     except ModuleNotFoundError:
@@ -36,6 +40,12 @@ def _prepare_verb() -> None:
         sys.exit(2)
 
 
-# While Python looks for the module that it is to run, `-m` stands in the place of its file.
-if sys.argv[:1] == ["-m"] and sys.orig_argv[sys.orig_argv.index("-m") + 1].partition(".")[0] == __name__:
+def _module_to_run() -> str:
+    """The module of `python -m`, also in `-um`; empty unless Python is looking for it: only then `-m` stands there."""
+    words = sys.orig_argv if sys.argv[:1] == ["-m"] else []
+    pairs = itertools.pairwise(words)
+    return next((module for flag, module in pairs if re.fullmatch("-[a-zA-Z]*m", flag)), "")
+
+
+if _module_to_run().partition(".")[0] == __name__:
     _prepare_verb()

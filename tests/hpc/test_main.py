@@ -33,13 +33,22 @@ def test_every_verb_answers_help_beside_packages_of_the_same_names(verb: str, be
     assert done.stdout.startswith(f"usage: hpc {verb}")
 
 
-@pytest.mark.parametrize("module", ["hpc", "hpc.submit", "hpc.supervise"])
-def test_module_runs_beside_packages_of_the_names_of_ours(module: str, beside_other_packages: Path) -> None:
+@pytest.mark.parametrize("words", [["-m", "hpc"], ["-m", "hpc.submit"], ["-um", "hpc.supervise"]], ids=" ".join)
+def test_module_runs_beside_packages_of_the_names_of_ours(words: list[str], beside_other_packages: Path) -> None:
     (beside_other_packages / "hpc" / "__init__.py").unlink()  # it would be the one that Python runs
     (beside_other_packages / "hpc").rmdir()
     done = subprocess.run(
-        [sys.executable, "-m", module, "--help"], cwd=beside_other_packages, capture_output=True, text=True, check=False
+        [sys.executable, *words, "--help"], cwd=beside_other_packages, capture_output=True, text=True, check=False
     )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["-mhpc.status"], ["-um", "package.of.a.user"]], ids=" ".join)
+def test_package_can_be_imported_while_python_looks_for_a_module(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "package" / "of" / "a").mkdir(parents=True)
+    (tmp_path / "package" / "__init__.py").write_text("import hpc\n")
+    (tmp_path / "package" / "of" / "a" / "user.py").touch()
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
