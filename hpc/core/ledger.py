@@ -180,6 +180,7 @@ _LATEST = 9e9  # the year 2255; pandas ends in 2262
 _REQUIRED = {
     kind: ("time", *names.split())
     for kind, names in {
+        "submitting": "host pid",
         "submitted": "job_id",
         "claimed": "attempt job_id restart secret nodes",
         "refused": "job_id restart detail",
@@ -189,6 +190,7 @@ _REQUIRED = {
         "staged": "attempt node source",
         "environment": "node",
         "node_failed": "node",
+        "not_forked": "node detail",
         "rendezvous": "attempt members",
         "checked": "nodes",
         "train_started": "attempt step world_size",

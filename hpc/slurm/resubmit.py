@@ -125,7 +125,7 @@ def unfinished_handover(events: Iterable[Event], attempt: int) -> Event | None:
 
 def handover_deadline(claim: Event | None) -> float:
     """Until then the process that made a claim should be left to finish; 0 if it died."""
-    if claim is None or (claim["host"] == socket.gethostname() and not is_alive(claim["pid"], claim["started"])):
+    if claim is None or (claim["host"] == socket.gethostname() and not is_alive(claim["pid"], claim.get("started"))):
         return 0.0
     return float(claim["time"]) + HANDOVER_SECONDS
 

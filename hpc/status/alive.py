@@ -22,7 +22,7 @@ def slurm_jobs(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[str]:
 
 def local_jobs(run: RunDir) -> list[str]:
     """The process ids of submitit's controllers of a run that `--cluster local` started on this machine."""
-    submitted = [event for event in ledger.read(run.events) if event["event"] == "submitted" and event["started"]]
+    submitted = [event for event in ledger.read(run.events) if event["event"] == "submitted" and event.get("started")]
     return [event["job_id"] for event in submitted if is_alive(event["job_id"], event["started"])]
 
 

@@ -276,9 +276,9 @@ def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
     copying = [event for event in last.values() if event["event"] == "staging"]
     if not copying:
         return None
-    slowest = max(copying, key=lambda event: event["eta_seconds"] or 0.0)
+    slowest = max(copying, key=lambda event: event.get("eta_seconds") or 0.0)
     wanted = ("node", "activity", "bytes_done", "bytes_total", "bytes_per_second", "eta_seconds")
-    return {key: slowest[key] for key in wanted}
+    return {key: slowest.get(key) for key in wanted}
 
 
 def _spec(run: RunDir, damaged: list[str]) -> RunSpec | None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.report.gather import gather
+from hpc.status.alive import local_jobs
 from hpc.status.run_view import StatusCache, Summary
 from hpc.status.table import view
 from hpc.supervise.decide import decide
@@ -24,6 +25,7 @@ from hpc.supervise.observe import observe
 NODES = ["a1", "a2"]
 # Every kind that a reader of `hpc status` asks for, in an order that a run may have them.
 EVENTS: tuple[dict[str, Any], ...] = (
+    {"event": "submitting", "cluster": "slurm", "host": "login", "pid": 4, "started": 5},
     {"event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30, "grace_seconds": 20},
     {"event": "refused", "job_id": "7", "restart": 0, "detail": "it waits for another"},
     {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "port": 1, "nodes": NODES},
@@ -37,6 +39,7 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "train_started", "attempt": 1, "step": 0, "total_steps": 90, "world_size": 2, "seconds": 5.0,
      "connect_seconds": 3.0, "restore_seconds": 0.5, "train_seconds": 0.0},
     {"event": "first_step", "attempt": 1, "step": 1},
+    {"event": "not_forked", "attempt": 1, "node": "a1", "detail": "a module of the script uses CUDA"},
     {"event": "slow_rank", "attempt": 1, "rank": 1, "node": "a2", "busy_seconds": 2.0, "median_seconds": 1.0},
     {"event": "checkpoint_saved", "attempt": 1, "step": 30, "seconds": 1.0, "copy_seconds": 0.1},
     {"event": "snapshot_off", "attempt": 1, "reason": "no room"},
@@ -133,18 +136,30 @@ def test_no_value_of_any_field_of_any_event_hides_another_run(runs: tuple[RunDir
             assert gather(damaged, rows[0]).summary == rows[0]
 
 
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event["event"])
+def test_no_field_that_is_missing_hides_a_run(event: dict[str, Any], runs: tuple[RunDir, RunDir]) -> None:
+    events = [{"time": 1_700_000_000.0 + at, **each} for at, each in enumerate(EVENTS[: EVENTS.index(event) + 1])]
+    for name in ("time", *event):
+        write(runs[0].events / "x.jsonl", [*events[:-1], {key: events[-1][key] for key in events[-1] if key != name}])
+        row = StatusCache().summary(runs[0])
+        assert "cannot be read" not in "".join(row["damaged"])
+        shown([row], details=True)
+        local_jobs(runs[0])
+        observe(runs[0], {}, time.time())
+
+
 def test_row_says_what_is_damaged_in_which_file_and_line(runs: tuple[RunDir, RunDir]) -> None:
     damaged, sound = runs
-    events = [{"time": float(at), **event} for at, event in enumerate(EVENTS[:12])]
-    events[8]["time"] = float("nan")
+    events = [{"time": float(at), **event} for at, event in enumerate(EVENTS[:13])]
+    events[9]["time"] = float("nan")
     write(damaged.events / "agent.jsonl", events)
     rows = StatusCache().summaries([damaged, sound])
-    problem = "line 9 of events/agent.jsonl is damaged and left out: time is nan"
+    problem = "line 10 of events/agent.jsonl is damaged and left out: time is nan"
     assert rows[0]["damaged"] == [problem]
     assert (rows[0]["attempt"], rows[0]["device"], rows[0]["step"]) == (1, None, 60), "the rest is shown"
     assert shown(rows, details=False).splitlines()[-1].strip() == f"damaged: {problem}"
     assert f"warning: {problem}" in shown(rows[:1], details=True)
-    assert [note for note in gather(damaged, rows[0]).notes if "line 9" in note] == [problem]
+    assert [note for note in gather(damaged, rows[0]).notes if "line 10" in note] == [problem]
 
     (damaged.events / "agent.jsonl").write_text('{"time": 1.0, "ev\n\n')
     row = StatusCache().summary(damaged)
