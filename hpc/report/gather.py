@@ -14,7 +14,7 @@ import pandas as pd
 
 from hpc.core import ledger
 from hpc.core.errors import UserError
-from hpc.core.files import read_json_lines
+from hpc.core.files import numbered_json_lines
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.core.text import csv_cell, csv_text
@@ -181,9 +181,7 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | N
 
 def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame:
     """A file of metrics: these columns, and all others that have a number; one row for each step, the last written."""
-    found, read = _read_lines(path, columns)
-    total = _line_count(path)
-    _note_damaged(notes, path, total - read, total)
+    found = _read_lines(notes, path, columns)
     steps = found["step"]
     finite = np.isfinite(steps)
     # A script that starts again from a checkpoint writes steps once more.
@@ -195,14 +193,14 @@ def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame
     return pd.DataFrame({name: found.pop(name)[kept] for name in list(found)}, copy=False)
 
 
-def _read_lines(path: Path, columns: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """The columns of a file of metrics, and the number of its records.
+def _read_lines(notes: list[str], path: Path, columns: Sequence[str]) -> dict[str, Any]:
+    """The columns of a file of metrics.
 
     A long run has millions of lines, so no more than some of them are objects at a time.
     """
     texts = {name: list[Any]() for name in columns if name in _TEXT}
     numbers = {name: array("d") for name in columns if name not in _TEXT}
-    count, records = 0, read_json_lines(path)
+    count, records = 0, _records(notes, path)
     while lines := list(islice(records, _PART_ROWS)):
         for name in (name for line in lines for name, value in line.items() if type(value) in {int, float}):
             if name not in texts and name not in numbers:
@@ -213,26 +211,21 @@ def _read_lines(path: Path, columns: Sequence[str]) -> tuple[dict[str, Any], int
         for name, cells in texts.items():
             cells += [line.get(name) for line in lines]
         count += len(lines)
-    found = {
+    return {
         name: pd.array(texts[name], dtype="string") if name in texts else np.frombuffer(numbers[name])
         for name in dict.fromkeys([*columns, *numbers])
     }
-    return found, count
 
 
-def _count_damaged(notes: list[str], path: Path) -> None:
-    total = _line_count(path)
-    _note_damaged(notes, path, total - sum(1 for _ in read_json_lines(path)), total)
-
-
-def _line_count(path: Path) -> int:
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return sum(bool(line.strip()) for line in file)
-
-
-def _note_damaged(notes: list[str], path: Path, damaged: int, total: int) -> None:
+def _records(notes: list[str], path: Path) -> Iterator[dict[str, Any]]:
+    """The whole records of a file, with a note in the end on those that are damaged."""
+    total = damaged = 0
+    for _, record in numbered_json_lines(path):
+        total += 1
+        if record is None:
+            damaged += 1
+        else:
+            yield record
     if damaged:
         notes.append(f"{path.parent.name}/{path.name}: {damaged} of {total} lines are damaged and left out.")
 
