@@ -23,7 +23,7 @@ from rich.text import Text
 
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import is_temporary
+from hpc.core.files import is_temporary, remove_abandoned
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
@@ -201,9 +201,7 @@ def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[
     """Remove them, and what an interrupted removal left. Returns what went wrong."""
     problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
     for place in {*_places(options, found), *(run.path for run in runs), *(Path(one.path).parent for one in packages)}:
-        for left in place.glob(".*"):
-            if _REMOVED.fullmatch(left.name) or _is_abandoned(left):
-                shutil.rmtree(left, ignore_errors=True)
+        remove_abandoned(place, ".*", _is_abandoned)
     for run in runs:
         try:
             remove(run.checkpoints if options.checkpoints_only else run.path)
@@ -218,7 +216,9 @@ def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a submission was killed while it made this directory."""
+    """Whether a removal was interrupted, or a submission was killed while it made this directory."""
+    if _REMOVED.fullmatch(path.name):
+        return True
     return is_temporary(path) and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
 
 

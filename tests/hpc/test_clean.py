@@ -105,7 +105,10 @@ def test_only_what_was_asked_for_is_removed_and_what_a_kill_had_left(site: Site)
     drafts = [site.path / "runs" / f".halfmade.{uuid.uuid4().hex}.tmp" for _ in range(2)]
     for draft in drafts:
         shutil.copytree(site.path / "runs" / "small", draft)
-    os.utime(drafts[0], (0, 0))
+    part = site.path / "runs" / f".digits.npz.{uuid.uuid4().hex}.tmp"
+    part.touch()
+    for killed in (drafts[0], part):
+        os.utime(killed, (0, 0))
     shown = site.hpc("status").stdout
     assert not any(name in shown for name in ("old", "halfmade")), "what is being removed or made is no run"
     assert listed(site, "--state=cancelled", "--yes") == ["stopped"]
