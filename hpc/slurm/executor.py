@@ -263,7 +263,9 @@ def start_local(run: RunDir) -> str:
         )
     pid_file = run.logs / "controller.pid"
     if done.returncode != 0 or not pid_file.exists():
-        raise UserError(f"the local run did not start: see {run.logs / 'controller.log'}")
+        # The directory of a run that has never started is removed, and its log with it.
+        why = (run.logs / "controller.log").read_text(errors="replace").strip().splitlines()[-1:]
+        raise UserError(f"the local run did not start: {' '.join(why) or f'exit code {done.returncode}'}")
     return pid_file.read_text().strip()
 
 

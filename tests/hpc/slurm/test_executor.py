@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.report.command import submit_command
-from hpc.slurm.executor import SlurmExecutor, sbatch_parameters, setup
+from hpc.slurm.executor import SlurmExecutor, sbatch_parameters, setup, start_local
 from hpc.spec import Recovery, Resources, RunSpec
 
 
@@ -127,3 +128,10 @@ def test_script_survives_signals_before_setup_begins(tmp_path: Path) -> None:
     ]  # fmt: skip
     spec.save(RunDir(tmp_path))
     assert RunSpec.load(RunDir(tmp_path)) == spec
+
+
+def test_local_run_that_does_not_start_says_why(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    with pytest.raises(UserError, match=r"the local run did not start: .*spec-?\d*\.json"):
+        start_local(run)
