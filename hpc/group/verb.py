@@ -121,8 +121,9 @@ def _work(group: GroupDir[Any], controller: GroupController, *, once: bool) -> N
     pause, is_over = _POLL_SECONDS, False
     while not is_over:
         try:
-            is_over, pause = controller.step(), _POLL_SECONDS
+            ended, pause = controller.step(), _POLL_SECONDS
             controller.write_result()
+            is_over = ended
         except UserError:
             raise
         except (TorchrelayError, OSError) as error:

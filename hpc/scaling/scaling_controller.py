@@ -71,8 +71,8 @@ class ScalingController:
         """Write the page, if another run has ended."""
         if self._ended == self._on_page:
             return
-        self._on_page = {*self._ended}
         write_page(self._study, self._spec, self.measures())
+        self._on_page = {*self._ended}
 
     def _start(self, size: Size) -> bool:
         """Submit the run of a size; of the first one, an error is the user's."""

@@ -86,8 +86,8 @@ class SweepController:
         ended = sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
         if ended == self._on_page:
             return
-        self._on_page = ended
         write_result(self._sweep, self._spec, self.study)
+        self._on_page = ended
 
     def _running(self) -> Sequence[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
