@@ -83,7 +83,8 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
     validation = [line for line in evaluations if line.get("split") == "val" and number_in(line, "loss") is not None]
     return Measures(
         size=size, run=run.name, state=summary["state"],
-        cause=summary["detail"] if summary["state"] == "failed" else None, lr=max(_column(lines, "lr"), default=None),
+        cause=summary["detail"] or summary["reason"] if summary["state"] == "failed" else None,
+        lr=max(_column(lines, "lr"), default=None),
         batch_size=train.batch_size if train else None, steps_per_epoch=of_epoch,
         epoch_seconds=seconds / epochs if seconds and epochs else None, epochs=epochs,
         images_per_second=_middle(steady, "images_per_second"),

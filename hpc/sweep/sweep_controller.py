@@ -119,7 +119,7 @@ class SweepController:
         return {point.step: point.values[self._spec.metric] for point in points if self._spec.metric in point.values}
 
     def _end(self, trial: FrozenTrial, summary: Summary, values: Mapping[int, float]) -> None:
-        state, detail = summary["state"], summary["detail"]
+        state, detail = summary["state"], summary["detail"] or summary["reason"]
         name = self._sweep.trial(trial.number).name
         best = (max if self._spec.direction == "maximize" else min)(values.values(), default=None)
         if state == "completed" and best is not None:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hpc.core.errors import TorchrelayError
 from hpc.core.files import fsync_file
 from training.checkpoint.state import TrainState
 from training.checkpoint.storage import STATE_TENSORS, WriteFiles, describe_file, save_checkpoint
@@ -137,21 +138,22 @@ def save_sharded(
 
     Raises:
         OSError: on all ranks, if some rank could not write; the older checkpoints are all there.
+        TorchrelayError: on rank 0, from `check`; the others raise an OSError.
     """
-    problem = ""
+    failure: Exception | None = None
     if group.is_rank_zero:
         try:
             save_checkpoint(directory, step, partial(_write_on_all_ranks, group, write_files), keep, check=check)
-        except OSError as error:
-            problem = str(error) or repr(error)
+        except (OSError, TorchrelayError) as error:
+            failure = error
         # An empty path ends the loop below, on the other ranks. Send it even if rank 0 failed before it sent any path.
         group.broadcast_bytes(b"")
     else:
         while temporary := group.broadcast_bytes(None):
             group.all_gather_json(_write_own(group, write_files, Path(os.fsdecode(temporary))))
-    problem = group.all_gather_json(problem)[0]
+    problem = group.all_gather_json(str(failure) or repr(failure) if failure else "")[0]
     if problem:
-        raise OSError(problem)
+        raise failure or OSError(problem)
 
 
 def _write_on_all_ranks(group: ProcessGroup, write_files: WriteFiles, temporary: Path) -> dict[str, Any]:
